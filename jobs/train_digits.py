@@ -1,0 +1,269 @@
+"""Train a multi-layer perceptron on scans of handwritten digits, on any number of MPI ranks.
+
+    python jobs/prepare_digits.py --output data/digits.h5
+    mpiexec -n 4 python jobs/train_digits.py --data data/digits.h5 --output runs/digits
+
+The output folder receives a checkpoint per epoch and at the end the learning curve. An earlier
+run in it is moved aside, or goes on with --resume.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+import mpistrat as ms
+
+LAYER_SIZES = (64, 128, 64, 10)
+
+
+def make_layers(seed):
+    """Return the variables of the model, a list of layers."""
+    rng = np.random.default_rng(seed)
+    layers = []
+    for k, (n, m) in enumerate(itertools.pairwise(LAYER_SIZES)):
+        kernel = (rng.standard_normal((n, m)) / np.sqrt(n)).astype(np.float32)
+        bias = np.zeros(m, np.float32)
+        layers.append(
+            {
+                "kernel": ms.Variable(kernel, name=f"layer{k}/kernel"),
+                "bias": ms.Variable(bias, name=f"layer{k}/bias"),
+            }
+        )
+    return layers
+
+
+def forward(xp, layers, image):
+    """Return the input of every layer, and last the logits of shape ``(local_batch_size, 10)``."""
+    activations = [image.reshape(-1, LAYER_SIZES[0]).astype(xp.float32) / 16]
+    for layer in layers:
+        logits = activations[-1] @ layer["kernel"].value() + layer["bias"].value()
+        activations.append(xp.tanh(logits))
+    return [*activations[:-1], logits]
+
+
+def cross_entropy(xp, logits, label):
+    """Return the loss of each example, and the gradient of their sum by the logits."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    log_probability = shifted - xp.log(xp.exp(shifted).sum(axis=1, keepdims=True))
+    target = (label[:, None] == xp.arange(logits.shape[1])).astype(xp.float32)
+    return -(target * log_probability).sum(axis=1), xp.exp(log_probability) - target
+
+
+def backward(layers, activations, error):
+    """Return ``(gradient, variable)`` pairs, given the gradient by the logits."""
+    pairs = []
+    for layer, x in zip(reversed(layers), reversed(activations[:-1]), strict=True):
+        pairs += [(x.T @ error, layer["kernel"]), (error.sum(axis=0), layer["bias"])]
+        error = (error @ layer["kernel"].value().T) * (1 - x * x)  # the slope of tanh
+    return pairs
+
+
+class Training:
+    """The model, and all that a run needs to go on after an interruption."""
+
+    def __init__(self, strategy, args):
+        self.strategy = strategy
+        self.xp = strategy.extended.xp
+        train, test = open_data(args, "train"), open_data(args, "test")
+        self.num_examples = train.cardinality()
+        self.train_batches = strategy.experimental_distribute_dataset(
+            train.shuffle(seed=args.seed).batch(args.batch_size)
+        )
+        self.test_batches = strategy.experimental_distribute_dataset(test.batch(args.batch_size))
+        with strategy.scope():
+            self.layers = make_layers(args.seed)
+            self.optimizer = ms.optimizers.SGD(learning_rate=0.05, momentum=0.9)
+            self.loss = ms.metrics.Mean(name="loss")
+            self.accuracy = ms.metrics.Accuracy(name="accuracy")
+        self.history = History()
+        self.checkpoint = ms.Checkpoint(
+            model={"layers": self.layers},
+            optimizer=self.optimizer,
+            metrics={"loss": self.loss, "accuracy": self.accuracy},
+            batches=self.train_batches,
+            history=self.history,
+        )
+
+    def train_step(self, image, label):
+        """Learn from this rank's part of a global batch, which may be empty."""
+        activations = forward(self.xp, self.layers, image)
+        losses, error = cross_entropy(self.xp, activations[-1], label)
+        # The loss is the mean over the global batch. Its true size, because the last is short.
+        global_batch_size = int(ms.get_replica_context().all_reduce("sum", len(label)))
+        self.optimizer.apply_gradients(
+            backward(self.layers, activations, error / global_batch_size)
+        )
+        self.loss.update_state(losses)
+        self.accuracy.update_state(label, activations[-1].argmax(axis=1))
+
+    def test_step(self, image, label):
+        """Judge this rank's part of a global batch."""
+        logits = forward(self.xp, self.layers, image)[-1]
+        self.loss.update_state(cross_entropy(self.xp, logits, label)[0])
+        self.accuracy.update_state(label, logits.argmax(axis=1))
+
+    def run_pass(self, step, batches):
+        """Run `step` on all batches; return the mean loss and the accuracy. **Collective**."""
+        self.loss.reset_state()
+        self.accuracy.reset_state()
+        for image, label in batches:
+            self.strategy.run(step, args=(image, label))
+        return float(self.loss.result()), float(self.accuracy.result())
+
+    def run_epoch(self):
+        """Train for one epoch, test, and add the figures to the history. **Collective**."""
+        loss, accuracy = self.run_pass(self.train_step, self.train_batches)
+        test_loss, test_accuracy = self.run_pass(self.test_step, self.test_batches)
+        self.history.rows.append(
+            {
+                "epoch": len(self.history.rows) + 1,
+                "loss": loss,
+                "accuracy": accuracy,
+                "test_loss": test_loss,
+                "test_accuracy": test_accuracy,
+            }
+        )
+
+
+class History:
+    """The figures of each epoch, kept in the checkpoint."""
+
+    def __init__(self):
+        self.rows = []
+
+    def state_dict(self):
+        """Return what a checkpoint keeps."""
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state):
+        """Take over what a checkpoint kept."""
+        self.rows = list(state["rows"])
+
+
+def open_data(args, part):
+    """Return one part of the data, ``"train"`` or ``"test"``."""
+    dataset = ms.data.Dataset.from_hdf5(args.data, fields=(f"{part}/image", f"{part}/label"))
+    num_examples = dataset.cardinality()
+    if part == "train" and args.batch_size > num_examples:
+        raise ValueError(
+            f"--batch-size {args.batch_size} is larger than the data: {args.data} holds "
+            f"{num_examples} examples under {part}."
+        )
+    return dataset
+
+
+@contextlib.contextmanager
+def progress_display(speaks, num_epochs):
+    """Yield ``show(row, num_examples, seconds)`` for each epoch: a bar, or lines in a log file."""
+    console = Console(stderr=True)
+    is_live = speaks and console.is_terminal
+    columns = [TextColumn("{task.description}"), BarColumn()]
+    with Progress(*columns, console=console, disable=not is_live) as progress:
+        task = progress.add_task("", total=num_epochs)
+
+        def show(row, num_examples, seconds):
+            epoch = row["epoch"]
+            text = (
+                f"epoch {epoch:{len(str(num_epochs))}}/{num_epochs}  loss {row['loss']:.4f}  "
+                f"test accuracy {row['test_accuracy']:.3f}  {num_examples / seconds:,.0f} "
+                f"examples/s  {seconds * (num_epochs - epoch):.0f} s left"
+            )
+            progress.update(task, completed=epoch, description=text)
+            if speaks and not is_live:
+                print(text, flush=True)
+
+        yield show
+
+
+def write_learning_curve(rows, folder):
+    """Write the history as JSON and as a picture; each file appears once it is complete."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    epochs = [row["epoch"] for row in rows]
+    for axes, quantity in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+        axes.plot(epochs, [row[quantity] for row in rows], label="train")
+        axes.plot(epochs, [row[f"test_{quantity}"] for row in rows], label="test")
+        axes.set(xlabel="epoch", ylabel=quantity)
+        axes.legend()
+    temporary = folder / ".learning_curve.tmp"
+    figure.savefig(temporary, format="png", dpi=150)
+    os.replace(temporary, folder / "learning_curve.png")
+    temporary.write_text(json.dumps(rows, indent=1) + "\n")
+    os.replace(temporary, folder / "learning_curve.json")
+
+
+def move_aside(folder):
+    """Rename the folder of an earlier run, so that nothing is mixed with it or overwritten."""
+    if any(folder.glob("checkpoint-*.h5")):
+        names = (Path(f"{folder}.{number}") for number in itertools.count(1))
+        free = next(name for name in names if not name.exists())
+        folder.rename(free)
+        print(f"moved the earlier run in {folder} to {free}; --resume would have gone on with it")
+
+
+class RankZeroParser(argparse.ArgumentParser):
+    """A parser whose complaint is printed by rank 0 alone."""
+
+    def error(self, message):
+        """Print the usage and `message` once, and exit on every rank."""
+        if ms.MPIStrategy(device="cpu").extended.should_save_summary:
+            super().error(message)
+        raise SystemExit(2)
+
+
+def parse_arguments():
+    """Return the command line's options."""
+    parser = RankZeroParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--data", default="data/digits.h5", metavar="FILE", help="made by prepare_digits.py")
+    add("--output", type=Path, default=Path("runs/digits"), metavar="FOLDER")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--epochs", type=int, default=30, metavar="N")
+    add("--batch-size", type=int, default=128, metavar="N", help="examples over all ranks")
+    add("--seed", type=int, default=0, metavar="N", help="of the first weights and the shuffling")
+    add("--device", default="auto", help='"auto", "cpu", "gpu" or "gpu:K"')
+    return parser.parse_args()
+
+
+def main():
+    """Train, test and save. **Collective**: every rank runs this program."""
+    args = parse_arguments()
+    strategy = ms.MPIStrategy(device=args.device)
+    speaks = strategy.extended.should_save_summary  # on rank 0
+    if args.epochs < 1:
+        raise ValueError(f"--epochs must be at least 1, not {args.epochs}.")
+    training = Training(strategy, args)
+    history = training.history
+    if speaks and not args.resume:
+        move_aside(args.output)
+    manager = ms.CheckpointManager(training.checkpoint, args.output, max_to_keep=3)
+    if args.resume and manager.latest_checkpoint:
+        status = training.checkpoint.restore(manager.latest_checkpoint)
+        status.assert_existing_objects_matched()  # the optimizer's slots are yet to be made
+        if speaks:
+            print(f"goes on from {manager.latest_checkpoint}")
+    else:
+        manager.save(step=0)  # a folder that cannot be written shows now, not after an epoch
+
+    with progress_display(speaks, args.epochs) as show:
+        while len(history.rows) < args.epochs:
+            began = time.perf_counter()
+            training.run_epoch()
+            manager.save(step=len(history.rows))
+            show(history.rows[-1], training.num_examples, time.perf_counter() - began)
+    if speaks:
+        write_learning_curve(history.rows, args.output)
+        print(f"test accuracy: {history.rows[-1]['test_accuracy']:.4f}")
+
+
+if __name__ == "__main__":
+    main()

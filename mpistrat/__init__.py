@@ -1,0 +1,81 @@
+"""The programming model of tf.distribute for NumPy and CuPy programs on MPI clusters.
+
+Importing this package starts no MPI and imports neither h5py nor cupy. It does set
+`sys.excepthook`, so that an uncaught exception on one rank ends the whole job.
+"""
+
+from mpistrat import data, errors, gradients, metrics, optimizers, testing
+from mpistrat.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
+from mpistrat.data.contexts import InputContext, ValueContext
+from mpistrat.epochs.farewell import install as _install_farewell
+from mpistrat.epochs.opening import open_last_channel as _open_last_channel
+from mpistrat.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    InputOptions,
+    InputReplicationMode,
+    ReduceOp,
+    RunOptions,
+    VariableAggregation,
+    VariableSynchronization,
+)
+from mpistrat.replica import ReplicaContext
+from mpistrat.strategies import (
+    MPIStrategy,
+    MultiStepContext,
+    OneDeviceStrategy,
+    Strategy,
+    StrategyExtended,
+    experimental_set_strategy,
+    get_loss_reduction,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
+from mpistrat.variables import Variable
+from mpistrat.version import __version__
+from mpistrat.world import abort_world as _abort_world
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "DistributedValues",
+    "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "MPIStrategy",
+    "Mirrored",
+    "MultiStepContext",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "ValueContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "__version__",
+    "data",
+    "errors",
+    "experimental_set_strategy",
+    "get_loss_reduction",
+    "get_replica_context",
+    "get_strategy",
+    "gradients",
+    "has_strategy",
+    "in_cross_replica_context",
+    "latest_checkpoint",
+    "metrics",
+    "optimizers",
+    "testing",
+]
+
+_install_farewell(_open_last_channel, _abort_world)

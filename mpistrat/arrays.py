@@ -1,0 +1,155 @@
+"""Arrays and devices: the only module that imports cupy.
+
+Everything above works on `xp`, the namespace of the array at hand (NumPy or CuPy through
+array-api-compat), and asks here where host and device differ.
+"""
+
+from __future__ import annotations
+
+import importlib
+import numbers
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from mpistrat.errors import LaunchError
+
+__all__ = [
+    "Array",
+    "Device",
+    "host_copy",
+    "host_view",
+    "is_array",
+    "is_number",
+    "is_on_host",
+    "namespace",
+    "namespace_of",
+    "native",
+    "place",
+    "resolve_device",
+]
+
+Array = Any
+"""A NumPy or CuPy array. The two share no base class."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a replica computes."""
+
+    kind: str
+    """``"cpu"`` or ``"gpu"``."""
+    index: int = 0
+    """Number of the device among those this process sees."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+
+def _cupy() -> Any:
+    return importlib.import_module("cupy")
+
+
+def _count_gpus() -> int:
+    try:
+        return int(_cupy().cuda.runtime.getDeviceCount())
+    except Exception:  # cupy raises its own types for a missing driver, library or device
+        return 0
+
+
+def resolve_device(device: str, local_rank: int) -> Device:
+    """Return the device that the ``device=`` argument of a strategy means on this rank. Local.
+
+    Parameters
+    ----------
+    device : str
+        ``"auto"`` (the GPU of this local rank where cupy sees one, else the host), ``"cpu"``,
+        ``"cpu:0"``, ``"gpu"`` (the GPU of this local rank) or ``"gpu:K"``.
+    local_rank : int
+        Number of this rank among those of its node.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `device` has another form.
+    LaunchError
+        If a GPU is asked for and cupy does not see it.
+    """
+    if not isinstance(device, str):
+        raise TypeError(f'device must be a string such as "auto" or "gpu:0", not {device!r}.')
+    match = re.fullmatch(r"(auto)|cpu(?::0)?|gpu(?::(\d+))?", device.lower())
+    if match is None:
+        raise ValueError(f'Unknown device {device!r}. Use "auto", "cpu", "gpu" or "gpu:K".')
+    if device.lower().startswith("cpu"):
+        return Device("cpu")
+    num_gpus = _count_gpus()
+    if match[1]:
+        return Device("gpu", local_rank % num_gpus) if num_gpus else Device("cpu")
+    index = int(match[2]) if match[2] else local_rank % max(num_gpus, 1)
+    if index >= num_gpus:
+        raise LaunchError(
+            f"device={device!r} asks for GPU {index}, but cupy sees {num_gpus} GPUs in this "
+            'process. Install cupy and check CUDA_VISIBLE_DEVICES, or use device="cpu".'
+        )
+    return Device("gpu", index)
+
+
+def namespace(device: Device) -> Any:
+    """Return the array namespace `xp` of `device`, and make the device current. Local."""
+    if device.kind == "gpu":
+        _cupy().cuda.Device(device.index).use()
+        return importlib.import_module("array_api_compat.cupy")
+    return importlib.import_module("array_api_compat.numpy")
+
+
+def namespace_of(array: Array) -> Any:
+    """Return the array namespace `xp` that `array`, list or number belongs to. Local."""
+    kind = "cupy" if array_api_compat.is_cupy_array(array) else "numpy"
+    return importlib.import_module(f"array_api_compat.{kind}")
+
+
+def is_on_host(array: Array) -> bool:
+    """Return whether NumPy can use the memory of `array`. Local."""
+    return not array_api_compat.is_cupy_array(array)
+
+
+def is_array(value: object) -> bool:
+    """Return whether `value` is a NumPy or CuPy array or a NumPy scalar but a string. Local."""
+    if isinstance(value, np.generic):
+        return value.dtype.kind in "biufcmMV"
+    return isinstance(value, np.ndarray) or array_api_compat.is_cupy_array(value)
+
+
+def is_number(value: object) -> bool:
+    """Return whether `value` is a number; bools are. Local."""
+    return isinstance(value, numbers.Number)
+
+
+def native(array: np.ndarray) -> np.ndarray:
+    """Return `array` in C order and the machine's byte order, itself where it already is. Local."""
+    return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+
+def host_view(array: Array) -> np.ndarray:
+    """Return `array` or number as a NumPy array, without a copy where it is one. Local."""
+    if is_on_host(array):
+        return np.asarray(array)
+    return np.asarray(array.get())
+
+
+def host_copy(array: Array) -> np.ndarray:
+    """Return a writable copy of `array` in host memory, C order and native byte order. Local."""
+    if is_on_host(array):
+        source = np.asarray(array)
+        return np.array(source, dtype=source.dtype.newbyteorder("="), order="C")
+    return np.asarray(array.get())
+
+
+def place(array: Array, device: Device) -> Array:
+    """Return `array` on `device`, itself where it already is there. Local."""
+    if device.kind == "gpu":
+        return namespace(device).asarray(array)
+    return host_view(array)

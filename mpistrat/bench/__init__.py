@@ -1,0 +1,1 @@
+"""Benchmarks: this package and its peer, side by side in one run."""

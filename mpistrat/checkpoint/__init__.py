@@ -1,0 +1,8 @@
+"""Checkpoints: plain HDF5 files that any number of ranks can write and read."""
+
+from mpistrat.checkpoint.checkpoint import Checkpoint
+from mpistrat.checkpoint.folder import latest_checkpoint
+from mpistrat.checkpoint.manager import CheckpointManager
+from mpistrat.checkpoint.status import RestoreStatus
+
+__all__ = ["Checkpoint", "CheckpointManager", "RestoreStatus", "latest_checkpoint"]

@@ -1,0 +1,117 @@
+"""`Checkpoint`: the objects that are saved and restored together."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mpistrat.checkpoint.objects import check_can_hold_state
+from mpistrat.checkpoint.restoring import restore
+from mpistrat.checkpoint.saving import save
+from mpistrat.checkpoint.status import RestoreStatus
+from mpistrat.tracking import Trackable
+
+__all__ = ["Checkpoint"]
+
+_OWN_ATTRIBUTES = frozenset({"_children", "_dependents", "_on_new_child"})
+
+
+class Checkpoint(Trackable):
+    """A group of named objects whose state goes to one HDF5 file, and back.
+
+    Parameters
+    ----------
+    **objects
+        Variables, optimizers, metrics, distributed datasets, `numpy.random.Generator`, objects
+        with ``state_dict()`` and ``load_state_dict()`` of arrays and JSON values, other
+        checkpoints, objects with any of these as attributes, and dicts and lists of all these.
+        The names are the first part of the paths in the file. ``checkpoint.name = object``
+        adds one later.
+
+    Raises
+    ------
+    TypeError
+        For objects without state, such as numbers and arrays.
+    ValueError
+        For a name that is a method of this class.
+
+    Examples
+    --------
+    >>> checkpoint = Checkpoint(weight=weight, optimizer=optimizer)  # doctest: +SKIP
+    >>> checkpoint.write("run.h5")  # doctest: +SKIP
+    >>> checkpoint.restore("run.h5").assert_consumed()  # doctest: +SKIP
+    """
+
+    def __init__(self, /, **objects: object) -> None:
+        super().__init__()
+        for name, each in objects.items():
+            if name in _OWN_ATTRIBUTES:
+                raise ValueError(f"{name!r} cannot name an object. Use another name.")
+            setattr(self, name, each)
+
+    def write(self, path: str | os.PathLike[str]) -> str:
+        """Save all objects to exactly `path`, and return it on every rank. **Collective**.
+
+        Rank 0 writes, and makes missing folders. Mirrored variables are saved from rank 0,
+        SyncOnRead variables aggregated over replicas, generators and other state from rank 0.
+        The file appears under its name once it is complete and on disk.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if the file cannot be written; what was there before is unchanged.
+        ValueError
+            If a SyncOnRead variable has the aggregation NONE, or if ranks differ in objects.
+        ContextError
+            Inside ``strategy.run``.
+        """
+        return save(self.checkpoint_children(), path)
+
+    def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
+        """Fill all objects from the file `path`, all or none. **Collective**.
+
+        Rank 0 reads, checks every digest, and broadcasts. SyncOnRead variables under SUM get
+        value / N on each of today's N replicas, the others the value. Objects attached later,
+        and variables that optimizers make later, are filled when they appear.
+
+        Returns
+        -------
+        RestoreStatus
+            To ask whether the paths of the file and of the program match.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such file, or it has another or a newer format.
+        CheckpointCorruptError
+            If the file is damaged.
+        CheckpointMismatchError
+            If shapes or dtypes differ; the message names all of them. Nothing is cast.
+        """
+        return restore(self, path)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _OWN_ATTRIBUTES:
+            object.__setattr__(self, name, value)
+            return
+        if hasattr(type(self), name):
+            raise ValueError(
+                f"{name!r} is a method of Checkpoint and cannot name an object. Use another name."
+            )
+        check_can_hold_state(name, value)
+        self.attach_child(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        children = vars(self).get("_children", {})
+        if name in children:
+            return children[name]
+        raise AttributeError(
+            f"The checkpoint has no object {name!r}. It has: {', '.join(children) or 'none'}."
+        )
+
+    def __delattr__(self, name: str) -> None:
+        self.__getattr__(name)
+        del self._children[name]
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({', '.join(self._children)})"

@@ -1,0 +1,133 @@
+"""A folder of checkpoints: which are there, how old they are, and which one is sound."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mpistrat.checkpoint.objects import Tree
+from mpistrat.checkpoint.paths import agree_on_path
+from mpistrat.checkpoint.ranks import collectives_for
+from mpistrat.checkpoint.reader import open_checkpoint
+from mpistrat.errors import CheckpointCorruptError, CheckpointError
+
+__all__ = ["Entry", "file_name", "find_to_resume", "latest_checkpoint", "list_folder"]
+
+PREFIX = "checkpoint-"
+_WHAT = "latest_checkpoint"
+_logger = logging.getLogger("mpistrat")
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One checkpoint of a folder. Sorts from the oldest to the newest."""
+
+    created_s: float
+    """When it was written, in seconds since 1970."""
+    step: int
+    path: str
+
+
+def file_name(step: int) -> str:
+    """Return the name of the checkpoint of `step`. Local."""
+    return f"{PREFIX}{step}.h5"
+
+
+def list_folder(directory: str | os.PathLike[str]) -> list[Entry]:
+    """Return the checkpoints in `directory`, which may be missing, oldest first. Local.
+
+    Raises
+    ------
+    CheckpointError
+        If the folder cannot be read.
+    """
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as reason:
+        raise CheckpointError(
+            f"The folder {os.fspath(directory)} cannot be read: {reason.strerror}."
+        ) from None
+    return sorted(_entries(os.fspath(directory), names))
+
+
+def _entries(directory: str, names: list[str]) -> Iterator[Entry]:
+    for name in names:
+        match = re.fullmatch(rf"{PREFIX}(\d+)\.h5", name)
+        if match:
+            path = os.path.join(directory, name)
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                yield Entry(_created_s(path), int(match[1]), path)
+
+
+def _created_s(path: str) -> float:
+    """Return when the file says it was written, or when it was changed if it cannot say."""
+    try:
+        with open_checkpoint(path) as reader:
+            return reader.header.created_s
+    except CheckpointError:
+        return os.stat(path).st_mtime
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """Return the path of the newest checkpoint in `directory` that verifies, else ``None``.
+
+    Damaged ones are passed over with a warning. **Collective** in a strategy's scope, where
+    rank 0 looks and all ranks get its answer; **Local**, without MPI, outside.
+
+    Raises
+    ------
+    CheckpointError
+        If the folder cannot be read.
+    TypeError, ValueError
+        If `directory` is no path.
+    """
+    ranks = collectives_for(Tree(), _WHAT)
+    folder = agree_on_path(ranks, _WHAT, directory)
+    found: str | None = None
+    with ranks.together(_WHAT, folder):
+        if ranks.rank == 0:
+            found, _ = _find_sound(folder)
+    answer: str | None = ranks.broadcast_json(found)
+    return answer
+
+
+def find_to_resume(directory: str) -> str | None:
+    """Return the newest checkpoint that verifies, ``None`` in a folder without any. Local.
+
+    Raises
+    ------
+    CheckpointError
+        If there are checkpoints but none verifies: to start again in silence would lose what
+        the program had reached, and later checkpoints would take the places of these.
+    """
+    found, errors = _find_sound(directory)
+    if found is None and errors:
+        corrupt = any(isinstance(error, CheckpointCorruptError) for error in errors)
+        raise (CheckpointCorruptError if corrupt else CheckpointError)(
+            f"The folder {directory} has checkpoints, but none of them can be restored:\n"
+            + "\n".join(f"  {error}" for error in errors)
+            + "\nPut a sound copy in place of one, or move these files away to start from the "
+            "beginning."
+        )
+    return found
+
+
+def _find_sound(directory: str) -> tuple[str | None, list[CheckpointError]]:
+    """Return the newest checkpoint that verifies, and what is wrong with those after it."""
+    errors: list[CheckpointError] = []
+    for entry in reversed(list_folder(directory)):
+        try:
+            with open_checkpoint(entry.path) as reader:
+                reader.verify()
+        except CheckpointError as error:
+            _logger.warning("Passing over a checkpoint that is not sound. %s", error)
+            errors.append(error)
+        else:
+            return entry.path, errors
+    return None, errors

@@ -1,0 +1,156 @@
+"""Format version 1 of checkpoint files: names, attributes and digests.
+
+A file holds one HDF5 data set per variable under ``/variables`` and one JSON text per object
+with other state under ``/state``. Errors and commands name the paths without these groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+
+import numpy as np
+
+from mpistrat.options import VariableAggregation, VariableSynchronization
+from mpistrat.version import __version__
+
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "STATE",
+    "VARIABLES",
+    "Header",
+    "VariableInfo",
+    "check_path",
+    "digest_of_array",
+    "digest_of_text",
+    "is_digest",
+    "is_storable",
+]
+
+FORMAT = "mpistrat-checkpoint"
+FORMAT_VERSION = 1
+VARIABLES = "variables"
+STATE = "state"
+
+
+@dataclass(frozen=True)
+class Header:
+    """The attributes of the root group."""
+
+    step: int = -1
+    """The training step, -1 where unknown."""
+    num_replicas: int = 1
+    """Number of replicas that the program had when it saved."""
+    mpi_library: str = "none"
+    """Name and version of the MPI library, ``"none"`` without MPI."""
+    created: str = ""
+    """When the file was written: ISO 8601, UTC."""
+    mpistrat_version: str = __version__
+    format: str = FORMAT
+    format_version: int = FORMAT_VERSION
+
+    @staticmethod
+    def now() -> str:
+        """Return the time as `created` holds it. Local."""
+        return datetime.now(timezone.utc).isoformat()
+
+    @property
+    def digest(self) -> str:
+        """What the attribute ``digest`` holds: over the others, as JSON with sorted keys."""
+        return digest_of_text(json.dumps(asdict(self), sort_keys=True).encode())
+
+    @property
+    def created_s(self) -> float:
+        """`created` in seconds since 1970."""
+        # Python 3.10 does not read the "Z" that other programs may write.
+        created = datetime.fromisoformat(re.sub("Z$", "+00:00", self.created))
+        if created.tzinfo is None:
+            raise ValueError(f"the attribute created is {self.created!r}, without a time zone")
+        return created.timestamp()
+
+    def check(self) -> None:
+        """Refuse what no program can have written.
+
+        Raises
+        ------
+        ValueError
+            If an attribute is out of its range.
+        """
+        if self.step < -1:
+            raise ValueError(f"the attribute step is {self.step}")
+        if self.num_replicas < 1:
+            raise ValueError(f"the attribute num_replicas is {self.num_replicas}")
+        if not self.mpistrat_version or not self.mpi_library:
+            raise ValueError("the attribute mpistrat_version or mpi_library is empty")
+        _ = self.created_s
+
+
+@dataclass(frozen=True)
+class VariableInfo:
+    """What a file says about one variable, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    """In the machine's byte order."""
+    synchronization: str
+    """Name of a `VariableSynchronization`."""
+    aggregation: str
+    """Name of a `VariableAggregation`."""
+    trainable: bool
+    digest: str
+    """``"sha256:<hex>"`` over the bytes in C order as they are stored."""
+
+    def __post_init__(self) -> None:
+        if self.synchronization not in VariableSynchronization.__members__:
+            raise ValueError(f"the attribute synchronization is {self.synchronization!r}")
+        if self.aggregation not in VariableAggregation.__members__:
+            raise ValueError(f"the attribute aggregation is {self.aggregation!r}")
+        if not is_digest(self.digest):
+            raise ValueError(f"the attribute digest is {self.digest!r}")
+        if not is_storable(self.dtype):
+            raise ValueError(f"the dtype is {self.dtype}, which no variable has")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the values in bytes."""
+        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
+
+
+def is_storable(dtype: np.dtype) -> bool:
+    """Return whether variables of `dtype` can be stored: numbers and booleans. Local."""
+    return dtype.kind in "biufc"
+
+
+def is_digest(text: object) -> bool:
+    """Return whether `text` has the form of a digest. Local."""
+    return isinstance(text, str) and re.fullmatch(r"sha256:[0-9a-f]{64}", text) is not None
+
+
+def digest_of_array(array: np.ndarray) -> str:
+    """Return the digest over the bytes of `array` in C order. Local."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return f"sha256:{hashlib.sha256(flat.data).hexdigest()}"
+
+
+def digest_of_text(text: bytes) -> str:
+    """Return the digest of a text in UTF-8. Local."""
+    return f"sha256:{hashlib.sha256(text).hexdigest()}"
+
+
+def check_path(path: str) -> None:
+    """Refuse an object path that HDF5 cannot hold.
+
+    Raises
+    ------
+    ValueError
+        If a part between two ``/`` is empty or ``.``, or if `path` contains a zero byte.
+    """
+    if "\0" in path or any(part in ("", ".") for part in path.split("/")):
+        raise ValueError(
+            f"{path!r} cannot be the path of an object in a checkpoint: no part of it may be "
+            "empty or '.', and it may hold no zero byte. Rename the object or dict key."
+        )

@@ -1,0 +1,231 @@
+"""`CheckpointManager`: a folder of checkpoints, one file per saved step."""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpistrat import hdf5
+from mpistrat.checkpoint.checkpoint import Checkpoint
+from mpistrat.checkpoint.folder import PREFIX, Entry, file_name, find_to_resume, list_folder
+from mpistrat.checkpoint.objects import walk
+from mpistrat.checkpoint.paths import checked_path
+from mpistrat.checkpoint.ranks import collectives_for
+from mpistrat.checkpoint.restoring import restore
+from mpistrat.checkpoint.retention import Retention
+from mpistrat.checkpoint.saving import save
+from mpistrat.collectives import Collectives
+from mpistrat.variables import Variable
+
+__all__ = ["CheckpointManager"]
+
+_logger = logging.getLogger("mpistrat")
+
+
+class CheckpointManager:
+    """Saves a checkpoint again and again, keeps some, and finds the newest one that is sound.
+
+    Making it is **Collective**: rank 0 looks through the folder and removes the temporary files
+    of writers that are dead.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    directory : path
+        Made when the first file is saved. One manager at a time may use it.
+    max_to_keep : int or None
+        So many of the newest files stay; ``None`` keeps all.
+    keep_every_n_hours : float, optional
+        A file that would go stays, if so many hours have passed since the last one that stayed
+        for this reason.
+    step_counter : Variable or callable, optional
+        Gives the step where `save` is called without one.
+    asynchronous : bool
+        Not available yet.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments of another type or range.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        keep_every_n_hours: float | None = None,
+        step_counter: Variable | Callable[[], int] | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(f"CheckpointManager needs a Checkpoint, not {checkpoint!r}.")
+        self._checkpoint = checkpoint
+        self._step_counter = step_counter
+        with self._collectives().call("CheckpointManager") as call:
+            self._directory = checked_path("CheckpointManager", directory)
+            _check_counter(step_counter)
+            _check_limit("max_to_keep", max_to_keep, numbers.Integral)
+            _check_limit("keep_every_n_hours", keep_every_n_hours, numbers.Real)
+            if asynchronous:
+                raise NotImplementedError(
+                    "Saving in the background is not available yet. Use asynchronous=False."
+                )
+            call.agree(self._directory, max_to_keep, keep_every_n_hours)
+        keep_every_s = None if keep_every_n_hours is None else keep_every_n_hours * 3600.0
+        now_s, found = self._from_root("CheckpointManager", self._look_through)
+        entries = [Entry(*each) for each in found]
+        self._retention = Retention(max_to_keep, keep_every_s, entries, now_s)
+
+    @property
+    def directory(self) -> str:
+        """The folder. Local."""
+        return self._directory
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint object. Local."""
+        return self._checkpoint
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of all files in the folder, oldest first. Local."""
+        return [entry.path for entry in self._retention.entries]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest file, sound or not, ``None`` if there is none. Local."""
+        return self.checkpoints[-1] if self.checkpoints else None
+
+    def save(self, step: int | None = None) -> str:
+        """Write ``<directory>/checkpoint-<step>.h5``, and return the path. **Collective**.
+
+        Older files that are not to be kept have been removed when it returns on any rank.
+
+        Parameters
+        ----------
+        step : int, optional
+            By default the value of the step counter, else one more than the last step.
+
+        Raises
+        ------
+        CheckpointError
+            As `Checkpoint.write` does.
+        ValueError
+            For a negative step.
+        """
+        given = self._step(step)
+        ranks = self._collectives()
+        with ranks.call("CheckpointManager.save") as call:
+            number = _checked_step(given)
+            call.agree(number)
+        objects = self._checkpoint.checkpoint_children()
+        path = save(objects, os.path.join(self._directory, file_name(number)), number)
+        # Rank 0's clock decides, so that all ranks remove the same files.
+        now_s = self._from_root("CheckpointManager.save", time.time)
+        surplus = self._retention.add(Entry(now_s, number, path))
+        with ranks.together("CheckpointManager.save", path):
+            if ranks.rank == 0:
+                for entry in surplus:
+                    _remove(entry.path)
+        return path
+
+    def restore_or_initialize(self, init_fn: Callable[[], object] | None = None) -> str | None:
+        """Restore the newest file that verifies, else call `init_fn`. **Collective**.
+
+        Damaged files are passed over with a warning. Every object that the program has must be
+        in the file; use `Checkpoint.restore` to restore in part.
+
+        Returns
+        -------
+        str or None
+            The path of the file that was restored, on every rank.
+
+        Raises
+        ------
+        CheckpointCorruptError
+            If the folder has checkpoints but none verifies: nothing starts from the beginning
+            in silence. Move the files away where that is meant.
+        CheckpointMismatchError
+            If the file lacks an object of the program, or shapes or dtypes differ; the program
+            is then as it was.
+        """
+        what = "CheckpointManager.restore_or_initialize"
+        with self._collectives().call(what) as call:
+            if init_fn is not None and not callable(init_fn):
+                raise TypeError(f"init_fn must be a function or None, not {init_fn!r}.")
+            call.agree()
+        path: str | None = self._from_root(what, lambda: find_to_resume(self._directory))
+        if path is not None:
+            restore(self._checkpoint, path, allow_missing=False)
+        elif init_fn is not None:
+            init_fn()
+        return path
+
+    def wait(self) -> None:
+        """Wait until the last `save` is on disk: at once, since `save` waits itself. Local."""
+
+    def _step(self, step: int | None) -> Any:
+        """Return the step that is given, counted or next. **Collective** as the counter is."""
+        counter = self._step_counter
+        given: Any = step
+        if given is None and counter is not None:
+            given = counter.numpy()[()] if isinstance(counter, Variable) else counter()
+        if given is None:
+            steps = [entry.step for entry in self._retention.entries]
+            return max(steps, default=0) + 1
+        return given
+
+    def _look_through(self) -> tuple[float, list[tuple[float, int, str]]]:
+        """Return the time and the files of the folder, after a clean-up. Local."""
+        for path in hdf5.remove_leftovers(self._directory, PREFIX):
+            _logger.info("Removed %s, which a writer left behind when it died.", path)
+        found = [(e.created_s, e.step, e.path) for e in list_folder(self._directory)]
+        return time.time(), found
+
+    def _from_root(self, what: str, look: Callable[[], Any]) -> Any:
+        """Return what `look` finds on rank 0, on every rank. **Collective**."""
+        ranks = self._collectives()
+        found = None
+        with ranks.together(what, self._directory):
+            if ranks.rank == 0:
+                found = look()
+        return ranks.broadcast_json(found)
+
+    def _collectives(self) -> Collectives:
+        tree = walk(self._checkpoint.checkpoint_children())
+        return collectives_for(tree, "CheckpointManager")
+
+
+def _checked_step(given: Any) -> int:
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+        raise TypeError(f"The step of a checkpoint must be an integer, not {given!r}.")
+    if given < 0:
+        raise ValueError(f"The step of a checkpoint must not be negative, but it is {given}.")
+    return int(given)
+
+
+def _check_counter(counter: Any) -> None:
+    if counter is not None and not callable(getattr(counter, "numpy", counter)):
+        raise TypeError(f"step_counter must be a variable or a function, not {counter!r}.")
+
+
+def _check_limit(name: str, value: Any, kind: type[Any]) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name} must be a number or None, not {value!r}.")
+    if not value > 0:
+        raise ValueError(f"{name} must be positive or None, but it is {value!r}.")
+
+
+def _remove(path: str) -> None:
+    try:
+        Path(path).unlink(missing_ok=True)
+    except OSError as reason:
+        _logger.warning("The old checkpoint %s cannot be removed: %s.", path, reason.strerror)

@@ -1,0 +1,121 @@
+"""What a restore has read, and how it finds its way into the objects, now and later."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpistrat.checkpoint.dependents import PlacedDependent
+from mpistrat.checkpoint.json_state import join_state
+from mpistrat.checkpoint.objects import Tree, walk
+from mpistrat.checkpoint.shapes import check_shapes
+from mpistrat.errors import CheckpointMismatchError
+from mpistrat.tracking import Dependent, Trackable
+from mpistrat.variables import Variable
+
+__all__ = ["Restoration"]
+
+
+@dataclass
+class Restoration:
+    """The content of one file, on every rank, until it has found its objects."""
+
+    path: str
+    """The file, for messages."""
+    arrays: dict[str, np.ndarray]
+    """Values by path that no object has taken yet."""
+    state: dict[str, Any]
+    """JSON state by path that no object has taken yet."""
+    restored: set[str] = field(default_factory=set)
+    """Paths of the objects that have been filled."""
+    variables: dict[str, Variable] = field(default_factory=dict)
+    """The variables that have been found, by path: later children may belong to them."""
+    waiting: list[PlacedDependent] = field(default_factory=list)
+    """Children whose variable has not been found yet."""
+
+    def load_state(self, tree: Tree) -> Callable[[], None]:
+        """Fill the stateful objects of `tree` that the file has; return how to undo it. Local.
+
+        Raises
+        ------
+        CheckpointMismatchError
+            If an object refuses its state; all of them are then as they were.
+        """
+        undo = contextlib.ExitStack()
+        for path, stateful in tree.stateful.items():
+            if path not in self.state:
+                continue
+            try:
+                before = copy.deepcopy(stateful.state_dict())
+                undo.callback(stateful.load_state_dict, before)
+                stateful.load_state_dict(self._state_of(path))
+            except Exception as reason:
+                undo.close()
+                raise CheckpointMismatchError(
+                    f"{path!r} does not accept its state from the checkpoint {self.path}: "
+                    f"{type(reason).__name__}: {reason}. Nothing has been restored."
+                ) from reason
+        return undo.close
+
+    def load_variables(self, tree: Tree) -> None:
+        """Assign the variables of `tree` that the file has. Local."""
+        for path, variable in tree.variables.items():
+            if path in self.arrays:
+                variable.load_value(self.arrays[path])
+
+    def take(self, tree: Tree) -> None:
+        """Forget what the objects of `tree` have got, and wait for their later children. Local."""
+        for path in tree.paths():
+            self.restored.discard(path)  # an object in the place of one that had been filled
+        for path in tree.variables:
+            if self.arrays.pop(path, None) is not None:
+                self.restored.add(path)
+        for path in tree.stateful:
+            if path in self.state:
+                for name in self._arrays_below(path):
+                    del self.arrays[name]
+                del self.state[path]
+                self.restored.add(path)
+        for path, trackable in tree.trackables.items():
+            self.wait_for_children(path, trackable)
+        self.variables |= tree.variables
+        here = _ids(self.variables)
+        self.waiting = [each for each in self.waiting if id(each[1].of) not in here]
+        self.waiting += [each for path, each in tree.outside.items() if path not in self.restored]
+
+    def wait_for_children(self, path: str, trackable: Trackable) -> None:
+        """Fill the children that `trackable` gets from now on. Local."""
+        trackable.call_on_new_child(functools.partial(self._fill_new_child, path))
+
+    def _fill_new_child(self, prefix: str, name: str, child: object, of: object) -> None:
+        objects = {name: child} if of is None else {}
+        dependents = [] if of is None else [(prefix, Dependent(name, child, of))]
+        tree = walk(objects, prefix, dependents, self.variables)
+        here = _ids(tree.variables)
+        ready = [each for each in self.waiting if id(each[1].of) in here]
+        if ready:
+            tree = walk(objects, prefix, [*dependents, *ready], self.variables)
+        check_shapes(self.path, tree, {p: (a.shape, a.dtype) for p, a in self.arrays.items()})
+        self.load_state(tree)
+        self.load_variables(tree)
+        self.take(tree)
+
+    def _arrays_below(self, path: str) -> list[str]:
+        return [name for name in self.arrays if name.startswith(f"{path}/")]
+
+    def _state_of(self, path: str) -> dict[str, Any]:
+        arrays = {
+            name.removeprefix(f"{path}/"): self.arrays[name].copy()
+            for name in self._arrays_below(path)
+        }
+        return join_state(copy.deepcopy(self.state[path]), arrays)
+
+
+def _ids(variables: dict[str, Variable]) -> set[int]:
+    return {id(variable) for variable in variables.values()}

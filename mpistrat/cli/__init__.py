@@ -1,0 +1,54 @@
+"""The command line: ``mpistrat <command>``, or ``python -m mpistrat <command>``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from mpistrat.cli import bench, diff, inspect, verify
+from mpistrat.version import __version__
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = (inspect.COMMAND, verify.COMMAND, diff.COMMAND, bench.COMMAND)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Local.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments after the program's name; by default those of this process.
+
+    Returns
+    -------
+    int
+        2 for arguments that cannot be used; otherwise what the command says.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as end:  # argparse has printed the help or the error
+        return end.code if isinstance(end.code, int) else 0
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mpistrat", description="Look into mpistrat's checkpoints and its surroundings."
+    )
+    parser.add_argument("--version", action="version", version=f"mpistrat {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        child = commands.add_parser(command.name, help=command.help, description=command.help)
+        command.add_arguments(child)
+        child.set_defaults(run=command.run)
+    return parser

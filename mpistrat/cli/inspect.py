@@ -1,0 +1,111 @@
+"""``mpistrat inspect``: what a checkpoint file holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
+from mpistrat.cli.command import Command
+from mpistrat.cli.output import (
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+    readable_size,
+)
+from mpistrat.cli.statistics import summarize
+from mpistrat.errors import CheckpointError
+
+__all__ = ["COMMAND"]
+
+_COLUMNS = ("variable", "shape", "dtype", "synchronization", "aggregation", "trainable", "size")
+_STATISTICS = ("min", "max", "mean", "nan_count")
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="a checkpoint file")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument(
+        "--stats", action="store_true", help="read the values: smallest, largest, mean, NaN count"
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        with open_checkpoint(arguments.file) as reader:
+            content = _content(reader, arguments.stats)
+    except CheckpointError as error:
+        print_error("inspect", error)
+        return 1 if os.path.isfile(arguments.file) else 2
+    if arguments.json:
+        print_json(content)
+    else:
+        _print_for_people(arguments.file, content)
+    return 0
+
+
+def _content(reader: CheckpointReader, with_statistics: bool) -> dict[str, Any]:
+    variables = {}
+    for name, info in reader.variables.items():
+        variables[name] = {
+            "shape": list(info.shape),
+            "dtype": str(info.dtype),
+            "synchronization": info.synchronization,
+            "aggregation": info.aggregation,
+            "trainable": info.trainable,
+            "digest": info.digest,
+        }
+        if with_statistics:
+            variables[name] |= summarize(reader.read_variable(name))
+    return {
+        "attributes": asdict(reader.header) | {"digest": reader.header.digest},
+        "variables": variables,
+        "state": {name: reader.read_state(name) for name in reader.state_paths},
+    }
+
+
+def _print_for_people(file: str, content: dict[str, Any]) -> None:
+    header = content["attributes"]
+    step = "unknown step" if header["step"] < 0 else f"step {header['step']}"
+    print_line(
+        f"{file}: {step}, {header['created']}, {header['num_replicas']} replica(s), "
+        f"mpistrat {header['mpistrat_version']}, format version {header['format_version']}, "
+        f"MPI library: {header['mpi_library']}"
+    )
+    variables: dict[str, dict[str, Any]] = content["variables"]
+    if variables:
+        shown = [n for n in _STATISTICS if all(n in each for each in variables.values())]
+        print_table((*_COLUMNS, *shown), [_row(n, v, shown) for n, v in variables.items()])
+    if content["state"]:
+        rows = [(name, json.dumps(value)) for name, value in content["state"].items()]
+        print_table(("state", "value"), rows)
+    size = readable_size(sum(_size_bytes(each) for each in variables.values()))
+    print_line(f"{len(variables)} variable(s), {size}; {len(content['state'])} with other state")
+
+
+def _row(name: str, variable: dict[str, Any], shown: list[str]) -> list[object]:
+    cells = [variable[key] for key in _COLUMNS[3:6]]
+    shape = tuple(variable["shape"])
+    size = readable_size(_size_bytes(variable))
+    statistics = [_number(variable[key]) for key in shown]
+    return [name, shape, variable["dtype"], *cells, size, *statistics]
+
+
+def _size_bytes(variable: dict[str, Any]) -> int:
+    return int(math.prod(variable["shape"]) * np.dtype(variable["dtype"]).itemsize)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+COMMAND = Command("inspect", "Show what a checkpoint file holds.", _add_arguments, _run)

@@ -1,0 +1,270 @@
+"""Collectives: agreed first, then moved. What every layer above communicates through.
+
+The words here are MPI's (rank, size, root). A world of one rank has its transport too, so
+nothing above asks for the size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, Device, host_copy, host_view, native
+from mpistrat.comm.choose import check_options
+from mpistrat.comm.packing import Packing, placed_like
+from mpistrat.comm.solo import SoloTransport
+from mpistrat.epochs.call import Call, Together
+from mpistrat.epochs.channel import Channel
+from mpistrat.options import CommunicationOptions, ReduceOp
+
+__all__ = ["CollectiveCall", "Collectives"]
+
+
+class CollectiveCall(Call):
+    """A collective call and the ways in which it can move arrays.
+
+    Each method agrees before it moves. Arrays may lie on the host or the device; results lie
+    where the array of this rank does, and share memory with nothing.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        kind: str,
+        name: str | None,
+        options: CommunicationOptions,
+        device_kind: str,
+        owner: int,
+    ) -> None:
+        super().__init__(channel, kind, name, getattr(options, "timeout_seconds", None), owner)
+        self.options = options
+        self._device_kind = device_kind
+
+    def agree(self, *details: object) -> None:
+        """Make sure that the options can be honoured, then agree. **Collective**."""
+        self._check_options()
+        super().agree(*details)
+
+    def _check_options(self) -> None:
+        if not isinstance(self.options, CommunicationOptions):
+            raise TypeError(
+                f"{self.kind}: options must be CommunicationOptions, not {self.options!r}."
+            )
+        check_options(self.options, self._device_kind)
+
+    def _packing(self, op: ReduceOp, arrays: Sequence[Array]) -> Packing:
+        self._check_options()
+        return Packing(op, arrays, self.options.bytes_per_pack)
+
+    def all_reduce(
+        self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()
+    ) -> list[Array]:
+        """Reduce each array over ranks. **Collective**.
+
+        Parameters
+        ----------
+        op : ReduceOp
+        arrays : sequence of arrays
+            Dtypes and shapes must agree over ranks.
+        structure : hashable
+            Structure of the nest that the arrays come from, to be agreed too.
+
+        Returns
+        -------
+        list of arrays
+            In the shapes of `arrays`, equal to the bit on all ranks.
+
+        Raises
+        ------
+        TypeError
+            If `op` cannot reduce a dtype.
+        """
+        packing = self._packing(op, arrays)
+        self.agree(op.name, _shapes(arrays), structure)
+        for buffer in packing.buffers:
+            self.channel.transport.all_reduce(_MOVES_AS[op], buffer)
+        return packing.unpack(self.channel.size)
+
+    def start_all_reduce(
+        self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()
+    ) -> Callable[[], list[Array]]:
+        """Begin `all_reduce`, and return the function that ends it. **Collective**."""
+        packing = self._packing(op, arrays)
+        self.agree(op.name, _shapes(arrays), structure)
+        transport, size = self.channel.transport, self.channel.size
+        ends = [transport.start_all_reduce(_MOVES_AS[op], buffer) for buffer in packing.buffers]
+
+        def end() -> list[Array]:
+            for end_one in ends:
+                end_one()
+            return packing.unpack(size)
+
+        return end
+
+    def reduce(
+        self, op: ReduceOp, arrays: Sequence[Array], root: int, structure: object = ()
+    ) -> list[Array] | None:
+        """Reduce each array to `root`; ``None`` on the other ranks. **Collective**."""
+        packing = self._packing(op, arrays)
+        self.agree(op.name, _shapes(arrays), f"to rank {root}", structure)
+        for buffer in packing.buffers:
+            self.channel.transport.reduce(_MOVES_AS[op], buffer, root)
+        return packing.unpack(self.channel.size) if self.channel.rank == root else None
+
+    def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:
+        """Concatenate each array over ranks, in rank order. **Collective**.
+
+        Parameters
+        ----------
+        arrays : sequence of arrays
+            Dtypes must agree over ranks, and shapes but for their length along `axis`.
+        axis : int
+            May be negative.
+        structure : hashable
+            Structure of the nest that the arrays come from, to be agreed too.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if shapes do not fit or `axis` is out of range on any rank. The
+            strategy stays usable.
+        """
+        for array in arrays:
+            if array.dtype.hasobject:
+                raise TypeError(f"{self.kind}: an array of dtype object cannot be sent.")
+        dtypes = tuple(_dtype_name(array.dtype) for array in arrays)
+        self.agree(f"axis {axis}", dtypes, structure)
+        shapes_of_ranks = self.channel.exchange([np.shape(array) for array in arrays])
+        for shapes in zip(*shapes_of_ranks, strict=True):
+            _check_gatherable(self.kind, shapes, axis)
+        hosts = [native(np.moveaxis(host_view(array), axis, 0)).reshape(-1) for array in arrays]
+        gathered = [
+            self.channel.transport.all_gather(
+                host, [int(np.prod(shapes[i])) for shapes in shapes_of_ranks]
+            )
+            for i, host in enumerate(hosts)
+        ]
+        return [
+            placed_like(_joined(flat, [shapes[i] for shapes in shapes_of_ranks], axis), arrays[i])
+            for i, flat in enumerate(gathered)
+        ]
+
+    def broadcast(self, array: Array, root: int = 0, *details: object) -> Array:
+        """Return the `array` of `root` on every rank. **Collective**.
+
+        Shape and dtype must agree over ranks, and `details` too.
+        """
+        self.agree(f"from rank {root}", _shapes([array]), *details)
+        buffer = host_copy(array)
+        self.channel.transport.broadcast(buffer, root)
+        return placed_like(buffer, array)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the JSON `value` of every rank, in rank order. **Collective**."""
+        self.agree()
+        return self.channel.exchange(value)
+
+
+_MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}
+
+
+class Collectives:
+    """The collectives of one group of ranks.
+
+    Parameters
+    ----------
+    channel : Channel
+    device : Device
+        Where the replica of this rank computes.
+    options : CommunicationOptions
+        For calls that bring none of their own.
+    """
+
+    def __init__(self, channel: Channel, device: Device, options: CommunicationOptions) -> None:
+        check_options(options, device.kind)
+        self.channel = channel
+        self.device = device
+        self.options = options
+        self.rank = channel.rank
+        self.size = channel.size
+        # Strategies are made collectively, so their numbers on the channel are equal on all ranks.
+        self.number = channel.num_strategies
+        channel.num_strategies += 1
+
+    @classmethod
+    def solo(cls, device: Device) -> Collectives:
+        """Return the collectives of a world of one rank without MPI. Local."""
+        return cls(Channel(SoloTransport(), None), device, CommunicationOptions())
+
+    def call(
+        self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
+    ) -> CollectiveCall:
+        """Return the context manager in which the collective `kind` is checked and done. Local."""
+        chosen = self.options if options is None else options
+        return CollectiveCall(self.channel, kind, name, chosen, self.device.kind, self.number)
+
+    def together(self, kind: str, name: str | None = None) -> Together:
+        """Return a context manager: where its body fails on any rank, it fails on all.
+
+        **Collective** on entry and on exit. The body may do no collective that a failing rank
+        would miss.
+        """
+        return Together(self.channel, kind, name, self.options.timeout_seconds, self.number)
+
+    def broadcast(self, array: Array, root: int = 0, kind: str = "broadcast") -> Array:
+        """Return the `array` of `root`, whose shape and dtype all ranks pass. **Collective**."""
+        with self.call(kind) as call:
+            return call.broadcast(array, root)
+
+    def gather_json(self, value: Any, kind: str = "gather_json") -> list[Any]:
+        """Return the JSON `value` of every rank, in rank order. **Collective**."""
+        with self.call(kind) as call:
+            return call.exchange(value)
+
+    def broadcast_json(self, value: Any, root: int = 0, kind: str = "broadcast_json") -> Any:
+        """Return the JSON `value` of `root`; that of the others does not matter. **Collective**."""
+        return self.gather_json(value if self.rank == root else None, kind)[root]
+
+
+@functools.lru_cache
+def _dtype_name(dtype: np.dtype) -> str:
+    return str(dtype.newbyteorder("="))
+
+
+def _shapes(arrays: Sequence[Array]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((_dtype_name(array.dtype), array.shape) for array in arrays)
+
+
+def _check_gatherable(kind: str, shapes: Sequence[Sequence[int]], axis: int) -> None:
+    size = len(shapes)
+    for rank, shape in enumerate(shapes):
+        if not shape:
+            raise ValueError(
+                f"{kind}: the value on rank {rank} of {size} is 0-d and has no axis to "
+                "concatenate along. Give it one, for example with numpy.reshape(value, (1,))."
+            )
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(
+                f"{kind}: axis {axis} is out of range for the array of shape {tuple(shape)} on "
+                f"rank {rank} of {size}. Use an axis in [{-len(shape)}, {len(shape) - 1}]."
+            )
+        if _trailing(shape, axis) != _trailing(shapes[0], axis):
+            raise ValueError(
+                f"{kind}: arrays may differ along axis {axis} only, but the shape is "
+                f"{tuple(shapes[0])} on rank 0 and {tuple(shape)} on rank {rank} of {size}."
+            )
+
+
+def _trailing(shape: Sequence[int], axis: int) -> list[int]:
+    """Return the shape that remains after the gathered axis has moved to the front."""
+    axis %= len(shape)
+    return [*shape[:axis], *shape[axis + 1 :]]
+
+
+def _joined(flat: np.ndarray, shapes: Sequence[Sequence[int]], axis: int) -> np.ndarray:
+    length = sum(shape[axis] for shape in shapes)
+    joined = flat.reshape(length, *_trailing(shapes[0], axis))
+    return native(np.moveaxis(joined, 0, axis))

@@ -1,0 +1,85 @@
+"""Arrays on their way: packed into the buffers that travel, and out of them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpistrat.arrays import Array, Device, host_view, place
+from mpistrat.comm.dtypes import result_dtype, wire_dtype
+from mpistrat.comm.ordered import as_floats, as_ordered_integers
+from mpistrat.comm.packs import plan_packs
+from mpistrat.options import ReduceOp
+
+__all__ = ["Packing", "placed_like"]
+
+
+class Packing:
+    """Copies of arrays for a reduction, small ones one behind the other.
+
+    Parameters
+    ----------
+    op : ReduceOp
+    arrays : sequence of arrays
+        On the host or the device, of any layout and byte order. Never written to.
+    bytes_per_pack : int
+        Size limit of a buffer of several arrays.
+
+    Raises
+    ------
+    TypeError
+        If `op` cannot reduce a dtype.
+    """
+
+    buffers: list[np.ndarray]
+    """What travels, 1-d or in the shape of its only array; to be reduced in place."""
+
+    def __init__(self, op: ReduceOp, arrays: Sequence[Array], bytes_per_pack: int) -> None:
+        self._op = op
+        self._arrays = arrays
+        wires = [wire_dtype(op, array.dtype) for array in arrays]
+        num_bytes = [a.size * wire.itemsize for a, wire in zip(arrays, wires, strict=True)]
+        self._packs = plan_packs(num_bytes, [wire.char for wire in wires], bytes_per_pack)
+        self.buffers = []
+        self._parts: list[list[np.ndarray]] = []
+        for pack in self._packs:
+            buffer, parts = _packed([arrays[i] for i in pack], wires[pack[0]])
+            self.buffers.append(as_ordered_integers(op, buffer))
+            self._parts.append(parts)
+
+    def unpack(self, size: int) -> list[Array]:
+        """Return the results, each where its array lies; MEAN divides by `size` ranks. Local."""
+        results: list[Array] = [None] * len(self._arrays)
+        for pack, buffer, parts in zip(self._packs, self.buffers, self._parts, strict=True):
+            as_floats(self._op, buffer, parts[0].dtype)
+            if self._op is ReduceOp.MEAN:
+                buffer /= size
+            for i, part in zip(pack, parts, strict=True):
+                # Parts of one buffer are copied out, so that one result keeps no other alive.
+                dtype = result_dtype(self._op, self._arrays[i].dtype)
+                result = part.astype(dtype, copy=len(pack) > 1)
+                results[i] = placed_like(result, self._arrays[i])
+        return results
+
+
+def _packed(arrays: Sequence[Array], wire: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return a buffer with the arrays one behind the other, and the part of each in it."""
+    if len(arrays) == 1:
+        buffer = np.array(host_view(arrays[0]), wire, order="C")
+        return buffer, [buffer]
+    buffer = np.empty(sum(array.size for array in arrays), wire)
+    parts, start = [], 0
+    for array in arrays:
+        part = buffer[start : start + array.size].reshape(array.shape)
+        part[...] = host_view(array)
+        parts.append(part)
+        start += array.size
+    return buffer, parts
+
+
+def placed_like(result: np.ndarray, array: Array) -> Array:
+    """Return `result` on the device where `array` lies. Local."""
+    device = getattr(array, "device", None)
+    index = getattr(device, "id", None)  # a cupy.cuda.Device; NumPy says "cpu"
+    return result if index is None else place(result, Device("gpu", index))

@@ -1,0 +1,58 @@
+"""The transport of a world of one: nothing moves, and nobody asks for the size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mpistrat.options import ReduceOp
+
+__all__ = ["SoloTransport"]
+
+
+class _SoloRound:
+    def __init__(self, num_words: int) -> None:
+        self.send = self.receive = np.zeros(num_words, np.uint64)
+
+    def start(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+class SoloTransport:
+    """One rank without MPI."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> None:
+        """Leave `buffer` as it is. Local."""
+
+    def start_all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> Callable[[], object]:
+        """Leave `buffer` as it is. Local."""
+        return bool
+
+    def drain(self) -> None:
+        """Do nothing: nothing is under way. Local."""
+
+    def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
+        """Leave `buffer` as it is. Local."""
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        """Leave `buffer` as it is. Local."""
+
+    def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Return a copy of `part`. Local."""
+        return np.array(part)
+
+    def round(self, num_words: int) -> _SoloRound:
+        """Return a round that is done at once. Local."""
+        return _SoloRound(num_words)
+
+    def abort(self, exit_code: int) -> None:
+        """End this process. Local."""
+        os._exit(exit_code)

@@ -1,0 +1,63 @@
+"""What a transport can do. Buffers are NumPy arrays in C order and native byte order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mpistrat.options import ReduceOp
+
+__all__ = ["Round", "Transport"]
+
+
+class Round(Protocol):
+    """A reusable MAX reduction of a few words, started by each rank and then polled."""
+
+    send: np.ndarray
+    """The words of this rank, uint64; to be filled before `start`."""
+    receive: np.ndarray
+    """The largest of each word over all ranks, valid once `done` has returned True."""
+
+    def start(self) -> None:
+        """Contribute `send`. Local."""
+
+    def done(self) -> bool:
+        """Return whether every rank has started this round. Local."""
+
+
+class Transport(Protocol):
+    """One group of ranks that moves bytes.
+
+    Every method but `round` and `abort` is **Collective**: all ranks call it with buffers of
+    the same dtype and length (`all_gather` apart). Nothing is checked here: the epoch layer
+    has proved the agreement before.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> None:
+        """Replace `buffer` on every rank by its reduction over ranks. MEAN is not known here."""
+
+    def start_all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> Callable[[], object]:
+        """Begin `all_reduce`, and return the function that waits for its end. Local."""
+
+    def drain(self) -> None:
+        """Wait for every reduction that was begun."""
+
+    def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
+        """Replace `buffer` on `root` by its reduction over ranks."""
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        """Replace `buffer` on every rank by that of `root`."""
+
+    def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Return the 1-d parts of all ranks, of `counts` elements each, one behind the other."""
+
+    def round(self, num_words: int) -> Round:
+        """Return a new round of `num_words` words. Collective like the rest, but not waiting."""
+
+    def abort(self, exit_code: int) -> None:
+        """End every process of the job. Local."""

@@ -1,0 +1,8 @@
+"""Data sets: read in a fixed global order, divided among the ranks."""
+
+from mpistrat.data.dataset import Dataset
+from mpistrat.data.distributed_dataset import DistributedDataset
+from mpistrat.data.policy import AutoShardPolicy
+from mpistrat.data.spec import ArraySpec
+
+__all__ = ["ArraySpec", "AutoShardPolicy", "Dataset", "DistributedDataset"]

@@ -1,0 +1,269 @@
+"""The data set of the public API."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mpistrat.data.arguments import integer
+from mpistrat.data.generator_source import GeneratorSource
+from mpistrat.data.hdf5_source import Hdf5Source
+from mpistrat.data.iterators import ElementIterator
+from mpistrat.data.order import Step
+from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.policy import AutoShardPolicy
+from mpistrat.data.position import Position
+from mpistrat.data.shuffle import Shuffle
+from mpistrat.data.signature import position_layout
+from mpistrat.data.sources import ArraySource, RangeSource
+from mpistrat.data.transforms import Batch, Map, Prefetch, Repeat, Shard, Skip, Take
+
+__all__ = ["Dataset"]
+
+
+class Dataset:
+    """Examples, or batches of them, in a fixed order.
+
+    Each transformation returns a new data set and leaves this one as it is. Nothing is read
+    before the first use. Iterating gives nests of NumPy arrays; each iteration is a pass, counted
+    from 0. The default strategy distributes nothing and hands out the data set itself, so it has
+    a position to be saved, as a `DistributedDataset` has.
+
+    Make one with `from_hdf5`, `from_arrays`, `from_generator` or `range`.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    ) -> None:
+        self.pipeline = pipeline
+        self.auto_shard_policy = auto_shard_policy
+        self._position = Position()
+
+    @classmethod
+    def from_hdf5(
+        cls,
+        files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        fields: str | tuple[str, ...] | list[str] | dict[str, str] | None = None,
+    ) -> Dataset:
+        """Return the examples of HDF5 files, one file after the other. Local.
+
+        Parameters
+        ----------
+        files : path, list of paths, or glob pattern
+            The files of a pattern are sorted by name, a list keeps its order.
+        fields : str, tuple of str, or dict of str, optional
+            Paths of the data sets to read, all of one length. An example has the same
+            structure: an array, a tuple, or a dict with the given labels. ``None`` takes every
+            top-level data set, as a dict.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has another form.
+        DataError
+            On first use, if a file is missing or damaged, a field is missing or does not fit
+            the others, or there are no examples.
+        """
+        return cls(Pipeline(Hdf5Source(files, fields)))
+
+    @classmethod
+    def from_arrays(cls, nest: Any) -> Dataset:
+        """Return the rows of the arrays in `nest`, all of one length. Local.
+
+        All ranks must pass the same arrays: their contents are not compared.
+
+        Raises
+        ------
+        DataError
+            If there is no array, one is 0-d, or lengths differ.
+        """
+        return cls(Pipeline(ArraySource(nest)))
+
+    @classmethod
+    def from_generator(cls, fn: Callable[[], Iterable[Any]], element_spec: Any) -> Dataset:
+        """Return the elements of ``fn()``, which is called anew for each pass. Local.
+
+        Every rank runs all of it, because a generator cannot be split before it has run: `fn`
+        must give the same elements on all ranks.
+
+        Parameters
+        ----------
+        fn : callable
+            Takes nothing, returns an iterable.
+        element_spec : nest of ArraySpec
+            Of one element. Values are cast within their kind where they survive: integers are
+            in range, strings are not cut, numbers do not become infinite.
+
+        Raises
+        ------
+        TypeError
+            If `fn` is not callable or `element_spec` is no nest of `ArraySpec`.
+        DataError
+            While iterating, if an element does not fit `element_spec`.
+        """
+        return cls(Pipeline(GeneratorSource(fn, element_spec)))
+
+    @classmethod
+    def range(cls, n: int) -> Dataset:
+        """Return the integers 0 to `n` - 1, as int64. Local."""
+        return cls(Pipeline(RangeSource(integer("n", n, 0))))
+
+    def shuffle(
+        self, seed: int, reshuffle_each_iteration: bool = True, window: int | None = None
+    ) -> Dataset:
+        """Return the elements in random order. Local.
+
+        The order depends on the files, `seed`, the pass and the batch size alone.
+
+        A pass over files is divided into L lanes, each with chunks of its own for a fixed part of
+        every batch. On N ranks, a chunk is decoded about once over the whole job where N divides
+        L, up to twice on average where N is smaller otherwise, and about N / L times where N is
+        larger. L is at most an eighth of the number of chunks (half of it up to 4 lanes), half
+        the number of chunks in the window, the batch size, and one for every 64 examples. The
+        chunks are those of the field with the largest rows; longer chunks of another field are
+        decoded by every rank that needs a row of one.
+
+        Parameters
+        ----------
+        seed : int
+        reshuffle_each_iteration : bool
+            Whether each pass, and each repetition within it, has an order of its own.
+        window : int, optional
+            How many elements are mixed at a time. ``None``: for files as many as need about
+            100 MB, else all. The chunks of files come in random order whatever the window;
+            other elements stay within their window.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `seed` is no integer of at least 0, or `window` none of at least 1.
+        """
+        window = None if window is None else integer("window", window, 1)
+        return self._then(Shuffle(integer("seed", seed, 0), bool(reshuffle_each_iteration), window))
+
+    def batch(self, global_batch_size: int, drop_remainder: bool = False) -> Dataset:
+        """Return the examples in batches: arrays with one more dimension in front. Local.
+
+        Parameters
+        ----------
+        global_batch_size : int
+            Examples in a batch, over all replicas together.
+        drop_remainder : bool
+            Whether a last batch that is shorter is left out.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `global_batch_size` is no integer of at least 1.
+        NotImplementedError
+            If the elements are batches already.
+        """
+        batch_size = integer("global_batch_size", global_batch_size, 1)
+        if self.pipeline.batch is not None:
+            raise NotImplementedError("Batches of batches are not supported: call batch() once.")
+        return self._then(Batch(batch_size, bool(drop_remainder)))
+
+    def map(self, fn: Callable[..., Any]) -> Dataset:
+        """Return `fn` of each element. Local.
+
+        Before `batch`, `fn` gets one example; after it, this rank's slice of the batch, which
+        may have the length 0. A tuple is passed as several arguments. `fn` must be pure: how
+        often and in which order it is called is not defined.
+
+        Where `fn` comes before `batch`, all examples get the dtype of the first one of the data
+        set, as it is without shuffling, whatever the number of ranks.
+
+        Raises
+        ------
+        TypeError
+            If `fn` is not callable.
+        DataError
+            While iterating, if the results for a batch do not stack, or do not fit the dtype of
+            the first one.
+        """
+        if not callable(fn):
+            raise TypeError(f"map needs a function, not {fn!r}.")
+        return self._then(Map(fn))
+
+    def repeat(self, count: int | None = None) -> Dataset:
+        """Return the elements `count` times over; endlessly for ``None`` or -1. Local."""
+        if count is not None:
+            count = integer("count", count, -1)
+        return self._then(Repeat(None if count == -1 else count))
+
+    def take(self, n: int) -> Dataset:
+        """Return the first `n` elements. Local."""
+        return self._then(Take(integer("n", n, 0)))
+
+    def skip(self, n: int) -> Dataset:
+        """Return the elements after the first `n`. Local."""
+        return self._then(Skip(integer("n", n, 0)))
+
+    def shard(self, num_shards: int, index: int) -> Dataset:
+        """Return every `num_shards`-th element, from element `index` on. Local.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If ``0 <= index < num_shards`` does not hold for two integers.
+        """
+        num_shards, index = integer("num_shards", num_shards, 1), integer("index", index, 0)
+        if index >= num_shards:
+            raise ValueError(f"index must be less than num_shards={num_shards}, not {index}.")
+        return self._then(Shard(num_shards, index))
+
+    def prefetch(self, n: int) -> Dataset:
+        """Return the same elements, of which a thread prepares up to `n` ahead. Local.
+
+        Wherever it stands, it is the elements at the end that are prepared. Functions given to
+        `map` run in that thread.
+        """
+        return self._then(Prefetch(integer("n", n, 1)))
+
+    def with_options(self, *, auto_shard_policy: AutoShardPolicy) -> Dataset:
+        """Return the same elements, to be divided among ranks in another way. Local.
+
+        Raises
+        ------
+        TypeError
+            If `auto_shard_policy` is no `AutoShardPolicy`.
+        """
+        if not isinstance(auto_shard_policy, AutoShardPolicy):
+            raise TypeError(
+                f"auto_shard_policy must be an AutoShardPolicy, not {auto_shard_policy!r}."
+            )
+        return Dataset(self.pipeline, auto_shard_policy)
+
+    def _then(self, step: Step) -> Dataset:
+        return Dataset(self.pipeline.then(step), self.auto_shard_policy)
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` of one element. Where there is a map, one example is read.
+
+        Local.
+        """
+        return self.pipeline.element_spec
+
+    def cardinality(self) -> int:
+        """Return the number of elements; -1 for endless, -2 for unknown. Local."""
+        return self.pipeline.length
+
+    def __iter__(self) -> ElementIterator:
+        pass_number, start, on_step = self._position.begin()
+        return ElementIterator(self.pipeline.elements(pass_number, start), on_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, as that of a `DistributedDataset` with the same batches. Local."""
+        return self._position.state(position_layout(self.pipeline))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position, as a `DistributedDataset` does. Local.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is no position, or one within a pass that this data set does not have.
+        """
+        self._position.load(state, position_layout(self.pipeline), self.pipeline.length)

@@ -1,0 +1,179 @@
+"""What the files of a data set contain: lengths, shapes, dtypes and chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat import hdf5, nests
+from mpistrat.data.spec import ArraySpec
+from mpistrat.errors import DataError
+
+__all__ = [
+    "Catalog",
+    "FieldLayout",
+    "FileEntry",
+    "bytes_per_row",
+    "read_catalog",
+    "resolve_paths",
+]
+
+_CONTIGUOUS_BLOCK_BYTES = 2**15
+"""Rows of data without chunks are read at least this much at a time."""
+
+
+@dataclass(frozen=True)
+class FieldLayout:
+    """One field in one file."""
+
+    spec: ArraySpec
+    """Shape and dtype of one example, in native byte order."""
+    rows_per_chunk: int
+    """How many rows are read together."""
+    is_chunked: bool
+    """Whether HDF5 must decode a whole chunk to give one row of it."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file."""
+
+    path: str
+    num_rows: int
+    layouts: tuple[FieldLayout, ...]
+    """The layouts of the fields, in the order of `Catalog.names`."""
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Several files as one sequence of examples."""
+
+    names: tuple[str, ...]
+    """The paths of the fields inside the files."""
+    structure: nests.Structure
+    """The nest that the fields form."""
+    files: tuple[FileEntry, ...]
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Number of the first example of each file, and at the end the number of examples."""
+        return np.cumsum([0, *(file.num_rows for file in self.files)])
+
+
+def resolve_paths(patterns: Sequence[str]) -> list[str]:
+    """Return the files that paths and glob patterns mean; those of a pattern by name. Local.
+
+    Raises
+    ------
+    DataError
+        If a pattern matches nothing. Plain paths are not looked at.
+    """
+    paths: list[str] = []
+    for pattern in patterns:
+        if not glob.has_magic(pattern) or os.path.exists(pattern):
+            paths.append(pattern)
+            continue
+        found = sorted(glob.glob(pattern))
+        if not found:
+            raise DataError(f"No file matches {pattern!r}. It is relative to {os.getcwd()}.")
+        paths += found
+    return paths
+
+
+def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
+    """Return what `paths` contain. Each file is opened once, and closed. Local.
+
+    Parameters
+    ----------
+    paths : sequence of str
+    fields : nest of str, optional
+        Paths inside the files; ``None`` for every top-level data set of the first file.
+
+    Raises
+    ------
+    DataError
+        If a file or field is missing, damaged or does not fit the others, or if there are no
+        examples at all.
+    """
+    names, structure = nests.flatten(fields)
+    files: list[FileEntry] = []
+    for path in paths:
+        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+            if fields is None and not files:
+                names, structure = nests.flatten(_top_level_names(file, path))
+            files.append(_read_entry(file, path, names))
+        _check_same_specs(names, files[0], files[-1])
+    if not sum(entry.num_rows for entry in files):
+        raise DataError(f"There are no examples in {', '.join(paths)}: {names[0]!r} has length 0.")
+    return Catalog(tuple(names), structure, tuple(files))
+
+
+def _top_level_names(file: Any, path: str) -> dict[str, str]:
+    names = {name: name for name in file if hasattr(file.get(name), "shape")}
+    if not names:
+        raise DataError(
+            f"{path} has no data set at its top level. Say which fields to read, for example "
+            'fields=("group/image", "group/label").'
+        )
+    return names
+
+
+def _read_entry(file: Any, path: str, names: Sequence[str]) -> FileEntry:
+    lengths = {name: _find(file, path, name).shape[0] for name in names}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
+        raise DataError(
+            f"The fields of {path} must have one length, but {found} rows. Name fields that "
+            "belong together with fields=(...)."
+        )
+    layouts = tuple(_read_layout(_find(file, path, name), path, name) for name in names)
+    return FileEntry(path, lengths[names[0]], layouts)
+
+
+def _find(file: Any, path: str, name: str) -> Any:
+    dataset = file.get(name)
+    if not hasattr(dataset, "shape"):
+        what = "is a group, not a data set" if dataset is not None else "is missing"
+        known = ", ".join(map(repr, file)) or "nothing"
+        raise DataError(f"The field {name!r} {what} in {path}, which has {known} at its top level.")
+    if not dataset.shape:
+        raise DataError(
+            f"The field {name!r} of {path} is a scalar or empty, but a first dimension, the "
+            "examples, was expected. Name the fields to read with fields=(...)."
+        )
+    return dataset
+
+
+def _read_layout(dataset: Any, path: str, name: str) -> FieldLayout:
+    if dataset.dtype.kind not in "biufcS":
+        kind = "variable-length or references" if dataset.dtype.hasobject else "compound or opaque"
+        raise DataError(
+            f"The field {name!r} of {path} has the dtype {dataset.dtype} ({kind}), which batches "
+            "cannot hold. Name the fields to read with fields=(...), and store numbers, bools or "
+            "strings of a fixed length."
+        )
+    spec = ArraySpec(dataset.shape[1:], dataset.dtype.newbyteorder("="))
+    if dataset.chunks:
+        return FieldLayout(spec, dataset.chunks[0], True)
+    return FieldLayout(spec, max(_CONTIGUOUS_BLOCK_BYTES // max(bytes_per_row(spec), 1), 1), False)
+
+
+def bytes_per_row(spec: ArraySpec) -> int:
+    """Return the size of one example of a field. Local."""
+    return spec.dtype.itemsize * math.prod(spec.known_shape)
+
+
+def _check_same_specs(names: Sequence[str], first: FileEntry, other: FileEntry) -> None:
+    for name, expected, came in zip(names, first.layouts, other.layouts, strict=True):
+        if expected.spec != came.spec:
+            raise DataError(
+                f"The field {name!r} has examples of {came.spec} in {other.path}, but of "
+                f"{expected.spec} in {first.path}. All files must have the same."
+            )

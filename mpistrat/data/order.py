@@ -1,0 +1,181 @@
+"""The order of a pass: which items come one after the other, before anything is read.
+
+A pass is a stream of *blocks*: one-dimensional arrays of items. An item is the number of an
+example (for sources that can be read in any order), an example itself (for generators) or,
+after batching, the block of a whole batch. Transformations only rearrange items, so every rank
+computes the order of all examples cheaply and reads those of its own slices alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = [
+    "ENDLESS",
+    "UNKNOWN",
+    "Block",
+    "ChunkLayout",
+    "Order",
+    "PassKey",
+    "Reader",
+    "Source",
+    "Step",
+    "regroup",
+    "skip_items",
+]
+
+ENDLESS = -1
+UNKNOWN = -2
+
+Block = np.ndarray
+"""A one-dimensional array of items: int64 numbers of examples, or objects."""
+
+PassKey = tuple[int, ...]
+"""The number of the pass, then of each repetition within it."""
+
+_BLOCK_LENGTH = 2**16
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """The rows that are read and decoded together."""
+
+    starts: np.ndarray
+    """First row of each chunk, ascending, and at the end the number of rows."""
+    bytes_per_row: int
+    """Size of one decoded example, all fields together."""
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """Length of the longest chunk."""
+        return int(np.diff(self.starts).max(initial=1))
+
+
+class Reader(Protocol):
+    """Turns items into arrays. One per iteration, used by one thread at a time."""
+
+    def read(self, block: Block) -> Any:
+        """Return the nest of arrays, each of shape ``(len(block), *shape)``. Local."""
+
+    def close(self) -> None:
+        """Release files and memory. Local."""
+
+
+class Source(Protocol):
+    """Where examples come from."""
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` of one example."""
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples, or `UNKNOWN`."""
+
+    @property
+    def layout(self) -> ChunkLayout | None:
+        """The chunks, or ``None`` where rows cost the same in any order."""
+
+    @property
+    def kind(self) -> str:
+        """The method of `Dataset` that makes it, with the function it was given. Local."""
+
+    @property
+    def parts(self) -> list[str]:
+        """What decides the order besides the number of examples, in words. Local."""
+
+    def stream(self) -> Iterator[Block]:
+        """Return the items where their number is `UNKNOWN`. Local."""
+
+    def open(self, window_rows: int) -> Reader:
+        """Return a reader that expects rows in disorder within windows of this length. Local."""
+
+
+class Step(Protocol):
+    """A transformation of the order."""
+
+    def length(self, num_items: int) -> int:
+        """Return how many items leave where `num_items`, `ENDLESS` or `UNKNOWN` enter. Local."""
+
+    def rows(self, rows: range) -> range | None:
+        """Return the rows that leave where `rows` enter; ``None`` if they form no range. Local."""
+
+    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
+        """Return the items of the pass `key`. Local."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of the examples of `source` after `steps`."""
+
+    source: Source
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Number of items in a pass, `ENDLESS` or `UNKNOWN`."""
+        length = self.source.num_examples
+        for step in self.steps:
+            length = step.length(length)
+        return length
+
+    @property
+    def rows(self) -> range | None:
+        """The items as a range of row numbers, where the order is as simple as that."""
+        if self.source.num_examples == UNKNOWN:
+            return None
+        rows: range | None = range(self.source.num_examples)
+        for step in self.steps:
+            rows = None if rows is None else step.rows(rows)
+        return rows
+
+    def blocks(self, key: PassKey, batch_size: int | None) -> Iterator[Block]:
+        """Return the items of the pass `key`. Local.
+
+        Parameters
+        ----------
+        key : tuple of int
+        batch_size : int, optional
+            The global batch size that the items will be grouped by, which a shuffle may use.
+        """
+        rows = self.rows
+        if rows is not None:
+            return _blocks_of_range(rows)
+        if not self.steps:
+            return self.source.stream()
+        return self.steps[-1].blocks(Order(self.source, self.steps[:-1]), key, batch_size)
+
+
+def _blocks_of_range(rows: range) -> Iterator[Block]:
+    for start in range(0, len(rows), _BLOCK_LENGTH):
+        part = rows[start : start + _BLOCK_LENGTH]
+        yield np.arange(part.start, part.stop, part.step, dtype=np.int64)
+
+
+def regroup(blocks: Iterator[Block], length: int) -> Iterator[Block]:
+    """Return the same items in blocks of `length`; the last one may be shorter. Local."""
+    waiting: list[Block] = []
+    missing = length
+    for block in blocks:
+        start = 0
+        while len(block) - start >= missing:
+            waiting.append(block[start : start + missing])
+            yield np.concatenate(waiting)
+            waiting, start, missing = [], start + missing, length
+        if start < len(block):
+            waiting.append(block[start:])
+            missing -= len(block) - start
+    if waiting:
+        yield np.concatenate(waiting)
+
+
+def skip_items(blocks: Iterator[Block], count: int) -> Iterator[Block]:
+    """Return the blocks without the first `count` items. Local."""
+    for block in blocks:
+        if count < len(block):
+            yield block[count:]
+        count = max(count - len(block), 0)

@@ -1,0 +1,164 @@
+"""A source and its steps, carried out: what a data set does when it is iterated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpistrat import sharding
+from mpistrat.data.background import in_background
+from mpistrat.data.elements import ElementMaker
+from mpistrat.data.order import Block, Order, Reader, Source, Step, skip_items
+from mpistrat.data.shuffle import Shuffle
+from mpistrat.data.spec import batched, open_batch, spec_of
+from mpistrat.data.transforms import Batch, Map, Prefetch
+from mpistrat.errors import DataError
+
+__all__ = ["Pipeline"]
+
+_Fns = list[Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A source and the steps applied to it, in order."""
+
+    source: Source
+    steps: tuple[Step, ...] = ()
+
+    def then(self, step: Step) -> Pipeline:
+        """Return the pipeline with one more step. Local."""
+        return Pipeline(self.source, (*self.steps, step))
+
+    def with_batch_size(self, batch_size: int) -> Pipeline:
+        """Return the pipeline with other batches. Local."""
+        return Pipeline(
+            self.source,
+            tuple(
+                dataclasses.replace(step, batch_size=batch_size)
+                if isinstance(step, Batch)
+                else step
+                for step in self.steps
+            ),
+        )
+
+    @property
+    def batch(self) -> Batch | None:
+        """The step that groups examples, if there is one."""
+        return next((step for step in self.steps if isinstance(step, Batch)), None)
+
+    @property
+    def length(self) -> int:
+        """Number of elements of a pass, `ENDLESS` or `UNKNOWN`."""
+        return Order(self.source, self.steps).length
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` of one element.
+
+        Raises
+        ------
+        DataError
+            If there are maps and no example to try them on.
+        """
+        spec = self.found_spec
+        if spec is None:
+            raise DataError(
+                "The element_spec of a data set with map is found by mapping one example, but the "
+                "data set is empty."
+            )
+        return spec
+
+    @cached_property
+    def found_spec(self) -> Any:
+        """As `element_spec`, but ``None`` where there is no example."""
+        _, batch_fns = self._fns()
+        spec, batch = self._example_spec, self.batch
+        if spec is None or batch is None:
+            return spec
+        if not batch_fns:
+            return batched(spec, batch.batch_size if batch.drop_remainder else None)
+        with closing(self.source.open(0)) as reader:
+            first = self._first_item
+            if not len(first):
+                return None
+            return open_batch(spec_of(self._maker(reader).batch(first, slice(1))))
+
+    @cached_property
+    def _example_spec(self) -> Any:
+        """The nest of `ArraySpec` of one example after its maps; ``None`` without an example."""
+        example_fns, _ = self._fns()
+        if not example_fns:
+            return self.source.element_spec
+        with closing(self.source.open(0)) as reader:
+            for example in self._maker(reader).examples(self._first_item):
+                return spec_of(example)
+        return None
+
+    @cached_property
+    def _first_item(self) -> Block:
+        """The first item of the data set as it is before shuffling and batching, or nothing.
+
+        So neither the seed nor the pass nor the number of ranks decides what maps are tried on.
+        """
+        before = [step for step in self._example_steps if not isinstance(step, Shuffle)]
+        blocks = Order(self.source, tuple(before)).blocks((0,), None)
+        return next((block[:1] for block in blocks if len(block)), np.empty(0, np.int64))
+
+    def elements(
+        self, pass_number: int, start: int = 0, size: int = 1, rank: int = 0
+    ) -> Generator[Any, None, None]:
+        """Return the elements of a pass: of each batch, the part of `rank`. Local.
+
+        Parameters
+        ----------
+        pass_number : int
+        start : int
+            How many elements to pass over, without reading them.
+        size, rank : int
+            Into how many parts each batch is split, and which of them to return.
+        """
+        elements = self._elements(pass_number, start, size, rank)
+        ahead = max((s.num_elements for s in self.steps if isinstance(s, Prefetch)), default=0)
+        return in_background(elements, ahead) if ahead else elements
+
+    def _elements(
+        self, pass_number: int, start: int, size: int, rank: int
+    ) -> Generator[Any, None, None]:
+        """Return `elements` without prefetching."""
+        layout = self.source.layout
+        window_rows = max(
+            (s.window_rows(layout) for s in self.steps if isinstance(s, Shuffle) and layout),
+            default=0,
+        )
+        order = Order(self.source, self.steps)
+        with closing(self.source.open(window_rows)) as reader:
+            make = self._maker(reader)
+            for block in skip_items(order.blocks((pass_number,), None), start):
+                if self.batch is None:
+                    yield from make.examples(block)
+                    continue
+                for items in block:
+                    yield make.batch(items, sharding.slice_of_rank(len(items), size, rank))
+
+    def _maker(self, reader: Reader) -> ElementMaker:
+        return ElementMaker(reader, *self._fns(), lambda: self._example_spec)
+
+    def _fns(self) -> tuple[_Fns, _Fns]:
+        """Return the functions to map over examples, and those over batches."""
+        middle = len(self._example_steps)
+        return (
+            [step.fn for step in self.steps[:middle] if isinstance(step, Map)],
+            [step.fn for step in self.steps[middle:] if isinstance(step, Map)],
+        )
+
+    @property
+    def _example_steps(self) -> tuple[Step, ...]:
+        """The steps before `batch`."""
+        return self.steps[: self.steps.index(self.batch)] if self.batch else self.steps

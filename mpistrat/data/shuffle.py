@@ -1,0 +1,161 @@
+"""The order of a shuffled pass, as a pure function of rows, chunks, seed, pass and batch size.
+
+Files are shuffled in two stages. The chunks come in random order and are dealt out to *lanes*;
+a lane mixes the rows of a few chunks at a time and supplies a fixed part of each global batch.
+The window, the rows of those chunks over all lanes, bounds what a rank holds in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpistrat import sharding
+from mpistrat.data.order import ENDLESS, Block, ChunkLayout, Order, PassKey, regroup
+
+__all__ = ["Shuffle"]
+
+_WINDOW_BYTES = 48 * 2**20
+"""Decoded size of the window that ``window=None`` means for files. Chunks of the window before
+stay in memory for a while, so a rank needs twice as much."""
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """Items in random order.
+
+    Rows of a file are mixed as the module describes. Other items are permuted within
+    consecutive windows, by default one window as long as the pass.
+    """
+
+    seed: int
+    reshuffle_each_iteration: bool
+    window: int | None
+
+    def length(self, num_items: int) -> int:
+        """As many leave as enter. Local."""
+        return num_items
+
+    def rows(self, rows: range) -> range | None:
+        """No range any more. Local."""
+        return None
+
+    def window_rows(self, layout: ChunkLayout) -> int:
+        """Return the number of rows that are mixed at a time. Local."""
+        window = self.window or _WINDOW_BYTES // max(layout.bytes_per_row, 1)
+        return max(window, layout.rows_per_chunk)
+
+    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
+        """Return the items in the order of the pass `key`. Local."""
+        drawn_for = key if self.reshuffle_each_iteration else ()
+        rows, layout = upstream.rows, upstream.source.layout
+        if rows is not None and layout is not None:
+            return self._chunk_blocks(rows, layout, drawn_for, batch_size or 1)
+        window = self.window if layout is None else self.window_rows(layout)
+        if window is None and upstream.length == ENDLESS:
+            raise ValueError(
+                "shuffle needs a window where the data set before it is endless: give window=..., "
+                "or shuffle before repeat."
+            )
+        return self._window_blocks(upstream.blocks(key, batch_size), window, drawn_for)
+
+    def _window_blocks(
+        self, blocks: Iterator[Block], window: int | None, key: PassKey
+    ) -> Iterator[Block]:
+        if window is None:
+            everything = list(blocks)
+            blocks = iter([np.concatenate(everything)] if everything else [])
+        else:
+            blocks = regroup(blocks, window)
+        for number, block in enumerate(blocks):
+            yield block[self._permutation(len(block), *key, number)]
+
+    def _chunk_blocks(
+        self, rows: range, layout: ChunkLayout, key: PassKey, batch_size: int
+    ) -> Iterator[Block]:
+        starts, lengths = _pieces(rows, layout.starts)
+        shuffled = self._permutation(len(starts), *key)
+        starts, lengths = starts[shuffled], lengths[shuffled]
+        window = self.window_rows(layout)
+        window_pieces = window // layout.rows_per_chunk
+        lanes = sharding.num_lanes(len(starts), len(rows), batch_size, window_pieces)
+        supply = sharding.lane_lengths(len(rows), batch_size, lanes)
+        ends = np.cumsum(supply)
+        streams = [
+            _Lane(
+                self._lane_blocks(
+                    *_cut(starts, lengths, end - count, end), window // lanes, (*key, lane)
+                )
+            )
+            for lane, (end, count) in enumerate(zip(ends.tolist(), supply, strict=True))
+        ]
+        for first in range(0, len(rows), batch_size):
+            bounds = sharding.lane_bounds(min(batch_size, len(rows) - first), lanes)
+            positions = [
+                lane.take(stop - start)
+                for lane, start, stop in zip(streams, bounds, bounds[1:], strict=False)
+            ]
+            yield rows.start + rows.step * np.concatenate(positions)
+
+    def _lane_blocks(
+        self, starts: np.ndarray, lengths: np.ndarray, window: int, key: PassKey
+    ) -> Iterator[Block]:
+        """Return the positions of a lane's pieces, mixed over as many as fit the window."""
+        stops = np.cumsum(lengths)
+        first = done = number = 0
+        while first < len(starts):
+            stop = max(int(np.searchsorted(stops, done + window, "right")), first + 1)
+            positions = _expand(starts[first:stop], lengths[first:stop])
+            yield positions[self._permutation(len(positions), *key, number)]
+            first, done, number = stop, int(stops[stop - 1]), number + 1
+
+    def _permutation(self, length: int, *key: int) -> np.ndarray:
+        # Raw bits are the one stream that NumPy promises not to change between versions.
+        bits = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=key))
+        return np.argsort(bits.random_raw(length), kind="stable")
+
+
+class _Lane:
+    """The positions that one lane supplies, taken a few at a time."""
+
+    def __init__(self, blocks: Iterator[Block]) -> None:
+        self._blocks = blocks
+        self._block = np.empty(0, np.int64)
+
+    def take(self, count: int) -> Block:
+        parts = []
+        while count > len(self._block):
+            parts.append(self._block)
+            count -= len(self._block)
+            self._block = next(self._blocks)
+        parts.append(self._block[:count])
+        self._block = self._block[count:]
+        return np.concatenate(parts)
+
+
+def _pieces(rows: range, chunk_starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return first position within `rows` and length of the part of `rows` in each chunk."""
+    bounds = np.clip(-((rows.start - chunk_starts) // rows.step), 0, len(rows))
+    lengths = np.diff(bounds)
+    return bounds[:-1][lengths > 0], lengths[lengths > 0]
+
+
+def _cut(
+    starts: np.ndarray, lengths: np.ndarray, begin: int, end: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pieces of the positions [begin, end) of all pieces laid end to end."""
+    stops = np.cumsum(lengths)
+    touched = slice(np.searchsorted(stops, begin, "right"), np.searchsorted(stops, end) + 1)
+    stops, begins = stops[touched], (stops - lengths)[touched]
+    cut_begins = np.maximum(begins, begin)
+    lengths = np.minimum(stops, end) - cut_begins
+    return (starts[touched] + cut_begins - begins)[lengths > 0], lengths[lengths > 0]
+
+
+def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the positions of the pieces, one after the other."""
+    ends = np.cumsum(lengths)
+    positions: np.ndarray = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+    return positions

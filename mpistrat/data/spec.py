@@ -1,0 +1,95 @@
+"""The shape and dtype of the elements of a data set."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nests
+
+__all__ = ["ArraySpec", "batched", "describe", "empty_batch", "open_batch", "spec_of"]
+
+
+@nests.leaf_type
+@dataclass(frozen=True, init=False)
+class ArraySpec:
+    """The shape and dtype of an array.
+
+    Parameters
+    ----------
+    shape : sequence of int or None
+        ``None`` for a dimension whose length is not known or varies.
+    dtype : anything that `numpy.dtype` accepts
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a length is neither ``None`` nor an integer of at least 0, or the dtype is none.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype
+
+    def __init__(self, shape: Sequence[int | None], dtype: Any) -> None:
+        lengths = tuple(None if length is None else operator.index(length) for length in shape)
+        if any(length is not None and length < 0 for length in lengths):
+            raise ValueError(f"A shape has lengths of at least 0, not {tuple(shape)}.")
+        object.__setattr__(self, "shape", lengths)
+        object.__setattr__(self, "dtype", np.dtype(dtype))
+
+    def __repr__(self) -> str:
+        return f"ArraySpec({self.shape}, {self.dtype})"
+
+    @property
+    def known_shape(self) -> tuple[int, ...]:
+        """The shape, with 0 for lengths that are not known. Local."""
+        return tuple(length or 0 for length in self.shape)
+
+    def fits(self, array: np.ndarray) -> bool:
+        """Return whether `array` has this shape and dtype. Local."""
+        return (
+            array.dtype == self.dtype
+            and array.ndim == len(self.shape)
+            and all(want in (None, got) for want, got in zip(self.shape, array.shape, strict=True))
+        )
+
+
+def spec_of(nest: Any) -> Any:
+    """Return `nest` with the `ArraySpec` of each array or number. Local."""
+    return nests.map_nest(_spec_of_leaf, nest)
+
+
+def _spec_of_leaf(leaf: Any) -> ArraySpec:
+    # Arrays on a device have a dtype, and refuse to become NumPy arrays.
+    dtype: np.dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    return ArraySpec(np.shape(leaf), dtype.newbyteorder("="))
+
+
+def batched(spec: Any, batch_size: int | None) -> Any:
+    """Return the nest `spec` of one example with a batch dimension in front. Local."""
+    return nests.map_nest(lambda leaf: ArraySpec((batch_size, *leaf.shape), leaf.dtype), spec)
+
+
+def open_batch(spec: Any) -> Any:
+    """Return the nest `spec` of a batch for batches of any length. Local."""
+    return nests.map_nest(
+        lambda leaf: ArraySpec((None, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype), spec
+    )
+
+
+def empty_batch(spec: Any) -> Any:
+    """Return arrays of length 0 for the nest `spec` of a batch. Local."""
+    return nests.map_nest(lambda leaf: np.empty((0, *leaf.known_shape[1:]), leaf.dtype), spec)
+
+
+def describe(spec: Any) -> str:
+    """Return a nest of specs in one line, for messages and comparisons. Local."""
+    paths, leaves, _ = nests.flatten_with_paths(spec)
+    return ", ".join(
+        f"{path or 'element'}: {leaf.dtype} {leaf.shape}"
+        for path, leaf in zip(paths, leaves, strict=True)
+    )

@@ -1,0 +1,179 @@
+"""The transformations that take, repeat and group items, and those that leave the order alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat import sharding
+from mpistrat.data.function_names import function_name
+from mpistrat.data.order import ENDLESS, UNKNOWN, Block, Order, PassKey, regroup, skip_items
+
+__all__ = ["Batch", "Map", "Prefetch", "Repeat", "SameOrder", "Shard", "Skip", "Take"]
+
+
+@dataclass(frozen=True)
+class Take:
+    """The first `count` items."""
+
+    count: int
+
+    def length(self, num_items: int) -> int:
+        """Return how many items leave. Local."""
+        if num_items == UNKNOWN:
+            return UNKNOWN if self.count else 0
+        return self.count if num_items == ENDLESS else min(self.count, num_items)
+
+    def rows(self, rows: range) -> range | None:
+        """Return the rows that leave. Local."""
+        return rows[: self.count]
+
+    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
+        """Return the items of the pass `key`. Local."""
+        missing = self.count
+        if not missing:
+            return
+        for block in upstream.blocks(key, batch_size):
+            yield block[:missing]
+            missing -= len(block)
+            # Asking for one block more could cost a generator's time, or never return.
+            if missing <= 0:
+                return
+
+
+@dataclass(frozen=True)
+class Skip:
+    """All items but the first `count`."""
+
+    count: int
+
+    def length(self, num_items: int) -> int:
+        """Return how many items leave. Local."""
+        return num_items if num_items < 0 else max(num_items - self.count, 0)
+
+    def rows(self, rows: range) -> range | None:
+        """Return the rows that leave. Local."""
+        return rows[self.count :]
+
+    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
+        """Return the items of the pass `key`. Local."""
+        return skip_items(upstream.blocks(key, batch_size), self.count)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Every `num_shards`-th item, from item `index` on."""
+
+    num_shards: int
+    index: int
+
+    def length(self, num_items: int) -> int:
+        """Return how many items leave. Local."""
+        if num_items < 0:
+            return num_items
+        return sharding.shard_length(num_items, self.num_shards, self.index)
+
+    def rows(self, rows: range) -> range | None:
+        """Return the rows that leave. Local."""
+        return rows[self.index :: self.num_shards]
+
+    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
+        """Return the items of the pass `key`. Local."""
+        position = 0
+        for block in upstream.blocks(key, batch_size):
+            yield block[(self.index - position) % self.num_shards :: self.num_shards]
+            position += len(block)
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """The items `count` times over, endlessly where it is ``None``."""
+
+    count: int | None
+
+    def length(self, num_items: int) -> int:
+        """Return how many items leave. Local."""
+        if num_items == 0 or self.count == 0:
+            return 0
+        if self.count is None or num_items == ENDLESS:
+            return ENDLESS
+        return UNKNOWN if num_items == UNKNOWN else num_items * self.count
+
+    def rows(self, rows: range) -> range | None:
+        """Return the rows that leave. Local."""
+        return rows if self.count == 1 else None
+
+    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
+        """Return the items of the pass `key`. Local."""
+        rounds = itertools.count() if self.count is None else range(self.count)
+        for repetition in rounds:
+            empty = True
+            for block in upstream.blocks((*key, repetition), batch_size):
+                empty = empty and not len(block)
+                yield block
+            if empty:
+                return
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Items in groups of `batch_size`: each becomes one item."""
+
+    batch_size: int
+    drop_remainder: bool
+
+    def length(self, num_items: int) -> int:
+        """Return how many items leave. Local."""
+        if num_items < 0:
+            return num_items
+        return sharding.num_batches(num_items, self.batch_size, self.drop_remainder)
+
+    def rows(self, rows: range) -> range | None:
+        """No range of rows any more. Local."""
+        return None
+
+    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
+        """Return one item, a block, for each batch of the pass `key`. Local."""
+        for group in regroup(upstream.blocks(key, self.batch_size), self.batch_size):
+            if self.drop_remainder and len(group) < self.batch_size:
+                return
+            item = np.empty(1, object)
+            item[0] = group
+            yield item
+
+
+class SameOrder:
+    """A step that changes what is made of the items, not which they are."""
+
+    def length(self, num_items: int) -> int:
+        """As many leave as enter. Local."""
+        return num_items
+
+    def rows(self, rows: range) -> range | None:
+        """Return the same rows. Local."""
+        return rows
+
+    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
+        """Return the items of the pass `key`. Local."""
+        return upstream.blocks(key, batch_size)
+
+
+@dataclass(frozen=True, repr=False)
+class Map(SameOrder):
+    """`fn` of each element."""
+
+    fn: Callable[..., Any]
+
+    def __repr__(self) -> str:
+        return f"Map(fn={function_name(self.fn)})"
+
+
+@dataclass(frozen=True)
+class Prefetch(SameOrder):
+    """Up to `num_elements` elements prepared ahead, in a thread."""
+
+    num_elements: int

@@ -1,0 +1,1 @@
+"""Agreement of ranks: every collective is announced and compared before data moves."""

@@ -1,0 +1,61 @@
+"""Where in the user's code a call was made."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from types import FrameType, TracebackType
+
+__all__ = ["call_site", "failure_site"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TESTING = _PACKAGE + "testing" + os.sep
+
+
+def _is_user_code(filename: str) -> bool:
+    if filename.startswith("<frozen"):
+        return False
+    inside = filename.startswith(_PACKAGE) and not filename.startswith(_TESTING)
+    return not inside and os.path.basename(filename) != "contextlib.py"
+
+
+def call_site() -> str:
+    """Return ``file.py:LINE`` of the innermost frame of user code. Local.
+
+    The user's own is any file outside this package, Python and its installed packages; where
+    there is none, the innermost frame outside this package.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    installed = None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if _is_user_code(filename):
+            place = f"{os.path.basename(filename)}:{frame.f_lineno}"
+            if not _is_installed(filename):
+                return place
+            installed = installed or place
+        frame = frame.f_back
+    return installed or "unknown place"
+
+
+def failure_site(trace: TracebackType | None) -> str:
+    """Return ``file.py:LINE`` of the innermost frame of user code in a traceback. Local.
+
+    Library code that the user called (NumPy, the standard library) is passed over where a
+    frame of the user's own is known; the user's own is any file that is not in the folder of
+    installed packages or of Python itself.
+    """
+    frames = [frame for frame in traceback.extract_tb(trace) if _is_user_code(frame.filename)]
+    own = [frame for frame in frames if not _is_installed(frame.filename)]
+    for frame in reversed(own or frames):
+        return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return "unknown place"
+
+
+def _is_installed(filename: str) -> bool:
+    return (
+        "site-packages" in filename
+        or "dist-packages" in filename
+        or filename.startswith((os.path.dirname(os.__file__), "<"))
+    )

@@ -1,0 +1,229 @@
+"""A channel: one group of ranks, their common sequence of collectives, and its agreement.
+
+Before each collective the ranks compare what they are about to do in a *round*: one MAX
+reduction of four words. It shows whether all brought the same digest, and whether some rank
+brought a refusal (its arguments are bad) or its end (it left the program) instead. A rank
+that leaves takes part in one last round, so that nobody waits for it in vain.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.comm.transport import Transport
+from mpistrat.epochs.callsite import call_site
+from mpistrat.epochs.ledger import Ledger
+from mpistrat.epochs.report import describe_disagreement, rank_list
+from mpistrat.errors import EpochError, EpochMismatchError, EpochTimeoutError
+
+__all__ = ["Channel", "Outcome", "Status"]
+
+_MASK = 2**64 - 1
+_SPINS = 200
+"""Polls before a waiting rank starts to give the core away: about 100 us."""
+
+
+class Status(enum.IntEnum):
+    """What a rank brings to a round."""
+
+    CALL = 0
+    """A collective that it is ready to do."""
+    REFUSAL = 1
+    """An error: the arguments of its call are bad, or its part of some work failed."""
+    END = 2
+    """It has left the program."""
+
+
+class Outcome(enum.Enum):
+    """What a round has shown."""
+
+    ALL_CALL = "every rank is ready to do the same"
+    ALL_REFUSE = "every rank refuses"
+    MIXED = "the ranks differ"
+
+
+class Channel:
+    """The agreement of the ranks of one transport.
+
+    Parameters
+    ----------
+    transport : Transport
+    timeout_s : float or None
+        How long to wait for missing ranks where a call gives no limit of its own.
+
+    Attributes
+    ----------
+    ledger : Ledger
+    closed : EpochError or None
+        What has ended the agreement of the ranks for good.
+    pending : bool
+        Whether a round was started and is not done.
+    lock : RLock
+        Held by the thread that is in a collective.
+    num_strategies : int
+        How many strategies share the channel.
+    """
+
+    def __init__(self, transport: Transport, timeout_s: float | None) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self.timeout_s = timeout_s
+        self.ledger = Ledger()
+        self.closed: EpochError | None = None
+        self.pending = False
+        self.lock = threading.RLock()
+        self.num_strategies = 0
+        self._round = transport.round(4)
+
+    def check_open(self) -> None:
+        """Raise the error that closed this channel, if one did. Local."""
+        if self.closed is not None:
+            again = type(self.closed)(str(self.closed))
+            again.caused_elsewhere = self.closed.caused_elsewhere
+            raise again from None
+
+    def start_round(self, status: Status, digest: int) -> None:
+        """Bring `status` and `digest` to the next round. Local."""
+        send = self._round.send
+        send[0], send[1] = status, _MASK - status
+        send[2], send[3] = digest, _MASK - digest
+        self._round.start()
+        self.pending = True
+
+    def round_is_done(self) -> bool:
+        """Return whether every rank has come to the round that was started. Local."""
+        if self.pending and self._round.done():
+            self.pending = False
+        return not self.pending
+
+    def outcome(self) -> Outcome:
+        """Return what the round that is done has shown. Local."""
+        largest, smallest, digest, complement = self._round.receive.tolist()
+        if largest != _MASK - smallest or digest != _MASK - complement or largest == Status.END:
+            return Outcome.MIXED
+        return Outcome.ALL_CALL if largest == Status.CALL else Outcome.ALL_REFUSE
+
+    def all_ended_well(self) -> bool:
+        """Return whether every rank brought the end with digest 0 to the round. Local."""
+        _, smallest, digest, _ = self._round.receive.tolist()
+        return bool(_MASK - smallest == Status.END and digest == 0)
+
+    def all_ended(self) -> bool:
+        """Return whether every rank brought its end to the round that is done. Local."""
+        return bool(_MASK - self._round.receive.tolist()[1] == Status.END)
+
+    def vote(
+        self, status: Status, signature: object, timeout_s: float | None, extra: int = 0
+    ) -> Outcome:
+        """Take part in a round and wait for it. **Collective**.
+
+        `extra` must agree too; unlike `signature` it may be another one each time.
+
+        Raises
+        ------
+        EpochTimeoutError
+            If some ranks do not come within `timeout_s` seconds. The channel is closed then.
+        """
+        self.start_round(status, self.ledger.digest(signature) ^ extra)
+        self.ledger.sequence += 1
+        try:
+            self._wait(signature, timeout_s)
+        except BaseException as error:
+            # The round stays open, so nothing can be agreed upon any more.
+            if self.closed is None:
+                self.closed = EpochError(
+                    f"The wait for {_words(signature)} at {call_site()} was interrupted by "
+                    f"{type(error).__name__} on rank {self.rank} of {self.size}."
+                )
+            raise
+        return self.outcome()
+
+    def _wait(self, signature: object, timeout_s: float | None) -> None:
+        done = self._round.done
+        for _ in range(_SPINS):
+            if done():
+                self.pending = False
+                return
+        began = time.monotonic()
+        while not done():
+            waited_s = time.monotonic() - began
+            if timeout_s is not None and waited_s > timeout_s:
+                self.closed = EpochTimeoutError(
+                    f"Some ranks did not come to {_words(signature)} at {call_site()} within "
+                    f"{timeout_s:g} s on rank {self.rank} of {self.size}. Look for a rank that "
+                    "skips the call, or raise timeout_seconds if the others are only slow."
+                )
+                self.check_open()
+            if waited_s < 0.01:
+                os.sched_yield()
+            else:
+                time.sleep(0.0002)
+        self.pending = False
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the JSON `value` of every rank, in rank order. **Collective**, unchecked."""
+        own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        lengths = self.transport.all_gather(np.array([own.size], np.int64), [1] * self.size)
+        joined = self.transport.all_gather(own, lengths.tolist()).tobytes()
+        ends = np.cumsum(lengths).tolist()
+        return [json.loads(joined[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+
+    def report(
+        self, what: str, site: str, *, ended: bool = False, cause: bool = False
+    ) -> dict[str, Any]:
+        """Return what this rank says of itself where ranks disagree. Local."""
+        ledger = self.ledger
+        return {
+            "what": what,
+            "site": site,
+            "ended": ended,
+            "cause": cause,
+            "sequence": ledger.sequence,
+            "runs": ledger.runs,
+            "merge_calls": ledger.merge_calls,
+            "updates": ledger.updates,
+            "failures": ledger.failures,
+            "last_failure": ledger.last_failure,
+        }
+
+    def disagreement(self, reports: Sequence[dict[str, Any]]) -> EpochError:
+        """Close the channel, and return the error to raise for the `reports` of all ranks. Local.
+
+        Wherever a round has shown `Outcome.MIXED`, each rank first makes exactly one `exchange`
+        of its report, whatever it was about to do, so that they always meet.
+        """
+        guilty = [rank for rank, each in enumerate(reports) if each["cause"]]
+        ended = [rank for rank, each in enumerate(reports) if each["ended"]]
+        table = describe_disagreement(reports)
+        error: EpochError
+        if ended:
+            error = EpochError(
+                f"{rank_list(ended)} ended, so this collective can never complete:\n{table}"
+            )
+        else:
+            error = EpochMismatchError(
+                f"The ranks disagree:\n{table}\n"
+                "Every rank must make the same collective calls in the same order, with the same "
+                "op, dtype, shape, structure and name."
+            )
+        error.caused_elsewhere = bool(guilty) and self.rank not in guilty
+        self.closed = error
+        return error
+
+    def note_failure(self, error: BaseException, site: str) -> None:
+        """Record that a replica or merge function raised on this rank. Local."""
+        self.ledger.failures += 1
+        self.ledger.last_failure = f"{type(error).__name__} at {site}"
+
+
+def _words(signature: object) -> str:
+    return str(signature[0]) if isinstance(signature, tuple) else str(signature)

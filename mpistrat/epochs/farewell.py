@@ -1,0 +1,139 @@
+"""How a rank leaves: told to the others, with one traceback for the whole job.
+
+A rank that returns from the program or dies of an exception takes part in one last round of
+each channel, as ended. Ranks that wait in a collective learn at once that it will not come.
+When all ranks have ended, one of those that failed prints its traceback. A rank that failed
+and finds the others busy elsewhere ends the job after a while.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from mpistrat.epochs.callsite import failure_site
+from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.obituary import describe_failure, print_failures
+from mpistrat.epochs.parting import Parting
+from mpistrat.errors import EpochTimeoutError
+from mpistrat.settings import Settings, settings
+
+__all__ = ["install", "watch"]
+
+_POLL_S = 0.0005
+_TURN_S = 1.0
+_MAX_TURNS = 3
+
+
+class _Process:
+    """What this module remembers of the process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.channels: list[Channel] = []
+        self.is_over: Callable[[], bool] = bool
+        self.open_channel: Callable[[float], Channel | None] | None = None
+        self.abort: Callable[[int], None] = os._exit
+        self.previous_hook: Any = None
+        self.has_left = False
+
+    def can_speak(self) -> bool:
+        """Return whether this process, and no fork of it, may still communicate."""
+        return os.getpid() == self.pid and not self.has_left and not self.is_over()
+
+
+_process = _Process()
+
+
+def install(open_channel: Callable[[float], Channel | None], abort: Callable[[int], None]) -> None:
+    """Have uncaught exceptions end the whole job, also before there is a strategy. Local.
+
+    Parameters
+    ----------
+    open_channel : callable
+        Opens and watches a channel of all ranks for a rank that fails before it has any, within
+        some seconds; does nothing where this process is alone.
+    abort : callable
+        Ends every process of the job, where the others do not come.
+    """
+    _process.open_channel, _process.abort = open_channel, abort
+    if _process.previous_hook is None:
+        _process.previous_hook = sys.excepthook
+        sys.excepthook = _on_uncaught
+
+
+def watch(channel: Channel, is_over: Callable[[], bool]) -> None:
+    """Have this process say farewell on `channel` when it ends. Local.
+
+    Parameters
+    ----------
+    channel : Channel
+    is_over : callable
+        Returns whether the transport can no longer be used (MPI is finalized).
+    """
+    if not _process.channels:
+        atexit.register(_at_exit)
+        _process.is_over = is_over
+    _process.channels.append(channel)
+
+
+def _at_exit() -> None:
+    if _process.can_speak():
+        place = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "the interpreter"
+        _leave("ended (left the program)", place, {}, None)
+
+
+def _on_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if not _process.channels and _process.can_speak() and _process.open_channel is not None:
+        try:
+            _process.open_channel(_grace_s())
+        except EpochTimeoutError:
+            _process.previous_hook(kind, error, trace)
+            sys.stderr.flush()
+            _process.abort(1)
+    if not _process.channels or not _process.can_speak():
+        _process.previous_hook(kind, error, trace)
+        return
+    sys.stdout.flush()
+    site = failure_site(trace)
+    facts, text = describe_failure(kind, error, trace, site)
+    _leave(f"ended with {kind.__name__}", site, facts, text)
+
+
+def _grace_s() -> float:
+    try:
+        return settings().exit_grace_s
+    except ValueError:  # a bad setting is what ends the program, perhaps
+        return Settings().exit_grace_s
+
+
+def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> None:
+    _process.has_left = True
+    # The largest group speaks: its rank numbers are those that the user knows.
+    channels = sorted(_process.channels, key=lambda channel: -channel.size)
+    partings = []
+    for channel in channels:
+        cause = bool(facts.get("cause"))
+        report = channel.report(what, site, ended=True, cause=cause) | facts
+        partings.append(Parting(channel, report))
+    may_abort = text is not None or any(parting.is_stuck for parting in partings)
+    # Ranks that are stuck cannot hear of each other: the lowest one ends the job for all.
+    turn_s = _TURN_S * min(channels[0].rank, _MAX_TURNS)
+    deadline = time.monotonic() + _grace_s() + turn_s
+    # A list, because every parting has to be polled, not only the first that is not done.
+    while [parting for parting in partings if not parting.is_done()]:
+        if may_abort and time.monotonic() > deadline:
+            print_failures(partings[0], text)
+            partings[0].channel.transport.abort(1)
+        time.sleep(_POLL_S)
+    print_failures(partings[0], text)
+    for channel in channels:
+        if not channel.pending:
+            channel.transport.drain()

@@ -1,0 +1,59 @@
+"""What a rank has done so far, as far as the others must have done the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+__all__ = ["Ledger"]
+
+_MASK = 2**64 - 1
+# Odd constants spread small counters over all 64 bits, so that two counters never cancel.
+_SPREAD = (
+    0x9E3779B97F4A7C15,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0xD6E8FEB86659FD93,
+    0xFF51AFD7ED558CCD,
+)
+
+_MAX_DIGESTS = 4096
+
+_digests: dict[object, int] = {}
+"""Digests of the signatures seen: a training loop repeats a few."""
+
+
+@dataclass
+class Ledger:
+    """Counters of one rank on one channel. Ranks that agree have equal ones."""
+
+    sequence: int = 0
+    """Number of the next collective."""
+    runs: int = 0
+    """Calls of `Strategy.run` begun."""
+    merge_calls: int = 0
+    """Calls of `ReplicaContext.merge_call` begun."""
+    updates: int = 0
+    """Calls of `StrategyExtended.update` begun."""
+    failures: int = 0
+    """Functions given to those three that raised."""
+    last_failure: str = ""
+    """What the last of them raised, and where."""
+
+    def digest(self, signature: object) -> int:
+        """Return 64 bits of the next collective's `signature` and the counters. Local."""
+        base = _digests.get(signature)
+        if base is None:
+            # The digest must be the same on every rank, which hash() of a string is not.
+            base = int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "big")
+            if len(_digests) >= _MAX_DIGESTS:
+                _digests.clear()
+            _digests[signature] = base
+        return (
+            base
+            + self.sequence * _SPREAD[0]
+            + self.runs * _SPREAD[1]
+            + self.merge_calls * _SPREAD[2]
+            + self.failures * _SPREAD[3]
+            + self.updates * _SPREAD[4]
+        ) & _MASK

@@ -1,0 +1,73 @@
+"""Channels over MPI communicators: opened without hanging, one for each communicator."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.farewell import watch
+from mpistrat.errors import EpochTimeoutError
+from mpistrat.world import attached, detach, started_world
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["open_channel", "open_last_channel"]
+
+_POLL_S = 0.0002
+
+
+def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
+    """Return the channel of the ranks of `comm`, a fresh one after an epoch error.
+
+    **Collective** over `comm`. The channel works on a private duplicate, which lives as long as
+    the communicator.
+
+    Raises
+    ------
+    EpochTimeoutError
+        If some ranks do not come within `timeout_s` seconds.
+    """
+    from mpi4py import MPI
+
+    from mpistrat.comm.direct import MpiTransport
+
+    def make() -> Channel:
+        channel = Channel(MpiTransport(_duplicate(comm, timeout_s)), timeout_s)
+        watch(channel, MPI.Is_finalized)
+        return channel
+
+    channel: Channel = attached(comm, "channel", make)
+    if channel.closed is not None:
+        detach(comm, "channel")
+        channel = attached(comm, "channel", make)
+    return channel
+
+
+def open_last_channel(grace_s: float) -> Channel | None:
+    """Return a channel of all ranks, for a rank that fails before it has any.
+
+    It matches the one that the other ranks open for their first strategy. ``None`` where this
+    process is alone. **Collective**, but gives up after `grace_s` seconds.
+
+    Raises
+    ------
+    EpochTimeoutError
+        If the other ranks do not come.
+    """
+    comm = started_world()
+    return None if comm is None else open_channel(comm, grace_s)
+
+
+def _duplicate(comm: MPI.Intracomm, timeout_s: float | None) -> MPI.Intracomm:
+    duplicate, request = comm.Idup()
+    began = time.monotonic()
+    while not request.Test():
+        if timeout_s is not None and time.monotonic() - began > timeout_s:
+            raise EpochTimeoutError(
+                f"Some ranks did not come to MPIStrategy() within {timeout_s:g} s on rank "
+                f"{comm.rank} of {comm.size}. Every rank of the communicator must make it."
+            )
+        time.sleep(_POLL_S)
+    return duplicate

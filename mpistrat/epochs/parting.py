@@ -1,0 +1,57 @@
+"""The last rounds of one channel, until every rank has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrat.epochs.channel import Channel, Status
+
+__all__ = ["Parting"]
+
+
+class Parting:
+    """The end of this rank on one channel.
+
+    Parameters
+    ----------
+    channel : Channel
+    report : dict
+        What this rank says of its end (`Channel.report`), with ``failed`` if it died of an
+        exception.
+
+    Attributes
+    ----------
+    is_stuck : bool
+        Whether a round that timed out or was interrupted is still open. It cannot be left, so
+        the others cannot be told.
+    reports : dict
+        The reports of the ranks that are known to have ended.
+    """
+
+    def __init__(self, channel: Channel, report: dict[str, Any]) -> None:
+        self.channel = channel
+        self.reports: dict[int, dict[str, Any]] = {channel.rank: report}
+        self.is_stuck = channel.pending
+        self._report = report
+        self._is_done = False
+        if not self.is_stuck:
+            self._start()
+
+    def _start(self) -> None:
+        self.channel.start_round(Status.END, 1 if "failed" in self._report else 0)
+
+    def is_done(self) -> bool:
+        """Return whether every rank of the channel has ended, as far as known now. Local."""
+        if self._is_done or self.is_stuck or not self.channel.round_is_done():
+            return self._is_done
+        if self.channel.all_ended_well():
+            self._is_done = True
+            return True
+        # Whoever finds the ranks in different states makes one exchange, as everywhere.
+        for rank, report in enumerate(self.channel.exchange(self._report)):
+            if report["ended"]:
+                self.reports[rank] = report
+        self._is_done = self.channel.all_ended()
+        if not self._is_done:
+            self._start()
+        return self._is_done

@@ -1,0 +1,71 @@
+"""The words in which ranks that disagree are described."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = ["describe_disagreement", "rank_list", "spell"]
+
+_COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures")
+_MAX_SPELLED = 4
+_MAX_CHARACTERS = 120
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 2-5``. Local."""
+    ordered = sorted(ranks)
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
+
+
+def describe_disagreement(reports: Sequence[dict[str, Any]]) -> str:
+    """Return the table of which ranks are where. Local.
+
+    Parameters
+    ----------
+    reports : sequence of dict
+        What each rank, in rank order, said of itself (`Channel.report`).
+    """
+    counters_differ = len({_counters(report) for report in reports}) > 1
+    groups: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        groups.setdefault(_line(report, counters_differ), []).append(rank)
+    return "\n".join(f"  {rank_list(ranks)}: {line}" for line, ranks in groups.items())
+
+
+def _counters(report: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(report[name] for name in _COUNTERS)
+
+
+def _line(report: dict[str, Any], counters_differ: bool) -> str:
+    line = f"{report['what']} at {report['site']}"
+    if report["ended"]:
+        return line + (f", after {report['last_failure']}" if report["last_failure"] else "")
+    if counters_differ:
+        line += (
+            f", as collective {report['sequence']} after {report['runs']} runs and "
+            f"{report['merge_calls']} merge_calls"
+            + (f" and {report['updates']} updates" if report["updates"] else "")
+        )
+        if report["last_failure"]:
+            line += f"; before that {report['last_failure']}"
+    return line
+
+
+def spell(detail: object) -> str:
+    """Return a detail of a call in short: arrays as ``float32 (4, 3)``, nests as ``[*]``. Local."""
+    if isinstance(detail, tuple):
+        if len(detail) == 2 and isinstance(detail[1], tuple) and isinstance(detail[0], str):
+            return f"{detail[0]} {detail[1]}"
+        shown = [spell(each) for each in detail[:_MAX_SPELLED]]
+        rest = len(detail) - len(shown)
+        return ", ".join(shown) + (f" and {rest} more" if rest else "")
+    text = str(detail)
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."

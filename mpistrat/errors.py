@@ -1,0 +1,73 @@
+"""Every exception that mpistrat defines.
+
+Each one inherits `MpistratError` and the builtin that a caller would expect, so that
+``except ValueError`` and ``except mpistrat.errors.MpistratError`` both work. Bad arguments
+raise the plain builtins.
+"""
+
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "ContextError",
+    "DataError",
+    "EpochError",
+    "EpochMismatchError",
+    "EpochTimeoutError",
+    "LaunchError",
+    "MpistratError",
+    "OutOfRangeError",
+]
+
+
+class MpistratError(Exception):
+    """Base of every exception that mpistrat defines."""
+
+
+class ContextError(MpistratError, RuntimeError):
+    """A call in the wrong context, or strategies that are mixed or nested."""
+
+
+class EpochError(MpistratError, RuntimeError):
+    """The ranks disagree, or a rank left while others wait for it.
+
+    Attributes
+    ----------
+    caused_elsewhere : bool
+        True where another rank's own error is the cause. That rank reports it, and this
+        one stays quiet when the job ends.
+    """
+
+    caused_elsewhere: bool = False
+
+
+class EpochMismatchError(EpochError):
+    """The ranks met in different collectives, or in one with other arguments."""
+
+
+class EpochTimeoutError(EpochError, TimeoutError):
+    """Some ranks did not come within the time given."""
+
+
+class LaunchError(MpistratError, RuntimeError):
+    """The launcher and MPI do not fit each other, or the ranks do not fit the devices."""
+
+
+class DataError(MpistratError, ValueError):
+    """A data file, field or shape that does not fit."""
+
+
+class OutOfRangeError(MpistratError, IndexError):
+    """The iterator of a data set has no further element."""
+
+
+class CheckpointError(MpistratError, OSError):
+    """A checkpoint cannot be written or read."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint file is damaged."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """The shapes or dtypes of a checkpoint differ from those of the program."""

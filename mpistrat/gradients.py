@@ -1,0 +1,119 @@
+"""Gradients through collectives, for programs that write their gradients by hand.
+
+PyTorch tensors need none of this: `ReplicaContext.all_reduce` and `all_gather` return tensors
+that are attached to the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrat import nests
+from mpistrat.arguments import as_array
+from mpistrat.errors import ContextError
+from mpistrat.options import ReduceOp
+from mpistrat.pullbacks import pull_back_all_gather, pull_back_all_reduce
+from mpistrat.strategies import get_replica_context
+
+__all__ = ["all_gather_pullback", "all_reduce_pullback"]
+
+
+def all_reduce_pullback(reduce_op: ReduceOp | str, value: Any, result: Any, gradient: Any) -> Any:
+    """Return the gradient with respect to this replica's `value` of an `all_reduce`.
+
+    **Collective**: every replica makes the call, inside `Strategy.run`.
+
+    The loss is the sum of the replicas' losses. SUM gives the sum of the replicas' gradients,
+    MEAN their mean. MIN and MAX give that sum to the replica with the extremal element, in equal
+    shares where several tie. PROD multiplies it by the product of the other replicas' values,
+    also where some are zero.
+
+    Parameters
+    ----------
+    reduce_op : ReduceOp or str
+    value : nest of arrays
+        What this replica gave to `all_reduce`.
+    result : nest of arrays
+        What it returned.
+    gradient : nest of arrays
+        Gradient of this replica's loss with respect to `result`.
+
+    Returns
+    -------
+    nest of arrays
+        In the shapes of `value`.
+
+    Raises
+    ------
+    ContextError
+        Outside `Strategy.run`.
+    ValueError
+        If the nests differ in structure, or shapes do not fit.
+    EpochError
+        If the replicas disagree.
+    """
+    replica = _current("all_reduce_pullback")
+    with replica.strategy.extended.collectives.call("all_reduce_pullback") as call:
+        op = ReduceOp.parse(reduce_op)
+        (values, results, gradients), structure = _flattened(call.kind, value, result, gradient)
+        spelt = nests.signature(structure)
+        pulled = pull_back_all_reduce(call, op, values, results, gradients, spelt)
+        return nests.unflatten(structure, pulled)
+
+
+def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
+    """Return the gradient with respect to this replica's `value` of an `all_gather`.
+
+    **Collective**: every replica makes the call, inside `Strategy.run`.
+
+    Parameters
+    ----------
+    value : nest of arrays
+        What this replica gave to `all_gather`.
+    axis : int
+        Along which it was concatenated.
+    gradient : nest of arrays
+        Gradient of this replica's loss with respect to the gathered arrays, of their shapes.
+
+    Returns
+    -------
+    nest of arrays
+        This replica's slice of the sum of all replicas' gradients, in the shapes of `value`.
+
+    Raises
+    ------
+    ContextError
+        Outside `Strategy.run`.
+    ValueError
+        If the nests differ in structure, or shapes do not fit.
+    EpochError
+        If the replicas disagree.
+    """
+    replica = _current("all_gather_pullback")
+    with replica.strategy.extended.collectives.call("all_gather_pullback") as call:
+        (values, gradients), structure = _flattened(call.kind, value, gradient)
+        spelt = nests.signature(structure)
+        pulled = pull_back_all_gather(call, values, axis, gradients, spelt)
+        return nests.unflatten(structure, pulled)
+
+
+def _current(what: str) -> Any:
+    replica = get_replica_context()
+    if replica is None:
+        raise ContextError(
+            f"{what} needs the replica context, but this is the cross-replica context. Call it "
+            "inside a function given to strategy.run."
+        )
+    return replica
+
+
+def _flattened(kind: str, *given: Any) -> tuple[list[list[Any]], nests.Structure]:
+    flat = [nests.flatten(nest) for nest in given]
+    structure = flat[0][1]
+    for _, other in flat[1:]:
+        if other != structure:
+            raise ValueError(
+                f"{kind}: the nests must have one structure, but one has "
+                f"{nests.signature(structure)} and another {nests.signature(other)}."
+            )
+    return [[as_array(kind, leaf) for leaf in leaves] for leaves, _ in flat], structure

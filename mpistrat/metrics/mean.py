@@ -1,0 +1,49 @@
+"""The mean of values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpistrat.metrics.base import Metric, weighted
+
+__all__ = ["Mean", "RunningMean"]
+
+
+class RunningMean(Metric):
+    """A total and a count, and their quotient: what metrics that are means share."""
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name)
+        self._total = self._make_sum("total")
+        self._count = self._make_sum("count")
+
+    def _take_in(self, values: Any, sample_weight: Any) -> None:
+        total, count = weighted(values, sample_weight)
+        self._total.assign_add(total, read_value=False)
+        self._count.assign_add(count, read_value=False)
+
+    def _compute(self) -> Any:
+        total, count = self._total.numpy(), self._count.numpy()
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return total[()] / count[()]
+
+
+class Mean(RunningMean):
+    """The (weighted) mean of all values given to all replicas; NaN before the first one.
+
+    Parameters
+    ----------
+    name : str, optional
+    """
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Take `values`, an array (also an empty one) or a number, in. Local.
+
+        Raises
+        ------
+        ValueError
+            If `sample_weight` cannot be broadcast to `values`, or in cross-replica context.
+        """
+        self._take_in(values, sample_weight)

@@ -1,0 +1,36 @@
+"""The sum of values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrat.metrics.base import Metric, weighted
+
+__all__ = ["Sum"]
+
+
+class Sum(Metric):
+    """The (weighted) sum of all values given to all replicas.
+
+    Parameters
+    ----------
+    name : str, optional
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name)
+        self._total = self._make_sum("total")
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Take `values`, an array (also an empty one) or a number, in. Local.
+
+        Raises
+        ------
+        ValueError
+            If `sample_weight` cannot be broadcast to `values`, or in cross-replica context.
+        """
+        total, _ = weighted(values, sample_weight)
+        self._total.assign_add(total, read_value=False)
+
+    def _compute(self) -> Any:
+        return self._total.numpy()[()]

@@ -1,0 +1,173 @@
+"""Nests: arrays and other leaves inside dicts, lists, tuples, namedtuples and dataclasses.
+
+optree does the work. On top of it, dataclasses are containers without being registered by
+hand, and ``None`` is a leaf, so that it keeps its place. Dicts match by key.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import functools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import optree
+
+__all__ = [
+    "Structure",
+    "flatten",
+    "flatten_with_paths",
+    "leaf_type",
+    "map_nest",
+    "signature",
+    "unflatten",
+]
+
+_NAMESPACE = "mpistrat"
+_DICTS_OF_OPTREE = (dict, OrderedDict, defaultdict)
+_known_types: set[type] = set()
+
+Structure = optree.PyTreeSpec
+
+
+def leaf_type(cls: type) -> type:
+    """Class decorator: instances of the dataclass `cls` are leaves, not containers."""
+    _known_types.add(cls)
+    return cls
+
+
+class _Original:
+    """The emptied instance that a container is rebuilt from; those of one class compare equal."""
+
+    def __init__(self, instance: Any) -> None:
+        self.instance = instance
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Original) and type(other.instance) is type(self.instance)
+
+    def __hash__(self) -> int:
+        return hash(type(self.instance))
+
+    def __repr__(self) -> str:
+        return type(self.instance).__qualname__
+
+
+def _filled(instance: Any, names: tuple[str, ...], values: Iterable[Any]) -> Any:
+    # __init__ may check or compute fields, so the copy is filled without it.
+    twin = copy.copy(instance)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(twin, name, value)
+    return twin
+
+
+def _register_dataclass(cls: type) -> None:
+    names = tuple(field.name for field in dataclasses.fields(cls))
+
+    def take_apart(instance: Any) -> tuple[tuple[Any, ...], _Original, tuple[str, ...]]:
+        # Structures are kept as keys of caches, so they must not keep arrays alive.
+        emptied = _Original(_filled(instance, names, [None] * len(names)))
+        return tuple(getattr(instance, name) for name in names), emptied, names
+
+    def rebuild(original: Any, children: Iterable[Any]) -> Any:
+        return _filled(original.instance, names, children)
+
+    optree.register_pytree_node(cls, take_apart, rebuild, namespace=_NAMESPACE)
+
+
+def _register_dict(cls: type) -> None:
+    def take_apart(instance: Any) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
+        keys = tuple(sorted(instance, key=_spell_key))
+        emptied = copy.copy(instance)
+        dict.update(emptied, dict.fromkeys(keys))
+        return tuple(instance[key] for key in keys), (_Original(emptied), keys), keys
+
+    def rebuild(original_and_keys: Any, children: Iterable[Any]) -> Any:
+        original, keys = original_and_keys
+        twin = copy.copy(original.instance)
+        # The subclass may have an update of another meaning, as Counter does.
+        dict.update(twin, zip(keys, children, strict=True))
+        return twin
+
+    optree.register_pytree_node(cls, take_apart, rebuild, namespace=_NAMESPACE)
+
+
+def _register_on_sight(node: Any) -> bool:
+    """Make a dataclass or dict subclass known to optree with its first instance; no leaf itself."""
+    cls = type(node)
+    if cls not in _known_types:
+        _known_types.add(cls)
+        if dataclasses.is_dataclass(cls):
+            _register_dataclass(cls)
+        elif issubclass(cls, dict) and cls not in _DICTS_OF_OPTREE:
+            _register_dict(cls)
+    return False
+
+
+def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structure]:
+    """Return the leaves of `nest` in a fixed order, and its structure. Local.
+
+    Instances of the container types `atoms` are leaves too.
+    """
+
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, atoms) or _register_on_sight(node)
+
+    leaves, structure = optree.tree_flatten(
+        nest,
+        is_leaf=is_leaf if atoms else _register_on_sight,
+        none_is_leaf=True,
+        namespace=_NAMESPACE,
+    )
+    return leaves, structure
+
+
+def flatten_with_paths(nest: Any) -> tuple[list[str], list[Any], Structure]:
+    """Return the paths (``"layers/0/kernel"``), the leaves and the structure of `nest`. Local."""
+    paths, leaves, structure = optree.tree_flatten_with_path(
+        nest, is_leaf=_register_on_sight, none_is_leaf=True, namespace=_NAMESPACE
+    )
+    return ["/".join(map(str, path)) for path in paths], leaves, structure
+
+
+def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
+    """Return the nest of the given structure that holds `leaves`. Local."""
+    return optree.tree_unflatten(structure, leaves)
+
+
+def map_nest(fn: Callable[[Any], Any], nest: Any, atoms: tuple[type, ...] = ()) -> Any:
+    """Return `nest` with `fn` applied to each leaf, `atoms` as for `flatten`. Local."""
+    leaves, structure = flatten(nest, atoms)
+    return unflatten(structure, [fn(leaf) for leaf in leaves])
+
+
+@functools.lru_cache(maxsize=4096)
+def signature(structure: Structure) -> str:
+    """Return a text that is equal on all ranks where `structure` is, ``*`` for a leaf. Local.
+
+    Dicts are spelt by key, whatever the order in which they were filled. Keys that cannot be
+    sorted keep that order, because it is the order of the leaves.
+    """
+    if structure.is_leaf():
+        return "*"
+    children = [signature(child) for child in structure.children()]
+    kind: Any = structure.type
+    if kind is list:
+        return f"[{', '.join(children)}]"
+    if kind is tuple:
+        return f"({', '.join(children)})"
+    keys = [_spell_key(key) for key in structure.entries()]
+    inside = ", ".join(f"{key}: {child}" for key, child in zip(keys, children, strict=True))
+    return f"{'' if kind is dict else kind.__qualname__}{{{inside}}}"
+
+
+def _spell_key(key: Any) -> str:
+    """Return a text for a dict's key that does not depend on the process."""
+    if isinstance(key, enum.Enum):
+        return str(key)
+    if isinstance(key, frozenset):
+        return f"{{{', '.join(sorted(map(_spell_key, key)))}}}"
+    text = repr(key)
+    return type(key).__qualname__ if " at 0x" in text else text

@@ -1,0 +1,208 @@
+"""Gradients on their way to the variables: checked, cast, and summed over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nests
+from mpistrat.arguments import as_array
+from mpistrat.arrays import Array
+from mpistrat.collectives import CollectiveCall
+from mpistrat.errors import ContextError
+from mpistrat.options import ReduceOp
+from mpistrat.reductions import all_reduce_nest
+from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
+from mpistrat.variables import SyncOnReadVariable, Variable
+
+__all__ = [
+    "agree_on_gradients",
+    "check_gradients",
+    "check_owners",
+    "split_pairs",
+    "sum_over_replicas",
+    "variables_in",
+]
+
+
+def variables_in(pairs: Any) -> list[Variable]:
+    """Return the variables of those `pairs` that are (gradient, Variable). Local."""
+    found = pairs if isinstance(pairs, list) else []
+    return [pair[1] for pair in found if _is_pair(pair)]
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], Variable)
+
+
+def split_pairs(kind: str, grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Variable]]:
+    """Return the gradients and the variables of pairs. Local.
+
+    Raises
+    ------
+    ValueError
+        If there is no pair.
+    TypeError
+        If an element is no (gradient, Variable) pair.
+    """
+    if not isinstance(grads_and_vars, Iterable):
+        raise TypeError(
+            f"{kind} takes an iterable of (gradient, Variable) pairs, not {grads_and_vars!r}."
+        )
+    pairs = list(grads_and_vars)
+    if not pairs:
+        raise ValueError(f"{kind} was given no (gradient, variable) pair.")
+    for number, pair in enumerate(pairs):
+        if not _is_pair(pair):
+            raise TypeError(
+                f"{kind} takes (gradient, Variable) pairs, but element {number} is {pair!r} of "
+                f"type {type(pair).__name__}."
+            )
+    return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+
+
+def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> None:
+    """Make sure that no variable belongs to another strategy than `strategy`. Local.
+
+    Raises
+    ------
+    ContextError
+        Naming the variable and both strategies.
+    """
+    for variable in variables:
+        if variable.strategy not in (None, strategy):
+            raise ContextError(
+                f"{kind}: the variable {variable.name!r} belongs to {variable.strategy!r}, but "
+                f"the step is one of {strategy!r}. Different strategies cannot be mixed: use the "
+                "optimizer and its variables in the scope that they were made in."
+            )
+
+
+def check_gradients(
+    kind: str, gradients: Sequence[Any], variables: Sequence[Variable], summed: bool
+) -> list[Any]:
+    """Return each gradient as an array or `IndexedSlices` of its variable's dtype. Local.
+
+    ``None`` stays ``None``. `summed` says whether each replica brings a gradient of its own.
+
+    Raises
+    ------
+    ValueError
+        If all are ``None``, a shape does not fit, or a `PerReplica` will not be summed.
+    TypeError
+        If a gradient is no array, or of another kind of dtype than its variable.
+    IndexError
+        If `IndexedSlices` have an index out of range.
+    """
+    if all(gradient is None for gradient in gradients):
+        names = [variable.name for variable in variables]
+        raise ValueError(f"{kind}: every gradient is None (variables {names}).")
+    return [
+        None if gradient is None else _checked(kind, gradient, variable, summed)
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
+    what = f"{kind}: the gradient of variable {variable.name!r}"
+    if variable.dtype.kind not in "fc" and variable.dtype.name != "bfloat16":
+        raise TypeError(
+            f"{kind}: the variable {variable.name!r} of dtype {variable.dtype} cannot take the "
+            "steps of an optimizer, which are fractions. Give it a floating dtype."
+        )
+    if isinstance(gradient, PerReplica | SyncOnReadVariable) and not summed:
+        raise ValueError(
+            f"{what} differs from replica to replica ({type(gradient).__name__}) and is not "
+            "summed here, so the replicas would drift apart. Call apply_gradients inside "
+            "strategy.run, or reduce it first, with reduce_to('sum', gradient, variable)."
+        )
+    if isinstance(gradient, DistributedValues | Variable):
+        gradient = gradient.values[0]
+    if isinstance(gradient, IndexedSlices):
+        return _checked_slices(what, gradient, variable)
+    array = _as_array(what, gradient)
+    if tuple(array.shape) != variable.shape:
+        raise ValueError(
+            f"{what} has the shape {tuple(array.shape)}, but the variable {variable.shape}."
+        )
+    return _cast(what, array, variable)
+
+
+def _as_array(what: str, gradient: Any) -> Array:
+    if not isinstance(gradient, list | tuple):
+        return as_array(what, gradient)
+    try:
+        return np.asarray(gradient)
+    except ValueError as reason:
+        raise ValueError(f"{what} is a sequence that makes no array: {reason}") from None
+
+
+def _cast(what: str, array: Array, variable: Variable) -> Array:
+    if not np.can_cast(array.dtype, variable.dtype, "same_kind"):
+        raise TypeError(
+            f"{what} has the dtype {array.dtype}, which does not fit into {variable.dtype}. Cast "
+            "it first."
+        )
+    return array.astype(variable.dtype, copy=False)
+
+
+def _checked_slices(what: str, slices: IndexedSlices, variable: Variable) -> IndexedSlices:
+    values, indices = as_array(what, slices.values), as_array(what, slices.indices)
+    fits = variable.shape and tuple(values.shape[1:]) == variable.shape[1:]
+    if not fits or slices.dense_shape not in (None, variable.shape):
+        raise ValueError(
+            f"{what} has rows of the shape {tuple(values.shape[1:])} (dense_shape "
+            f"{slices.dense_shape}), but the variable has the shape {variable.shape}."
+        )
+    num_rows = variable.shape[0]
+    if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
+        raise IndexError(
+            f"{what} has indices from {int(indices.min())} to {int(indices.max())}, but the "
+            f"variable of shape {variable.shape} has the rows 0 to {num_rows - 1}."
+        )
+    # One dtype of indices, so that ranks which differ in that can still concatenate them.
+    return IndexedSlices(_cast(what, values, variable), indices.astype(np.int64), variable.shape)
+
+
+def sum_over_replicas(
+    call: CollectiveCall, gradients: Sequence[Any], variables: Sequence[Variable]
+) -> list[Any]:
+    """Return each gradient summed over replicas, small ones in one message. **Collective**.
+
+    Names of variables, and which gradients are ``None``, must agree over ranks too.
+    """
+    reduced = all_reduce_nest(call, ReduceOp.SUM, _named(gradients, variables))
+    return [
+        None if gradient is None else result[variable.name]
+        for gradient, variable, result in zip(gradients, variables, reduced, strict=True)
+    ]
+
+
+def agree_on_gradients(
+    call: CollectiveCall, gradients: Sequence[Any], variables: Sequence[Variable]
+) -> list[Any]:
+    """Return copies of gradients that are the same on all replicas already. **Collective**.
+
+    Names of variables, and which gradients are ``None`` or sparse, must agree over ranks. The
+    copies keep their values where a gradient is a view of a variable that the step changes.
+    """
+    leaves, structure = nests.flatten(_named(gradients, variables))
+    sparse = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices))
+    call.agree("gradients as they are", nests.signature(structure), sparse)
+    return [_copied(gradient) for gradient in gradients]
+
+
+def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict[str, Any]]:
+    """Return a nest whose structure shows each name, and an empty tuple where ``None`` is."""
+    return [
+        {variable.name: () if gradient is None else gradient}
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def _copied(gradient: Any) -> Any:
+    if isinstance(gradient, IndexedSlices):
+        return IndexedSlices(gradient.values.copy(), gradient.indices, gradient.dense_shape)
+    return None if gradient is None else gradient.copy()

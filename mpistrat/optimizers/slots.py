@@ -1,0 +1,60 @@
+"""Slots: the arrays that an optimizer keeps for each variable, such as its momentum."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpistrat import context
+from mpistrat.strategies.default import default_strategy
+from mpistrat.variables import Variable
+
+__all__ = ["Slots", "zero_slot"]
+
+
+@dataclass
+class _Entry:
+    variable: Variable
+    """Kept, so that its id is not given to another one."""
+    slots: dict[str, Variable] = field(default_factory=dict)
+
+
+class Slots:
+    """Finds slots by variable and name.
+
+    A deep copy belongs to the copies of the variables, so a model that is copied together with
+    its optimizer keeps its momenta.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
+        twin = memo[id(self)] = Slots()
+        for entry in self._entries.values():
+            copied = copy.deepcopy(entry, memo)
+            twin._entries[id(copied.variable)] = copied
+        return twin
+
+    def find(self, variable: Variable, name: str) -> Variable | None:
+        """Return the slot `name` of `variable`, ``None`` where there is none. Local."""
+        entry = self._entries.get(id(variable))
+        return None if entry is None else entry.slots.get(name)
+
+    def add(self, variable: Variable, name: str, slot: Variable) -> None:
+        """Keep `slot` under `variable` and `name`. Local."""
+        self._entries.setdefault(id(variable), _Entry(variable)).slots[name] = slot
+
+
+def zero_slot(variable: Variable, name: str) -> Variable:
+    """Return a new slot: zeros, colocated with `variable`.
+
+    **Collective** for the variable of a strategy, **Local** for a plain one.
+    """
+    owner = default_strategy() if variable.strategy is None else variable.strategy
+    with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
+        zeros = np.zeros(variable.shape, variable.dtype)
+        return Variable(zeros, trainable=False, name=f"{variable.name}/{name}")

@@ -1,0 +1,169 @@
+"""Enumerations and option objects of the public API."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = [
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "InputOptions",
+    "InputReplicationMode",
+    "ReduceOp",
+    "RunOptions",
+    "VariableAggregation",
+    "VariableSynchronization",
+]
+
+
+class ReduceOp(enum.Enum):
+    """How values of several replicas become one."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PROD = "PROD"
+
+    @classmethod
+    def parse(cls, op: ReduceOp | str) -> ReduceOp:
+        """Return the member that `op` is or names, in any case.
+
+        Raises
+        ------
+        ValueError
+            If `op` is a string that names no member.
+        TypeError
+            If `op` is neither a string nor a `ReduceOp`.
+        """
+        if isinstance(op, cls):
+            return op
+        known = ", ".join(cls.__members__)
+        if not isinstance(op, str):
+            raise TypeError(
+                f"The reduction must be a ReduceOp or one of the strings {known}, "
+                f"not {op!r} of type {type(op).__name__}."
+            )
+        try:
+            return cls[op.upper()]
+        except KeyError:
+            raise ValueError(f"Unknown reduction {op!r}. Use one of {known}.") from None
+
+
+class VariableSynchronization(enum.Enum):
+    """When the components of a distributed variable are brought together."""
+
+    AUTO = "AUTO"
+    """Let the strategy choose: the variable is mirrored."""
+    NONE = "NONE"
+    """Not supported: a variable of one replica alone."""
+    ON_WRITE = "ON_WRITE"
+    """Mirrored: every write reaches every replica."""
+    ON_READ = "ON_READ"
+    """SyncOnRead: writes are local, a cross-replica read aggregates."""
+
+
+class VariableAggregation(enum.Enum):
+    """How the components of a distributed variable, or writes to it, become one value."""
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+    """The value of rank 0, on every rank."""
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which code moves the bytes of a reduction."""
+
+    AUTO = "AUTO"
+    """Let mpistrat choose."""
+    MPI = "MPI"
+    """The MPI library, on the memory of the array itself."""
+    SHARED = "SHARED"
+    """A shared-memory window within a node."""
+    STAGED = "STAGED"
+    """The MPI library, on host copies of device arrays."""
+    NCCL = "NCCL"
+    """NCCL, between GPUs."""
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """How a collective communicates.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For a value outside the ranges below.
+    """
+
+    bytes_per_pack: int = 32 * 2**20
+    """Small arrays of one call travel together in messages of about this many bytes."""
+    timeout_seconds: float | None = None
+    """How long to wait for missing ranks. ``None``: what the strategy was made with, or
+    else the setting ``MPISTRAT_TIMEOUT_S``."""
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+    """Which code moves the bytes."""
+    deterministic: bool = False
+    """Whether the bits of a result depend on the number of ranks and the values alone."""
+    wire_dtype: str | None = None
+    """The dtype that travels: ``"float16"``, ``"bfloat16"``, or ``None`` for the array's own."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):
+            raise TypeError(f"bytes_per_pack must be an integer, not {self.bytes_per_pack!r}.")
+        if self.bytes_per_pack < 1:
+            raise ValueError(f"bytes_per_pack must be at least 1, not {self.bytes_per_pack}.")
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds must be positive, not {self.timeout_seconds}.")
+        if not isinstance(self.implementation, CommunicationImplementation):
+            raise TypeError(
+                "implementation must be a CommunicationImplementation, "
+                f"not {self.implementation!r}."
+            )
+        if self.wire_dtype not in (None, "float16", "bfloat16"):
+            raise ValueError(
+                f'wire_dtype must be "float16", "bfloat16" or None, not {self.wire_dtype!r}.'
+            )
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `Strategy.run`, kept for programs written for tf.distribute.
+
+    Both fields steer graph compilation there and are no-ops by nature here.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+
+
+class InputReplicationMode(enum.Enum):
+    """How often a data set function is called."""
+
+    PER_WORKER = "PER_WORKER"
+    """Once per rank, which owns one replica."""
+    PER_REPLICA = "PER_REPLICA"
+    """Once per replica."""
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How a data set is distributed."""
+
+    experimental_prefetch_to_device: bool = True
+    """Whether batches arrive on the replica's device or stay in host memory."""
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    """How often a data set function is called."""
+    experimental_place_dataset_on_device: bool = False
+    """Not supported: data sets live in host memory."""
+
+    def __post_init__(self) -> None:
+        if self.experimental_place_dataset_on_device:
+            raise NotImplementedError(
+                "experimental_place_dataset_on_device=True is not supported: data sets live "
+                "in host memory, and batches are fetched to the device "
+                "(experimental_prefetch_to_device=True)."
+            )

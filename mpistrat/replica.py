@@ -1,0 +1,276 @@
+"""The replica context: what a function given to `Strategy.run` can ask and do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mpistrat import context
+from mpistrat.collectives import CollectiveCall, Collectives
+from mpistrat.deprecation import warn_deprecated
+from mpistrat.differentiable import MakeCall, all_gather_tensors, all_reduce_tensors, has_tensors
+from mpistrat.epochs.callsite import failure_site
+from mpistrat.errors import ContextError
+from mpistrat.options import CommunicationOptions, ReduceOp
+from mpistrat.pending import PendingReduction
+from mpistrat.reductions import all_gather_nest, all_reduce_nest, start_all_reduce_nest
+from mpistrat.values import localize, per_replica
+
+__all__ = ["ReplicaContext"]
+
+
+class ReplicaContext:
+    """The view that one replica has of its strategy, inside `Strategy.run`.
+
+    Got by `mpistrat.get_replica_context()`. As a context manager it makes itself current, which
+    `Strategy.run` does.
+
+    Parameters
+    ----------
+    strategy : Strategy
+    replica_id_in_sync_group : int, optional
+        The rank, which is also the default.
+
+    Raises
+    ------
+    ValueError
+        If the number is not that of this rank's replica.
+    """
+
+    def __init__(self, strategy: Any, replica_id_in_sync_group: int | None = None) -> None:
+        self._strategy = strategy
+        self._entered: list[AbstractContextManager[None]] = []
+        rank = self._collectives.rank
+        if replica_id_in_sync_group not in (None, rank):
+            raise ValueError(f"This rank owns replica {rank}, not {replica_id_in_sync_group!r}.")
+
+    def __enter__(self) -> ReplicaContext:
+        current = context.current()
+        if current is not None and not current.strategy.extended.is_default:
+            context.mode_for(self._strategy, "This ReplicaContext")
+        frame = context.Frame(context.Kind.REPLICA, self._strategy, self)
+        self._entered.append(context.entered(frame))
+        self._entered[-1].__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._entered.pop().__exit__(*exc_info)
+
+    def __repr__(self) -> str:
+        return (
+            f"<ReplicaContext {self._collectives.rank} of {self._collectives.size} "
+            f"of {self._strategy!r}>"
+        )
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that runs this replica. Local."""
+        self._check()
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Number of this replica: its rank. Local."""
+        self._check()
+        return self._collectives.rank
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas that reduce together: the number of ranks. Local."""
+        self._check()
+        return self._collectives.size
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device string of this replica, in a tuple. Deprecated. Local."""
+        self._check()
+        warn_deprecated("ReplicaContext.devices", "Use strategy.extended.device.")
+        return (str(self._strategy.extended.device),)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context.
+
+        **Collective**: every replica makes the call.
+
+        Parameters
+        ----------
+        merge_fn : callable
+        args, kwargs : sequence, mapping
+            Arrays and numbers, also in nests, arrive as `PerReplica`, anything else as it is.
+
+        Returns
+        -------
+        nest
+            What `merge_fn` returns, with this replica's component of distributed values.
+
+        Raises
+        ------
+        ContextError
+            If this replica context is not the current one.
+        """
+        self._check()
+        channel = self._collectives.channel
+        channel.ledger.merge_calls += 1
+        wrap = per_replica if self._strategy.extended.distributes_variables else _unchanged
+        args = [wrap(each) for each in args]
+        kwargs = {name: wrap(each) for name, each in (kwargs or {}).items()}
+        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self._strategy)):
+            try:
+                result = merge_fn(self._strategy, *args, **kwargs)
+            except BaseException as error:
+                channel.note_failure(error, failure_site(error.__traceback__))
+                raise
+        return localize(result)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce `value` over replicas; every replica gets the result.
+
+        **Collective**: every replica makes the call, with the same reduction, structure, shapes
+        and dtypes.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+        value : nest of arrays, numbers, IndexedSlices and PyTorch tensors
+            Small arrays travel together. `IndexedSlices` are concatenated in rank order. Tensors
+            come back attached to the graph, which can be differentiated once. The backward pass
+            is collective too: every replica runs it, through the same calls in the same order.
+        options : CommunicationOptions, optional
+
+        Returns
+        -------
+        nest
+            As `value`, on the same device. MEAN of integers is float64.
+
+        Raises
+        ------
+        ContextError
+            If this replica context is not the current one.
+        ValueError, TypeError
+            For a bad argument.
+        EpochError
+            If the replicas disagree.
+        """
+        self._check()
+        with self._collectives.call("all_reduce", options=options) as call:
+            op, nest = ReduceOp.parse(reduce_op), localize(value)
+            if has_tensors(nest):
+                return all_reduce_tensors(call, self._backward_calls(call, options), op, nest)
+            return all_reduce_nest(call, op, nest)
+
+    def start_all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> PendingReduction:
+        """Begin `all_reduce`, and return at once.
+
+        **Collective**: every replica makes the call. Several reductions may be under way, other
+        collectives may come between, and handles may be waited for in any order.
+
+        Parameters
+        ----------
+        reduce_op, value, options
+            As for `all_reduce`, but no tensors. Arrays are copied, so they may be written to at
+            once. `IndexedSlices` are reduced before this returns.
+
+        Returns
+        -------
+        PendingReduction
+            Its ``wait()`` gives the result.
+
+        Raises
+        ------
+        ContextError, ValueError, TypeError, EpochError
+            As `all_reduce`.
+        NotImplementedError
+            For PyTorch tensors.
+        """
+        self._check()
+        with self._collectives.call("start_all_reduce", options=options) as call:
+            op, nest = ReduceOp.parse(reduce_op), localize(value)
+            if has_tensors(nest):
+                raise NotImplementedError(
+                    "start_all_reduce does not take PyTorch tensors: they would lose their graph. "
+                    "Use all_reduce, or give tensor.detach().numpy()."
+                )
+            end = start_all_reduce_nest(call, op, nest)
+        return PendingReduction(end)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate `value` over replicas along `axis`, in rank order.
+
+        **Collective**: every replica makes the call, with the same structure, dtypes and axis.
+
+        Parameters
+        ----------
+        value : nest of arrays and PyTorch tensors
+            Shapes may differ along `axis` only; its length may be 0. Tensors come back attached
+            to the graph.
+        axis : int
+            May be negative.
+        options : CommunicationOptions, optional
+
+        Returns
+        -------
+        nest
+            As `value`, the same on every replica.
+
+        Raises
+        ------
+        ContextError
+            If this replica context is not the current one.
+        ValueError
+            On every replica, if a value is 0-d, the axis is out of range, or shapes differ
+            elsewhere.
+        NotImplementedError
+            For `IndexedSlices`.
+        """
+        self._check()
+        with self._collectives.call("all_gather", options=options) as call:
+            nest = localize(value)
+            if has_tensors(nest):
+                return all_gather_tensors(call, self._backward_calls(call, options), nest, axis)
+            return all_gather_nest(call, nest, axis)
+
+    def _backward_calls(
+        self, call: CollectiveCall, options: CommunicationOptions | None
+    ) -> MakeCall:
+        # The number of the forward pass keeps the backward passes of two calls apart.
+        forward = f"collective {call.channel.ledger.sequence}"
+        collectives = self._collectives
+        return lambda kind: collectives.call(kind, forward, options)
+
+    @property
+    def _collectives(self) -> Collectives:
+        collectives: Collectives = self._strategy.extended.collectives
+        return collectives
+
+    def _check(self) -> None:
+        frame = context.current()
+        if frame is not None and frame.replica_context is self:
+            return
+        if frame is None and self._strategy.extended.is_default:
+            return
+        here = "the default context" if frame is None else f"the {frame.kind.value}"
+        raise ContextError(
+            f"This ReplicaContext belongs to a function given to run of {self._strategy!r}, but "
+            f"it is used in {here}. Ask mpistrat.get_replica_context() for the current one inside "
+            "strategy.run; inside a merge_fn use the strategy that it is given."
+        )
+
+
+def _unchanged(value: Any) -> Any:
+    return value

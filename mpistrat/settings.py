@@ -1,0 +1,75 @@
+"""The process environment: the only module that reads `os.environ`.
+
+mpistrat's own settings are variables named ``MPISTRAT_...``. The variables that launchers
+set are read here too, so that every question to the environment passes one door.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = ["Settings", "environment", "settings"]
+
+_PREFIX = "MPISTRAT_"
+
+
+def _seconds_or_none(text: str) -> float | None:
+    if text.lower() == "none":
+        return None
+    seconds = float(text)
+    if not seconds > 0:
+        raise ValueError
+    return seconds
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the library, each from the variable ``MPISTRAT_<NAME>``."""
+
+    timeout_s: float | None = 1800.0
+    """How long a rank waits for ranks that are not in the same collective; ``none``: for ever."""
+    exit_grace_s: float = 5.0
+    """How long a rank that has failed waits for the others before it ends the job."""
+    log: str = "WARNING"
+    """Level of the ``mpistrat`` logger."""
+
+    @classmethod
+    def parse(cls, variables: Mapping[str, str]) -> Settings:
+        """Return the settings that the ``MPISTRAT_...`` variables in `variables` give.
+
+        Raises
+        ------
+        ValueError
+            For an unknown name or a value that cannot be read.
+        """
+        readers: dict[str, Callable[[str], Any]] = {
+            "timeout_s": _seconds_or_none,
+            "exit_grace_s": float,
+            "log": str.upper,
+        }
+        values: dict[str, Any] = {}
+        for variable, text in variables.items():
+            if not variable.startswith(_PREFIX):
+                continue
+            name = variable[len(_PREFIX) :].lower()
+            if name not in readers:
+                known = ", ".join(_PREFIX + field.name.upper() for field in fields(cls))
+                raise ValueError(f"Unknown setting {variable}={text!r}. Known settings: {known}.")
+            try:
+                values[name] = readers[name](text)
+            except ValueError:
+                raise ValueError(f"The setting {variable} cannot be {text!r}.") from None
+        return cls(**values)
+
+
+def environment() -> Mapping[str, str]:
+    """Return the variables of this process, for the modules that look for a launcher. Local."""
+    return os.environ
+
+
+def settings() -> Settings:
+    """Return the settings of this process as its environment gives them now. Local."""
+    return Settings.parse(os.environ)

@@ -1,0 +1,219 @@
+"""The strategy: the public face of a group of replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat import context
+from mpistrat.options import InputOptions, ReduceOp, RunOptions
+from mpistrat.strategies.base_v1 import StrategyV1
+from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.values import PerReplica
+
+if TYPE_CHECKING:
+    from mpistrat.data.contexts import InputContext, ValueContext
+    from mpistrat.data.dataset import Dataset
+    from mpistrat.data.distributed_dataset import DistributedDataset
+
+__all__ = ["Strategy"]
+
+
+class Strategy(StrategyV1):
+    """State and computation distributed over replicas.
+
+    Make one of its subclasses: `MPIStrategy`, or `OneDeviceStrategy` for one replica without
+    MPI.
+    """
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        self._extended = extended
+        extended.container = self
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """What algorithms need that know about distribution. Local."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose gradients are reduced together. Local."""
+        return self._extended.collectives.size
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Make this strategy current, in cross-replica context, within the ``with`` block.
+
+        Variables made inside are distributed. The scope may be entered again inside itself.
+        **Local**: entering and leaving cost nothing and wait for nobody.
+
+        Raises
+        ------
+        ContextError
+            Inside `run`, or inside the scope of another strategy.
+        """
+        self._extended.require_cross_replica("scope")
+        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self)):
+            yield self
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Call `fn` once on each replica, in replica context.
+
+        **Collective**: every rank makes the call, but nothing is exchanged by it.
+
+        Parameters
+        ----------
+        fn : callable
+            Called with this replica's component of every distributed value in `args` and
+            `kwargs`, nests included. Variables arrive as themselves.
+        args, kwargs : sequence, mapping
+        options : RunOptions, optional
+            No-ops by nature.
+
+        Returns
+        -------
+        nest
+            What `fn` returns, with a `PerReplica` for each array or number.
+
+        Raises
+        ------
+        ValueError
+            If `args` is neither a list nor a tuple, or `kwargs` no mapping.
+        ContextError
+            Inside a replica function, or inside the scope of another strategy.
+        """
+        if not isinstance(args, list | tuple):
+            raise ValueError(
+                f"run: args must be a list or tuple of the arguments, not {args!r} of type "
+                f"{type(args).__name__}. For one argument write args=(value,)."
+            )
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise ValueError(
+                f"run: kwargs must be a dict of the keyword arguments, not {kwargs!r}."
+            )
+        if options is not None and not isinstance(options, RunOptions):
+            raise TypeError(f"run: options must be RunOptions, not {options!r}.")
+        return self._extended.call_for_each_replica(fn, args, kwargs)
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int | tuple[int, ...] | None = None,
+    ) -> Any:
+        """Reduce `value` over replicas, and over `axis` where given, to host memory.
+
+        **Collective**: every rank makes the call, with the same reduction, axis, structure,
+        dtypes and reduced shapes.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+        value : nest of PerReplica, Mirrored, arrays or numbers
+            A plain array or number is this rank's component.
+        axis : int or tuple of int, optional
+            Axes of each component to reduce over too, typically the batch axis 0. Every element
+            counts alike, so a short last batch weighs right.
+
+        Returns
+        -------
+        nest of numpy.ndarray or NumPy scalars
+            The same on every rank. MEAN of integers is float64, else the dtype is kept.
+
+        Raises
+        ------
+        ContextError
+            Inside a replica function.
+        ValueError, TypeError
+            For a bad argument, or SUM or PROD of a mirrored value.
+        EpochError
+            If the ranks disagree.
+        """
+        return self._extended.reduce(reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate `value` over replicas along `axis`, in rank order, in host memory.
+
+        **Collective**: every rank makes the call, with the same dtype and axis.
+
+        Parameters
+        ----------
+        value : PerReplica or array
+            Shapes may differ along `axis` only; its length may be 0.
+        axis : int
+            May be negative.
+
+        Returns
+        -------
+        numpy.ndarray
+            The same on every rank.
+
+        Raises
+        ------
+        ContextError
+            Inside a replica function: use `ReplicaContext.all_gather` there.
+        ValueError
+            On every rank, if the value is 0-d, the axis is out of range, or shapes differ
+            elsewhere.
+        NotImplementedError
+            For `IndexedSlices`.
+        """
+        return self._extended.gather(value, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the components of `value` on this rank: a tuple with one element. Local."""
+        return self._extended.local_results(value)
+
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Return `dataset` with each global batch split over the replicas.
+
+        **Collective**.
+
+        Raises
+        ------
+        ValueError
+            If the data set was not batched.
+        DataError
+            On every rank, if its files do not fit.
+        """
+        return self._extended.distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Dataset],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Return the data sets that `dataset_fn` makes on each rank, as one distributed one.
+
+        **Collective**. The data sets are batched per replica, and may differ in length.
+        """
+        return self._extended.distribute_from_function(dataset_fn, options)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> PerReplica:
+        """Return the `PerReplica` whose component on each rank is ``value_fn(context)``. Local."""
+        return self._extended.values_from_function(value_fn)
+
+    def __copy__(self) -> Strategy:
+        raise RuntimeError(
+            f"{type(self).__name__} cannot be copied shallowly: two strategies would share their "
+            "state. Use copy.deepcopy for one of its own."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, state in vars(self).items():
+            setattr(twin, name, state)
+        twin._extended = self._extended._copied_for(twin)
+        return twin

@@ -1,0 +1,327 @@
+"""What algorithms can do that know about distribution: reduce to a place, update, broadcast."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mpistrat import context, nests
+from mpistrat.arrays import Device, host_view, namespace
+from mpistrat.collectives import Collectives
+from mpistrat.data.contexts import InputContext, ValueContext
+from mpistrat.data.dataset import Dataset
+from mpistrat.data.distributed import distribute, distribute_from_function
+from mpistrat.data.distributed_dataset import DistributedDataset
+from mpistrat.epochs.callsite import failure_site
+from mpistrat.errors import ContextError
+from mpistrat.options import CommunicationOptions, InputOptions, ReduceOp
+from mpistrat.reductions import all_gather_nest
+from mpistrat.replica import ReplicaContext
+from mpistrat.strategies.components import local_components
+from mpistrat.strategies.device_strings import spell_place
+from mpistrat.strategies.extended_v1 import ExtendedV1
+from mpistrat.strategies.reducing import reduce_pairs, reduce_to_host
+from mpistrat.strategies.updating import call_in_update_context
+from mpistrat.values import PerReplica, localize, per_replica
+from mpistrat.variables import Variable, container_of
+
+__all__ = ["StrategyExtended"]
+
+
+class StrategyExtended(ExtendedV1):
+    """The part of a strategy for libraries: optimizers, metrics, layers, checkpoints.
+
+    Parameters
+    ----------
+    collectives : Collectives
+        How the replicas communicate; a world of one has its own.
+    """
+
+    is_default = False
+    distributes_variables = True
+    container: Any
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self.variable_numbers = itertools.count()
+
+    def _copied_for(self, container: Any) -> StrategyExtended:
+        """Return a copy for a strategy of its own on the same ranks. Local."""
+        old = self.collectives
+        twin = copy.copy(self)
+        twin.container = container
+        twin.collectives = Collectives(old.channel, old.device, old.options)
+        twin.variable_numbers = itertools.count()
+        return twin
+
+    @property
+    def device(self) -> Device:
+        """Where the replica of this rank computes. Local."""
+        return self.collectives.device
+
+    @property
+    def xp(self) -> Any:
+        """The array namespace of the replica's device: NumPy's or CuPy's. Local."""
+        return namespace(self.device)
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device string of each rank's replica. Local."""
+        size = self.collectives.size
+        return tuple(spell_place(r, self.device.kind, self.device.index) for r in range(size))
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The device strings where variables live: those of the replicas. Local."""
+        return self.worker_devices
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether shapes must never change: always false. Local."""
+        return False
+
+    def require_cross_replica(self, what: str) -> None:
+        """Make sure that `what` is called in cross-replica context, or outside every scope. Local.
+
+        Raises
+        ------
+        ContextError
+            Inside a replica function, or in a context of another strategy.
+        """
+        frame = context.current()
+        if frame is None:
+            return
+        if frame.strategy is not self.container:
+            if frame.strategy.extended.is_default:
+                return
+            raise ContextError(
+                f"{what} of {self.container!r} was called in the {frame.kind.value} of "
+                f"{frame.strategy!r}. Different strategies cannot be mixed or nested."
+            )
+        if frame.kind is context.Kind.REPLICA:
+            remedy = "Use get_replica_context().all_gather(), or" if what == "gather" else "Use"
+            raise ContextError(
+                f"{what} needs the cross-replica context, but it was called inside a function "
+                f"given to strategy.run. {remedy} get_replica_context().merge_call(fn) to call it "
+                "in fn."
+            )
+
+    def require_scope(self, what: str) -> None:
+        """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`. Local.
+
+        Raises
+        ------
+        ContextError
+            Outside, or in a context of another strategy.
+        """
+        frame = context.current()
+        if frame is None or frame.strategy.extended.is_default:
+            raise ContextError(
+                f"{what} needs the scope of {self.container!r}, but it was called outside of it. "
+                f'Call it inside "with strategy.scope():".'
+            )
+        context.mode_for(self.container, what)
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `fn` once on each replica, in replica context: see `Strategy.run`.
+
+        **Collective**: every rank makes the call, but nothing is exchanged by it.
+        """
+        self.require_cross_replica("run")
+        channel = self.collectives.channel
+        channel.ledger.runs += 1
+        local_args = [localize(each) for each in args]
+        local_kwargs = {name: localize(each) for name, each in (kwargs or {}).items()}
+        replica = ReplicaContext(self.container)
+        with replica:
+            try:
+                result = fn(*local_args, **local_kwargs)
+            except BaseException as error:
+                channel.note_failure(error, failure_site(error.__traceback__))
+                raise
+        return self._merge(result)
+
+    def _merge(self, result: Any) -> Any:
+        return per_replica(result)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
+        self.require_cross_replica("reduce")
+        with self.collectives.call("reduce") as call:
+            return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate `value` in host memory: see `Strategy.gather`. **Collective**."""
+        self.require_cross_replica("gather")
+        with self.collectives.call("gather") as call:
+            gathered = all_gather_nest(call, local_components(value), axis)
+        return nests.map_nest(host_view, gathered)
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce `value` over replicas to the devices of `destinations`.
+
+        **Collective**: every rank makes the call.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+        value : PerReplica, Mirrored, array, number or IndexedSlices
+        destinations : Variable, distributed value, array or device string
+            A device string that names a task means that rank only; the others get ``None``.
+        options : CommunicationOptions, optional
+
+        Returns
+        -------
+        Mirrored, or an array where `destinations` is a device string
+        """
+        return self.batch_reduce_to(reduce_op, [(value, destinations)], options, "reduce_to")[0]
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+        kind: str = "batch_reduce_to",
+    ) -> list[Any]:
+        """Do `reduce_to` for each (value, destinations) pair; small values travel together.
+
+        **Collective**: every rank makes the call.
+        """
+        self.require_cross_replica(kind)
+        with self.collectives.call(kind, options=options) as call:
+            op = ReduceOp.parse(reduce_op)
+            return reduce_pairs(call, op, list(value_destination_pairs), self.container)
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(var, *args, **kwargs)`` in update context, where writes are local.
+
+        **Collective**: every rank makes the call, but nothing is exchanged by it.
+
+        Parameters
+        ----------
+        var : Variable
+        fn : callable
+        args, kwargs : sequence, mapping
+            `Mirrored` values arrive as this rank's component.
+        group : bool
+            Whether to return the result merged, or a tuple with this rank's.
+
+        Raises
+        ------
+        ValueError
+            If an argument holds a `PerReplica`.
+        TypeError
+            If `var` is no variable.
+        ContextError
+            Inside a replica function, or for a variable of another strategy.
+        """
+        self.require_cross_replica("update")
+        if not isinstance(var, Variable):
+            raise TypeError(f"update: var must be a mpistrat.Variable, not {var!r}.")
+        if var.strategy not in (None, self.container):
+            raise ContextError(
+                f"update: the variable {var.name!r} belongs to {var.strategy!r}, not to "
+                f"{self.container!r}. Different strategies cannot be mixed."
+            )
+        what = f"update of variable {var.name!r}"
+        return call_in_update_context(self.container, what, fn, (var,), args, kwargs, group)
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """Make variables live where another one does, within the ``with`` block. Local.
+
+        Every variable of a strategy lives on every replica, so this only checks its argument.
+
+        Parameters
+        ----------
+        colocate_with_variable : Variable
+            Of this strategy; or what `non_slot_devices` returns.
+
+        Raises
+        ------
+        ValueError
+            If it is neither.
+        ContextError
+            Outside the scope of this strategy.
+        """
+        self.require_scope("colocate_vars_with")
+        self.check_locality("colocate_vars_with", colocate_with_variable)
+        return contextlib.nullcontext()
+
+    def check_locality(self, what: str, place: Any) -> None:
+        """Make sure that `place` is a variable of this strategy or its non-slot devices. Local.
+
+        Raises
+        ------
+        ValueError
+            If it is neither.
+        """
+        if isinstance(place, Variable):
+            is_ours = self.variable_created_in_scope(place)
+        else:
+            is_ours = isinstance(place, tuple) and place == self.parameter_devices
+        if not is_ours:
+            raise ValueError(
+                f"{what} takes a variable made in the scope of this strategy, or what "
+                f"non_slot_devices returns, not {place!r}."
+            )
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Return whether the variable `v` belongs to this strategy. Local."""
+        return v.strategy is self.container
+
+    def value_container(self, value: Any) -> Any:
+        """Return the distributed value or variable that `value` is a component of. Local.
+
+        `value` itself where it belongs to none that still exists.
+        """
+        return container_of(value)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return a tuple with this rank's component of `value`. Local."""
+        if isinstance(value, Variable):
+            return value.values
+        return (localize(value),)
+
+    def distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None
+    ) -> DistributedDataset:
+        """Split each global batch over replicas. **Collective**."""
+        return self._owned(distribute(dataset, options, self.collectives, self.device))
+
+    def distribute_from_function(
+        self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
+    ) -> DistributedDataset:
+        """Make one distributed data set of each rank's own. **Collective**."""
+        return self._owned(
+            distribute_from_function(dataset_fn, options, self.collectives, self.device)
+        )
+
+    def _owned(self, dataset: DistributedDataset) -> DistributedDataset:
+        dataset.strategy = self.container
+        return dataset
+
+    def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> PerReplica:
+        """Return the `PerReplica` of ``value_fn(context)``. Local."""
+        return PerReplica(value_fn(ValueContext(self.collectives.rank, self.collectives.size)))

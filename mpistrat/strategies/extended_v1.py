@@ -1,0 +1,219 @@
+"""The part of `StrategyExtended` that tf.distribute keeps for programs of its version 1."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat import context, nests
+from mpistrat.arguments import as_array
+from mpistrat.arrays import Device, place
+from mpistrat.collectives import Collectives
+from mpistrat.data.dataset import Dataset
+from mpistrat.deprecation import warn_deprecated
+from mpistrat.strategies.destinations import parse_destination
+from mpistrat.strategies.multi_step import MultiStepContext
+from mpistrat.strategies.updating import call_in_update_context
+from mpistrat.values import Mirrored, PerReplica, unwrap_mirrored
+from mpistrat.variables import Variable
+
+__all__ = ["ExtendedV1"]
+
+
+class ExtendedV1(abc.ABC):
+    """Methods for steps on iterators, non-slot variables and roles of ranks."""
+
+    collectives: Collectives
+    container: Any
+
+    @property
+    @abc.abstractmethod
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The device strings where variables live. Local."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> Device:
+        """Where the replica of this rank computes. Local."""
+
+    @abc.abstractmethod
+    def require_cross_replica(self, what: str) -> None:
+        """Make sure that `what` is called in cross-replica context. Local."""
+
+    @abc.abstractmethod
+    def check_locality(self, what: str, place: Any) -> None:
+        """Make sure that `place` is a variable of this strategy or its non-slot devices. Local."""
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each rank runs the program by itself: always true. Local."""
+        return True
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this rank initialises its variables: always true. Local."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints: true on rank 0. Local."""
+        return self.collectives.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this rank reports progress: true on rank 0. Local."""
+        return self.collectives.rank == 0
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> Dataset:
+        """Return a data set of the examples along the first axis of a nest of arrays. Local.
+
+        Parameters
+        ----------
+        numpy_input : nest of numpy.ndarray
+            A list of arrays is stacked to one array, as tf.data does.
+        session : None
+            Of no meaning without graphs.
+
+        Raises
+        ------
+        ContextError
+            Inside a replica function.
+        ValueError
+            If a `session` is given, or the arrays of a list differ in shape.
+        """
+        self.require_cross_replica("experimental_make_numpy_dataset")
+        if session is not None:
+            raise ValueError(
+                "experimental_make_numpy_dataset: there are no sessions here. Leave out the "
+                "argument session."
+            )
+        return Dataset.from_arrays(nests.map_nest(_stacked, numpy_input, atoms=(list,)))
+
+    def broadcast_to(self, array: Any, destinations: Any) -> Mirrored:
+        """Return rank 0's `array`, mirrored.
+
+        **Collective**: every rank makes the call, with an array of the same shape and dtype.
+
+        Parameters
+        ----------
+        array : array or number
+        destinations : Variable, distributed value, array or device string
+            A device string may not name one rank.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For another value or destination.
+        """
+        self.require_cross_replica("broadcast_to")
+        with self.collectives.call("broadcast_to") as call:
+            where = parse_destination(call, destinations, self.container)
+            if where is not None and where.task is not None:
+                raise ValueError(
+                    f"broadcast_to: the destination {destinations!r} is on one rank, but the value "
+                    f'goes to all. Use "{where.kind}:{where.index}".'
+                )
+            if isinstance(array, PerReplica):
+                raise ValueError(
+                    "broadcast_to: the value is a PerReplica, but rank 0's alone is sent. Give its "
+                    "component (experimental_local_results), or reduce it."
+                )
+            value = call.broadcast(as_array(call.kind, unwrap_mirrored(array)))
+        return Mirrored(value if where is None else place(value, Device(where.kind, where.index)))
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[[MultiStepContext, Any], Any],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: dict[str, Any] | None = None,
+    ) -> MultiStepContext:
+        """Call ``fn(context, inputs)`` `iterations` times in cross-replica context. Deprecated.
+
+        **Collective**: every rank makes the call.
+
+        Parameters
+        ----------
+        fn : callable
+            Leaves its outputs in the `MultiStepContext` that it is given.
+        iterator : iterator of a distributed data set
+            `inputs` is its next element.
+        iterations : int
+        initial_loop_values : dict, optional
+            Outputs before the first step, by name.
+
+        Raises
+        ------
+        ValueError
+            If `iterations` is negative.
+        OutOfRangeError
+            If the data end before the steps do.
+        """
+        warn_deprecated("experimental_run_steps_on_iterator", "Use Strategy.run in a loop.")
+        self.require_cross_replica("experimental_run_steps_on_iterator")
+        if iterations < 0:
+            raise ValueError(f"iterations must be at least 0, not {iterations}.")
+        outputs = MultiStepContext(self.container, initial_loop_values)
+        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self.container)):
+            for _ in range(iterations):
+                fn(outputs, iterator.get_next())
+        return outputs
+
+    def read_var(self, v: Variable) -> Any:
+        """Return the value of a variable over all replicas, as it is now.
+
+        **Collective** for a SyncOnRead variable, whose components it aggregates, else local.
+        """
+        self.require_cross_replica("read_var")
+        return v.read_value()
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
+        """Return where variables live that belong to no other one: on every replica. Deprecated.
+
+        Local. `var_list` does not matter, because every variable is on every replica.
+        """
+        warn_deprecated("non_slot_devices", "Every variable lives on every replica.")
+        return self.parameter_devices
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` in update context, where writes are local. Deprecated.
+
+        **Collective**: every rank makes the call, but nothing is exchanged by it.
+
+        Parameters
+        ----------
+        colocate_with : tuple of str
+            What `non_slot_devices` returns; or a variable of this strategy.
+        fn : callable
+        args, kwargs : sequence, mapping
+            `Mirrored` values arrive as this rank's component.
+        group : bool
+            Whether to return the result merged, or a tuple with this rank's.
+
+        Raises
+        ------
+        ValueError
+            If an argument holds a `PerReplica`, or for another `colocate_with`.
+        ContextError
+            Inside a replica function.
+        """
+        warn_deprecated("update_non_slot", "Use update(variable, fn) for each variable.")
+        self.require_cross_replica("update_non_slot")
+        self.check_locality("update_non_slot", colocate_with)
+        return call_in_update_context(
+            self.container, "update_non_slot", fn, (), args, kwargs, group
+        )
+
+
+def _stacked(leaf: Any) -> Any:
+    return np.stack(leaf) if isinstance(leaf, list) else leaf

@@ -1,0 +1,97 @@
+"""One replica on each MPI rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpistrat.arrays import resolve_device
+from mpistrat.collectives import Collectives
+from mpistrat.comm.choose import check_options
+from mpistrat.epochs.call import Together
+from mpistrat.epochs.opening import open_channel
+from mpistrat.options import CommunicationOptions
+from mpistrat.settings import Settings, settings
+from mpistrat.strategies.base import Strategy
+from mpistrat.strategies.cluster_resolver import ClusterResolver
+from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.world import communicator, open_world
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MPIStrategy"]
+
+
+class MPIStrategy(Strategy):
+    """Synchronous data parallelism over MPI: each rank owns one replica.
+
+    **Collective** over `comm`. Starts MPI if the program has not.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks that take part; by default COMM_WORLD. A private duplicate is used.
+    device : str
+        Where the replica of this rank computes: ``"auto"`` (the GPU of this local rank where
+        cupy sees one, else the host), ``"cpu"``, ``"gpu"`` or ``"gpu:K"``.
+    communication_options : CommunicationOptions, optional
+        For every collective that brings none of its own.
+
+    Raises
+    ------
+    LaunchError
+        If the launcher started several tasks but MPI sees one, or a GPU is missing.
+    TypeError, ValueError
+        For a bad argument or setting, on every rank.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        device: str = "auto",
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        comm = communicator(comm)
+        channel = open_channel(comm, _opening_limit_s(communication_options))
+        options = CommunicationOptions()
+        if communication_options is not None:
+            options = communication_options
+        with Together(channel, "MPIStrategy"):
+            if not isinstance(options, CommunicationOptions):
+                raise TypeError(
+                    f"communication_options must be CommunicationOptions, not {options!r}."
+                )
+            channel.timeout_s = settings().timeout_s
+        world = open_world(comm)
+        with Together(channel, "MPIStrategy"):
+            own_device = resolve_device(device, world.local_rank)
+            check_options(options, own_device.kind)
+        super().__init__(StrategyExtended(Collectives(channel, own_device, options)))
+        self._cluster_resolver = ClusterResolver(
+            task_id=world.rank,
+            num_workers=world.size,
+            local_rank=world.local_rank,
+            hosts=world.hosts,
+            launcher=world.launcher.name,
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Where this rank stands in the cluster. Local."""
+        return self._cluster_resolver
+
+    def __repr__(self) -> str:
+        extended = self.extended
+        rank, size = extended.collectives.rank, extended.collectives.size
+        return f"<MPIStrategy rank {rank} of {size} on {extended.device}>"
+
+
+def _opening_limit_s(options: object) -> float | None:
+    """Return how long to wait for the other ranks, before options and settings are checked."""
+    limit_s = getattr(options, "timeout_seconds", None)
+    if isinstance(limit_s, int | float):
+        return limit_s
+    try:
+        return settings().timeout_s
+    except ValueError:
+        return Settings().timeout_s

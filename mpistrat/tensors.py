@@ -1,0 +1,124 @@
+"""The door to PyTorch: the only module that imports it, and only where a program already has."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["apply_differentiable", "host_array", "is_loaded", "is_tensor", "tensor_like"]
+
+Move = Callable[[list[np.ndarray]], list[np.ndarray]]
+
+
+class PullBack(Protocol):
+    """From values, results and gradients of the results to gradients of the values."""
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether the numbers in the first two matter, or their shapes and dtypes alone."""
+
+    def __call__(
+        self,
+        values: list[np.ndarray],
+        results: list[np.ndarray],
+        gradients: list[np.ndarray],
+    ) -> list[np.ndarray]:
+        """Return the gradients of the values. **Collective**."""
+
+
+def is_loaded() -> bool:
+    """Return whether the program has imported PyTorch. Local."""
+    return "torch" in sys.modules
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether `value` is a PyTorch tensor. Local."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def host_array(tensor: Any) -> np.ndarray:
+    """Return a tensor's value as a NumPy array, without a copy where it lies on the host. Local.
+
+    bfloat16, which NumPy does not have, becomes float32.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if str(tensor.dtype) == "torch.bfloat16":
+        tensor = tensor.float()
+    array: np.ndarray = tensor.cpu().numpy()
+    return array
+
+
+def tensor_like(array: np.ndarray, tensor: Any) -> Any:
+    """Return `array` as a tensor on the device of `tensor`; floats get its dtype. Local."""
+    torch = importlib.import_module("torch")
+    result = torch.from_numpy(np.asarray(array, order="C"))
+    dtype = tensor.dtype if str(tensor.dtype) == "torch.bfloat16" else result.dtype
+    return result.to(device=tensor.device, dtype=dtype)
+
+
+def apply_differentiable(move: Move, pull_back: PullBack, tensors: Sequence[Any]) -> list[Any]:
+    """Apply a collective to tensors; what comes back is attached to their graph.
+
+    **Collective** where `move` is; the backward pass is where `pull_back` is, so every rank
+    must run it, through the same calls in the same order.
+
+    Parameters
+    ----------
+    move : callable
+        From the host arrays of the tensors to those of the results.
+    pull_back : callable
+        From the arrays, the results and the gradients of the results to those of the arrays.
+    tensors : sequence of torch.Tensor
+    """
+    return list(_function().apply(move, pull_back, *tensors))
+
+
+@functools.lru_cache(maxsize=1)
+def _function() -> Any:
+    torch = importlib.import_module("torch")
+
+    class CollectiveFunction(torch.autograd.Function):  # type: ignore[misc, name-defined]
+        """A collective as a node of PyTorch's graph."""
+
+        @staticmethod
+        def forward(ctx: Any, move: Move, pull_back: PullBack, *tensors: Any) -> Any:
+            moved = move([host_array(each) for each in tensors])
+            results = [tensor_like(a, t) for a, t in zip(moved, tensors, strict=True)]
+            ctx.floating = [
+                i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()
+            ]
+            ctx.mark_non_differentiable(
+                *(each for i, each in enumerate(results) if i not in ctx.floating)
+            )
+            ctx.pull_back = pull_back
+            if pull_back.needs_values:
+                ctx.save_for_backward(*tensors, *results)
+            ctx.shapes = [(tuple(each.shape), each.dtype) for each in (*tensors, *results)]
+            return tuple(results)
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            num = len(gradients)
+            kept = ctx.saved_tensors or [
+                torch.zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.shapes
+            ]
+            pulled = ctx.pull_back(
+                [host_array(kept[i]) for i in ctx.floating],
+                [host_array(kept[num + i]) for i in ctx.floating],
+                [host_array(gradients[i]) for i in ctx.floating],
+            )
+            back: list[Any] = [None] * num
+            for i, array in zip(ctx.floating, pulled, strict=True):
+                if ctx.needs_input_grad[2 + i]:
+                    dtype = ctx.shapes[i][1]
+                    back[i] = tensor_like(array, gradients[i]).to(dtype)
+            return (None, None, *back)
+
+    return CollectiveFunction

@@ -1,0 +1,10 @@
+"""What a program needs to be tested under mpiexec.
+
+`mpistrat.testing.plugin` holds fixtures for pytest, which the rest of this package does not need.
+"""
+
+from mpistrat.testing.assertions import assert_all_ranks
+from mpistrat.testing.conformance import StrategyTests
+from mpistrat.testing.launch import run as run_on_ranks
+
+__all__ = ["StrategyTests", "assert_all_ranks", "run_on_ranks"]

@@ -1,0 +1,201 @@
+"""What every strategy must do: a suite to subclass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpistrat.errors import ContextError
+from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpistrat.strategies import (
+    Strategy,
+    get_replica_context,
+    get_strategy,
+    in_cross_replica_context,
+)
+from mpistrat.testing.assertions import assert_all_ranks, refused
+from mpistrat.values import IndexedSlices, Mirrored
+from mpistrat.variables import Variable
+
+__all__ = ["StrategyTests"]
+
+
+class StrategyTests:
+    """Tests of a strategy; pytest collects them in a subclass.
+
+    Every expectation is a function of the number of replicas, so the suite is right for any.
+
+    Examples
+    --------
+    >>> class TestMyStrategy(mpistrat.testing.StrategyTests):
+    ...     def make_strategy(self):
+    ...         return MyStrategy()
+    """
+
+    distributes = True
+    """False for a strategy that leaves values and variables as they are, as the default does."""
+
+    def make_strategy(self) -> Strategy:
+        """Return the strategy under test. **Collective**; to be overridden."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_strategy().")
+
+    def setup_method(self) -> None:
+        """Make the strategy. **Collective**."""
+        self.strategy = self.make_strategy()
+        self.size = self.strategy.num_replicas_in_sync
+        self.rank = self.strategy.extended.collectives.rank
+        self.total = self.size * (self.size - 1) // 2
+
+    def local(self, value: Any) -> Any:
+        """Return this replica's component of `value`. Local."""
+        (component,) = self.strategy.experimental_local_results(value)
+        return component
+
+    def variable(self, value: Any, aggregation: str, on_read: bool = False) -> Variable:
+        """Return a variable of the strategy. **Collective**."""
+        mode = VariableSynchronization.ON_READ if on_read else VariableSynchronization.AUTO
+        with self.strategy.scope():
+            return Variable(
+                value, synchronization=mode, aggregation=VariableAggregation[aggregation]
+            )
+
+    def test_scope_makes_the_strategy_current(self) -> None:
+        before = get_strategy()
+        with self.strategy.scope() as inside:
+            assert inside is self.strategy
+            assert get_strategy() is self.strategy
+            assert in_cross_replica_context()
+            assert get_replica_context() is None
+            with self.strategy.scope():
+                assert get_strategy() is self.strategy
+        assert get_strategy() is before
+
+    def test_run_calls_once_in_replica_context(self) -> None:
+        def fn(number: int, *, text: str) -> Any:
+            replica = get_replica_context()
+            assert replica is not None
+            assert not in_cross_replica_context()
+            assert replica.strategy is self.strategy
+            assert replica.num_replicas_in_sync == self.size
+            assert replica.replica_id_in_sync_group == self.rank
+            assert text == "text"
+            return {"a": [number + self.rank, None], "b": "text"}
+
+        result = self.local(self.strategy.run(fn, args=(1,), kwargs={"text": "text"}))
+        assert result == {"a": [1 + self.rank, None], "b": "text"}
+
+    def test_run_refuses_bad_arguments_and_nesting(self) -> None:
+        with refused(ValueError, "list or tuple"):
+            self.strategy.run(print, args="text")
+
+        def nested() -> None:
+            with refused(ContextError, "merge_call"):
+                self.strategy.run(int)
+            with refused(ContextError, "merge_call"):
+                self.strategy.reduce("sum", 1)
+
+        self.strategy.run(nested)
+
+    def test_merge_call_enters_cross_replica_context(self) -> None:
+        def merge(strategy: Strategy, value: Any) -> Any:
+            assert strategy is self.strategy
+            assert in_cross_replica_context()
+            return strategy.extended.reduce_to("sum", value, "cpu:0")
+
+        def fn() -> Any:
+            replica = get_replica_context()
+            assert replica is not None
+            return replica.merge_call(merge, args=(self.rank,))
+
+        assert self.local(self.strategy.run(fn)) == self.total
+
+    def test_a_replica_context_ends_with_its_run(self) -> None:
+        if self.distributes:
+            kept = self.strategy.run(get_replica_context)
+            with refused(ContextError, "run"):
+                kept.all_reduce("sum", 1)
+
+    def test_exceptions_pass_and_leave_the_strategy_usable(self) -> None:
+        def fail() -> None:
+            raise ZeroDivisionError("on purpose")
+
+        before = get_strategy()
+        with refused(ZeroDivisionError, "on purpose"):
+            self.strategy.run(fail)
+        assert get_strategy() is before
+        assert_all_ranks(self.strategy, True)
+
+    def test_all_reduce(self) -> None:
+        slices = IndexedSlices(np.ones((1, 2)), np.array([self.rank]))
+
+        def fn() -> Any:
+            replica = get_replica_context()
+            assert replica is not None
+            nest = {"x": np.full(3, self.rank, np.float32), "y": [self.rank + 1, slices]}
+            begun = replica.start_all_reduce(ReduceOp.MAX, self.rank)
+            return replica.all_reduce("sum", nest), begun.wait()
+
+        summed, largest = self.local(self.strategy.run(fn))
+        assert summed["x"].tolist() == [self.total] * 3
+        assert summed["x"].dtype == np.float32
+        assert summed["y"][0] == self.total + self.size
+        assert summed["y"][1].indices.tolist() == list(range(self.size))
+        assert largest == self.size - 1
+
+    def test_all_gather(self) -> None:
+        def fn() -> Any:
+            replica = get_replica_context()
+            assert replica is not None
+            return replica.all_gather(np.full((self.rank, 2), self.rank), 0)
+
+        gathered = self.local(self.strategy.run(fn))
+        assert gathered[:, 0].tolist() == [r for r in range(self.size) for _ in range(r)]
+
+    def test_gather_and_its_refusals(self) -> None:
+        assert self.strategy.gather(np.array([self.rank]), 0).tolist() == list(range(self.size))
+        for value, axis in ((1.0, 0), (np.ones(2), 1)):
+            with refused(ValueError, "axis"):
+                self.strategy.gather(value, axis)
+
+    def test_reduce_over_the_batch_axis(self) -> None:
+        examples = np.arange(self.rank + 1.0)
+        joined = np.concatenate([np.arange(r + 1.0) for r in range(self.size)])
+        assert self.strategy.reduce("sum", examples, axis=0) == joined.sum()
+        np.testing.assert_allclose(self.strategy.reduce("mean", examples, axis=0), joined.mean())
+        with refused(ValueError, "axis 1"):
+            self.strategy.reduce("sum", examples, axis=1)
+        with refused(ValueError, "Unknown reduction"):
+            self.strategy.reduce("median", examples, axis=0)
+
+    def test_mirrored_variables(self) -> None:
+        variable = self.variable(np.zeros(2), "SUM")
+        self.strategy.run(lambda: variable.assign_add(np.full(2, self.rank + 1.0)))
+        assert variable.numpy().tolist() == [self.total + self.size] * 2
+        variable.assign(np.ones(2))
+        assert variable.numpy().tolist() == [1, 1]
+        with refused(ValueError, "not broadcast"):
+            variable.assign(1.0)
+        assert self.strategy.extended.variable_created_in_scope(variable)
+
+    def test_sync_on_read_variables(self) -> None:
+        variable = self.variable(0.0, "SUM", on_read=True)
+        self.strategy.run(lambda: variable.assign_add(float(self.rank)))
+        assert self.local(variable) == self.rank
+        assert variable.numpy() == self.total
+        assert self.strategy.extended.read_var(variable) == self.total
+
+    def test_update_writes_locally(self) -> None:
+        variable = self.variable(1.0, "SUM")
+        arguments = (Mirrored(2.0),)
+        result = self.strategy.extended.update(
+            variable, lambda v, x: v.assign_add(x), arguments, group=False
+        )
+        assert result == (3.0,)
+        assert variable.numpy() == 3.0
+
+    def test_values_from_a_function(self) -> None:
+        values = self.strategy.experimental_distribute_values_from_function(
+            lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
+        )
+        assert self.local(values) == (self.rank, self.size)

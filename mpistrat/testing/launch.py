@@ -1,0 +1,228 @@
+"""Run a Python program on several MPI ranks of this machine, within a time limit.
+
+From a test: ``run(["-c", "print(1)"], ranks=2)``. From a shell:
+``python -m mpistrat.testing -n 3 --limit 600 -- -m pytest``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from mpistrat import settings
+
+# What a launcher leaves in the environment of its ranks, and must not reach the next launcher.
+_LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_")
+_RANK_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+
+
+def rank_and_size() -> tuple[int, int] | None:
+    """Return rank and size in the world that mpiexec started, ``None`` outside of one. Local."""
+    variables = settings.environment()
+    for rank, size in _RANK_VARIABLES:
+        if rank in variables and size in variables:
+            return int(variables[rank]), int(variables[size])
+    return None
+
+
+def mpiexec(ranks: int) -> list[str]:
+    """Return the command that starts `ranks` ranks of a program on this machine. Local."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if program is None:
+        raise FileNotFoundError(f"There is no mpiexec beside {sys.executable} or on PATH.")
+    version = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+    ).stdout
+    flags = ["--oversubscribe"] if "Open MPI" in version else []
+    return [program, *flags, "-n", str(ranks)]
+
+
+def is_open_mpi() -> bool:
+    """Return whether `mpiexec` is that of Open MPI. Local."""
+    return "--oversubscribe" in mpiexec(1)
+
+
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment for a new world: one thread a rank, no old launcher. Local."""
+    own = settings.environment().items()
+    variables = {k: v for k, v in own if not k.startswith(_LAUNCHER_PREFIXES)}
+    # An unbuffered Python writes a line and its end apart, and the lines of the ranks mix.
+    variables.pop("PYTHONUNBUFFERED", None)
+    variables |= {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    return variables | dict(changes or {})
+
+
+class _Capture:
+    """A file that a program writes to, and what is in it."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._final: str | None = None
+
+    def text(self) -> str:
+        if self._final is not None:
+            return self._final
+        # The program writes at the same offset: read without moving it.
+        handle = self.file.fileno()
+        return os.pread(handle, os.fstat(handle).st_size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        self._final = self.text()
+        self.file.close()
+
+
+class Launched:
+    """A running program.
+
+    Attributes
+    ----------
+    process : subprocess.Popen
+        The launcher, or the program itself where ``ranks`` is `None`.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str | os.PathLike[str]],
+        ranks: int | None,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        capture: bool = True,
+    ) -> None:
+        command = [
+            *(mpiexec(ranks) if ranks else []),
+            sys.executable,
+            *(os.fspath(each) for each in arguments),
+        ]
+        # Files, not pipes: a process that outlives the launcher cannot keep a reader waiting.
+        self._out = _Capture() if capture else None
+        self._err = _Capture() if capture else None
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._out.file if self._out else None,
+            stderr=self._err.file if self._err else None,
+            cwd=cwd,
+            env=environment(env),
+            start_new_session=True,
+        )
+
+    def stdout(self) -> str:
+        """Return what the program has printed so far."""
+        return self._out.text() if self._out else ""
+
+    def stderr(self) -> str:
+        """Return what the program has printed to standard error so far."""
+        return self._err.text() if self._err else ""
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the launcher and all it started, the launcher first."""
+        found = [self.process.pid]
+        parents = dict(_parents())
+        for pid in found:
+            found += [child for child, parent in parents.items() if parent == pid]
+        return found
+
+    def kill(self) -> None:
+        """Kill the launcher and all its ranks at once with SIGKILL."""
+        pids = self.pids()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._wait(None)
+
+    def wait_for_output(self, text: str, limit_s: float = 60) -> None:
+        """Wait until the program has printed `text`."""
+        end = time.monotonic() + limit_s
+        while text not in self.stdout():
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                raise AssertionError(f"{text!r} was not printed:\n{self.stdout()}{self.stderr()}")
+            time.sleep(0.02)
+
+    def _wait(self, limit_s: float | None) -> int:
+        code = self.process.wait(limit_s)
+        for capture in filter(None, (self._out, self._err)):
+            capture.close()
+        return code
+
+    def finish(self, limit_s: float) -> subprocess.CompletedProcess[str]:
+        """Wait for the end, at most `limit_s` seconds; return code and output."""
+        try:
+            code = self._wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(
+                f"{self.process.args!r} ran over {limit_s:g} s:\n{self.stdout()}{self.stderr()}"
+            ) from None
+        return subprocess.CompletedProcess(self.process.args, code, self.stdout(), self.stderr())
+
+
+def run(
+    arguments: Sequence[str | os.PathLike[str]],
+    ranks: int | None = None,
+    limit_s: float = 60,
+    cwd: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python *arguments`` on `ranks` ranks, without mpiexec where that is `None`. Local.
+
+    Parameters
+    ----------
+    arguments : sequence of str or path
+        What follows ``python``.
+    ranks : int, optional
+    limit_s : float
+        A program that takes longer is killed with all its ranks.
+    cwd : path, optional
+    env : mapping, optional
+        Variables on top of `environment`.
+
+    Raises
+    ------
+    AssertionError
+        If the program did not end within `limit_s`.
+    """
+    return Launched(arguments, ranks, cwd, env).finish(limit_s)
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The second field, in parentheses, is the name and may hold anything.
+            yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+
+
+def main() -> int:
+    """Run the program that the command line gives; return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("-n", type=int, required=True, dest="ranks")
+    parser.add_argument("--limit", type=float, default=600, help="seconds")
+    parser.add_argument("arguments", nargs="+", help="after --: what follows `python`")
+    args = parser.parse_args()
+    # Open MPI gives rank 0 a terminal of its own, whatever the output goes to.
+    colour = {} if sys.stdout.isatty() else {"NO_COLOR": "1"}
+    launched = Launched(args.arguments, args.ranks, env=colour, capture=False)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        return launched.finish(args.limit).returncode
+    except AssertionError as error:
+        print(error, file=sys.stderr)
+        return 124
+    finally:
+        if launched.process.poll() is None:
+            launched.kill()

@@ -1,0 +1,166 @@
+"""Distributed values: one component per replica, of which this rank holds its own."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nests
+from mpistrat.arrays import Array, is_array, is_number
+from mpistrat.tensors import is_tensor
+
+__all__ = [
+    "DistributedValues",
+    "IndexedSlices",
+    "Mirrored",
+    "PerReplica",
+    "container_of_component",
+    "is_value",
+    "local_component",
+    "localize",
+    "mirror",
+    "per_replica",
+    "unwrap_mirrored",
+]
+
+
+_containers: weakref.WeakValueDictionary[int, DistributedValues] = weakref.WeakValueDictionary()
+
+
+class DistributedValues:
+    """A value with one component per replica.
+
+    Each rank owns one replica and holds that component only.
+    """
+
+    __slots__ = ("__weakref__", "_component")
+
+    def __init__(self, component: Any) -> None:
+        self._component = component
+        # The component's id is its own as long as the container keeps it alive.
+        _containers[id(component)] = self
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components on this rank: a tuple with one element. Local."""
+        return (self._component,)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._component!r})"
+
+
+class PerReplica(DistributedValues):
+    """A value that differs from replica to replica, such as each one's part of a batch."""
+
+    __slots__ = ()
+
+
+class Mirrored(DistributedValues):
+    """A value that is the same on all replicas, such as the result of a reduction."""
+
+    __slots__ = ()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._component, dtype=dtype)
+
+
+@nests.leaf_type
+@dataclass(frozen=True, eq=False)
+class IndexedSlices:
+    """Rows of a larger array: ``dense[indices[i]] = values[i]``.
+
+    Sequences become arrays; arrays and tensors stay what they are.
+
+    Raises
+    ------
+    ValueError
+        If the lengths of `values` and `indices` differ, or `dense_shape` does not fit.
+    TypeError
+        If `indices` are no integers, or `values` no numbers.
+    """
+
+    values: Array
+    """The rows, of shape ``(n, *dense_shape[1:])``."""
+    indices: Array
+    """The integer row numbers, of shape ``(n,)``; duplicates add up."""
+    dense_shape: tuple[int, ...] | None = None
+    """The shape of the array that the rows belong to, where known."""
+
+    def __post_init__(self) -> None:
+        values, indices = _as_rows(self.values), _as_rows(self.indices)
+        if indices.shape == (0,) and isinstance(self.indices, list | tuple):
+            indices = np.zeros(0, np.int64)  # an empty sequence has no dtype of its own
+        if _kind(indices) not in "iu":
+            raise TypeError(
+                f"IndexedSlices needs integer indices, not {self.indices!r} of dtype "
+                f"{indices.dtype}."
+            )
+        if _kind(values) in "OSUMm":
+            raise TypeError(f"IndexedSlices needs numbers as values, not {self.values!r}.")
+        values_shape, indices_shape = tuple(values.shape), tuple(indices.shape)
+        if len(indices_shape) != 1 or values_shape[:1] != indices_shape:
+            raise ValueError(
+                f"IndexedSlices needs one index for each row of values: values have the shape "
+                f"{values_shape}, indices {indices_shape}."
+            )
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "indices", indices)
+        if self.dense_shape is not None:
+            dense_shape = tuple(operator.index(length) for length in self.dense_shape)
+            if not dense_shape or dense_shape[1:] != values_shape[1:]:
+                raise ValueError(
+                    f"IndexedSlices: rows of the shape {values_shape[1:]} do not fit into "
+                    f"dense_shape {dense_shape}."
+                )
+            object.__setattr__(self, "dense_shape", dense_shape)
+
+
+def _as_rows(value: Any) -> Array:
+    return value if is_array(value) or is_tensor(value) else np.asarray(value)
+
+
+def _kind(array: Array) -> str:
+    """Return the kind of dtype of an array or tensor, as NumPy's letter."""
+    if not is_tensor(array):
+        return str(array.dtype.kind)
+    name = str(array.dtype).removeprefix("torch.")
+    return "i" if name.startswith(("int", "uint")) else "b" if name == "bool" else "f"
+
+
+def is_value(leaf: object) -> bool:
+    """Return whether `leaf` is an array, a tensor, a number or `IndexedSlices`. Local."""
+    return is_array(leaf) or is_number(leaf) or is_tensor(leaf) or isinstance(leaf, IndexedSlices)
+
+
+def local_component(leaf: Any) -> Any:
+    """Return this rank's component of a distributed value, anything else as it is. Local."""
+    return leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
+
+
+def localize(nest: Any) -> Any:
+    """Return `nest` with this rank's component of each distributed value. Local."""
+    return nests.map_nest(local_component, nest)
+
+
+def per_replica(nest: Any) -> Any:
+    """Return `nest` with each array or number as a `PerReplica` of it. Local."""
+    return nests.map_nest(lambda leaf: PerReplica(leaf) if is_value(leaf) else leaf, nest)
+
+
+def mirror(nest: Any) -> Any:
+    """Return `nest` with each array or number as a `Mirrored` of it. Local."""
+    return nests.map_nest(lambda leaf: Mirrored(leaf) if is_value(leaf) else leaf, nest)
+
+
+def container_of_component(component: Any) -> Any:
+    """Return the distributed value that holds `component`, itself where none does. Local."""
+    return _containers.get(id(component), component)
+
+
+def unwrap_mirrored(leaf: Any) -> Any:
+    """Return the component of a `Mirrored` value, anything else as it is. Local."""
+    return leaf.values[0] if isinstance(leaf, Mirrored) else leaf

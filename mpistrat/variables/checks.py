@@ -1,0 +1,99 @@
+"""What a variable can be made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import host_view
+from mpistrat.comm.dtypes import wire_dtype
+from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpistrat.tensors import host_array, is_tensor
+
+__all__ = ["can_cast", "check_modes", "holds", "numeric"]
+
+_KINDS = "biufc"
+
+
+def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
+    """Return the initial `value` of the variable `name` as a host array. Local.
+
+    Raises
+    ------
+    ValueError
+        If it is no numeric array.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"The name of a variable must be a string, not {name!r}.")
+    array = host_array(value) if is_tensor(value) else host_view(value)
+    if dtype is not None:
+        dtype = np.dtype(dtype)
+        if array.dtype.kind == "c" and dtype.kind != "c":
+            raise ValueError(
+                f"The variable {name!r} of dtype {dtype} cannot hold a complex initial value."
+            )
+        array = array.astype(dtype)
+    if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
+        raise ValueError(
+            f"The variable {name!r} cannot hold a value of dtype {array.dtype}: "
+            "give an array of bools, integers, floats or complex numbers."
+        )
+    return array
+
+
+def can_cast(source: np.dtype, target: np.dtype) -> bool:
+    """Return whether arrays of dtype `source` may be written to one of `target`. Local.
+
+    They may within a kind and to a wider one, as by NumPy's ``same_kind``.
+    """
+    if target.name == "bfloat16":
+        return source.name == "bfloat16" or source.kind in "biuf"
+    if source.name == "bfloat16":
+        return target.kind in "fc"
+    return np.can_cast(source, target, "same_kind")
+
+
+def holds(dtype: np.dtype, numbers: np.ndarray) -> bool:
+    """Return whether Python numbers, as the array `numbers`, fit into `dtype`. Local.
+
+    Their own dtype does not count, as in NumPy's promotion, but their kind and range do.
+    """
+    if dtype.kind not in _KINDS or numbers.dtype.kind not in _KINDS:
+        return can_cast(numbers.dtype, dtype)
+    if dtype.kind in "iu" and numbers.dtype.kind in "biu" and numbers.size:
+        info = np.iinfo(dtype)
+        return info.min <= int(numbers.min()) and int(numbers.max()) <= info.max
+    order = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
+    return order[numbers.dtype.kind] <= order[dtype.kind]
+
+
+def check_modes(name: str, synchronization: Any, aggregation: Any, dtype: np.dtype) -> None:
+    """Refuse modes that a variable of `dtype` cannot have. Local.
+
+    Raises
+    ------
+    ValueError
+        Naming the variable.
+    """
+    for mode, cls in (
+        (synchronization, VariableSynchronization),
+        (aggregation, VariableAggregation),
+    ):
+        if not isinstance(mode, cls):
+            raise ValueError(
+                f"The variable {name!r} was given {mode!r}, but a {cls.__name__} was expected: "
+                f"one of {', '.join(cls.__members__)}."
+            )
+    if synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            f"The variable {name!r} was given VariableSynchronization.NONE, which a distributed "
+            "variable cannot have. Use AUTO, ON_WRITE or ON_READ."
+        )
+    if aggregation is VariableAggregation.MEAN and (
+        dtype.kind in "biu" or wire_dtype(ReduceOp.MEAN, dtype).kind not in "fc"
+    ):
+        raise ValueError(
+            f"The variable {name!r} of dtype {dtype} cannot have VariableAggregation.MEAN: "
+            "the mean needs a floating dtype. Use SUM, or a floating dtype."
+        )

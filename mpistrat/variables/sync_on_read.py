@@ -1,0 +1,110 @@
+"""A variable whose components go their own ways until they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpistrat import context
+from mpistrat.arrays import Array, host_copy
+from mpistrat.collectives import Collectives
+from mpistrat.options import ReduceOp, VariableAggregation
+from mpistrat.values import PerReplica
+from mpistrat.variables.base import Variable
+
+__all__ = ["SyncOnReadVariable"]
+
+
+class SyncOnReadVariable(Variable, on_read=True):
+    """A variable that each replica reads and writes alone.
+
+    A read in cross-replica context aggregates the components over replicas.
+    """
+
+    def value(self) -> Array:
+        """Return the local component, or the aggregated value in cross-replica context.
+
+        **Collective** in cross-replica context, else **Local**.
+
+        Raises
+        ------
+        ValueError
+            In cross-replica context, if the aggregation is NONE.
+        """
+        if self._kind() is not context.Kind.CROSS_REPLICA:
+            return self._view()
+        with self._collectives.call("read of SyncOnRead variable", self.name) as call:
+            self._check_can_aggregate("read")
+            if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+                return call.broadcast(self._storage)
+            (value,) = call.all_reduce(ReduceOp[self.aggregation.name], [self._storage])
+        return value
+
+    def _write_in_context(self, how: str, value: Any) -> None:
+        if self._kind() is not context.Kind.CROSS_REPLICA:
+            self._apply(how, self._checked(how, value))
+            return
+        with self._collectives.call(f"Variable.{how}", self.name) as call:
+            if isinstance(value, PerReplica):
+                raise ValueError(
+                    f"{how} of the SyncOnRead variable {self.name!r} in cross-replica context "
+                    "takes one value for all replicas, not a PerReplica. Assign inside "
+                    "strategy.run."
+                )
+            if how != "assign" and self.aggregation is VariableAggregation.SUM:
+                raise ValueError(
+                    f"{how} of the SyncOnRead variable {self.name!r} under SUM has no meaning in "
+                    "cross-replica context: call it inside strategy.run, or use assign."
+                )
+            array = self._checked(how, value)
+            call.agree("one value", str(self.dtype), self.shape)
+        self._apply(how, self._share(array))
+
+    def _share(self, array: Array) -> Array:
+        """Return this replica's component of the one value `array`."""
+        if self.aggregation is not VariableAggregation.SUM:
+            return array
+        size, rank = self._collectives.size, self._collectives.rank
+        if self.dtype.kind == "b":
+            raise ValueError(f"The bool variable {self.name!r} cannot be divided under SUM.")
+        if self.dtype.kind in "iu":
+            # The first replicas hold one more, so that the sum is exact.
+            return array // size + (rank < array % size).astype(self.dtype)
+        return array / self.dtype.type(size)
+
+    def _kind(self) -> context.Kind:
+        return context.mode_for(self._strategy, f"The variable {self.name!r}")
+
+    def _check_can_aggregate(self, what: str) -> None:
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"The SyncOnRead variable {self.name!r} has aggregation NONE, so a {what} across "
+                "replicas has no meaning. Make it with SUM, MEAN or ONLY_FIRST_REPLICA, or read "
+                "it inside strategy.run."
+            )
+
+    @property
+    def _collectives(self) -> Collectives:
+        collectives: Collectives = self.strategy.extended.collectives
+        return collectives
+
+    def save_value(self) -> np.ndarray | None:
+        """Return the aggregated value on rank 0, ``None`` elsewhere. **Collective**.
+
+        Raises
+        ------
+        ValueError
+            If the aggregation is NONE.
+        """
+        with self._collectives.call("save of SyncOnRead variable", self.name) as call:
+            self._check_can_aggregate("checkpoint")
+            if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+                call.agree(str(self.dtype), self.shape)
+                return host_copy(self._storage) if self._collectives.rank == 0 else None
+            reduced = call.reduce(ReduceOp[self.aggregation.name], [self._storage], 0)
+        return None if reduced is None else host_copy(reduced[0])
+
+    def load_value(self, array: np.ndarray) -> None:
+        """Set this replica's component: value / N under SUM, else the value. Local."""
+        self._apply("assign", self._share(self._checked("restore", array)))

@@ -1,0 +1,186 @@
+"""The file as other programs see it: h5py, h5ls and h5dump."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+
+import h5py
+import numpy as np
+import pytest
+
+from mpistrat.checkpoint.format import Header
+from mpistrat.checkpoint.reader import open_checkpoint
+from mpistrat.checkpoint.writer import create_checkpoint
+from mpistrat.errors import CheckpointError
+
+KERNEL = np.arange(6, dtype=np.float32).reshape(2, 3)
+VALUES = {
+    "kernel": KERNEL,
+    "turned": KERNEL.T,
+    "half": np.float16([1.5, np.nan, np.inf]),
+    "flags": np.array([True, False]),
+    "waves": np.array([1 + 2j, -3j], np.complex64),
+    "scalar": np.int64(-7),
+    "count": np.uint8([0, 255]),
+    "none": np.zeros((0, 3)),
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.h5"
+    with create_checkpoint(path, Header(step=12, num_replicas=4, mpi_library="MPICH")) as writer:
+        writer.add_variable(
+            "model/layers/0/kernel",
+            KERNEL,
+            synchronization="ON_READ",
+            aggregation="SUM",
+            trainable=True,
+        )
+        writer.add_variable("data/mean", np.ones(2))
+        writer.add_state("data", {"pass": 2, "name": "Zürich"}, ["mean"])
+    return path
+
+
+def tool(name, *arguments):
+    program = shutil.which(name)
+    if program is None:
+        pytest.skip(f"{name} is not installed")
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def test_h5py_sees_the_contract(file):
+    with h5py.File(file) as found:
+        assert found.attrs["format"] == "mpistrat-checkpoint"
+        assert found.attrs["format_version"] == 1
+        assert found.attrs["step"] == 12
+        assert found.attrs["num_replicas"] == 4
+        assert found.attrs["mpi_library"] == "MPICH"
+        assert found.attrs["mpistrat_version"]
+        others = {name: value for name, value in found.attrs.items() if name != "digest"}
+        others |= {name: int(others[name]) for name in ("format_version", "step", "num_replicas")}
+        text = json.dumps(others, sort_keys=True).encode()
+        assert found.attrs["digest"] == f"sha256:{hashlib.sha256(text).hexdigest()}"
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d.*\+00:00", found.attrs["created"])
+        kernel = found["variables/model/layers/0/kernel"]
+        assert np.array_equal(kernel, KERNEL)
+        assert kernel.dtype == np.float32
+        assert kernel.attrs["synchronization"] == "ON_READ"
+        assert kernel.attrs["aggregation"] == "SUM"
+        assert kernel.attrs["trainable"].dtype == bool
+        assert kernel.attrs["trainable"]
+        digest = hashlib.sha256(KERNEL.tobytes()).hexdigest()
+        assert kernel.attrs["digest"] == f"sha256:{digest}"
+        text = found["state/data"][()]
+        assert json.loads(text) == {"pass": 2, "name": "Zürich"}
+        assert found["state/data"].attrs["digest"] == f"sha256:{hashlib.sha256(text).hexdigest()}"
+        assert h5py.check_string_dtype(found["state/data"].dtype) == ("utf-8", len(text))
+        assert found["state/data"].attrs["arrays"].tolist() == ["mean"]
+
+
+def test_h5ls_shows_the_tree(file):
+    listing = tool("h5ls", "-r", str(file))
+    assert re.search(r"^/variables/model/layers/0/kernel\s+Dataset \{2, 3\}$", listing, re.M)
+    assert re.search(r"^/state/data\s+Dataset \{SCALAR\}$", listing, re.M)
+
+
+def test_h5dump_shows_values_and_attributes(file):
+    dump = tool("h5dump", str(file))
+    assert '"mpistrat-checkpoint"' in dump
+    assert "H5T_IEEE_F32LE" in dump
+    assert "(1,0): 3, 4, 5" in dump
+    assert "TRUE" in dump
+
+
+def test_every_dtype_comes_back_to_the_bit(tmp_path):
+    path = tmp_path / "run.h5"
+    with create_checkpoint(path, Header()) as writer:
+        for name, array in VALUES.items():
+            writer.add_variable(name, np.asarray(array))
+    with open_checkpoint(path) as reader:
+        assert sorted(reader.variables) == sorted(VALUES)
+        for name, array in VALUES.items():
+            read = reader.read_variable(name)
+            assert read.dtype == array.dtype
+            assert read.shape == array.shape
+            assert read.tobytes() == array.tobytes()
+
+
+def test_values_in_the_other_byte_order_are_read(tmp_path):
+    path = tmp_path / "run.h5"
+    swapped = KERNEL.astype(KERNEL.dtype.newbyteorder())
+    with create_checkpoint(path, Header()) as writer:
+        writer.add_variable("kernel", swapped)
+    with open_checkpoint(path) as reader:
+        assert reader.variables["kernel"].dtype == KERNEL.dtype
+        read = reader.read_variable("kernel")
+    assert read.dtype.isnative
+    assert np.array_equal(read, KERNEL)
+
+
+def test_a_repacked_file_is_as_good(file, tmp_path):
+    repacked = tmp_path / "repacked.h5"
+    tool("h5repack", "-f", "GZIP=9", str(file), str(repacked))
+    with open_checkpoint(repacked) as reader:
+        assert np.array_equal(reader.read_variable("model/layers/0/kernel"), KERNEL)
+        assert reader.header.step == 12
+        reader.verify()
+
+
+def test_a_file_of_another_program_needs_no_digest_of_the_attributes(file):
+    with h5py.File(file, "r+") as opened:
+        del opened.attrs["digest"], opened["state/data"].attrs["arrays"]
+        opened.attrs["created"] = "2030-01-02T03:04:05Z"
+    with open_checkpoint(file) as reader:
+        reader.verify()
+        assert reader.header.created_s == 1893553445
+
+
+def test_a_state_may_have_many_arrays_and_a_long_text(tmp_path):
+    path = tmp_path / "run.h5"
+    names = [f"history/{i}" for i in range(5000)]
+    with create_checkpoint(path, Header()) as writer:
+        for name in names:
+            writer.add_variable(f"data/{name}", np.zeros(1))
+        writer.add_state("data", {"text": "x" * 100_000}, names)
+    with open_checkpoint(path) as reader:
+        reader.verify()
+        assert len(reader.read_state("data")["text"]) == 100_000
+
+
+def test_an_exception_while_writing_leaves_the_old_file_and_nothing_else(file):
+    before = file.read_bytes()
+
+    def fail():
+        with create_checkpoint(file, Header()) as writer:
+            writer.add_variable("x", KERNEL)
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert file.read_bytes() == before
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_missing_folders_are_made(tmp_path):
+    path = tmp_path / "a" / "b" / "run.h5"
+    with create_checkpoint(path, Header()):
+        assert not path.exists()
+    assert path.exists()
+
+
+@pytest.mark.parametrize("make", ["file_in_the_way", "folder_in_the_way"])
+def test_what_cannot_be_written_is_named(tmp_path, make):
+    if make == "file_in_the_way":
+        (tmp_path / "file").write_text("")
+        path = tmp_path / "file" / "run.h5"
+    else:
+        path = tmp_path / "run.h5"
+        path.mkdir()
+    with (
+        pytest.raises(CheckpointError, match=r"run\.h5 cannot be written"),
+        create_checkpoint(path, Header()),
+    ):
+        pass

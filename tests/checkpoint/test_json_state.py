@@ -1,0 +1,79 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.checkpoint.json_state import join_state, split_state
+
+keys = st.text(alphabet="abc", min_size=1, max_size=2) | st.sampled_from(["a/b", "b/c/a"])
+arrays = st.integers(0, 3).map(lambda n: np.arange(n, dtype=np.float32))
+leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | arrays
+states = st.dictionaries(
+    keys,
+    st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3)
+    ),
+    max_size=4,
+)
+
+
+def same(a, b):
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+@given(states)
+def test_a_state_comes_back_as_it_was(state):
+    try:
+        rest, found = split_state(state, "object")
+    except ValueError:  # two entries with one path, such as "a/b" and "b" below "a"
+        return
+    assert same(state, join_state(json.loads(json.dumps(rest)), found))
+
+
+def test_arrays_leave_the_json():
+    state = {"epoch": 3, "mean": np.float32([1, 2]), "deep": {"count": np.int64(4), "name": "x"}}
+    rest, found = split_state(state, "object")
+    assert rest == {"epoch": 3, "deep": {"name": "x"}}
+    assert {path: array.dtype.name for path, array in found.items()} == {
+        "mean": "float32",
+        "deep/count": "int64",
+    }
+
+
+def test_a_null_keeps_the_place_of_an_array_in_a_list():
+    rest, found = split_state({"pair": [np.zeros(2), "x"]}, "object")
+    assert rest == {"pair": [None, "x"]}
+    assert list(found) == ["pair/0"]
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        ([1], TypeError, "must return a dict, not list"),
+        ({"a": {1: 2}}, TypeError, "key 1 at 'a'"),
+        ({"a": {"b": object()}}, TypeError, "holds a object at 'a/b'"),
+        ({"a": {1, 2}}, TypeError, "holds a set at 'a'"),
+        ({"a": np.array(["text"])}, TypeError, "dtype <U4 at 'a'"),
+        ({"a/b": np.zeros(1), "a": {"b": np.zeros(1)}}, ValueError, "two arrays"),
+        ({"a/b": np.zeros(1), "a": {"b": None}}, ValueError, "two entries"),
+        ({"": np.zeros(1)}, ValueError, "cannot be the path"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_with_its_path(state, error, words):
+    with pytest.raises(error, match=words.replace("(", r"\(")):
+        split_state(state, "object")
+
+
+def test_an_array_without_a_place_is_refused():
+    with pytest.raises(ValueError, match="is both an array and a JSON value"):
+        join_state({"a": 1}, {"a": np.zeros(1)})
+    with pytest.raises(ValueError, match="is no dict"):
+        join_state({"a": 1}, {"a/b": np.zeros(1)})

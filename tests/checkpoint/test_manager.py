@@ -1,0 +1,245 @@
+import os
+import socket
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat import hdf5
+
+
+@pytest.fixture
+def weight():
+    return ms.Variable(np.float32(0))
+
+
+@pytest.fixture
+def make(tmp_path, weight):
+    def make(**arguments):
+        return ms.CheckpointManager(ms.Checkpoint(weight=weight), tmp_path / "ckpt", **arguments)
+
+    return make
+
+
+def steps(manager):
+    return [int(path.rpartition("-")[2].removesuffix(".h5")) for path in manager.checkpoints]
+
+
+def damage(path):
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+def test_save_numbers_files_by_step(make, tmp_path):
+    manager = make()
+    assert manager.checkpoints == []
+    assert manager.latest_checkpoint is None
+    path = manager.save(7)
+    assert path == str(tmp_path / "ckpt" / "checkpoint-7.h5")
+    assert manager.save() == str(tmp_path / "ckpt" / "checkpoint-8.h5")
+    assert manager.latest_checkpoint == manager.checkpoints[-1]
+    with h5py.File(path) as found:
+        assert found.attrs["step"] == 7
+    manager.wait()
+
+
+def test_the_first_step_is_one(make):
+    assert make().save().endswith("checkpoint-1.h5")
+
+
+def test_the_step_counter_gives_the_step(make):
+    counter = ms.Variable(np.int64(40))
+    manager = make(step_counter=counter)
+    assert manager.save().endswith("checkpoint-40.h5")
+    counter.assign_add(2)
+    assert manager.save().endswith("checkpoint-42.h5")
+    assert manager.save(50).endswith("checkpoint-50.h5")
+    assert make(step_counter=lambda: 60).save().endswith("checkpoint-60.h5")
+
+
+@pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_steps_that_are_none_are_refused(make, step, error):
+    with pytest.raises(error, match="The step of a checkpoint must"):
+        make().save(step)
+
+
+def test_the_newest_files_stay(make):
+    manager = make(max_to_keep=2)
+    for _ in range(4):
+        manager.save()
+    assert steps(manager) == [3, 4]
+    assert sorted(os.listdir(manager.directory)) == ["checkpoint-3.h5", "checkpoint-4.h5"]
+
+
+def test_a_new_manager_finds_what_is_in_the_folder(make, tmp_path):
+    first = make(max_to_keep=None)
+    for step in (2, 10, 9):
+        first.save(step)
+    (tmp_path / "ckpt" / "notes.txt").write_text("")
+    (tmp_path / "ckpt" / "checkpoint-x.h5").write_text("")
+    again = make()
+    assert steps(again) == [2, 10, 9]  # by time, not by number
+    assert again.save().endswith("checkpoint-11.h5")
+
+
+def test_restore_or_initialize(make, weight):
+    called = []
+    assert make().restore_or_initialize(lambda: called.append(1)) is None
+    assert make().restore_or_initialize() is None
+    assert called == [1]
+    weight.assign(np.float32(3))
+    path = make().save(3)
+    weight.assign(np.float32(4))
+    assert make().restore_or_initialize(lambda: called.append(2)) == path
+    assert weight.value() == 3
+    assert called == [1]
+
+
+def test_damaged_files_are_passed_over_with_a_warning(make, weight, caplog):
+    manager = make()
+    for step in (1, 2, 3):
+        weight.assign(np.float32(step))
+        manager.save(step)
+    damage(manager.checkpoints[2])
+    assert ms.latest_checkpoint(manager.directory) == manager.checkpoints[1]
+    assert "checkpoint-3.h5" in caplog.text
+    assert make().restore_or_initialize() == manager.checkpoints[1]
+    assert weight.value() == 2
+    for path in manager.checkpoints[:2]:
+        damage(path)
+    assert ms.latest_checkpoint(manager.directory) is None
+
+
+def test_a_folder_of_damaged_files_is_no_new_beginning(make, weight, tmp_path):
+    manager = make()
+    for step in (1, 2):
+        manager.save(step)
+        damage(manager.checkpoints[-1])
+    weight.assign(np.float32(9))
+    called = []
+    with pytest.raises(ms.errors.CheckpointCorruptError, match=r"(?s)-2\.h5.*-1\.h5.* move these"):
+        make().restore_or_initialize(lambda: called.append(1))
+    assert not called
+    assert weight.value() == 9
+    for path in manager.checkpoints:
+        os.rename(path, f"{path}.damaged")
+    assert make().restore_or_initialize(lambda: called.append(1)) is None
+    assert called == [1]
+
+
+def test_init_fn_must_be_a_function(make):
+    with pytest.raises(TypeError, match="init_fn must be"):
+        make().restore_or_initialize(3)
+
+
+def test_latest_checkpoint_of_no_folder(tmp_path):
+    assert ms.latest_checkpoint(tmp_path) is None
+    assert ms.latest_checkpoint(tmp_path / "absent") is None
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ms.errors.CheckpointError, match="cannot be read"):
+        ms.latest_checkpoint(tmp_path / "file")
+
+
+def test_another_programs_checkpoint_is_refused_and_changes_nothing(make, weight, tmp_path):
+    make().save(1)
+    other = ms.Checkpoint(weight=weight, bias=ms.Variable(np.zeros(3)))
+    weight.assign(np.float32(9))
+    with pytest.raises(ms.errors.CheckpointMismatchError, match=r"bias \(float64 of shape"):
+        ms.CheckpointManager(other, tmp_path / "ckpt").restore_or_initialize()
+    assert weight.value() == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"max_to_keep": 0}, ValueError),
+        ({"max_to_keep": 1.5}, TypeError),
+        ({"max_to_keep": True}, TypeError),
+        ({"keep_every_n_hours": -1}, ValueError),
+        ({"keep_every_n_hours": float("nan")}, ValueError),
+        ({"keep_every_n_hours": "1"}, TypeError),
+        ({"step_counter": 3}, TypeError),
+        ({"asynchronous": True}, NotImplementedError),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_refused(make, arguments, error):
+    with pytest.raises(error):
+        make(**arguments)
+
+
+def test_a_manager_needs_a_checkpoint(weight, tmp_path):
+    with pytest.raises(TypeError, match="needs a Checkpoint"):
+        ms.CheckpointManager(weight, tmp_path)
+    with pytest.raises(TypeError, match="path as a string"):
+        ms.CheckpointManager(ms.Checkpoint(weight=weight), None)
+
+
+def test_keep_every_n_hours_keeps_files_in_between(make):
+    manager = make(max_to_keep=1, keep_every_n_hours=1e-9)
+    for _ in range(3):
+        manager.save()
+    assert steps(manager) == [1, 2, 3]
+
+
+DIES_WHILE_WRITING = """
+import os, signal, sys
+from mpistrat import hdf5
+with hdf5.create_atomically(sys.argv[1]) as file:
+    file["x"] = 1
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.launches
+def test_leftovers_of_dead_writers_are_removed(make, tmp_path):
+    folder = tmp_path / "ckpt"
+    target = folder / "checkpoint-5.h5"
+    command = [sys.executable, "-c", DIES_WHILE_WRITING, str(target)]
+    assert subprocess.run(command, timeout=60).returncode == -9
+    (leftover,) = folder.iterdir()
+    assert leftover.suffix != ".h5"
+    assert ms.latest_checkpoint(folder) is None
+    foreign = folder / f".checkpoint-6.h5.elsewhere.{os.getpid()}.abc.partial"
+    foreign.write_text("")
+    old = folder / ".checkpoint-7.h5.elsewhere.1.abc.partial"
+    old.write_text("")
+    os.utime(old, (0, 0))
+    with hdf5.create_atomically(folder / "checkpoint-8.h5"):
+        assert make().checkpoints == []
+        left = sorted(path.name for path in folder.iterdir())
+        assert len(left) == 2
+        assert foreign.name in left
+        assert socket.gethostname().split(".")[0] in next(n for n in left if "-8" in n)
+    assert steps(make()) == [8]
+
+
+FILLS_THE_DISK = """
+import resource, signal, sys
+import numpy as np
+import mpistrat as ms
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+small, large = ms.Variable(np.ones(10)), ms.Variable(np.ones(200_000))
+path = ms.Checkpoint(small=small).write(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+for _ in range(2):
+    try:
+        ms.Checkpoint(small=small, large=large).write(path)
+    except ms.errors.CheckpointError as error:
+        print(error)
+ms.Checkpoint(small=small).restore(path).assert_consumed()
+print("goes on")
+"""
+
+
+@pytest.mark.launches
+def test_a_full_disk_is_an_error_and_the_program_goes_on(tmp_path):
+    command = [sys.executable, "-c", FILLS_THE_DISK, str(tmp_path / "run.h5")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count("cannot be written: File too large") == 2
+    assert done.stdout.endswith("goes on\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.h5"]

@@ -1,0 +1,261 @@
+"""The commands that look into checkpoint files."""
+
+import json
+import os
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+from mpistrat.checkpoint.format import Header
+from mpistrat.checkpoint.writer import create_checkpoint
+from mpistrat.cli import COMMANDS, main
+
+LONG = "/".join(f"a_very_long_name_of_a_layer_{i}" for i in range(12))
+
+
+def write(path, changes=(), state=None, step=3, **modes):
+    variables = {
+        "dense/kernel": np.float32([[1, -2], [3, np.nan]]),
+        "dense/count": np.array([5, 250], np.uint8),
+        LONG: np.zeros((0, 3)),
+    }
+    variables |= dict(changes)
+    with create_checkpoint(path, Header(step=step, num_replicas=2)) as writer:
+        for name, array in variables.items():
+            if array is not None:
+                writer.add_variable(name, np.asarray(array), **modes)
+        writer.add_state("data", {"pass": 1} if state is None else state)
+    return str(path)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write(tmp_path / "run.h5", aggregation="SUM", synchronization="ON_READ", trainable=True)
+
+
+def damage(path):
+    with open(path, "r+b") as opened:
+        opened.truncate(os.path.getsize(path) - 1)
+
+
+def test_inspect_shows_everything_uncut(file, capsys):
+    assert main(["inspect", file]) == 0
+    out = capsys.readouterr().out
+    (row,) = [line for line in out.splitlines() if "dense/kernel" in line]
+    assert row.split() == [
+        *("dense/kernel", "(2,", "2)", "float32", "ON_READ", "SUM", "True", "16", "B"),
+    ]
+    (row,) = [line for line in out.splitlines() if LONG in line]
+    assert "(0, 3)" in row
+    assert '{"pass": 1}' in out
+    assert "step 3" in out
+    assert "2 replica(s)" in out
+    assert "3 variable(s), 18 B" in out
+
+
+def test_inspect_stats(file, capsys):
+    assert main(["inspect", "--stats", file]) == 0
+    out = capsys.readouterr().out
+    (row,) = [line for line in out.splitlines() if "dense/kernel" in line]
+    assert row.split()[-4:] == ["-2", "3", "0.666667", "1"]
+    (row,) = [line for line in out.splitlines() if LONG in line]
+    assert row.split()[-4:] == ["-", "-", "-", "0"]
+
+
+def test_inspect_json(file, capsys):
+    assert main(["inspect", file, "--json", "--stats"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["attributes"]["format"] == "mpistrat-checkpoint"
+    assert found["attributes"]["step"] == 3
+    with h5py.File(file) as opened:
+        assert found["attributes"] == dict(opened.attrs)
+    kernel = found["variables"]["dense/kernel"]
+    assert len(kernel.pop("digest")) == len("sha256:") + 64
+    assert kernel == {
+        "shape": [2, 2],
+        "dtype": "float32",
+        "synchronization": "ON_READ",
+        "aggregation": "SUM",
+        "trainable": True,
+        "min": -2,
+        "max": 3,
+        "mean": pytest.approx(2 / 3),
+        "nan_count": 1,
+    }
+    count = found["variables"]["dense/count"]
+    assert (count["min"], count["max"], count["mean"]) == (5, 250, 127.5)
+    assert found["variables"][LONG]["min"] is None
+    assert found["state"] == {"data": {"pass": 1}}
+
+
+def test_json_is_strict(tmp_path, capsys):
+    changes = {"dense/kernel": np.float64([np.inf, 1]), "flag": True, "z": np.complex64(1j)}
+    path = write(tmp_path / "run.h5", changes, state={"best": float("inf")})
+    assert main(["inspect", path, "--json", "--stats"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["variables"]["dense/kernel"]["max"] == "inf"
+    assert found["variables"]["flag"]["max"] == 1
+    assert found["variables"]["z"]["max"] is None
+    assert found["state"]["data"]["best"] == "inf"
+
+
+def test_inspect_names_bad_files(file, tmp_path, capsys):
+    assert main(["inspect", str(tmp_path / "absent.h5")]) == 2
+    assert "absent.h5" in capsys.readouterr().err
+    damage(file)
+    assert main(["inspect", file]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"mpistrat inspect: {file} is truncated")
+
+
+def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
+    path = write(tmp_path / "run.h5", {"[red]x\x1b[31m": 1.0})
+    assert main(["inspect", path]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "[red]x\\x1b[31m" in out
+
+
+def test_verify(file, tmp_path, capsys):
+    assert main(["verify", file]) == 0
+    assert f"{file}: sound, 3 variable(s)" in capsys.readouterr().out
+    other = write(tmp_path / "other.h5")
+    (tmp_path / ".run.h5.host.1.x.partial").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    assert main(["verify", str(tmp_path)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    damage(other)
+    assert main(["verify", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert f"{other}: NOT SOUND" in out
+    assert f"{file}: sound" in out
+
+
+def test_verify_reads_the_values(file, capsys):
+    with open(file, "r+b") as opened:
+        data = opened.read()
+        opened.seek(data.find(np.float32([1, -2, 3]).tobytes()))
+        opened.write(b"\x01")
+    assert main(["verify", file]) == 1
+    assert "dense/kernel" in capsys.readouterr().out
+
+
+def test_verify_of_what_is_no_checkpoint(tmp_path, capsys):
+    with h5py.File(tmp_path / "data.h5", "w") as data:
+        data["x"] = 1
+    assert main(["verify", str(tmp_path / "data.h5")]) == 1
+    assert "no checkpoint of mpistrat" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "absent")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["verify", str(tmp_path / "empty")]) == 2
+    assert "There is no checkpoint" in capsys.readouterr().err
+
+
+def test_diff_of_equal_files(file, tmp_path, capsys):
+    modes = {"aggregation": "SUM", "synchronization": "ON_READ", "trainable": True}
+    other = write(tmp_path / "other.h5", step=4, **modes)
+    assert main(["diff", file, other]) == 0
+    assert "are equal: 4 path(s)" in capsys.readouterr().out
+
+
+def test_diff_names_what_differs(tmp_path, capsys):
+    a = write(tmp_path / "a.h5", {"only": 1.0, "turned": np.zeros((2, 3)), "zero": 0.0})
+    b = write(
+        tmp_path / "b.h5",
+        {
+            "dense/kernel": np.float32([[1, -2], [3.5, np.nan]]),
+            "dense/count": np.array([250, 5], np.uint8),
+            LONG: None,
+            "turned": np.zeros((3, 2)),
+            "zero": -0.0,
+        },
+        state={"pass": 2},
+        trainable=True,
+    )
+    assert main(["diff", a, b]) == 1
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert "largest difference 0.5, in 1 of 4 element(s)" in rows["dense/kernel"]
+    assert "trainable False in a, True in b" in rows["dense/kernel"]
+    assert "largest difference 245, in 2 of 2" in rows["dense/count"]
+    assert "only in a" in rows["only"]
+    assert "only in a" in rows[LONG]
+    assert "float64 of shape (2, 3) in a, float64 of shape (3, 2) in b" in rows["turned"]
+    assert "other bits" in rows["zero"]
+    assert '{"pass": 1} in a, {"pass": 2} in b' in rows["data"]
+
+
+def test_a_pipe_does_not_make_a_command_wait(file, tmp_path, capsys):
+    pipe = tmp_path / "pipe.h5"
+    os.mkfifo(pipe)
+    assert main(["inspect", str(pipe)]) == 2
+    assert main(["diff", file, str(pipe)]) == 2
+    assert main(["verify", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.count("is a device or a pipe") == 2
+    assert f"{pipe}: NOT SOUND" in captured.out
+
+
+def test_diff_of_bad_files(file, tmp_path, capsys):
+    assert main(["diff", file, str(tmp_path / "absent.h5")]) == 2
+    assert main(["diff", str(tmp_path), file]) == 2
+    sound = write(tmp_path / "sound.h5")
+    damage(file)
+    assert main(["diff", sound, str(tmp_path / "absent.h5")]) == 2
+    assert main(["diff", file, str(tmp_path / "absent.h5")]) == 2
+    capsys.readouterr()
+    assert main(["diff", sound, file]) == 1
+    captured = capsys.readouterr()
+    assert "truncated" in captured.err
+    assert captured.out == ""
+    assert main(["diff", file]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [([], 2), (["nothing"], 2), (["inspect"], 2), (["--help"], 0), (["--version"], 0)],
+)
+def test_unusable_arguments_have_code_2(arguments, code, capsys):
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err + captured.out
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(command.name in out and command.help in out for command in COMMANDS)
+
+
+WITHOUT_MPI = (
+    "import sys; sys.modules['mpi4py'] = sys.modules['cupy'] = None; "
+    "from mpistrat.cli import main; sys.exit(main())"
+)
+
+
+@pytest.mark.launches
+def test_the_commands_need_no_mpi(file):
+    for arguments in (["inspect", "--stats", file], ["verify", file], ["diff", file, file]):
+        command = [sys.executable, "-c", WITHOUT_MPI, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.launches
+def test_piped_output_is_neither_cut_nor_folded(file):
+    command = [sys.executable, "-m", "mpistrat", "inspect", file]
+    environment = os.environ | {"COLUMNS": "40", "TERM": "dumb"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0
+    (row,) = [line for line in done.stdout.splitlines() if LONG in line]
+    assert "float64" in row
+
+
+@pytest.mark.launches
+def test_a_reader_that_stops_early_is_no_error(file):
+    command = f"'{sys.executable}' -m mpistrat inspect '{file}' | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""

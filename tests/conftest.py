@@ -1,0 +1,57 @@
+"""How the suite runs, on its own and on several ranks.
+
+``pytest`` alone runs everything in one process. Under mpiexec every rank runs the same tests
+together, those marked ``launches`` aside, because they start mpiexec themselves. Ranks other
+than 0 print only when a test fails there.
+"""
+
+import io
+import sys
+
+import pytest
+from hypothesis import settings
+
+from mpistrat.testing.launch import rank_and_size
+
+# Every rank draws the same examples, and a slow machine fails no test.
+settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+settings.load_profile("suite")
+
+_WORLD = rank_and_size()
+_speech = io.StringIO()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if _WORLD is not None and _WORLD[0] > 0:
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        if reporter is not None:
+            reporter._tw._file = _speech
+
+
+def pytest_collection_modifyitems(config, items):
+    if _WORLD is None:
+        return
+    inside = [item for item in items if item.get_closest_marker("launches") is None]
+    config.hook.pytest_deselected(items=[item for item in items if item not in inside])
+    items[:] = inside
+
+
+def pytest_unconfigure(config):
+    if "FAILED" in _speech.getvalue() or "ERROR" in _speech.getvalue():
+        print(f"\nrank {_WORLD[0]}:\n{_speech.getvalue()}", file=sys.stderr, flush=True)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks():
+    """Fail a test that leaves a strategy's context or an HDF5 file open."""
+    yield
+    if "mpistrat" in sys.modules:
+        from mpistrat import context
+
+        assert context.current() is None, f"the test left the {context.current().kind.value} open"
+    if "h5py" in sys.modules:
+        from h5py import h5f
+
+        files = h5f.get_obj_ids(h5f.OBJ_ALL, h5f.OBJ_FILE)
+        assert not files, f"the test left open: {[file.name for file in files]}"

@@ -1,0 +1,81 @@
+"""How many messages a call costs, counted at the transport."""
+
+import collections
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+
+
+class CountingTransport:
+    """Counts the calls of each method of a transport, and does them."""
+
+    def __init__(self, transport):
+        self._transport = transport
+        self.counts = collections.Counter()
+
+    def __getattr__(self, name):
+        attribute = getattr(self._transport, name)
+        if not callable(attribute):
+            return attribute
+
+        def counted(*args):
+            self.counts[name] += 1
+            return attribute(*args)
+
+        return counted
+
+
+@pytest.fixture
+def counts(strategy, monkeypatch):
+    channel = strategy.extended.collectives.channel
+    counting = CountingTransport(channel.transport)
+    monkeypatch.setattr(channel, "transport", counting)
+    return counting.counts
+
+
+def all_reduce(strategy, value, **options):
+    options = ms.CommunicationOptions(**options)
+    strategy.run(lambda: ms.get_replica_context().all_reduce("sum", value, options))
+
+
+def test_a_thousand_small_arrays_are_one_message(strategy, counts):
+    all_reduce(strategy, [np.ones(100, np.float32) for _ in range(1000)])
+    assert counts == {"all_reduce": 1}
+
+
+def test_one_message_for_each_dtype_and_pack(strategy, counts):
+    arrays = [np.ones(100, dtype) for dtype in ("f4", "f8", "i4") for _ in range(10)]
+    all_reduce(strategy, arrays)
+    assert counts == {"all_reduce": 3}
+    counts.clear()
+    all_reduce(strategy, [np.ones(100, np.float32)] * 10, bytes_per_pack=1000)
+    assert counts == {"all_reduce": 5}
+
+
+def test_a_mean_over_an_axis_is_one_message(strategy, counts):
+    strategy.reduce("mean", {"a": np.ones((3, 2), np.float32), "b": np.ones(3, np.float32)}, axis=0)
+    assert counts == {"all_reduce": 1}
+
+
+def test_a_training_step_is_one_message_and_local_calls_are_none(strategy, counts):
+    with strategy.scope():
+        variables = [ms.Variable(np.zeros(50, np.float32)) for _ in range(160)]
+        optimizer = ms.optimizers.SGD(0.1, momentum=0.9)
+        metric = ms.metrics.Mean()
+    gradients = [np.ones(50, np.float32)] * 160
+
+    def step():
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        metric.update_state(1.0)
+
+    strategy.run(step)  # the first step makes the slots
+    counts.clear()
+    strategy.run(step)
+    assert counts == {"all_reduce": 1}
+    counts.clear()
+    repr(variables[0])
+    repr(metric)
+    strategy.experimental_local_results(strategy.run(lambda: 1))
+    assert not counts

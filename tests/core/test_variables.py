@@ -1,0 +1,278 @@
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from tests.core.conftest import triangle
+
+Aggregation = ms.VariableAggregation
+ON_READ = ms.VariableSynchronization.ON_READ
+
+
+def make(strategy, aggregation, value=2.0, on_read=False, **options):
+    if on_read:
+        options["synchronization"] = ON_READ
+    with strategy.scope():
+        return ms.Variable(value, aggregation=aggregation, **options)
+
+
+def test_rank_0_s_initial_value_reaches_all(strategy, rank):
+    variable = make(strategy, Aggregation.NONE, lambda: np.full(3, rank, np.float32), name="w")
+    assert variable.numpy().tolist() == [0, 0, 0]
+    assert (variable.name, variable.shape, variable.dtype) == ("w", (3,), np.float32)
+    assert variable.trainable
+    assert not make(strategy, Aggregation.SUM, on_read=True).trainable
+    assert variable.strategy is strategy
+    assert isinstance(variable, ms.Variable)
+
+
+def test_default_names_are_unique_and_equal_on_all_ranks(strategy):
+    first, second = make(strategy, Aggregation.NONE), make(strategy, Aggregation.NONE)
+    assert first.name != second.name
+    names = strategy.extended.collectives.gather_json([first.name, second.name])
+    assert all(each == names[0] for each in names)
+
+
+def test_ranks_must_agree_when_they_make_a_variable(strategy, others, size):
+    with pytest.raises(ms.errors.EpochMismatchError, match="Variable of 'w'"):
+        make(strategy, Aggregation.NONE, np.zeros(2 if others else 3), name="w")
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (Aggregation.SUM, lambda size: triangle(size)),
+        (Aggregation.MEAN, lambda size: (size - 1) / 2),
+        (Aggregation.ONLY_FIRST_REPLICA, lambda size: 0),
+    ],
+)
+def test_mirrored_writes_in_replica_context_are_merged(strategy, rank, size, aggregation, expected):
+    for method, start in (("assign", 0), ("assign_add", 2), ("assign_sub", 2)):
+        variable = make(strategy, aggregation)
+        result = strategy.run(lambda v, m: getattr(v, m)(float(rank)), args=(variable, method))
+        sign = -1 if method == "assign_sub" else 1
+        assert variable.numpy() == pytest.approx(start + sign * expected(size))
+        assert result.values[0] == variable.numpy()
+
+
+def test_mirrored_write_under_none_in_replica_context_is_refused(strategy, size):
+    variable = make(strategy, Aggregation.NONE)
+    with pytest.raises(ValueError, match="aggregation=VariableAggregation"):
+        strategy.run(lambda: variable.assign(1.0))
+    assert variable.numpy() == 2.0
+    assert strategy.reduce("sum", 1) == size
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+def test_mirrored_write_in_cross_replica_context_is_never_multiplied(strategy, aggregation):
+    variable = make(strategy, aggregation)
+    assert variable.assign(5.0) == 5.0
+    with strategy.scope():
+        assert variable.assign_add(ms.Mirrored(1.0)) == 6.0
+        assert variable.assign_sub(variable, read_value=False) is None
+        with pytest.raises(ValueError, match="PerReplica"):
+            variable.assign(ms.PerReplica(1.0))
+    assert variable.numpy() == 0.0
+
+
+def test_writes_in_update_context_are_local(strategy):
+    variable = make(strategy, Aggregation.SUM)
+    strategy.extended.update(variable, lambda v: v.assign_add(1.0))
+    assert variable.numpy() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (Aggregation.SUM, lambda size: triangle(size)),
+        (Aggregation.MEAN, lambda size: (size - 1) / 2),
+        (Aggregation.ONLY_FIRST_REPLICA, lambda size: 0),
+    ],
+)
+def test_sync_on_read_components_are_aggregated_on_read(
+    strategy, rank, size, aggregation, expected
+):
+    variable = make(strategy, aggregation, on_read=True)
+
+    def fn():
+        assert variable.assign(float(rank)) == rank
+        return variable.value()
+
+    assert strategy.run(fn).values[0] == rank
+    assert variable.numpy() == pytest.approx(expected(size))
+    assert np.asarray(variable) == pytest.approx(expected(size))
+    assert variable.values[0] == rank
+
+
+def test_sync_on_read_sum(strategy, rank, size):
+    variable = make(strategy, Aggregation.SUM, 2, on_read=True)
+    assert variable.numpy() == 2 * size, "the initial value is not divided"
+    for total in (7, -5, 0):
+        assert variable.assign(total) == total
+        own = total // size + (rank < total % size)
+        assert strategy.experimental_local_results(variable)[0] == own
+    with pytest.raises(ValueError, match="SUM has no meaning"):
+        variable.assign_add(1)
+    with pytest.raises(ValueError, match="PerReplica"):
+        variable.assign(ms.PerReplica(1))
+    halves = make(strategy, Aggregation.SUM, 1.0, on_read=True)
+    assert halves.assign(3.0) == pytest.approx(3.0)
+
+
+def test_sync_on_read_none(strategy, size):
+    variable = make(strategy, Aggregation.NONE, 1.0, on_read=True)
+    assert variable.assign(4.0, read_value=False) is None
+    with pytest.raises(ValueError, match="aggregation NONE"):
+        variable.value()
+    assert strategy.run(lambda: variable.value()).values[0] == 4.0
+    assert strategy.reduce("sum", 1) == size
+
+
+def test_views_and_snapshots(strategy):
+    variable = make(strategy, Aggregation.NONE, np.zeros(2))
+    view, array, snapshot, host = (
+        variable.value(),
+        np.asarray(variable),
+        variable.read_value(),
+        variable.numpy(),
+    )
+    variable.assign(np.ones(2))
+    assert view.tolist() == array.tolist() == [1, 1]
+    assert snapshot.tolist() == host.tolist() == [0, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 3
+    given = np.full(2, 7.0)
+    variable.assign(given)
+    given[:] = 0
+    assert variable.numpy().tolist() == [7, 7]
+
+
+def test_operators_follow_numpy(strategy):
+    variable = make(strategy, Aggregation.NONE, np.array([1.0, 4.0], np.float32))
+    assert (variable + 1).tolist() == [2, 5]
+    assert (2 * variable).dtype == np.float32
+    assert (variable @ variable) == 17
+    assert (-variable).tolist() == [-1, -4]
+    assert (variable > 2).tolist() == [False, True]
+    assert np.sqrt(variable).tolist() == [1, 2]
+    assert variable[1] == 4
+    assert len(variable) == 2
+    with pytest.raises(TypeError, match="assign_add"):
+        variable += 1
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(variable)
+    with pytest.raises(TypeError):
+        hash(variable)
+    scalar = make(strategy, Aggregation.NONE, 3)
+    assert (float(scalar), int(scalar), bool(scalar)) == (3.0, 3, True)
+
+
+def test_deepcopy_has_storage_of_its_own(strategy):
+    variable = make(strategy, Aggregation.NONE, np.zeros(2))
+    twin = copy.deepcopy(variable)
+    twin.assign(np.ones(2))
+    assert variable.numpy().tolist() == [0, 0]
+    assert twin.strategy is strategy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"synchronization": ms.VariableSynchronization.NONE}, "NONE"),
+        ({"synchronization": "auto"}, "VariableSynchronization"),
+        ({"aggregation": "sum"}, "VariableAggregation"),
+        ({"initial_value": 1, "aggregation": Aggregation.MEAN}, "floating"),
+        ({"initial_value": "text"}, "dtype"),
+        ({"initial_value": [object()]}, "dtype"),
+    ],
+)
+def test_bad_variables_are_refused_by_name(strategy, size, arguments, text):
+    with strategy.scope(), pytest.raises(ValueError, match=f"'odd'.*{text}"):
+        ms.Variable(**{"initial_value": 1.0, "name": "odd"} | arguments)
+    assert strategy.reduce("sum", 1) == size
+
+
+@pytest.mark.parametrize("value", [np.ones(3), np.ones((1, 2)), 1.0])
+def test_shapes_are_not_broadcast(strategy, value):
+    variable = make(strategy, Aggregation.SUM, np.zeros(2), name="w")
+    with pytest.raises(ValueError, match="'w'.*not broadcast"):
+        variable.assign(value)
+    with pytest.raises(ValueError, match="not broadcast"):
+        strategy.run(lambda: variable.assign(value))
+    with pytest.raises(TypeError, match="Cast it first"):
+        make(strategy, Aggregation.SUM, np.zeros(2, int)).assign(np.full(2, 0.5))
+
+
+def test_plain_variables_outside_every_scope():
+    variable = ms.Variable(1.0, aggregation=Aggregation.SUM)
+    assert variable.assign_add(2.0) == 3.0
+    assert variable.strategy is None
+    on_read = ms.Variable(1.0, synchronization=ON_READ)
+    assert on_read.assign(4.0) == 4.0
+    assert on_read.numpy() == 4.0
+
+
+def test_another_strategy_s_scope_is_refused(strategy):
+    variable = make(strategy, Aggregation.SUM, name="w")
+    with ms.OneDeviceStrategy().scope(), pytest.raises(ms.errors.ContextError, match="'w'"):
+        variable.assign(1.0)
+
+
+def test_one_device_strategy_is_a_world_of_one():
+    strategy = ms.OneDeviceStrategy()
+    assert strategy.num_replicas_in_sync == 1
+    variable = make(strategy, Aggregation.SUM)
+    strategy.run(lambda: variable.assign(5.0))
+    assert variable.numpy() == 5.0
+    assert strategy.reduce("sum", ms.PerReplica(3)) == 3
+
+
+def test_repr_is_local(strategy, rank):
+    variable = make(strategy, Aggregation.SUM, on_read=True, name="w")
+    if rank == 0:
+        assert "'w'" in repr(variable)
+        assert (variable.shape, variable.dtype, variable.ndim) == ((), np.float64, 0)
+
+
+def test_copies_in_a_scope_keep_their_kind(strategy, size):
+    on_read = make(strategy, Aggregation.SUM, on_read=True)
+    plain = ms.Variable(1.0)
+    with strategy.scope():
+        twin, plain_twin = copy.deepcopy(on_read), copy.deepcopy(plain)
+        with pytest.raises(TypeError, match="deepcopy"):
+            copy.copy(on_read)
+        with pytest.raises(TypeError, match="Checkpoint"):
+            pickle.dumps(on_read)
+    assert twin.numpy() == 2 * size
+    assert plain_twin.assign(3.0) == 3.0
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i4", "u8", "f2", "f4", "c8", "?"])
+def test_python_numbers_fit_if_their_kind_and_range_do(strategy, dtype):
+    variable = make(strategy, Aggregation.NONE, np.zeros(2), dtype=dtype, name="w")
+    variable.assign([True, False])
+    assert variable.dtype == np.dtype(dtype)
+    if dtype == "?":
+        with pytest.raises(TypeError, match="'w'"):
+            variable.assign([2, 1])
+        return
+    variable.assign([1, 2])
+    variable.assign_add([1, 1])
+    assert variable.numpy().tolist() == [2, 3]
+    if variable.dtype.kind in "iu":
+        for bad in ([0.5, 1], [-(2**63) if dtype == "i4" else -1, 0], [2**40, 2**70]):
+            with pytest.raises((TypeError, OverflowError)):
+                variable.assign(bad)
+
+
+def test_conversions_follow_numpy_s_protocol(strategy):
+    variable = make(strategy, Aggregation.NONE, np.ones(2))
+    assert not np.shares_memory(np.asarray(variable, copy=True), variable.value())
+    with pytest.raises(ValueError, match="without a copy"):
+        np.asarray(variable, dtype="f4", copy=False)
+    with strategy.scope(), pytest.raises(ValueError, match="complex"):
+        ms.Variable(1 + 2j, dtype="f4")
+    with strategy.scope(), pytest.raises(TypeError, match="string"):
+        ms.Variable(1.0, name=3)

@@ -1,0 +1,226 @@
+"""Reading HDF5 files: fields, several files, chunks, and what is refused."""
+
+import h5py
+import numpy as np
+import pytest
+
+from mpistrat.data import ArraySpec, Dataset
+from mpistrat.data.hdf5_reader import Hdf5Reader
+from mpistrat.errors import DataError
+
+
+def labels(dataset):
+    return np.concatenate([batch["label"] for batch in dataset]).tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 7}, {"chunk": 7, "compression": "gzip"}])
+def test_batches_of_a_file(numbered, options):
+    dataset = Dataset.from_hdf5(numbered(50, **options)).batch(16)
+    batches = list(dataset)
+    assert [len(batch["image"]) for batch in batches] == [16, 16, 16, 2]
+    assert batches[0]["image"].dtype == np.float32
+    for batch in batches:
+        assert (batch["image"] == batch["label"][:, None]).all()
+    assert labels(dataset) == list(range(50))
+    assert dataset.cardinality() == 4
+
+
+def test_fields_give_the_structure(numbered):
+    path = str(numbered(5))
+    image, label = ArraySpec((3,), np.float32), ArraySpec((), np.int64)
+    assert Dataset.from_hdf5(path).element_spec == {"image": image, "label": label}
+    assert Dataset.from_hdf5(path, "label").element_spec == label
+    assert Dataset.from_hdf5(path, ("label", "image")).element_spec == (label, image)
+    assert Dataset.from_hdf5(path, {"x": "/image"}).element_spec == {"x": image}
+    for x, y in Dataset.from_hdf5(path, ("image", "label")):
+        assert x.tolist() == [y] * 3
+
+
+def test_several_files_are_one_sequence(numbered, tmp_path):
+    numbered(5, name="b.h5", first=10)
+    numbered(0, name="c.h5", first=15)
+    numbered(10, name="a.h5", chunk=4)
+    numbered(3, name="d.h5", first=15, chunk=2)
+    dataset = Dataset.from_hdf5(str(tmp_path / "*.h5"))
+    assert dataset.cardinality() == 18
+    assert labels(dataset.batch(4)) == list(range(18))
+    assert sorted(labels(dataset.shuffle(0).batch(4))) == list(range(18))
+    listed = Dataset.from_hdf5([tmp_path / "b.h5", tmp_path / "a.h5"])
+    assert labels(listed.batch(4)) == [*range(10, 15), *range(10)]
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 8, 1000])
+def test_shuffled_files_lose_and_repeat_nothing(numbered, chunk):
+    source = Dataset.from_hdf5(numbered(1000, chunk=chunk))
+    for dataset in (
+        source.shuffle(0).batch(32),
+        source.shuffle(0, window=20).batch(1),
+        source.map(lambda e: e).shuffle(0).batch(999),
+        source.shuffle(0).shuffle(1).batch(32),
+    ):
+        for _ in range(2):
+            order = labels(dataset)
+            assert order != list(range(1000))
+            assert sorted(order) == list(range(1000))
+    assert sorted(labels(source.skip(100).take(500).shuffle(5).batch(32))) == list(range(100, 600))
+    assert sorted(labels(source.shard(3, 1).shuffle(5).batch(32))) == list(range(1, 1000, 3))
+
+
+def test_a_shuffled_file_has_no_visible_order(numbered):
+    dataset = Dataset.from_hdf5(numbered(20_000, chunk=64)).shuffle(0).batch(256)
+    order = np.array(labels(dataset))
+    assert abs(np.corrcoef(np.arange(20_000), order)[0, 1]) < 0.05
+    assert (np.abs(np.diff(order)) == 1).mean() < 0.01
+
+
+def count_chunk_reads(monkeypatch):
+    reads = []
+    read_rows = Hdf5Reader._read_rows
+
+    def counting(self, file, field, layout, start, stop):
+        if layout.is_chunked:
+            reads.append((file, field, start))
+        return read_rows(self, file, field, layout, start, stop)
+
+    monkeypatch.setattr(Hdf5Reader, "_read_rows", counting)
+    return reads
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_shuffled_pass_reads_each_chunk_about_once_over_all_ranks(
+    numbered, all_ranks, monkeypatch, size
+):
+    path = numbered(20_000, chunk=64)
+    reads = count_chunk_reads(monkeypatch)
+    for batches in all_ranks(Dataset.from_hdf5(path).shuffle(0).batch(256), size):
+        assert sum(1 for _ in batches) == 79
+    num_chunks = -(-20_000 // 64)
+    assert len(set(reads)) == num_chunks
+    assert len(reads) <= 1.2 * num_chunks
+
+
+@pytest.mark.parametrize(("num_examples", "batch_size"), [(1797, 64), (1437, 100)])
+@pytest.mark.parametrize(("size", "most"), [(1, 1.0), (2, 1.1), (3, 2.0), (4, 1.5)])
+def test_few_chunks_are_shared_by_few_ranks(
+    numbered, all_ranks, monkeypatch, num_examples, batch_size, size, most
+):
+    path = numbered(num_examples, chunk=128)
+    reads = count_chunk_reads(monkeypatch)
+    for batches in all_ranks(Dataset.from_hdf5(path).shuffle(0).batch(batch_size), size):
+        list(batches)
+    assert len(reads) <= most * -(-num_examples // 128)
+
+
+def test_each_rank_reads_its_own_part_alone(numbered, all_ranks, monkeypatch):
+    path = numbered(64, chunk=8)
+    reads = count_chunk_reads(monkeypatch)
+    last = all_ranks(Dataset.from_hdf5(path).batch(32), size=4)[3]
+    list(last)
+    assert [start for _, _, start in reads] == [24, 56]
+
+
+def test_foreign_byte_order_fixed_strings_bools_and_scalar_examples(tmp_path):
+    with h5py.File(tmp_path / "kinds.h5", "w") as file:
+        file["big"] = np.arange(4, dtype=">f8")
+        file["text"] = np.array([b"ab", b"c", b"", b"d"])
+        file["flag"] = np.array([True, False, True, False])
+        file["none"] = np.zeros((4, 0, 2), np.int8)
+        file.create_group("group")
+    (batch,) = Dataset.from_hdf5(tmp_path / "kinds.h5").batch(4)
+    assert batch["big"].dtype == np.dtype("f8")
+    assert batch["big"].dtype.isnative
+    assert batch["text"].tolist() == [b"ab", b"c", b"", b"d"]
+    assert batch["flag"].tolist() == [True, False, True, False]
+    assert batch["none"].shape == (4, 0, 2)
+
+
+def first_use_raises(*args, match, **kwargs):
+    dataset = Dataset.from_hdf5(*args, **kwargs)
+    for use in (list, Dataset.cardinality, lambda d: d.element_spec):
+        with pytest.raises(DataError, match=match):
+            use(dataset)
+
+
+def test_files_that_cannot_be_read(numbered, tmp_path):
+    first_use_raises(tmp_path / "gone.h5", match="no file .*gone.h5")
+    first_use_raises(str(tmp_path / "*.hdf"), match=r"No file matches .*\*\.hdf")
+    first_use_raises(tmp_path, match="folder")
+    (tmp_path / "text.h5").write_text("not HDF5")
+    first_use_raises(tmp_path / "text.h5", match=r"text\.h5 is not an HDF5 file")
+    path = numbered(1000, chunk=100)
+    path.write_bytes(path.read_bytes()[:5000])
+    first_use_raises(path, match="data.h5 is truncated")
+
+
+def test_fields_that_do_not_fit(numbered, tmp_path):
+    path = numbered(5)
+    first_use_raises(path, "labels", match="'labels' is missing in .*data.h5.* 'image', 'label'")
+    first_use_raises(path, "image/x", match="'image/x' is missing")
+    first_use_raises(numbered(0, name="empty.h5"), match=r"no examples in .*empty\.h5")
+    with h5py.File(path, "a") as file:
+        file["short"] = np.zeros(4)
+        file["group/scalar"] = 3.0
+        file["words"] = ["a", "bc", "d", "e", "f"]
+        file["pairs"] = np.zeros(5, [("x", "f4"), ("y", "f4")])
+    first_use_raises(path, ("image", "short"), match="'image' has 5, 'short' has 4")
+    first_use_raises(path, "group", match="'group' is a group")
+    first_use_raises(path, "group/scalar", match="'group/scalar' .* scalar")
+    first_use_raises(path, "words", match="'words' .*variable-length")
+    first_use_raises(path, "pairs", match="'pairs' .*compound")
+    for name, value in (("scalar", 3.0), ("nothing", h5py.Empty("f4")), ("words", ["a"] * 5)):
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["image"] = np.zeros(5)
+            file[name] = value
+        first_use_raises(tmp_path / f"{name}.h5", match=rf"'{name}' of .*fields=\(")
+    with h5py.File(tmp_path / "groups.h5", "w") as file:
+        file["group/x"] = np.zeros(3)
+    first_use_raises(tmp_path / "groups.h5", match="no data set at its top level")
+    assert Dataset.from_hdf5(tmp_path / "groups.h5", "group/x").cardinality() == 3
+
+
+def test_files_that_do_not_fit_each_other(numbered, tmp_path):
+    paths = [numbered(5), tmp_path / "wide.h5"]
+    with h5py.File(paths[1], "w") as file:
+        file["image"] = np.zeros((5, 4), np.float32)
+    first_use_raises(paths, "image", match=r"'image' .*\(4,\).*wide\.h5.*\(3,\).*data\.h5")
+
+
+def test_damage_inside_a_file_names_the_rows(numbered):
+    path = numbered(1000, chunk=100, compression="gzip", fletcher32=True)
+    dataset = Dataset.from_hdf5(path, "image").batch(100)
+    assert dataset.cardinality() == 10
+    with h5py.File(path) as file:
+        chunk = file["image"].id.get_chunk_info(3)
+    raw = bytearray(path.read_bytes())
+    raw[chunk.byte_offset + chunk.size // 2] ^= 0xFF
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"Rows 300 to 399 of the field 'image' of .*data\.h5"):
+        list(dataset)
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (([],), ValueError),
+        ((3,), TypeError),
+        (([3],), TypeError),
+        (("x.h5", ()), ValueError),
+        (("x.h5", 3), TypeError),
+        (("x.h5", ("a", 3)), TypeError),
+    ],
+)
+def test_arguments_that_are_no_files_or_fields(args, error):
+    with pytest.raises(error):
+        Dataset.from_hdf5(*args)
+
+
+def test_files_are_closed_after_a_pass_and_after_one_broken_off(numbered):
+    path = numbered(100, chunk=10)
+    dataset = Dataset.from_hdf5(path).batch(10)
+    list(dataset)
+    iterator = iter(dataset)
+    next(iterator)
+    del iterator
+    # HDF5 refuses to open a file for writing that is open for reading.
+    with h5py.File(path, "r+") as file:
+        assert file["label"].shape == (100,)

@@ -1,0 +1,283 @@
+"""Ranks that raise, leave or are killed: the job ends at once, and says who and where."""
+
+import time
+
+import pytest
+
+from mpistrat.testing import launch
+
+pytestmark = pytest.mark.launches
+
+PRELUDE = """
+import os, sys, time
+import numpy as np
+import mpistrat as ms
+strategy = ms.MPIStrategy()
+rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
+last = size - 1
+def all_reduce(value):
+    return ms.get_replica_context().all_reduce("sum", value)
+"""
+
+
+def fail(tmp_path, program, ranks=3, limit_s=20, **variables):
+    """Run `program` and return its standard error, once it has failed as every failure should."""
+    script = tmp_path / "program.py"
+    script.write_text(PRELUDE + program)
+    began = time.monotonic()
+    result = launch.run([script], ranks, limit_s, env=variables)
+    assert result.returncode != 0, result.stdout
+    assert time.monotonic() - began < limit_s
+    # Open MPI's runtime sometimes complains in brackets while a job goes down.
+    lines = result.stderr.split("\n")
+    ours = [line for line in lines if line.strip() and not line.startswith("[")]
+    # What the launcher adds of its own comes last.
+    for mark in ("=====", "-----", "Abort("):
+        ours = ours[: next((i for i, line in enumerate(ours) if line.startswith(mark)), None)]
+    assert len(ours) <= 40, result.stderr
+    text = "\n".join(ours)
+    assert text.count("Traceback") == 1, result.stderr
+    return text
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_exception_in_step_on_one_rank(tmp_path, ranks):
+    text = fail(
+        tmp_path,
+        """
+def step():
+    if rank == last:
+        raise ZeroDivisionError("the loss is gone")
+    return all_reduce(np.ones(3))
+for _ in range(3):
+    strategy.run(step)
+""",
+        ranks,
+    )
+    assert text.startswith(f"mpistrat: rank {ranks - 1} of {ranks} failed at program.py:13:")
+    assert text.endswith("ZeroDivisionError: the loss is gone")
+
+
+def test_the_same_exception_on_all_ranks_is_one_message(tmp_path):
+    text = fail(tmp_path, 'raise ValueError(f"bad file, says rank {rank} of {size}")')
+    assert "ranks 0-2 of 3 failed at program.py:" in text
+    assert text.endswith("ValueError: bad file, says rank 0 of 3")
+
+
+def test_different_exceptions_are_summed_up(tmp_path):
+    text = fail(tmp_path, 'open("nowhere") if rank else int("x")')
+    assert "rank 0 of 3 failed" in text
+    assert "ranks 1-2 failed at program.py:10: FileNotFoundError" in text
+
+
+def test_the_others_are_busy_elsewhere(tmp_path):
+    text = fail(
+        tmp_path,
+        'if rank == 1:\n    raise KeyError("early")\ntime.sleep(60)',
+        MPISTRAT_EXIT_GRACE_S="1",
+    )
+    assert "rank 1 of 3 failed at program.py:11:" in text
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "raise SystemExit", "pass"])
+def test_a_rank_leaves_while_others_wait(tmp_path, leave):
+    text = fail(
+        tmp_path,
+        f'if rank == 1:\n    {leave}\nelse:\n    strategy.reduce("sum", 1)',
+    )
+    assert "EpochError: rank 1 ended" in text
+    assert "ranks 0, 2: reduce SUM" in text
+    assert "at program.py:13" in text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "loss.result()",
+        'ms.Checkpoint(loss=loss).write("x.h5")',
+        "with_scope()",
+    ],
+)
+def test_a_collective_behind_if_rank_is_0(tmp_path, call):
+    text = fail(
+        tmp_path,
+        f"""
+def with_scope():
+    with strategy.scope():
+        return ms.Variable(1.0)
+with strategy.scope():
+    loss = ms.metrics.Mean(name="loss")
+if rank == 0:
+    {call}
+strategy.reduce("sum", 1)
+""",
+    )
+    assert "EpochMismatchError: The ranks disagree:" in text
+    assert "ranks 1-2: reduce SUM" in text
+    assert "at program.py:18" in text
+    assert "ranks 0-2 of 3 failed at program.py:" in text
+    assert not (tmp_path / "x.h5").exists()
+
+
+def test_a_rank_that_never_comes_is_a_timeout(tmp_path):
+    text = fail(
+        tmp_path,
+        'if rank == 1:\n    time.sleep(60)\nstrategy.reduce("sum", 1)',
+        MPISTRAT_TIMEOUT_S="1",
+        MPISTRAT_EXIT_GRACE_S="1",
+    )
+    assert "EpochTimeoutError" in text
+    assert "within 1 s" in text
+
+
+def test_a_killed_rank_ends_the_job(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        PRELUDE + 'if rank == 1:\n    os.kill(os.getpid(), 9)\nstrategy.reduce("sum", 1)'
+    )
+    assert launch.run([script], 3, 30).returncode != 0
+
+
+def test_a_healthy_program_ends_quietly_also_when_ranks_end_at_different_times(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(PRELUDE + 'strategy.reduce("sum", 1)\ntime.sleep(rank)\nprint("done")')
+    result = launch.run([script], 3, 30)
+    assert result.returncode == 0
+    assert result.stdout.split() == ["done"] * 3
+    assert result.stderr == ""
+
+
+def test_a_strategy_survives_what_all_ranks_catch(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        PRELUDE
+        + """
+def step():
+    raise ZeroDivisionError
+for _ in range(3):
+    try:
+        strategy.run(step)
+    except ZeroDivisionError:
+        pass
+assert strategy.reduce("sum", 1) == size
+"""
+    )
+    result = launch.run([script], 3, 30)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+BEFORE = """
+import os, sys, time
+import mpistrat as ms
+rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
+"""
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        'raise KeyError("early")',
+        "from mpi4py import MPI; MPI.COMM_WORLD.rank / 0",
+        'os.environ["MPISTRAT_TIMEOUT_S"] = "soon"; ms.MPIStrategy()',
+        "ms.MPIStrategy(comm=3)",
+        'ms.MPIStrategy(device="tpu")',
+    ],
+)
+def test_a_rank_that_fails_before_or_while_it_makes_the_first_strategy(tmp_path, failure):
+    script = tmp_path / "program.py"
+    script.write_text(BEFORE + f"if rank == 1:\n    {failure}\nms.MPIStrategy()\ntime.sleep(0.1)\n")
+    result = launch.run([script], 3, 20)
+    assert result.returncode != 0
+    assert result.stderr.count("Traceback") == 1, result.stderr
+    if "PMI" in result.stderr or (launch.is_open_mpi() and "early" in failure):
+        return  # without MPI, a rank of Open MPI is ended by its launcher
+    assert "rank 1 of 3 failed at program.py:6:" in result.stderr
+
+
+def test_ranks_are_those_of_the_largest_group(tmp_path):
+    text = fail(
+        tmp_path,
+        """
+from mpi4py import MPI
+ms.MPIStrategy(MPI.COMM_SELF)
+if rank == 1:
+    raise KeyError("here")
+strategy.reduce("sum", 1)
+""",
+    )
+    assert "rank 1 of 3 failed at program.py:14:" in text
+
+
+def test_an_interrupted_wait_that_is_caught_ends_the_job_all_the_same(tmp_path):
+    text = fail(
+        tmp_path,
+        """
+import signal
+def ring(*_):
+    raise InterruptedError("alarm")
+if rank == 0:
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        strategy.reduce("sum", 1)
+    except InterruptedError:
+        pass
+    strategy.reduce("sum", 1)
+else:
+    time.sleep(1)
+    strategy.reduce("sum", 1)
+""",
+        MPISTRAT_EXIT_GRACE_S="1",
+    )
+    assert "EpochError: The wait for reduce at program.py:18 was interrupted" in text
+
+
+def test_leaving_inside_run_names_the_line(tmp_path):
+    text = fail(
+        tmp_path,
+        """
+def step():
+    if rank == 1:
+        sys.exit()
+    return all_reduce(1)
+strategy.run(step)
+""",
+    )
+    assert (
+        "rank 1: ended (left the program) at program.py, after SystemExit at program.py:13" in text
+    )
+
+
+@pytest.mark.parametrize("ending", ["", 'raise KeyError("after")'])
+def test_a_dropped_handle_does_no_harm(tmp_path, ending):
+    script = tmp_path / "program.py"
+    script.write_text(
+        PRELUDE
+        + f"""
+def drop():
+    for _ in range(3):
+        ms.get_replica_context().start_all_reduce("sum", np.ones(2_000_000))
+strategy.run(drop)
+junk = [np.full(2_000_000, 7.0) for _ in range(5)]
+assert strategy.reduce("sum", np.ones(1000)).tolist() == [size] * 1000
+assert all((each == 7).all() for each in junk)
+print("done")
+{ending}
+"""
+    )
+    result = launch.run([script], 3, 60)
+    assert result.stdout.split() == ["done"] * 3, result.stderr
+    assert (result.returncode == 0) is (not ending), result.stderr
+    assert result.stderr.count("Traceback") == bool(ending)
+
+
+def test_the_limit_holds_for_the_first_strategy_too(tmp_path):
+    script = tmp_path / "program.py"
+    # MPI itself starts on all ranks together, and no limit can end that.
+    script.write_text(
+        BEFORE + "from mpi4py import MPI\nif rank == 1:\n    time.sleep(30)\nms.MPIStrategy()\n"
+    )
+    changes = {"MPISTRAT_TIMEOUT_S": "1", "MPISTRAT_EXIT_GRACE_S": "1"}
+    result = launch.run([script], 3, 20, env=changes)
+    assert result.returncode != 0
+    assert "EpochTimeoutError: Some ranks did not come to MPIStrategy() within 1 s" in result.stderr

@@ -1,0 +1,79 @@
+"""The documentation tells the truth: its code runs, and it has an entry for every public name."""
+
+import inspect
+import re
+import shutil
+
+import pytest
+
+import mpistrat as ms
+from mpistrat.testing import launch
+from tests import ROOT
+from tests.jobs.conftest import digits  # noqa: F401  the file that the pages read
+
+PAGES = [
+    ROOT / "README.md",
+    *sorted(
+        page
+        for page in (ROOT / "docs").rglob("*.md")
+        if not {"_build", "reference", "benchmarks"} & set(page.parts)
+    ),
+]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NOT_RUN = "<!-- not run -->\n"
+
+
+def program(text):
+    """Return the python blocks of a page as one program, each in its own lines of the page."""
+    lines = [""] * (text.count("\n") + 1)
+    for match in BLOCK.finditer(text):
+        if text[: match.start()].endswith(NOT_RUN):
+            continue
+        first = text[: match.start(1)].count("\n")
+        block = match[1].split("\n")
+        lines[first : first + len(block)] = block
+    return "\n".join(lines)
+
+
+def pages_with_code():
+    found = {str(page.relative_to(ROOT)): program(page.read_text()) for page in PAGES}
+    return {name: code for name, code in found.items() if code.strip()}
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("ranks", [None, 2], ids=["alone", "two_ranks"])
+@pytest.mark.parametrize(("name", "code"), pages_with_code().items(), ids=pages_with_code())
+def test_the_code_of_a_page_runs(name, code, ranks, digits, tmp_path):  # noqa: F811
+    (tmp_path / "data").mkdir()
+    shutil.copy(digits, tmp_path / "data" / "digits.h5")
+    page = tmp_path / "page.py"
+    page.write_text(code)
+    done = launch.run(["-W", "error", page], ranks, limit_s=60, cwd=tmp_path)
+    assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
+
+
+def public_names():
+    names = {f"mpistrat.{name}" for name in ms.__all__}
+    for module in filter(inspect.ismodule, (getattr(ms, name) for name in ms.__all__)):
+        names |= {f"{module.__name__}.{name}" for name in module.__all__}
+    return names
+
+
+def documented_names():
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    directive = re.compile(r"^\.\. (?:py:|auto)\w+:: (\S+)$", re.MULTILINE)
+    return {name for page in pages for name in directive.findall(page.read_text())}
+
+
+def test_every_public_name_has_an_entry_in_the_reference():
+    assert public_names() - documented_names() == set()
+
+
+def test_the_reference_has_no_entry_for_what_is_not_public():
+    assert documented_names() - public_names() == set()
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"

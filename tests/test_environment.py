@@ -1,0 +1,61 @@
+"""environment.yml asks for what pyproject.toml asks for, in the same versions."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONDA = yaml.safe_load((ROOT / "environment.yml").read_text())
+
+CONDA_NAMES = {"matplotlib": "matplotlib-base", "cupy-cuda13x": "cupy"}
+ONLY_CONDA = {"python", "pip", "cuda-version"}
+EXTRAS = ("openmpi", "cuda13x", "jobs", "test", "docs")
+
+
+def conda_requirements():
+    """Return ``{name: (version, build)}``, the build being an empty string where none is named."""
+    fields = [line.split() for line in CONDA["dependencies"]]
+    return {f[0]: (f[1] if len(f) > 1 else "", f[2] if len(f) > 2 else "") for f in fields}
+
+
+def pip_requirements():
+    lines = [*PROJECT["dependencies"]]
+    for extra in EXTRAS:
+        lines += PROJECT["optional-dependencies"][extra]
+    requirements = map(Requirement, lines)
+    return {CONDA_NAMES.get(r.name, r.name): str(r.specifier) for r in requirements}
+
+
+@pytest.mark.parametrize(("name", "version"), pip_requirements().items())
+def test_conda_asks_for_the_version_of_pyproject(name, version):
+    assert conda_requirements()[name][0] == version
+
+
+def test_conda_asks_for_nothing_that_pyproject_does_not_know():
+    assert conda_requirements().keys() - ONLY_CONDA == pip_requirements().keys()
+
+
+def test_python_is_that_of_pyproject():
+    assert conda_requirements()["python"][0] == PROJECT["requires-python"]
+
+
+def test_h5py_is_built_with_the_mpi_of_the_environment():
+    assert "openmpi" in conda_requirements()
+    assert conda_requirements()["h5py"][1] == "mpi_openmpi*"
+
+
+def test_cuda_support_of_open_mpi_is_on():
+    assert CONDA["variables"]["OMPI_MCA_opal_cuda_support"] == "true"
+
+
+def test_only_one_channel_is_used():
+    assert CONDA["channels"] == ["conda-forge", "nodefaults"]

@@ -1,0 +1,102 @@
+import collections
+import dataclasses
+import enum
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat import nests
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    first: object
+    second: object
+
+
+def containers(children):
+    return (
+        st.lists(children, max_size=3)
+        | st.lists(children, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=2), children, max_size=3)
+        | st.builds(Point, children, children)
+        | st.builds(Pair, children, children)
+    )
+
+
+NESTS = st.recursive(st.none() | st.integers() | st.text(max_size=2), containers, max_leaves=8)
+
+
+@given(NESTS)
+def test_round_trip(nest):
+    leaves, structure = nests.flatten(nest)
+    assert nests.unflatten(structure, leaves) == nest
+    paths, same_leaves, same_structure = nests.flatten_with_paths(nest)
+    assert same_leaves == leaves
+    assert same_structure == structure
+    assert len(set(paths)) == len(paths) == len(leaves)
+
+
+def test_dicts_match_by_key():
+    first, second = {"a": 1, "b": 2}, {"b": 4, "a": 3}
+    assert nests.flatten(first)[1] == nests.flatten(second)[1]
+    assert nests.flatten(second)[0] == [3, 4]
+    assert list(nests.map_nest(str, second)) == ["b", "a"]
+
+
+def test_structures_of_one_dataclass_are_equal_and_keep_no_values():
+    one, other = nests.flatten(Pair([1], 2))[1], nests.flatten(Pair([3], 4))[1]
+    assert one == other
+    assert hash(one) == hash(other)
+    assert repr(one) == repr(other)
+    assert nests.flatten(Pair(1, 2))[1] != nests.flatten(Pair((1,), 2))[1]
+
+
+def test_a_leaf_type_is_no_container():
+    @nests.leaf_type
+    @dataclasses.dataclass
+    class Leaf:
+        inside: list
+
+    leaf = Leaf([1])
+    assert nests.flatten([leaf])[0] == [leaf]
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Config(dict):
+    pass
+
+
+def signature(nest):
+    return nests.signature(nests.flatten(nest)[1])
+
+
+def test_signatures_depend_on_keys_alone():
+    assert signature({"b": 1, "a": [2, None]}) == signature({"a": [3, 4], "b": 5})
+    first = collections.defaultdict(lambda: 0, a=1)
+    second = collections.defaultdict(lambda: 1, a=2)
+    assert signature(first) == signature(second)
+    assert signature({frozenset("abc"): 1}) == signature({frozenset("cba"): 1})
+    assert "0x" not in signature({object(): 1, Colour.RED: 2})
+    assert signature([1]) != signature((1,)) != signature({"a": 1}) != signature({"b": 1})
+    assert signature(Pair(1, 2)) == signature(Pair(3, 4)) != signature(Pair(1, [2]))
+    assert signature(3) == "*"
+
+
+def test_dict_subclasses_are_containers_and_match_by_key():
+    first, second = Config(a=1, b=[2]), Config(b=[4], a=3)
+    assert nests.flatten(first)[1] == nests.flatten(second)[1]
+    back = nests.map_nest(lambda x: x * 10, second)
+    assert isinstance(back, Config)
+    assert back == {"a": 30, "b": [40]}
+    assert second == {"a": 3, "b": [4]}
+    counter = collections.Counter("aab")
+    assert nests.map_nest(str, counter) == {"a": "2", "b": "1"}
+    colours = Config({Colour.RED: 1, Colour.BLUE: 2})
+    assert nests.flatten(colours)[0] == nests.flatten(Config(reversed(colours.items())))[0]

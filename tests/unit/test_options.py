@@ -1,0 +1,73 @@
+import pytest
+
+import mpistrat as ms
+from mpistrat.launcher import find_launcher
+from mpistrat.settings import Settings
+from mpistrat.strategies.device_strings import Place, parse_place, spell_place
+
+
+@pytest.mark.parametrize("text", ["SUM", "sum", "Sum"])
+def test_reduce_op_takes_strings_of_any_case(text):
+    assert ms.ReduceOp.parse(text) is ms.ReduceOp.SUM
+
+
+def test_bad_options():
+    for arguments, error in (
+        ({"bytes_per_pack": 0}, ValueError),
+        ({"bytes_per_pack": 1.5}, TypeError),
+        ({"timeout_seconds": 0}, ValueError),
+        ({"implementation": "MPI"}, TypeError),
+        ({"wire_dtype": "float32"}, ValueError),
+    ):
+        with pytest.raises(error):
+            ms.CommunicationOptions(**arguments)
+    with pytest.raises(NotImplementedError):
+        ms.InputOptions(experimental_place_dataset_on_device=True)
+
+
+def test_settings():
+    assert Settings.parse({"HOME": "/"}) == Settings()
+    assert Settings.parse({"MPISTRAT_TIMEOUT_S": "2.5"}).timeout_s == 2.5
+    assert Settings.parse({"MPISTRAT_TIMEOUT_S": "none"}).timeout_s is None
+    for bad in ({"MPISTRAT_TIMEOUT": "1"}, {"MPISTRAT_TIMEOUT_S": "-1"}):
+        with pytest.raises(ValueError, match="MPISTRAT_TIMEOUT"):
+            Settings.parse(bad)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "num_tasks"),
+    [
+        ({}, "none", 1),
+        ({"PMI_RANK": "0", "HYDI_CONTROL_FD": "7"}, "mpich", 1),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "openmpi", 1),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "slurm", 4),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, "none", 1),
+        ({"FLUX_TASK_RANK": "0"}, "flux", 1),
+        ({"PALS_RANKID": "0"}, "pals", 1),
+    ],
+)
+def test_launchers(variables, name, num_tasks):
+    launcher = find_launcher(variables)
+    assert (launcher.name, launcher.num_tasks) == (name, num_tasks)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("cpu:0", Place(None, "cpu", 0)),
+        ("CPU:0", Place(None, "cpu", 0)),
+        ("/cpu:0", Place(None, "cpu", 0)),
+        ("/device:GPU:1", Place(None, "gpu", 1)),
+        ("/job:worker/task:3/device:GPU:0", Place(3, "gpu", 0)),
+        ("/job:worker/replica:0/task:0/device:CPU:0", Place(0, "cpu", 0)),
+        (spell_place(2, "gpu", 1), Place(2, "gpu", 1)),
+    ],
+)
+def test_device_strings(text, place):
+    assert parse_place(text, 4) == place
+
+
+@pytest.mark.parametrize("text", ["", "tpu:0", "cpu:x", "/job:ps/task:0/cpu:0", "/task:4/cpu:0"])
+def test_unknown_device_strings(text):
+    with pytest.raises(ValueError, match="device"):
+        parse_place(text, 4)
