@@ -20,6 +20,8 @@ from mpistrat.errors import LaunchError
 __all__ = [
     "Array",
     "Device",
+    "address_of",
+    "elementwise_kernel",
     "host_copy",
     "host_view",
     "is_array",
@@ -126,6 +128,20 @@ def is_array(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Return whether `value` is a number; bools are. Local."""
     return isinstance(value, numbers.Number)
+
+
+def address_of(array: Array) -> int:
+    """Return where the memory of `array` begins, on the host or its device. Local."""
+    interface = "__array_interface__" if is_on_host(array) else "__cuda_array_interface__"
+    return int(getattr(array, interface)["data"][0])
+
+
+def elementwise_kernel(inputs: str, outputs: str, body: str, name: str) -> Any:
+    """Return a kernel that does `body`, in CUDA C++, to each element of device arrays. Local.
+
+    See `cupy.ElementwiseKernel`. Outputs that are given may be read in `body` too.
+    """
+    return _cupy().ElementwiseKernel(inputs, outputs, body, name)
 
 
 def native(array: np.ndarray) -> np.ndarray:

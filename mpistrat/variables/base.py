@@ -157,6 +157,15 @@ class Variable(NDArrayOperatorsMixin):
         """The components on this rank: a tuple with one read-only view. Local."""
         return (self._view(),)
 
+    @property
+    def storage(self) -> Array:
+        """The local component itself, in C order, for code that updates it in place. Local.
+
+        What is written to a mirrored variable must be the same on every rank, as in update
+        context.
+        """
+        return self._storage
+
     def _view(self) -> Array:
         view = self._storage.view()
         if is_on_host(view):
