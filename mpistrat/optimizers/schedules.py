@@ -1,0 +1,245 @@
+"""Learning-rate schedules: pure functions of the step number.
+
+A schedule has no state of its own. An optimizer calls it with its `iterations`, which are in
+every checkpoint of the optimizer, so that a resumed job goes on at the rate where it stopped.
+"""
+
+from __future__ import annotations
+
+import abc
+import bisect
+import math
+import numbers
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "Constant",
+    "CosineDecay",
+    "ExponentialDecay",
+    "LearningRateSchedule",
+    "PiecewiseConstantDecay",
+]
+
+
+class LearningRateSchedule(abc.ABC):
+    """Base of schedules, which an optimizer takes as its `learning_rate`.
+
+    Calling one with the number of a step, an integer from 0 on, gives the rate of that step.
+    **Local**. It raises `ValueError` for a negative step and `TypeError` for one that is no
+    integer. Schedules with equal parameters are equal, have the same `repr`, and give the same
+    rates to the bit.
+    """
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of `step`. Local."""
+        try:
+            number = operator.index(step)
+        except TypeError:
+            raise TypeError(
+                f"{type(self).__name__} takes the number of a step, an integer, not {step!r} of "
+                f"type {type(step).__name__}."
+            ) from None
+        if number < 0:
+            raise ValueError(f"{type(self).__name__} takes a step from 0 on, not {number}.")
+        return self._rate(number)
+
+    @abc.abstractmethod
+    def _rate(self, step: int) -> float:
+        """Return the learning rate of `step`, which is at least 0."""
+
+    def _settle(self, name: str, value: object) -> None:
+        """Set a field, which is frozen for users, to its value in the canonical type."""
+        object.__setattr__(self, name, value)
+
+    def _settle_rate(self, name: str) -> None:
+        rate = _number(type(self).__name__, name, getattr(self, name))
+        if rate < 0:
+            raise ValueError(f"{type(self).__name__}: {name} must be at least 0, not {rate}.")
+        self._settle(name, rate)
+
+    def _settle_steps(self, name: str, at_least: int) -> None:
+        steps = _count(type(self).__name__, name, getattr(self, name))
+        if steps < at_least:
+            raise ValueError(
+                f"{type(self).__name__}: {name} must be at least {at_least}, not {steps}."
+            )
+        self._settle(name, steps)
+
+
+@dataclass(frozen=True)
+class Constant(LearningRateSchedule):
+    """The same learning rate at every step, as a plain number gives it.
+
+    Raises
+    ------
+    TypeError
+        If the rate is no number.
+    ValueError
+        If it is negative or not finite.
+    """
+
+    learning_rate: float
+
+    def __post_init__(self) -> None:
+        self._settle_rate("learning_rate")
+
+    def _rate(self, step: int) -> float:
+        return self.learning_rate
+
+
+@dataclass(frozen=True)
+class PiecewiseConstantDecay(LearningRateSchedule):
+    """A rate for each stretch of steps: the *step* schedule.
+
+    ``values[i]`` rules up to and including the step ``boundaries[i]``, and the last one from then
+    on, as in Keras.
+
+    Raises
+    ------
+    TypeError
+        If a boundary is no integer, or a value no number.
+    ValueError
+        If there is not one value more than boundaries, the boundaries do not rise from 0 on, or
+        a value is negative or not finite.
+    """
+
+    boundaries: Sequence[int]
+    """Last step of each stretch but the last one; kept as a tuple."""
+    values: Sequence[float]
+    """Rates, one more than `boundaries`; kept as a tuple."""
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        boundaries = tuple(_count(kind, "a boundary", each) for each in self.boundaries)
+        values = tuple(_number(kind, "a value", each) for each in self.values)
+        if len(values) != len(boundaries) + 1:
+            raise ValueError(
+                f"{kind} needs one value more than boundaries, but has {len(values)} values and "
+                f"{len(boundaries)} boundaries."
+            )
+        if any(low >= high for low, high in zip((-1, *boundaries), boundaries, strict=False)):
+            raise ValueError(f"{kind}: boundaries must rise from 0 on, unlike {boundaries}.")
+        if min(values) < 0:
+            raise ValueError(f"{kind}: values must be at least 0, not {values}.")
+        self._settle("boundaries", boundaries)
+        self._settle("values", values)
+
+    def _rate(self, step: int) -> float:
+        return self.values[bisect.bisect_left(self.boundaries, step)]
+
+
+@dataclass(frozen=True)
+class ExponentialDecay(LearningRateSchedule):
+    """``initial_learning_rate * decay_rate ** (step / decay_steps)``.
+
+    Raises
+    ------
+    TypeError
+        If a parameter has another type.
+    ValueError
+        If the rate is negative or not finite, `decay_steps` below 1, or `decay_rate` outside
+        (0, 1].
+    """
+
+    initial_learning_rate: float
+    decay_steps: int
+    """Steps in which the rate falls by the factor `decay_rate`."""
+    decay_rate: float
+    staircase: bool = False
+    """Whether it falls at once after each `decay_steps` steps, and stays the same in between."""
+
+    def __post_init__(self) -> None:
+        self._settle_rate("initial_learning_rate")
+        self._settle_steps("decay_steps", at_least=1)
+        decay_rate = _number("ExponentialDecay", "decay_rate", self.decay_rate)
+        if not 0 < decay_rate <= 1:
+            raise ValueError(f"ExponentialDecay: decay_rate must be in (0, 1], not {decay_rate}.")
+        self._settle("decay_rate", decay_rate)
+        self._settle("staircase", bool(self.staircase))
+
+    def _rate(self, step: int) -> float:
+        exponent = step // self.decay_steps if self.staircase else step / self.decay_steps
+        return self.initial_learning_rate * self.decay_rate**exponent
+
+
+@dataclass(frozen=True)
+class CosineDecay(LearningRateSchedule):
+    """Half a cosine wave down to a floor, after a linear warm-up where one is asked for.
+
+    Without `warmup_target` the rate falls from `initial_learning_rate`. With it, the rate rises
+    in a line from `initial_learning_rate` at step 0 to `warmup_target` at step `warmup_steps`,
+    and falls from there. The fall takes `decay_steps` further steps and ends at `alpha` times
+    the rate that it started from, where the rate stays (Loshchilov and Hutter, "SGDR", 2017,
+    without restarts). The parameters are those of Keras.
+
+    Raises
+    ------
+    TypeError
+        If a parameter has another type.
+    ValueError
+        If a rate is negative or not finite, `decay_steps` below 1, `warmup_steps` negative,
+        `alpha` outside [0, 1], or only one of `warmup_target` and `warmup_steps` is given.
+    """
+
+    initial_learning_rate: float
+    decay_steps: int
+    """Steps of the fall, which those of the warm-up come before."""
+    alpha: float = 0.0
+    """The floor, as a share of the highest rate."""
+    warmup_target: float | None = None
+    """Rate at the end of the warm-up."""
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._settle_rate("initial_learning_rate")
+        self._settle_steps("decay_steps", at_least=1)
+        self._settle_steps("warmup_steps", at_least=0)
+        alpha = _number("CosineDecay", "alpha", self.alpha)
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"CosineDecay: alpha must be in [0, 1], not {alpha}.")
+        self._settle("alpha", alpha)
+        if (self.warmup_target is None) != (self.warmup_steps == 0):
+            raise ValueError(
+                "CosineDecay: a warm-up needs both warmup_target and warmup_steps, but they are "
+                f"{self.warmup_target} and {self.warmup_steps}."
+            )
+        if self.warmup_target is not None:
+            self._settle_rate("warmup_target")
+
+    def _rate(self, step: int) -> float:
+        start = self.initial_learning_rate
+        if self.warmup_target is None:
+            return self._fallen(start, step)
+        if step >= self.warmup_steps:
+            return self._fallen(self.warmup_target, step - self.warmup_steps)
+        return start + (self.warmup_target - start) * (step / self.warmup_steps)
+
+    def _fallen(self, peak: float, step: int) -> float:
+        share = min(step, self.decay_steps) / self.decay_steps
+        cosine = (1 + math.cos(math.pi * share)) / 2
+        return peak * ((1 - self.alpha) * cosine + self.alpha)
+
+
+def _number(kind: str, name: str, value: Any) -> float:
+    """Return a parameter as a finite float."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{kind}: {name} must be a number, not {value!r} of type {type(value).__name__}."
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{kind}: {name} must be finite, not {number}.")
+    return number
+
+
+def _count(kind: str, name: str, value: Any) -> int:
+    """Return a parameter as an integer."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{kind}: {name} must be an integer, not {value!r} of type {type(value).__name__}."
+        ) from None
