@@ -1,7 +1,10 @@
 """Optimizers: they reduce gradients over replicas and update variables."""
 
+from mpistrat.optimizers import schedules
+from mpistrat.optimizers.accumulation import GradientAccumulator
 from mpistrat.optimizers.adam import Adam
 from mpistrat.optimizers.base import Optimizer
+from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.sgd import SGD
 
-__all__ = ["SGD", "Adam", "Optimizer"]
+__all__ = ["SGD", "Adam", "GradientAccumulator", "LossScale", "Optimizer", "schedules"]

@@ -5,11 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from mpistrat.arrays import Array, namespace_of
+import numpy as np
+
 from mpistrat.optimizers.base import Optimizer
-from mpistrat.variables import Variable
+from mpistrat.optimizers.loss_scale import LossScale
+from mpistrat.optimizers.rule import Rule
 
 __all__ = ["Adam"]
+
+Block = np.ndarray
+Blocks = Sequence[np.ndarray]
+
+
+def _adam(w: Block, g: Block, slots: Blocks, constants: Blocks, t: Block) -> None:
+    (first, second), (rate, gain_1, gain_2, epsilon) = slots, constants
+    np.subtract(g, first, out=t)
+    np.multiply(t, gain_1, out=t)
+    np.add(first, t, out=first)
+    np.multiply(g, g, out=t)
+    np.subtract(t, second, out=t)
+    np.multiply(t, gain_2, out=t)
+    np.add(second, t, out=second)
+    np.sqrt(second, out=t)
+    np.add(t, epsilon, out=t)
+    np.divide(first, t, out=t)
+    np.multiply(t, rate, out=t)
+    np.subtract(w, t, out=w)
+
+
+_ADAM = Rule(
+    "adam",
+    ("first_moment", "second_moment"),
+    ("rate", "gain_1", "gain_2", "epsilon"),
+    _adam,
+    """
+    first_moment += gain_1 * (gradient - first_moment);
+    second_moment += gain_2 * (gradient * gradient - second_moment);
+    weight -= rate * first_moment / (sqrt(second_moment) + epsilon);
+    """,
+)
 
 
 class Adam(Optimizer):
@@ -25,6 +59,8 @@ class Adam(Optimizer):
         Added to the root of the second moment.
     weight_decay : float, optional
         Decoupled, before the step: AdamW.
+    global_clipnorm, loss_scale
+        See `Optimizer`.
 
     Raises
     ------
@@ -43,8 +79,18 @@ class Adam(Optimizer):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         weight_decay: float | None = None,
+        global_clipnorm: float | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        super().__init__(learning_rate, weight_decay, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon)
+        super().__init__(
+            learning_rate,
+            weight_decay,
+            global_clipnorm,
+            loss_scale,
+            beta_1=beta_1,
+            beta_2=beta_2,
+            epsilon=epsilon,
+        )
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
@@ -54,23 +100,12 @@ class Adam(Optimizer):
         if not self.epsilon > 0:
             raise ValueError(f"Adam: epsilon must be positive, not {self.epsilon}.")
 
-    def _slot_names(self) -> Sequence[str]:
-        return ("first_moment", "second_moment")
+    @property
+    def _rule(self) -> Rule:
+        return _ADAM
 
-    def _delta(self, variable: Variable, gradient: Array, rate: float, step: int) -> Array:
-        xp = namespace_of(gradient)
-        real = gradient.dtype.type
-        first = self.slot(variable, "first_moment")
-        second = self.slot(variable, "second_moment")
-        first.assign(
-            first.value() * real(self.beta_1) + gradient * real(1 - self.beta_1), read_value=False
-        )
-        second.assign(
-            second.value() * real(self.beta_2) + gradient * gradient * real(1 - self.beta_2),
-            read_value=False,
-        )
-        # Both corrections for the moments' start at zero, as one factor each.
-        bias_1 = 1 - self.beta_1 ** (step + 1)
-        bias_2 = math.sqrt(1 - self.beta_2 ** (step + 1))
-        root = xp.sqrt(second.value()) / real(bias_2) + real(self.epsilon)
-        return first.value() * real(rate / bias_1) / root
+    def _constants(self, rate: float, step: int) -> tuple[float, ...]:
+        # The moments start at zero. Both corrections for that go into the rate and epsilon.
+        root = math.sqrt(1 - self.beta_2 ** (step + 1))
+        corrected = rate * root / (1 - self.beta_1 ** (step + 1))
+        return corrected, 1 - self.beta_1, 1 - self.beta_2, self.epsilon * root

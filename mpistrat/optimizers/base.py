@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import numbers
 import warnings
@@ -12,16 +13,22 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arrays import Array, Device, namespace_of, place
+from mpistrat.arrays import is_on_host
 from mpistrat.collectives import CollectiveCall
+from mpistrat.optimizers import device_pass, host_pass
+from mpistrat.optimizers.clipping import gradient_factor
 from mpistrat.optimizers.gradients import (
     agree_on_gradients,
     check_gradients,
     check_owners,
+    settled_beside,
     split_pairs,
     sum_over_replicas,
     variables_in,
 )
+from mpistrat.optimizers.loss_scale import LossScale
+from mpistrat.optimizers.rows import update_rows
+from mpistrat.optimizers.rule import Rule, Step
 from mpistrat.optimizers.slots import Slots, zero_slot
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
@@ -50,6 +57,12 @@ class Optimizer(Trackable, abc.ABC):
     weight_decay : float, optional
         Decoupled: before each step a variable shrinks by ``learning_rate * weight_decay`` of
         itself (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019).
+    global_clipnorm : float, optional
+        Where the norm of all gradients of a step together, summed over replicas, is larger, they
+        are scaled down to it.
+    loss_scale : LossScale, optional
+        What the gradients have been multiplied by. A step with gradients that are not finite is
+        skipped on all ranks.
     **parameters
         Those of the subclass, which become attributes.
 
@@ -65,13 +78,22 @@ class Optimizer(Trackable, abc.ABC):
         self,
         learning_rate: float | Callable[[int], float],
         weight_decay: float | None = None,
+        global_clipnorm: float | None = None,
+        loss_scale: LossScale | None = None,
         **parameters: Any,
     ) -> None:
         super().__init__()
+        parameters |= {
+            "learning_rate": learning_rate,
+            "weight_decay": weight_decay,
+            "global_clipnorm": global_clipnorm,
+            "loss_scale": loss_scale,
+        }
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
+        self.global_clipnorm = global_clipnorm
+        self.loss_scale = loss_scale
         vars(self).update(parameters)
-        parameters |= {"learning_rate": learning_rate, "weight_decay": weight_decay}
         with get_strategy().extended.collectives.call(type(self).__name__) as call:
             self._check_parameters()
             call.agree(*(f"{name}={_spelled(value)}" for name, value in parameters.items()))
@@ -82,6 +104,8 @@ class Optimizer(Trackable, abc.ABC):
             aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
         )
         self.attach_child("iterations", self.iterations)
+        if loss_scale is not None:
+            self.attach_child("loss_scale", loss_scale)
         self._slots = Slots()
 
     def _check_parameters(self) -> None:
@@ -90,6 +114,10 @@ class Optimizer(Trackable, abc.ABC):
             raise ValueError(f"learning_rate must be at least 0, not {self.learning_rate}.")
         if self.weight_decay is not None and not self.weight_decay >= 0:
             raise ValueError(f"weight_decay must be at least 0, not {self.weight_decay}.")
+        if self.global_clipnorm is not None and not self.global_clipnorm > 0:
+            raise ValueError(f"global_clipnorm must be above 0, not {self.global_clipnorm}.")
+        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
+            raise TypeError(f"loss_scale must be a LossScale, not {self.loss_scale!r}.")
 
     def apply_gradients(
         self,
@@ -146,7 +174,8 @@ class Optimizer(Trackable, abc.ABC):
     ) -> Callable[[Any], None]:
         """Return what takes the step, once the ranks agree on it. **Collective**."""
         gradients, variables = split_pairs(call.kind, grads_and_vars)
-        check_owners(call.kind, strategy, [*variables, self.iterations])
+        own = () if self.loss_scale is None else self.loss_scale.variables
+        check_owners(call.kind, strategy, [*variables, self.iterations, *own])
         gradients = check_gradients(call.kind, gradients, variables, summed)
         pairs = zip(gradients, variables, strict=True)
         missing = [variable.name for gradient, variable in pairs if gradient is None]
@@ -158,7 +187,9 @@ class Optimizer(Trackable, abc.ABC):
         settle = sum_over_replicas if summed else agree_on_gradients
         settled = zip(settle(call, gradients, variables), variables, strict=True)
         present = [(gradient, variable) for gradient, variable in settled if gradient is not None]
-        return functools.partial(self._apply, pairs=present, rate=rate, step=number)
+        return functools.partial(
+            self._apply, pairs=present, rate=rate, number=number, are_own=summed
+        )
 
     def _owner(self, variables: Sequence[Variable], default: Any) -> Any:
         """Return the strategy of the first variable that has one. Local."""
@@ -170,35 +201,58 @@ class Optimizer(Trackable, abc.ABC):
         return float(rate(step) if callable(rate) else rate)
 
     def _apply(
-        self, strategy: Any, pairs: Sequence[tuple[Any, Variable]], rate: float, step: int
+        self,
+        strategy: Any,
+        pairs: Sequence[tuple[Any, Variable]],
+        rate: float,
+        number: int,
+        are_own: bool,
     ) -> None:
         """Take one step. In cross-replica context of `strategy`."""
         # All slots come first: a restore that waits for them may refuse one.
         for _, variable in pairs:
             self._make_slots(variable)
+        written = [array for _, variable in pairs for array in self._arrays_of(variable)]
+        settled = settled_beside(pairs, () if are_own else [*written, self.iterations.storage])
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        factor = gradient_factor(
+            [gradient for gradient, _ in settled],
+            scale,
+            self.global_clipnorm,
+            must_be_finite=self.loss_scale is not None,
+        )
         # Not by extended.update, which takes the strategy's own: plain variables may be here too.
         with context.entered(context.Frame(context.Kind.UPDATE, strategy)):
-            for gradient, variable in pairs:
-                self._update(variable, gradient, rate, step)
-            self.iterations.assign_add(1, read_value=False)
+            if factor is not None:
+                keep = 1 - rate * (self.weight_decay or 0)
+                step = Step(self._constants(rate, number), keep, factor)
+                for gradient, variable in settled:
+                    self._update(variable, gradient, step)
+                self.iterations.assign_add(1, read_value=False)
+            if self.loss_scale is not None:
+                self.loss_scale.adjust(is_finite=factor is not None)
 
-    def _update(self, variable: Variable, gradient: Any, rate: float, step: int) -> None:
-        value = variable.value()
-        gradient = _dense_beside(variable, gradient)
-        if self.weight_decay:
-            variable.assign_sub(
-                value * value.dtype.type(rate * self.weight_decay), read_value=False
-            )
-        delta = self._delta(variable, gradient, rate, step)
-        variable.assign_sub(delta, read_value=False)
+    def _update(self, variable: Variable, gradient: Any, step: Step) -> None:
+        weight, *slots = self._arrays_of(variable)
+        update = host_pass.update if is_on_host(weight) else device_pass.update
+        if isinstance(gradient, IndexedSlices):
+            update_rows(update, self._rule, step, weight, gradient, slots)
+        else:
+            update(self._rule, step, weight, gradient, slots)
+
+    def _arrays_of(self, variable: Variable) -> list[Any]:
+        """Return what a step writes to: the storage of `variable` and of its slots. Local."""
+        slots = (self.slot(variable, name) for name in self._rule.slots)
+        return [variable.storage, *(slot.storage for slot in slots)]
+
+    @property
+    @abc.abstractmethod
+    def _rule(self) -> Rule:
+        """What is done to each element."""
 
     @abc.abstractmethod
-    def _delta(self, variable: Variable, gradient: Array, rate: float, step: int) -> Array:
-        """Return what is subtracted from `variable`, and update its slots. In update context."""
-
-    def _slot_names(self) -> Sequence[str]:
-        """Return the names of the arrays that are kept for each variable."""
-        return ()
+    def _constants(self, rate: float, step: int) -> tuple[float, ...]:
+        """Return the constants of the rule for the step number `step`, from 0."""
 
     def slot(self, variable: Variable, name: str) -> Variable:
         """Return the array `name` (such as ``"momentum"``) kept for `variable`. Local.
@@ -217,7 +271,7 @@ class Optimizer(Trackable, abc.ABC):
         return slot
 
     def _make_slots(self, variable: Variable) -> None:
-        for name in self._slot_names():
+        for name in self._rule.slots:
             if self._slots.find(variable, name) is None:
                 slot = zero_slot(variable, name)
                 self.attach_child(name, slot, of=variable)
@@ -228,19 +282,8 @@ def _spelled(value: Any) -> str:
     """Return a parameter in the words that ranks compare: 1, 1.0 and ``np.float64(1)`` agree."""
     if isinstance(value, numbers.Real):
         return str(float(value))
-    return repr(value) if value is None or isinstance(value, str) else type(value).__name__
-
-
-def _dense_beside(variable: Variable, gradient: Any) -> Array:
-    """Return `gradient` as a dense array on the device of `variable`. Local."""
-    device = Device("cpu") if variable.strategy is None else variable.strategy.extended.device
-    if not isinstance(gradient, IndexedSlices):
-        return place(gradient, device)
-    value = variable.value()
-    xp = namespace_of(value)
-    dense = xp.zeros_like(value)
-    xp.add.at(dense, place(gradient.indices, device), place(gradient.values, device))
-    return dense
+    has_words = value is None or isinstance(value, str | LossScale)
+    return repr(value) if has_words or dataclasses.is_dataclass(value) else type(value).__name__
 
 
 def _listed(grads_and_vars: Any) -> Any:

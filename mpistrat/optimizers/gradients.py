@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arguments import as_array
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, Device, address_of, place
 from mpistrat.collectives import CollectiveCall
 from mpistrat.errors import ContextError
+from mpistrat.optimizers.rows import coalesced
 from mpistrat.options import ReduceOp
 from mpistrat.reductions import all_reduce_nest
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
@@ -21,6 +23,7 @@ __all__ = [
     "agree_on_gradients",
     "check_gradients",
     "check_owners",
+    "settled_beside",
     "split_pairs",
     "sum_over_replicas",
     "variables_in",
@@ -182,16 +185,15 @@ def sum_over_replicas(
 
 def agree_on_gradients(
     call: CollectiveCall, gradients: Sequence[Any], variables: Sequence[Variable]
-) -> list[Any]:
-    """Return copies of gradients that are the same on all replicas already. **Collective**.
+) -> Sequence[Any]:
+    """Return gradients that are the same on all replicas already. **Collective**.
 
-    Names of variables, and which gradients are ``None`` or sparse, must agree over ranks. The
-    copies keep their values where a gradient is a view of a variable that the step changes.
+    Names of variables, and which gradients are ``None`` or sparse, must agree over ranks.
     """
     leaves, structure = nests.flatten(_named(gradients, variables))
     sparse = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices))
     call.agree("gradients as they are", nests.signature(structure), sparse)
-    return [_copied(gradient) for gradient in gradients]
+    return gradients
 
 
 def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict[str, Any]]:
@@ -202,7 +204,32 @@ def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict
     ]
 
 
-def _copied(gradient: Any) -> Any:
-    if isinstance(gradient, IndexedSlices):
-        return IndexedSlices(gradient.values.copy(), gradient.indices, gradient.dense_shape)
-    return None if gradient is None else gradient.copy()
+def settled_beside(
+    pairs: Sequence[tuple[Any, Variable]], written: Sequence[Array]
+) -> list[tuple[Any, Variable]]:
+    """Return the pairs with gradients ready to be used, which then may be read at any time. Local.
+
+    Each is an array in C order on the device of its variable, or coalesced `IndexedSlices`.
+    Copies are made of those that lie in the `written` arrays, which the step changes.
+    """
+    spans = sorted((address_of(array), address_of(array) + array.nbytes) for array in written)
+    starts = [start for start, _ in spans]
+    settled = []
+    for gradient, variable in pairs:
+        device = Device("cpu") if variable.strategy is None else variable.strategy.extended.device
+        if isinstance(gradient, IndexedSlices):
+            values, indices = place(gradient.values, device), place(gradient.indices, device)
+            ready = coalesced(IndexedSlices(values, indices, gradient.dense_shape))
+        else:
+            ready = place(gradient, device)
+            if not ready.flags.c_contiguous or _lies_in(ready, spans, starts):
+                ready = ready.copy()
+        settled.append((ready, variable))
+    return settled
+
+
+def _lies_in(array: Array, spans: Sequence[tuple[int, int]], starts: Sequence[int]) -> bool:
+    """Return whether the C-ordered `array` shares memory with one of the disjoint `spans`."""
+    begin = address_of(array)
+    last = bisect.bisect_left(starts, begin + array.nbytes) - 1
+    return last >= 0 and spans[last][1] > begin

@@ -4,11 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mpistrat.arrays import Array
+import numpy as np
+
 from mpistrat.optimizers.base import Optimizer
-from mpistrat.variables import Variable
+from mpistrat.optimizers.loss_scale import LossScale
+from mpistrat.optimizers.rule import Rule
 
 __all__ = ["SGD"]
+
+Block = np.ndarray
+Blocks = Sequence[np.ndarray]
+
+
+def _plain(w: Block, g: Block, slots: Blocks, constants: Blocks, t: Block) -> None:
+    (rate,) = constants
+    np.multiply(g, rate, out=t)
+    np.subtract(w, t, out=w)
+
+
+def _momentum(w: Block, g: Block, slots: Blocks, constants: Blocks, t: Block) -> None:
+    (velocity,), (rate, decay) = slots, constants
+    np.multiply(velocity, decay, out=velocity)
+    np.multiply(g, rate, out=t)
+    np.add(velocity, t, out=velocity)
+    np.subtract(w, velocity, out=w)
+
+
+def _nesterov(w: Block, g: Block, slots: Blocks, constants: Blocks, t: Block) -> None:
+    (velocity,), (rate, decay) = slots, constants
+    np.multiply(velocity, decay, out=velocity)
+    np.multiply(g, rate, out=t)
+    np.add(velocity, t, out=velocity)
+    np.subtract(w, t, out=w)
+    np.multiply(velocity, decay, out=t)
+    np.subtract(w, t, out=w)
+
+
+_PLAIN = Rule("sgd", (), ("rate",), _plain, "weight -= rate * gradient;")
+_MOMENTUM = Rule(
+    "sgd_momentum",
+    ("momentum",),
+    ("rate", "decay"),
+    _momentum,
+    "momentum = decay * momentum + rate * gradient; weight -= momentum;",
+)
+_NESTEROV = Rule(
+    "sgd_nesterov",
+    ("momentum",),
+    ("rate", "decay"),
+    _nesterov,
+    "momentum = decay * momentum + rate * gradient;"
+    "weight -= decay * momentum + rate * gradient;",
+)
 
 
 class SGD(Optimizer):
@@ -24,8 +71,8 @@ class SGD(Optimizer):
     momentum : float
         In [0, 1). 0 keeps no velocity.
     nesterov : bool
-    weight_decay : float, optional
-        Decoupled, before the step.
+    weight_decay, global_clipnorm, loss_scale
+        See `Optimizer`.
 
     Raises
     ------
@@ -42,8 +89,17 @@ class SGD(Optimizer):
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float | None = None,
+        global_clipnorm: float | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        super().__init__(learning_rate, weight_decay, momentum=momentum, nesterov=nesterov)
+        super().__init__(
+            learning_rate,
+            weight_decay,
+            global_clipnorm,
+            loss_scale,
+            momentum=momentum,
+            nesterov=nesterov,
+        )
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
@@ -52,16 +108,11 @@ class SGD(Optimizer):
         if self.nesterov and self.momentum == 0:
             raise ValueError("SGD: nesterov=True needs a momentum above 0.")
 
-    def _slot_names(self) -> Sequence[str]:
-        return ("momentum",) if self.momentum else ()
-
-    def _delta(self, variable: Variable, gradient: Array, rate: float, step: int) -> Array:
-        scaled = gradient * gradient.dtype.type(rate)
+    @property
+    def _rule(self) -> Rule:
         if not self.momentum:
-            return scaled
-        velocity = self.slot(variable, "momentum")
-        momentum = velocity.dtype.type(self.momentum)
-        new = velocity.value() * momentum
-        new += scaled
-        velocity.assign(new, read_value=False)
-        return new * momentum + scaled if self.nesterov else new
+            return _PLAIN
+        return _NESTEROV if self.nesterov else _MOMENTUM
+
+    def _constants(self, rate: float, step: int) -> tuple[float, ...]:
+        return (rate, self.momentum) if self.momentum else (rate,)

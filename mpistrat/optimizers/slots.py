@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
+from mpistrat.optimizers.rule import slot_dtype
 from mpistrat.strategies.default import default_strategy
 from mpistrat.variables import Variable
 
@@ -50,11 +51,11 @@ class Slots:
 
 
 def zero_slot(variable: Variable, name: str) -> Variable:
-    """Return a new slot: zeros, colocated with `variable`.
+    """Return a new slot: zeros, colocated with `variable`, float32 for the halves.
 
     **Collective** for the variable of a strategy, **Local** for a plain one.
     """
     owner = default_strategy() if variable.strategy is None else variable.strategy
     with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
-        zeros = np.zeros(variable.shape, variable.dtype)
+        zeros = np.zeros(variable.shape, slot_dtype(variable.dtype))
         return Variable(zeros, trainable=False, name=f"{variable.name}/{name}")

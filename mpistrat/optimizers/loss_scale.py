@@ -1,0 +1,124 @@
+"""Loss scaling: half-precision gradients kept away from zero and infinity."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mpistrat.options import VariableAggregation
+from mpistrat.strategies import get_strategy
+from mpistrat.tracking import Trackable
+from mpistrat.variables import Variable
+
+__all__ = ["LossScale"]
+
+
+class LossScale(Trackable):
+    """A factor for the loss that follows what the gradients can bear.
+
+    The program multiplies its loss, and with it the gradients, by `value`; the optimizer that
+    has been given this object divides by it again. Where a summed gradient overflows on any
+    rank, all ranks skip the step and the factor shrinks; after `growth_interval` steps without
+    an overflow it grows (Micikevicius et al., "Mixed Precision Training", 2018).
+
+    **Collective** in a strategy's scope, because it makes variables.
+
+    Parameters
+    ----------
+    initial_scale : float
+        At least 1.
+    growth_interval : int, optional
+        Steps; ``None`` never grows.
+    growth_factor : float
+        Above 1.
+    backoff_factor : float
+        In (0, 1). The scale does not shrink below 1.
+
+    Raises
+    ------
+    ValueError
+        For a value out of range.
+    EpochMismatchError
+        If the ranks disagree on a parameter.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float = 2.0**15,
+        growth_interval: int | None = 2000,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.initial_scale = initial_scale
+        self.growth_interval = growth_interval
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        with get_strategy().extended.collectives.call("LossScale") as call:
+            self._check_parameters()
+            call.agree(repr(self))
+        self._scale = self._make("scale", np.float64(initial_scale))
+        self._num_good = self._make("num_good_steps", np.int64(0))
+        self._num_skipped = self._make("num_skipped_steps", np.int64(0))
+
+    def _check_parameters(self) -> None:
+        if not 1 <= self.initial_scale < math.inf:
+            raise ValueError(f"LossScale: initial_scale is {self.initial_scale}, not at least 1.")
+        if self.growth_interval is not None and not self.growth_interval >= 1:
+            raise ValueError(
+                f"LossScale: growth_interval is {self.growth_interval}, not at least 1 or None."
+            )
+        if not 1 < self.growth_factor < math.inf:
+            raise ValueError(f"LossScale: growth_factor is {self.growth_factor}, not above 1.")
+        if not 0 < self.backoff_factor < 1:
+            raise ValueError(f"LossScale: backoff_factor is {self.backoff_factor}, not in (0, 1).")
+
+    def _make(self, name: str, value: np.generic) -> Variable:
+        variable = Variable(
+            value,
+            trainable=False,
+            name=f"loss_scale/{name}",
+            aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        self.attach_child(name, variable)
+        return variable
+
+    @property
+    def value(self) -> float:
+        """What to multiply the loss by in the next step, equal on all ranks. Local."""
+        return float(self._scale.values[0])
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """How many steps have been skipped so far. Local."""
+        return int(self._num_skipped.values[0])
+
+    def adjust(self, is_finite: bool) -> None:
+        """Take note of a step, skipped where not `is_finite`. Local, in update context."""
+        if not is_finite:
+            self._num_skipped.assign_add(1, read_value=False)
+            self._scale.assign(max(1.0, self.value * self.backoff_factor), read_value=False)
+        num_good = int(self._num_good.values[0]) + 1 if is_finite else 0
+        if num_good == self.growth_interval:
+            self._scale.assign(self._grown(), read_value=False)
+            num_good = 0
+        self._num_good.assign(num_good, read_value=False)
+
+    def _grown(self) -> float:
+        grown = self.value * self.growth_factor
+        return grown if math.isfinite(grown) else self.value
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """Its variables. Local."""
+        return (self._scale, self._num_good, self._num_skipped)
+
+    def __repr__(self) -> str:
+        """Return the parameters, by which ranks compare it. Local."""
+        return (
+            f"LossScale(initial_scale={float(self.initial_scale)}, "
+            f"growth_interval={self.growth_interval}, growth_factor={float(self.growth_factor)}, "
+            f"backoff_factor={float(self.backoff_factor)})"
+        )
+

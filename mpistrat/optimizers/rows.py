@@ -1,0 +1,41 @@
+"""Sparse gradients: rows of a variable, each named once, and nothing else touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mpistrat.arrays import Array, namespace_of
+from mpistrat.optimizers.rule import Rule, Step
+from mpistrat.values import IndexedSlices
+
+__all__ = ["coalesced", "update_rows"]
+
+
+def coalesced(slices: IndexedSlices) -> IndexedSlices:
+    """Return `slices` with each index once, in ascending order, its values added up. Local."""
+    xp = namespace_of(slices.values)
+    indices, places = xp.unique_inverse(slices.indices)
+    values = xp.zeros((indices.size, *slices.values.shape[1:]), dtype=slices.values.dtype)
+    xp.add.at(values, places, slices.values)
+    return IndexedSlices(values, indices, slices.dense_shape)
+
+
+def update_rows(
+    update: Callable[..., None],
+    rule: Rule,
+    step: Step,
+    weight: Array,
+    gradient: IndexedSlices,
+    slots: Sequence[Array],
+) -> None:
+    """Do `update` on the rows that the coalesced `gradient` names. Local.
+
+    Other rows keep their weight and their slots: momenta do not decay there, and no weight
+    decay is taken. That is the lazy update of the field (TensorFlow's LazyAdam, PyTorch's
+    SparseAdam).
+    """
+    indices = gradient.indices
+    rows = [array[indices] for array in (weight, *slots)]
+    update(rule, step, rows[0], gradient.values, rows[1:])
+    for array, updated in zip((weight, *slots), rows, strict=True):
+        array[indices] = updated
