@@ -54,30 +54,68 @@ def _accumulate(
     axes: tuple[tuple[int, ...], ...],
     structure: str,
 ) -> list[np.ndarray]:
-    """SUM, PROD and MEAN. The counts of MEAN travel behind its sums, in the same message."""
-    partials, messages = [], []
-    for array, along in zip(arrays, axes, strict=True):
-        xp, wire = namespace_of(array), wire_dtype(op, np.dtype(array.dtype))
-        fold = xp.prod if op is ReduceOp.PROD else xp.sum
-        partial = host_view(fold(array, axis=along, dtype=wire))
-        partials.append(partial)
-        count = int(np.prod([array.shape[i] for i in along]))
-        tail = _digits(count) if op is ReduceOp.MEAN else []
-        messages.append(np.concatenate([partial.reshape(-1), np.array(tail, wire)]))
-    shapes = tuple(partial.shape for partial in partials)
-    moves_as = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    """SUM, PROD and MEAN."""
+    sources = [np.dtype(array.dtype) for array in arrays]
+    in_order = call.options.deterministic
+    partials = [_partial(op, *each, in_order) for each in zip(arrays, axes, strict=True)]
+    details = (op.name, "axis", axes, tuple(partial.shape for partial in partials), structure)
+    if op is not ReduceOp.MEAN:
+        return call.all_reduce(op, partials, details, sources)
+    counts = [_num_elements(*each) for each in zip(arrays, axes, strict=True)]
+    if call.options.wire_dtype is None:
+        return _mean(call, partials, counts, details)
+    return _mean_on_wire(call, partials, counts, details, sources)
+
+
+def _partial(op: ReduceOp, array: Array, along: tuple[int, ...], in_order: bool) -> np.ndarray:
+    """Return the SUM or PROD of this replica. `in_order` makes its bits free of the layout."""
+    xp, dtype = namespace_of(array), np.dtype(array.dtype)
+    if in_order:
+        array = xp.asarray(array, dtype=dtype.newbyteorder("="), order="C")
+    fold = xp.prod if op is ReduceOp.PROD else xp.sum
+    return host_view(fold(array, axis=along, dtype=wire_dtype(op, dtype)))
+
+
+def _mean(
+    call: CollectiveCall, partials: Sequence[np.ndarray], counts: Sequence[int], details: object
+) -> list[np.ndarray]:
+    """Return the means. The counts travel behind the sums, in the same message."""
+    messages = [
+        np.concatenate([partial.reshape(-1), np.array(_digits(count), partial.dtype)])
+        for partial, count in zip(partials, counts, strict=True)
+    ]
     results = []
     for total, partial in zip(
-        call.all_reduce(moves_as, messages, (op.name, "axis", axes, shapes, structure)),
-        partials,
-        strict=True,
+        call.all_reduce(ReduceOp.SUM, messages, details), partials, strict=True
     ):
-        result = total[: partial.size].reshape(partial.shape)
-        if op is ReduceOp.MEAN:
-            with np.errstate(invalid="ignore", divide="ignore"):
-                result = result / total.dtype.type(_from_digits(total[partial.size :]))
-        results.append(result)
+        count = total.dtype.type(_from_digits(total[partial.size :]))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            results.append(total[: partial.size].reshape(partial.shape) / count)
     return results
+
+
+def _mean_on_wire(
+    call: CollectiveCall,
+    partials: Sequence[np.ndarray],
+    counts: Sequence[int],
+    details: object,
+    sources: Sequence[np.dtype],
+) -> list[np.ndarray]:
+    """Return the means, divided before they are narrowed, so that they need not overflow.
+
+    The counts come first, in a message of their own: a narrow dtype would round them.
+    """
+    totals = call.all_reduce(ReduceOp.SUM, [np.array(count, np.int64) for count in counts], details)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shares = [
+            np.asarray(partial / partial.dtype.type(total))
+            for partial, total in zip(partials, totals, strict=True)
+        ]
+    return call.all_reduce(ReduceOp.SUM, shares, (), sources)
+
+
+def _num_elements(array: Array, along: tuple[int, ...]) -> int:
+    return int(np.prod([array.shape[i] for i in along]))
 
 
 def _digits(count: int) -> list[int]:
@@ -101,10 +139,7 @@ def _extreme(
     for array, along in zip(arrays, axes, strict=True):
         wire_dtype(op, np.dtype(array.dtype))
         partials.append(_local_extreme(op, array, along))
-    counts = [
-        np.array(np.prod([array.shape[i] for i in along]), np.int64)
-        for array, along in zip(arrays, axes, strict=True)
-    ]
+    counts = [np.array(_num_elements(*each), np.int64) for each in zip(arrays, axes, strict=True)]
     with_most = call.all_reduce(ReduceOp.MAX, counts, (op.name, "axis", axes, structure))
     reduced = call.all_reduce(op, partials, structure)
     if any(count == 0 for count in with_most):

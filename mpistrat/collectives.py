@@ -6,6 +6,7 @@ nothing above asks for the size.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
-from mpistrat.comm.choose import check_options
+from mpistrat.comm.choose import check_options, choose_reducer, spell_options
 from mpistrat.comm.packing import Packing, placed_like
+from mpistrat.comm.reducer import Reducer
 from mpistrat.comm.solo import SoloTransport
 from mpistrat.epochs.call import Call, Together
 from mpistrat.epochs.channel import Channel
@@ -55,12 +57,28 @@ class CollectiveCall(Call):
             )
         check_options(self.options, self._device_kind)
 
-    def _packing(self, op: ReduceOp, arrays: Sequence[Array]) -> Packing:
+    def _agreed_packing(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        *details: object,
+        sources: Sequence[np.dtype] | None = None,
+    ) -> Packing:
         self._check_options()
-        return Packing(op, arrays, self.options.bytes_per_pack)
+        packing = Packing(op, arrays, self.options, sources)
+        names = () if sources is None else tuple(_dtype_name(dtype) for dtype in sources)
+        self.agree(op.name, _shapes(arrays), *details, names, spell_options(self.options))
+        return packing
+
+    def _reducer(self, buffer: np.ndarray) -> Reducer:
+        return choose_reducer(self.channel.transport, self.options, buffer)
 
     def all_reduce(
-        self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        structure: object = (),
+        sources: Sequence[np.dtype] | None = None,
     ) -> list[Array]:
         """Reduce each array over ranks. **Collective**.
 
@@ -71,6 +89,9 @@ class CollectiveCall(Call):
             Dtypes and shapes must agree over ranks.
         structure : hashable
             Structure of the nest that the arrays come from, to be agreed too.
+        sources : sequence of numpy.dtype, optional
+            The dtypes of the values that the arrays were computed from, where they differ from
+            the arrays' own; the option `wire_dtype` goes by these.
 
         Returns
         -------
@@ -82,25 +103,22 @@ class CollectiveCall(Call):
         TypeError
             If `op` cannot reduce a dtype.
         """
-        packing = self._packing(op, arrays)
-        self.agree(op.name, _shapes(arrays), structure)
+        packing = self._agreed_packing(op, arrays, structure, sources=sources)
         for buffer in packing.buffers:
-            self.channel.transport.all_reduce(_MOVES_AS[op], buffer)
-        return packing.unpack(self.channel.size)
+            self._reducer(buffer).all_reduce(op, buffer)
+        return packing.unpack()
 
     def start_all_reduce(
         self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()
     ) -> Callable[[], list[Array]]:
         """Begin `all_reduce`, and return the function that ends it. **Collective**."""
-        packing = self._packing(op, arrays)
-        self.agree(op.name, _shapes(arrays), structure)
-        transport, size = self.channel.transport, self.channel.size
-        ends = [transport.start_all_reduce(_MOVES_AS[op], buffer) for buffer in packing.buffers]
+        packing = self._agreed_packing(op, arrays, structure)
+        ends = [self._reducer(each).start_all_reduce(op, each) for each in packing.buffers]
 
         def end() -> list[Array]:
             for end_one in ends:
                 end_one()
-            return packing.unpack(size)
+            return packing.unpack()
 
         return end
 
@@ -108,11 +126,10 @@ class CollectiveCall(Call):
         self, op: ReduceOp, arrays: Sequence[Array], root: int, structure: object = ()
     ) -> list[Array] | None:
         """Reduce each array to `root`; ``None`` on the other ranks. **Collective**."""
-        packing = self._packing(op, arrays)
-        self.agree(op.name, _shapes(arrays), f"to rank {root}", structure)
+        packing = self._agreed_packing(op, arrays, f"to rank {root}", structure)
         for buffer in packing.buffers:
-            self.channel.transport.reduce(_MOVES_AS[op], buffer, root)
-        return packing.unpack(self.channel.size) if self.channel.rank == root else None
+            self._reducer(buffer).reduce(op, buffer, root)
+        return packing.unpack() if self.channel.rank == root else None
 
     def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:
         """Concatenate each array over ranks, in rank order. **Collective**.
@@ -168,9 +185,6 @@ class CollectiveCall(Call):
         return self.channel.exchange(value)
 
 
-_MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}
-
-
 class Collectives:
     """The collectives of one group of ranks.
 
@@ -181,6 +195,11 @@ class Collectives:
         Where the replica of this rank computes.
     options : CommunicationOptions
         For calls that bring none of their own.
+
+    Attributes
+    ----------
+    lossless_options : CommunicationOptions
+        The same without `wire_dtype`, for state, which must arrive as it is.
     """
 
     def __init__(self, channel: Channel, device: Device, options: CommunicationOptions) -> None:
@@ -188,6 +207,7 @@ class Collectives:
         self.channel = channel
         self.device = device
         self.options = options
+        self.lossless_options = dataclasses.replace(options, wire_dtype=None)
         self.rank = channel.rank
         self.size = channel.size
         # Strategies are made collectively, so their numbers on the channel are equal on all ranks.

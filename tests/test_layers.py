@@ -29,6 +29,7 @@ LAYERS = [
 PACKAGES = {
     "cupy": {"arrays.py"},
     "h5py": {"hdf5.py"},
+    "ml_dtypes": {"comm/dtypes.py"},
     "optree": {"nests.py"},
     "torch": {"tensors.py"},
 }

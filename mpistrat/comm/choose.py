@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
+
+from mpistrat.comm.dtypes import is_narrow
+from mpistrat.comm.reducer import Reducer
+from mpistrat.comm.sliced import SlicedReducer
+from mpistrat.comm.transport import Transport
+from mpistrat.comm.whole import WholeReducer
 from mpistrat.options import CommunicationImplementation, CommunicationOptions
 
-__all__ = ["check_options"]
+__all__ = ["check_options", "choose_reducer", "spell_options"]
 
 _BUILT = (
     CommunicationImplementation.AUTO,
@@ -45,7 +52,24 @@ def check_options(options: CommunicationOptions, device_kind: str) -> None:
             "CommunicationImplementation.MPI on device memory is not part of this version. "
             "Use AUTO or STAGED."
         )
-    if options.deterministic:
-        raise NotImplementedError("deterministic=True is not part of this version.")
-    if options.wire_dtype is not None:
-        raise NotImplementedError("wire_dtype is not part of this version. Use None.")
+
+
+def choose_reducer(
+    transport: Transport, options: CommunicationOptions, buffer: np.ndarray
+) -> Reducer:
+    """Return what reduces `buffer`: MPI, unless the order or a narrow dtype is ours. Local."""
+    if options.deterministic or is_narrow(buffer.dtype):
+        return SlicedReducer(transport)
+    return WholeReducer(transport)
+
+
+@functools.lru_cache
+def spell_options(options: CommunicationOptions) -> str | tuple[()]:
+    """Return what the ranks must agree on before a reduction, empty for the defaults. Local."""
+    default = CommunicationOptions()
+    differing = [
+        f"{name}={getattr(options, name)}"
+        for name in ("bytes_per_pack", "implementation", "deterministic", "wire_dtype")
+        if getattr(options, name) != getattr(default, name)
+    ]
+    return f"with {', '.join(differing)}" if differing else ()

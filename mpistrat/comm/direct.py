@@ -97,13 +97,26 @@ class MpiTransport:
     def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return the parts of all ranks, one behind the other. **Collective**."""
         gathered = np.empty(sum(counts), part.dtype)
-        num_bytes = [count * part.itemsize for count in counts]
-        offsets = [0, *accumulate(num_bytes)][:-1]
-        self.comm.Allgatherv(
-            [_as_bytes(part), MPI.BYTE],
-            [_as_bytes(gathered), num_bytes, offsets, MPI.BYTE],
-        )
+        self.comm.Allgatherv([_as_bytes(part), MPI.BYTE], _as_parts(gathered, counts))
         return gathered
+
+    def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
+        """Return the parts of all ranks on `root`, one behind the other. **Collective**."""
+        send = [_as_bytes(part), MPI.BYTE]
+        if self.rank != root:
+            self.comm.Gatherv(send, None, root)
+            return None
+        gathered = np.empty(sum(counts), part.dtype)
+        self.comm.Gatherv(send, _as_parts(gathered, counts), root)
+        return gathered
+
+    def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Send each rank its part of `buffer`, and return what comes. **Collective**."""
+        received = np.empty(self.size * counts[self.rank], buffer.dtype)
+        self.comm.Alltoallv(
+            _as_parts(buffer, counts), _as_parts(received, [counts[self.rank]] * self.size)
+        )
+        return received
 
     def round(self, num_words: int) -> _PersistentRound | _NonblockingRound:
         """Return a new round. **Collective**, without waiting."""
@@ -119,3 +132,9 @@ class MpiTransport:
 
 def _as_bytes(buffer: np.ndarray) -> np.ndarray:
     return buffer.reshape(-1).view(np.uint8)
+
+
+def _as_parts(buffer: np.ndarray, counts: Sequence[int]) -> list[object]:
+    """Return `buffer` as mpi4py takes it for parts of `counts` elements."""
+    num_bytes = [count * buffer.itemsize for count in counts]
+    return [_as_bytes(buffer), num_bytes, [0, *accumulate(num_bytes)][:-1], MPI.BYTE]

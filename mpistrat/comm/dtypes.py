@@ -1,38 +1,53 @@
 """The dtype table: which dtype travels for which array and reduction.
 
 MPI's reductions know C's numbers (MPI 4.1, section 6.9.2). Everything else travels as one of
-those, or is refused.
+those, or is refused. 16-bit floats travel as themselves where `CommunicationOptions.wire_dtype`
+asks for it; MPI cannot add them, so `SlicedReducer` does.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 
 import numpy as np
 
 from mpistrat.options import ReduceOp
 
-__all__ = ["result_dtype", "wire_dtype"]
+__all__ = ["accumulator_dtype", "is_narrow", "narrow", "narrow_into", "result_dtype", "wire_dtype"]
 
 _INTEGERS = "bhilqBHILQ"
 _FLOATS = "fdg"
 _COMPLEX = "FDG"
-_AS_FLOAT32 = ("float16", "bfloat16")
+_NARROW = ("float16", "bfloat16")
 
 
 @functools.lru_cache
-def wire_dtype(op: ReduceOp, dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which arrays of `dtype` are reduced by `op`. Local.
+def wire_dtype(op: ReduceOp, dtype: np.dtype, asked: str | None = None) -> np.dtype:
+    """Return the dtype in which arrays of `dtype` travel to be reduced by `op`. Local.
 
-    float16 and bfloat16 accumulate in float32; MEAN of integers in float64; MIN and MAX of
-    bool as uint8.
+    float16 and bfloat16 travel as float32; integers under MEAN as float64; bool under MIN and
+    MAX as uint8.
+
+    Parameters
+    ----------
+    op : ReduceOp
+    dtype : numpy.dtype
+    asked : str, optional
+        `CommunicationOptions.wire_dtype`, for floats under SUM and MEAN. 16-bit floats then
+        travel as they are, whichever is asked for.
 
     Raises
     ------
     TypeError
         If `dtype` cannot be reduced by `op`.
     """
-    if dtype.name in _AS_FLOAT32:
+    if asked is not None and op in (ReduceOp.SUM, ReduceOp.MEAN):
+        if is_narrow(dtype):
+            return _native(dtype)
+        if dtype.char in _FLOATS:
+            return _named(asked)
+    if is_narrow(dtype):
         return np.dtype(np.float32)
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         if dtype.char == "?":
@@ -61,6 +76,35 @@ def result_dtype(op: ReduceOp, dtype: np.dtype) -> np.dtype:
     if op is ReduceOp.MEAN and dtype.char in _INTEGERS:
         return np.dtype(np.float64)
     return _native(dtype)
+
+
+def is_narrow(dtype: np.dtype) -> bool:
+    """Return whether `dtype` is a 16-bit float, which is too narrow to add up in. Local."""
+    return dtype.name in _NARROW
+
+
+def accumulator_dtype(wire: np.dtype) -> np.dtype:
+    """Return the dtype in which what travels as `wire` is added up. Local."""
+    return np.dtype(np.float32) if is_narrow(wire) else wire
+
+
+def narrow(array: np.ndarray, dtype: np.dtype, copy: bool = False) -> np.ndarray:
+    """Return `array` in C order, rounded to `dtype`; overflow gives inf, as in MPI. Local."""
+    with np.errstate(all="ignore"):
+        return array.astype(dtype, order="C", copy=copy)
+
+
+def narrow_into(target: np.ndarray, array: np.ndarray) -> None:
+    """Overwrite `target` with `array`, rounded to its dtype; overflow gives inf. Local."""
+    with np.errstate(all="ignore"):
+        target[...] = array
+
+
+def _named(name: str) -> np.dtype:
+    if name == "bfloat16":
+        dtype: np.dtype = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+        return dtype
+    return np.dtype(name)
 
 
 def _native(dtype: np.dtype) -> np.dtype:

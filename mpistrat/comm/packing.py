@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpistrat.arrays import Array, Device, host_view, place
-from mpistrat.comm.dtypes import result_dtype, wire_dtype
+from mpistrat.comm.dtypes import narrow, narrow_into, result_dtype, wire_dtype
 from mpistrat.comm.ordered import as_floats, as_ordered_integers
 from mpistrat.comm.packs import plan_packs
-from mpistrat.options import ReduceOp
+from mpistrat.options import CommunicationOptions, ReduceOp
 
 __all__ = ["Packing", "placed_like"]
 
@@ -23,8 +23,10 @@ class Packing:
     op : ReduceOp
     arrays : sequence of arrays
         On the host or the device, of any layout and byte order. Never written to.
-    bytes_per_pack : int
-        Size limit of a buffer of several arrays.
+    options : CommunicationOptions
+        For the size limit of a buffer of several arrays, and for what travels.
+    sources : sequence of numpy.dtype, optional
+        The dtypes of the values that the arrays were computed from; `wire_dtype` goes by these.
 
     Raises
     ------
@@ -35,12 +37,20 @@ class Packing:
     buffers: list[np.ndarray]
     """What travels, 1-d or in the shape of its only array; to be reduced in place."""
 
-    def __init__(self, op: ReduceOp, arrays: Sequence[Array], bytes_per_pack: int) -> None:
+    def __init__(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions,
+        sources: Sequence[np.dtype] | None = None,
+    ) -> None:
         self._op = op
         self._arrays = arrays
-        wires = [wire_dtype(op, array.dtype) for array in arrays]
+        if sources is None:
+            sources = [array.dtype for array in arrays]
+        wires = [wire_dtype(op, dtype, options.wire_dtype) for dtype in sources]
         num_bytes = [a.size * wire.itemsize for a, wire in zip(arrays, wires, strict=True)]
-        self._packs = plan_packs(num_bytes, [wire.char for wire in wires], bytes_per_pack)
+        self._packs = plan_packs(num_bytes, [wire.char for wire in wires], options.bytes_per_pack)
         self.buffers = []
         self._parts: list[list[np.ndarray]] = []
         for pack in self._packs:
@@ -48,17 +58,15 @@ class Packing:
             self.buffers.append(as_ordered_integers(op, buffer))
             self._parts.append(parts)
 
-    def unpack(self, size: int) -> list[Array]:
-        """Return the results, each where its array lies; MEAN divides by `size` ranks. Local."""
+    def unpack(self) -> list[Array]:
+        """Return the results, each where its array lies. Local."""
         results: list[Array] = [None] * len(self._arrays)
         for pack, buffer, parts in zip(self._packs, self.buffers, self._parts, strict=True):
             as_floats(self._op, buffer, parts[0].dtype)
-            if self._op is ReduceOp.MEAN:
-                buffer /= size
             for i, part in zip(pack, parts, strict=True):
                 # Parts of one buffer are copied out, so that one result keeps no other alive.
                 dtype = result_dtype(self._op, self._arrays[i].dtype)
-                result = part.astype(dtype, copy=len(pack) > 1)
+                result = narrow(part, dtype, copy=len(pack) > 1)
                 results[i] = placed_like(result, self._arrays[i])
         return results
 
@@ -66,13 +74,13 @@ class Packing:
 def _packed(arrays: Sequence[Array], wire: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return a buffer with the arrays one behind the other, and the part of each in it."""
     if len(arrays) == 1:
-        buffer = np.array(host_view(arrays[0]), wire, order="C")
+        buffer = narrow(host_view(arrays[0]), wire, copy=True)
         return buffer, [buffer]
     buffer = np.empty(sum(array.size for array in arrays), wire)
     parts, start = [], 0
     for array in arrays:
         part = buffer[start : start + array.size].reshape(array.shape)
-        part[...] = host_view(array)
+        narrow_into(part, host_view(array))
         parts.append(part)
         start += array.size
     return buffer, parts

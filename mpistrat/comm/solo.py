@@ -49,6 +49,14 @@ class SoloTransport:
         """Return a copy of `part`. Local."""
         return np.array(part)
 
+    def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
+        """Return a copy of `part`. Local."""
+        return np.array(part)
+
+    def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Return a copy of `buffer`. Local."""
+        return np.array(buffer)
+
     def round(self, num_words: int) -> _SoloRound:
         """Return a round that is done at once. Local."""
         return _SoloRound(num_words)

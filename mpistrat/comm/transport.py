@@ -56,6 +56,16 @@ class Transport(Protocol):
     def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return the 1-d parts of all ranks, of `counts` elements each, one behind the other."""
 
+    def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
+        """Do `all_gather` for `root` alone; ``None`` on the other ranks."""
+
+    def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Send each rank its ``counts[rank]`` elements of the 1-d `buffer`, in rank order.
+
+        Returns what all ranks have sent to this one, one behind the other. `counts` are equal
+        on all ranks.
+        """
+
     def round(self, num_words: int) -> Round:
         """Return a new round of `num_words` words. Collective like the rest, but not waiting."""
 

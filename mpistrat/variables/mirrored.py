@@ -51,7 +51,8 @@ class MirroredVariable(Variable, on_read=False):
         return array
 
     def _merged(self, how: str, value: Any) -> Array:
-        with self._collectives.call(f"Variable.{how}", self.name) as call:
+        options = self._collectives.lossless_options
+        with self._collectives.call(f"Variable.{how}", self.name, options) as call:
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(
                     f"{how} of the mirrored variable {self.name!r} in replica context needs an "

@@ -34,7 +34,8 @@ class SyncOnReadVariable(Variable, on_read=True):
         """
         if self._kind() is not context.Kind.CROSS_REPLICA:
             return self._view()
-        with self._collectives.call("read of SyncOnRead variable", self.name) as call:
+        options = self._collectives.lossless_options
+        with self._collectives.call("read of SyncOnRead variable", self.name, options) as call:
             self._check_can_aggregate("read")
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 return call.broadcast(self._storage)
@@ -97,7 +98,8 @@ class SyncOnReadVariable(Variable, on_read=True):
         ValueError
             If the aggregation is NONE.
         """
-        with self._collectives.call("save of SyncOnRead variable", self.name) as call:
+        options = self._collectives.lossless_options
+        with self._collectives.call("save of SyncOnRead variable", self.name, options) as call:
             self._check_can_aggregate("checkpoint")
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 call.agree(str(self.dtype), self.shape)

@@ -1,0 +1,70 @@
+"""Reduction by slices: each rank brings the pieces of its slice together, in a fixed order.
+
+An all-to-all gives each rank all pieces of its slice, and an all-gather hands out the results:
+the two halves of Rabenseifner's algorithm ("Optimization of Collective Reduction Operations",
+2004), with the arithmetic in our hands. So the order of the operands is ours, and what travels
+may be narrower than what the sums are taken in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mpistrat.comm.dtypes import accumulator_dtype, narrow
+from mpistrat.comm.slices import plan_blocks, slice_lengths
+from mpistrat.comm.transport import Transport
+from mpistrat.comm.tree import combine
+from mpistrat.options import ReduceOp
+
+__all__ = ["SlicedReducer"]
+
+
+class SlicedReducer:
+    """Combines the elements of all ranks in a fixed tree in rank order.
+
+    The bits of a result depend on the number of ranks and the values alone, because nothing but
+    the element itself enters into it. Buffers of 16-bit floats travel as they are, both ways, and
+    are summed in float32. Large buffers go in blocks, so that a few MiB of memory suffice.
+
+    Parameters
+    ----------
+    transport : Transport
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> None:
+        """Reduce `buffer` in place. **Collective**."""
+        for block in self._blocks(buffer):
+            lengths = slice_lengths(block.size, self._transport.size)
+            block[...] = self._transport.all_gather(self._own_slice(op, block, lengths), lengths)
+
+    def start_all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> Callable[[], object]:
+        """Reduce `buffer` in place, before this returns. **Collective**.
+
+        The all-gather cannot be left to the wait: ranks may wait for several reductions in
+        different orders, but must come to collectives in one.
+        """
+        self.all_reduce(op, buffer)
+        return bool
+
+    def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
+        """Reduce `buffer` in place on `root`. **Collective**."""
+        for block in self._blocks(buffer):
+            lengths = slice_lengths(block.size, self._transport.size)
+            gathered = self._transport.gather(self._own_slice(op, block, lengths), lengths, root)
+            if gathered is not None:
+                block[...] = gathered
+
+    def _blocks(self, buffer: np.ndarray) -> list[np.ndarray]:
+        flat = buffer.reshape(-1)
+        return [flat[each] for each in plan_blocks(flat.size, flat.itemsize, self._transport.size)]
+
+    def _own_slice(self, op: ReduceOp, block: np.ndarray, lengths: list[int]) -> np.ndarray:
+        """Return the reduction of this rank's slice of `block`. **Collective**."""
+        pieces = self._transport.all_to_all(block, lengths).reshape(self._transport.size, -1)
+        wide = pieces.astype(accumulator_dtype(block.dtype), copy=False)
+        return narrow(combine(op, wide), block.dtype)
