@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpistrat.metrics.base import as_values, beside
+from mpistrat.metrics.base import as_pair
 from mpistrat.metrics.mean import RunningMean
 
 __all__ = ["Accuracy"]
@@ -26,11 +26,6 @@ class Accuracy(RunningMean):
         ValueError
             If the shapes differ, or in cross-replica context.
         """
-        truth, guess = as_values("y_true", y_true), as_values("y_pred", y_pred)
-        if tuple(truth.shape) != tuple(guess.shape):
-            raise ValueError(
-                f"Accuracy compares class labels: y_true has the shape {tuple(truth.shape)}, "
-                f"y_pred {tuple(guess.shape)}. For scores of shape (n, classes) give "
-                "y_pred.argmax(axis=1)."
-            )
-        self._take_in(truth == beside(guess, truth), sample_weight)
+        remedy = "For scores of shape (n, classes) give y_pred.argmax(axis=1)."
+        truth, guess = as_pair("Accuracy", y_true, y_pred, remedy)
+        self._take_in(truth == guess, sample_weight)

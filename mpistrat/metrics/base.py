@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from mpistrat import context
 from mpistrat.arguments import as_array
-from mpistrat.arrays import Array, host_view, is_on_host, namespace_of
-from mpistrat.options import VariableAggregation, VariableSynchronization
-from mpistrat.strategies import get_replica_context
+from mpistrat.arrays import Array, host_copy, host_view, is_on_host, namespace_of
+from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.tracking import Trackable
 from mpistrat.values import local_component
 from mpistrat.variables import Variable
 
-__all__ = ["Metric", "as_values", "beside", "weighted"]
+__all__ = ["Metric", "as_pair", "as_values", "beside", "check_real", "weighted"]
 
 
 class Metric(Trackable, abc.ABC):
@@ -32,6 +33,7 @@ class Metric(Trackable, abc.ABC):
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.name = type(self).__name__.lower() if name is None else name
+        self._sums: dict[str, Variable] = {}
 
     def _make_sum(self, what: str) -> Variable:
         variable = Variable(
@@ -42,23 +44,40 @@ class Metric(Trackable, abc.ABC):
             aggregation=VariableAggregation.SUM,
         )
         self.attach_child(what, variable)
+        self._sums[what] = variable
         return variable
 
     @abc.abstractmethod
-    def _compute(self) -> Any:
-        """Return the result from the variables, in cross-replica context."""
+    def _compute(self, sums: Mapping[str, Any]) -> Any:
+        """Return the result from the sums over all replicas, by the names they were made with."""
 
     def result(self) -> Any:
         """Return the value over all replicas. **Collective**: every rank makes the call.
 
+        All sums of the metric travel in one message. Inside `Strategy.run` too the value is that
+        of all replicas, not of this one.
+
         Returns
         -------
         numpy scalar
+            The same on every rank.
+
+        Raises
+        ------
+        ContextError
+            In a context of another strategy than the metric's.
+        EpochError
+            If the ranks disagree.
         """
-        replica = get_replica_context()
-        if replica is None or replica.strategy.extended.is_default:
-            return self._compute()
-        return replica.merge_call(lambda strategy: self._compute())
+        sums = {what: variable.values[0] for what, variable in self._sums.items()}
+        strategy = next(iter(self._sums.values())).strategy
+        if strategy is not None:
+            context.mode_for(strategy, f"The metric {self.name!r}")
+            kind = f"{type(self).__name__}.result"
+            with strategy.extended.collectives.call(kind, self.name) as call:
+                reduced = call.all_reduce(ReduceOp.SUM, list(sums.values()))
+            sums = dict(zip(sums, reduced, strict=True))
+        return self._compute({what: host_copy(array)[()] for what, array in sums.items()})
 
     def reset_state(self) -> None:
         """Start again from zero.
@@ -66,9 +85,8 @@ class Metric(Trackable, abc.ABC):
         **Collective** in cross-replica context and outside every scope; local inside
         `Strategy.run`.
         """
-        for child in self.checkpoint_children().values():
-            if isinstance(child, Variable):
-                child.assign(np.zeros(child.shape, child.dtype), read_value=False)
+        for variable in self._sums.values():
+            variable.assign(np.zeros(variable.shape, variable.dtype), read_value=False)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
@@ -112,10 +130,38 @@ def weighted(values: Any, sample_weight: Any) -> tuple[float, float]:
     return float(xp.sum(values * weights)), float(xp.sum(weights))
 
 
-def _as_float64(what: str, value: Any) -> Array:
-    array = as_values(what, value)
+def as_pair(kind: str, y_true: Any, y_pred: Any, remedy: str) -> tuple[Array, Array]:
+    """Return `y_true` and `y_pred`, of one shape, as arrays in one place. Local.
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ. The message ends with `remedy`.
+    """
+    truth, guess = as_values("y_true", y_true), as_values("y_pred", y_pred)
+    if tuple(truth.shape) != tuple(guess.shape):
+        raise ValueError(
+            f"{kind} compares arrays of one shape: y_true has the shape {tuple(truth.shape)}, "
+            f"y_pred {tuple(guess.shape)}. {remedy}"
+        )
+    return truth, beside(guess, truth)
+
+
+def check_real(what: str, array: Array) -> None:
+    """Refuse what holds no real numbers. Local.
+
+    Raises
+    ------
+    TypeError
+        For complex numbers, texts and the like.
+    """
     if not np.can_cast(array.dtype, np.float64, "same_kind"):
         raise TypeError(f"{what} of a metric must be real numbers, not of dtype {array.dtype}.")
+
+
+def _as_float64(what: str, value: Any) -> Array:
+    array = as_values(what, value)
+    check_real(what, array)
     return array.astype(np.float64, copy=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,9 @@ class RunningMean(Metric):
         self._total.assign_add(total, read_value=False)
         self._count.assign_add(count, read_value=False)
 
-    def _compute(self) -> Any:
-        total, count = self._total.numpy(), self._count.numpy()
+    def _compute(self, sums: Mapping[str, Any]) -> Any:
         with np.errstate(invalid="ignore", divide="ignore"):
-            return total[()] / count[()]
+            return sums["total"] / sums["count"]
 
 
 class Mean(RunningMean):

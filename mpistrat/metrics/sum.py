@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mpistrat.metrics.base import Metric, weighted
@@ -32,5 +33,5 @@ class Sum(Metric):
         total, _ = weighted(values, sample_weight)
         self._total.assign_add(total, read_value=False)
 
-    def _compute(self) -> Any:
-        return self._total.numpy()[()]
+    def _compute(self, sums: Mapping[str, Any]) -> Any:
+        return sums["total"]

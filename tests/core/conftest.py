@@ -1,3 +1,5 @@
+import collections
+
 import numpy as np
 import pytest
 
@@ -26,6 +28,34 @@ def others(rank, size):
     if size == 1:
         pytest.skip("needs two ranks that can disagree")
     return rank < size - 1
+
+
+@pytest.fixture
+def counts(strategy, monkeypatch):
+    """How often each method of the strategy's transport has been called."""
+    channel = strategy.extended.collectives.channel
+    counting = CountingTransport(channel.transport)
+    monkeypatch.setattr(channel, "transport", counting)
+    return counting.counts
+
+
+class CountingTransport:
+    """Counts the calls of each method of a transport, and does them."""
+
+    def __init__(self, transport):
+        self._transport = transport
+        self.counts = collections.Counter()
+
+    def __getattr__(self, name):
+        attribute = getattr(self._transport, name)
+        if not callable(attribute):
+            return attribute
+
+        def counted(*args):
+            self.counts[name] += 1
+            return attribute(*args)
+
+        return counted
 
 
 def triangle(size):

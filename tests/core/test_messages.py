@@ -1,38 +1,8 @@
 """How many messages a call costs, counted at the transport."""
 
-import collections
-
 import numpy as np
-import pytest
 
 import mpistrat as ms
-
-
-class CountingTransport:
-    """Counts the calls of each method of a transport, and does them."""
-
-    def __init__(self, transport):
-        self._transport = transport
-        self.counts = collections.Counter()
-
-    def __getattr__(self, name):
-        attribute = getattr(self._transport, name)
-        if not callable(attribute):
-            return attribute
-
-        def counted(*args):
-            self.counts[name] += 1
-            return attribute(*args)
-
-        return counted
-
-
-@pytest.fixture
-def counts(strategy, monkeypatch):
-    channel = strategy.extended.collectives.channel
-    counting = CountingTransport(channel.transport)
-    monkeypatch.setattr(channel, "transport", counting)
-    return counting.counts
 
 
 def all_reduce(strategy, value, **options):

@@ -1,0 +1,120 @@
+"""How often the true class is among those with the highest scores."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, namespace_of
+from mpistrat.metrics.base import as_values, beside, check_real
+from mpistrat.metrics.mean import RunningMean
+from mpistrat.strategies import get_strategy
+
+__all__ = ["TopKAccuracy"]
+
+
+class TopKAccuracy(RunningMean):
+    """The share of examples whose true class has one of the `k` highest scores.
+
+    That is so where fewer than `k` classes score *higher* than the true one: classes that tie
+    with it do not push it out. A NaN counts as higher than every number, and a true class whose
+    own score is NaN is never right. Infinities are numbers like any other.
+
+    Parameters
+    ----------
+    k : int
+        Equal on all ranks.
+    name : str, optional
+
+    Raises
+    ------
+    TypeError
+        If `k` is no integer.
+    ValueError
+        If `k` is below 1.
+    EpochMismatchError
+        If the ranks disagree on `k`.
+    """
+
+    def __init__(self, k: int = 5, name: str | None = None) -> None:
+        with get_strategy().extended.collectives.call("TopKAccuracy", name) as call:
+            self.k = _checked_k(k)
+            call.agree(f"k={self.k}")
+        super().__init__(name)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Compare labels with scores. Local.
+
+        Parameters
+        ----------
+        y_true : array, tensor or sequence
+            Class numbers of an integer dtype, shape ``(n,)``, where n may be 0.
+        y_pred : array, tensor or sequence
+            Real scores (logits or probabilities), shape ``(n, classes)``.
+        sample_weight : array, tensor, sequence or number, optional
+            A weight for each example, shape ``(n,)``. By default 1.
+
+        Raises
+        ------
+        ValueError
+            If the shapes do not fit, a label is no class, there are fewer than `k` classes, or in
+            cross-replica context.
+        TypeError
+            If the labels are no integers, or the scores no real numbers.
+        """
+        scores = as_values("y_pred", y_pred)
+        labels = beside(_integers(as_values("y_true", y_true)), scores)
+        check_real("y_pred", scores)
+        self._check_shapes(labels, scores)
+        _check_range(labels, scores.shape[1])
+        xp = namespace_of(scores)
+        own = xp.take_along_axis(scores, labels[:, None].astype(np.int64), axis=1)
+        # "Not at most" and "higher" differ for NaN alone.
+        num_higher = xp.sum(~(scores <= own), axis=1)
+        self._take_in(num_higher < self.k, sample_weight)
+
+    def _check_shapes(self, labels: Array, scores: Array) -> None:
+        if labels.ndim != 1 or scores.ndim != 2 or labels.shape[0] != scores.shape[0]:
+            raise ValueError(
+                "TopKAccuracy takes labels of shape (n,) and scores of shape (n, classes): y_true "
+                f"has the shape {tuple(labels.shape)}, y_pred {tuple(scores.shape)}. For one-hot "
+                "labels give y_true.argmax(axis=1)."
+            )
+        if scores.shape[1] < self.k:
+            raise ValueError(
+                f"TopKAccuracy with k={self.k} needs scores of at least {self.k} classes, but "
+                f"y_pred has the shape {tuple(scores.shape)}. Make it with a smaller k."
+            )
+
+
+def _checked_k(k: Any) -> int:
+    try:
+        if isinstance(k, bool):
+            raise TypeError
+        number = operator.index(k)
+    except TypeError:
+        raise TypeError(f"TopKAccuracy: k must be an integer, not {k!r}.") from None
+    if number < 1:
+        raise ValueError(f"TopKAccuracy: k must be at least 1, not {number}.")
+    return number
+
+
+def _integers(labels: Array) -> Array:
+    if labels.shape == (0,) and labels.dtype == np.float64:
+        return labels.astype(np.int64)  # an empty sequence has no dtype of its own
+    if labels.dtype.kind not in "iu":
+        raise TypeError(
+            f"TopKAccuracy takes class numbers of an integer dtype, but y_true has the dtype "
+            f"{labels.dtype}. Cast it first."
+        )
+    return labels
+
+
+def _check_range(labels: Array, num_classes: int) -> None:
+    if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        raise ValueError(
+            f"TopKAccuracy: y_true has labels from {int(labels.min())} to {int(labels.max())}, "
+            f"but y_pred has scores for the classes 0 to {num_classes - 1}."
+        )
