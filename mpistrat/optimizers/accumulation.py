@@ -1,0 +1,343 @@
+"""Gradient accumulation: many micro-batches, one reduction, one step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat import context
+from mpistrat.arrays import namespace_of, place
+from mpistrat.optimizers.base import Optimizer
+from mpistrat.optimizers.gradients import (
+    check_gradients,
+    check_owners,
+    split_pairs,
+    sum_over_replicas,
+)
+from mpistrat.optimizers.rule import slot_dtype
+from mpistrat.options import VariableAggregation, VariableSynchronization
+from mpistrat.strategies import get_strategy
+from mpistrat.strategies.default import default_strategy
+from mpistrat.tracking import Trackable
+from mpistrat.values import IndexedSlices
+from mpistrat.variables import Variable
+
+__all__ = ["GradientAccumulator"]
+
+
+@dataclass
+class _Counts:
+    """How much has been added: plain numbers, so that a device is not asked in each step.
+
+    A checkpoint saves those of rank 0. They are equal on all ranks, because `apply` needs that.
+    """
+
+    num_gradients: list[int]
+    """For each variable."""
+    num_added: int = 0
+
+    def take_in(self, places: Iterable[int]) -> None:
+        """Count one `add`, with gradients for the variables at `places`."""
+        for place_of_variable in places:
+            self.num_gradients[place_of_variable] += 1
+        self.num_added += 1
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self.num_gradients, self.num_added = [0] * len(self.num_gradients), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        num_gradients = list(state["num_gradients"])
+        if len(num_gradients) != len(self.num_gradients):
+            raise ValueError(
+                f"The state of a GradientAccumulator for {len(num_gradients)} variables does not "
+                f"fit one for {len(self.num_gradients)}."
+            )
+        self.num_gradients, self.num_added = num_gradients, state["num_added"]
+
+
+class GradientAccumulator(Trackable):
+    """Adds up gradients of several micro-batches, and reduces the sums over replicas once.
+
+    Each replica adds to sums of its own, which are SyncOnRead SUM variables: nothing is sent
+    before `apply`. What the optimizer gets is the *sum* over micro-batches and replicas, so divide
+    each loss by the number of examples in all micro-batches of all replicas. Sums for float16 and
+    bfloat16 variables are float32, and are cast when the optimizer takes them.
+
+    In a checkpoint the sum for the variable ``model/kernel`` has the path
+    ``accumulator/gradient_sum/model/kernel``. A job that was saved between two micro-batches goes
+    on from there, on any number of ranks: each gets an equal share of the sum. Copy an accumulator
+    together with its variables, ``copy.deepcopy((variables, accumulator))``.
+
+    **Collective** in a strategy, because it makes variables: every rank names the same variables
+    in the same order.
+
+    Parameters
+    ----------
+    variables : iterable of Variable
+        Of floating dtype and of one strategy.
+
+    Raises
+    ------
+    ValueError
+        If there is no variable, or one comes twice.
+    TypeError
+        If an element is no variable, or a variable has no floating dtype.
+    ContextError
+        If a variable belongs to another strategy.
+    EpochMismatchError
+        If the ranks disagree on the variables.
+    """
+
+    def __init__(self, variables: Iterable[Variable]) -> None:
+        super().__init__()
+        listed = _listed(variables)
+        owner = _owner_of(listed)
+        with owner.extended.collectives.call(type(self).__name__) as call:
+            _check_variables(call.kind, listed)
+            check_owners(call.kind, owner, listed)
+            call.agree(*((each.name, str(each.dtype), each.shape) for each in listed))
+        self._variables = tuple(listed)
+        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
+            self._sums = [_new_sum(variable) for variable in self._variables]
+        for variable, total in zip(self._variables, self._sums, strict=True):
+            self.attach_child("gradient_sum", total, of=variable)
+        self._counts = _Counts([0] * len(self._variables))
+        self.attach_child("counts", self._counts)
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The variables that gradients are accumulated for. Local."""
+        return self._variables
+
+    @property
+    def num_added(self) -> int:
+        """How often this replica has called `add` since the last `apply` or `reset`. Local.
+
+        `apply` makes sure that it is equal on all replicas.
+        """
+        return self._counts.num_added
+
+    def add(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
+        """Add the gradients of one micro-batch to the sums of this replica, in place. Local.
+
+        Every replica makes one call for each micro-batch, also for one in which it has no
+        example: with zeros, or with ``None``.
+
+        Parameters
+        ----------
+        grads_and_vars : iterable of (gradient, Variable)
+            As `Optimizer.apply_gradients` takes them, for all variables or for some. ``None``
+            adds nothing. Rows of `IndexedSlices` are added to the rows that they name.
+
+        Raises
+        ------
+        ValueError
+            If there is no pair, a variable is none of the accumulator's, a shape does not fit;
+            or in cross-replica context, on every rank.
+        TypeError
+            If a gradient's dtype does not fit.
+        IndexError
+            If `IndexedSlices` have an index out of range.
+        ContextError
+            In a context of another strategy.
+        """
+        kind = f"{type(self).__name__}.add"
+        self._check_adds_here(kind)
+        gradients, variables = split_pairs(kind, grads_and_vars)
+        places = self._places(kind, variables)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        sums = [self._sums[places[i]] for i in present]
+        if present:
+            given = [gradients[i] for i in present]
+            gradients = check_gradients(kind, given, sums, summed=True)
+            for gradient, total in zip(gradients, sums, strict=True):
+                self._add_one(gradient, total)
+        self._counts.take_in([places[i] for i in present])
+
+    def _check_adds_here(self, kind: str) -> None:
+        """Refuse an `add` that would be no replica's own. Collective where it refuses."""
+        owner = self._owner
+        where = context.mode_for(owner, f"The {type(self).__name__}")
+        if where is context.Kind.CROSS_REPLICA and not owner.extended.is_default:
+            with owner.extended.collectives.call(kind):
+                raise ValueError(
+                    f"{kind} takes the gradients of one replica, but this is the cross-replica "
+                    "context. Call it inside strategy.run."
+                )
+
+    def _places(self, kind: str, variables: Iterable[Variable]) -> list[int]:
+        places = {id(variable): i for i, variable in enumerate(self._variables)}
+        unknown = [variable.name for variable in variables if id(variable) not in places]
+        if unknown:
+            raise ValueError(
+                f"{kind}: the variables {unknown} are not among those that the accumulator was "
+                f"made for, {[variable.name for variable in self._variables]}. Make it with all "
+                "variables that get gradients."
+            )
+        return [places[id(variable)] for variable in variables]
+
+    def _add_one(self, gradient: Any, total: Variable) -> None:
+        device = self._owner.extended.device
+        if isinstance(gradient, IndexedSlices):
+            rows, indices = place(gradient.values, device), place(gradient.indices, device)
+            namespace_of(total.storage).add.at(total.storage, indices, rows)
+        else:
+            total.storage[...] += place(gradient, device)
+
+    def grads_and_vars(self) -> list[tuple[Any, Variable]]:
+        """Return the sums over replicas, each with its variable, as messages of packs.
+
+        For optimizers of your own: `apply` does all that the package's need. The sums stay until
+        `reset`. **Collective**: every rank has called `add` equally often.
+
+        Returns
+        -------
+        list of (array, Variable)
+            ``None`` in place of an array where no gradient was added. Equal on all ranks.
+
+        Raises
+        ------
+        ValueError
+            If nothing has been added.
+        ContextError
+            In a context of another strategy.
+        EpochMismatchError
+            If the ranks disagree on the number of calls of `add`, or on which variables got a
+            gradient.
+        """
+        return self._reduced("grads_and_vars", lambda kind: None)
+
+    def _reduced(self, method: str, check: Callable[[str], None]) -> list[tuple[Any, Variable]]:
+        """Return the reduced sums for `method`, once `check` has accepted its arguments."""
+        kind = f"{type(self).__name__}.{method}"
+        context.mode_for(self._owner, f"The {type(self).__name__}")
+        with self._owner.extended.collectives.call(kind) as call:
+            check(kind)
+            counts = self._counts.num_gradients
+            if not any(counts):
+                raise ValueError(
+                    f"{kind}: no gradient has been added since the last step (num_added is "
+                    f"{self.num_added}). Call add for each micro-batch first."
+                )
+            call.include(self.num_added, f"after {self.num_added} calls of add")
+            pairs = zip(self._sums, counts, strict=True)
+            sums = [total.storage if count else None for total, count in pairs]
+            reduced = sum_over_replicas(call, sums, self._variables)
+        return list(zip(reduced, self._variables, strict=True))
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Reduce the sums over replicas, let `optimizer` take one step, and start again from zero.
+
+        Small sums travel in one message. A variable that got no gradient is skipped with a
+        warning. If the step fails, the sums stay. **Collective**: every rank has called `add`
+        equally often.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+
+        Raises
+        ------
+        ValueError
+            If nothing has been added.
+        TypeError
+            If `optimizer` is none.
+        ContextError
+            If `optimizer` belongs to another strategy, or in a context of another strategy.
+        EpochMismatchError
+            If the ranks disagree on the number of calls of `add`, or on which variables got a
+            gradient.
+        """
+
+        def check(kind: str) -> None:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(
+                    f"{kind} takes an optimizer, not {optimizer!r} of type "
+                    f"{type(optimizer).__name__}. For others there is grads_and_vars()."
+                )
+            check_owners(kind, self._owner, [optimizer.iterations])
+
+        pairs = self._reduced("apply", check)
+        missing = [variable.name for gradient, variable in pairs if gradient is None]
+        if missing:
+            warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=2)
+        present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        optimizer.apply_gradients(present, skip_gradients_aggregation=True)
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop what this replica has added. Local.
+
+        Every rank does so, as `apply` on all of them will check.
+        """
+        for total in self._sums:
+            total.storage.fill(0)
+        self._counts.reset()
+
+    @property
+    def _owner(self) -> Any:
+        strategy = self._sums[0].strategy
+        return default_strategy() if strategy is None else strategy
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} for {len(self._variables)} variables, "
+            f"num_added={self.num_added}>"
+        )
+
+
+def _listed(variables: Any) -> Any:
+    """Return a list of an iterator, and what is none as it is: the call refuses it."""
+    is_one = isinstance(variables, Variable) or not isinstance(variables, Iterable)
+    return variables if is_one else list(variables)
+
+
+def _owner_of(variables: Any) -> Any:
+    """Return the strategy in scope, outside every scope that of the first variable with one."""
+    strategy = get_strategy()
+    if not strategy.extended.is_default or not isinstance(variables, list):
+        return strategy
+    owners = (each.strategy for each in variables if isinstance(each, Variable))
+    return next((owner for owner in owners if owner is not None), strategy)
+
+
+def _check_variables(kind: str, variables: Any) -> None:
+    if not isinstance(variables, list):
+        raise TypeError(
+            f"{kind} takes an iterable of variables, not {variables!r} of type "
+            f"{type(variables).__name__}."
+        )
+    if not variables:
+        raise ValueError(f"{kind} was given no variable.")
+    for variable in variables:
+        if not isinstance(variable, Variable):
+            raise TypeError(
+                f"{kind} takes variables, not {variable!r} of type {type(variable).__name__}."
+            )
+        if variable.dtype.kind not in "fc" and variable.dtype.name != "bfloat16":
+            raise TypeError(
+                f"{kind}: the variable {variable.name!r} of dtype {variable.dtype} has no "
+                "gradient. Leave it out, or give it a floating dtype."
+            )
+    if len({id(variable) for variable in variables}) < len(variables):
+        names = [variable.name for variable in variables]
+        raise ValueError(f"{kind} was given one variable twice: {names}.")
+
+
+def _new_sum(variable: Variable) -> Variable:
+    """Return the sum for `variable`, under its name, which errors about gradients show."""
+    return Variable(
+        np.zeros(variable.shape, slot_dtype(variable.dtype)),
+        name=variable.name,
+        synchronization=VariableSynchronization.ON_READ,
+        aggregation=VariableAggregation.SUM,
+    )
+
