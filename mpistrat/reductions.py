@@ -121,6 +121,11 @@ def _check_sparse(kind: str, op: ReduceOp, slices: IndexedSlices) -> None:
         raise NotImplementedError(
             f"{kind}: IndexedSlices can be reduced by SUM and MEAN, not by {op.name}."
         )
+    if len(slices.indices.shape) != 1:
+        raise ValueError(
+            f"{kind}: IndexedSlices with batches of indices, of the shape "
+            f"{tuple(slices.indices.shape)}, cannot be reduced. Give row numbers of shape (n,)."
+        )
     if op is ReduceOp.MEAN:
         wire_dtype(op, as_array(kind, slices.values).dtype)
 

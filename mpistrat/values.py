@@ -73,7 +73,8 @@ class Mirrored(DistributedValues):
 class IndexedSlices:
     """Rows of a larger array: ``dense[indices[i]] = values[i]``.
 
-    Sequences become arrays; arrays and tensors stay what they are.
+    Sequences become arrays; arrays and tensors stay what they are. For
+    `Variable.batch_scatter_update` alone, indices may have batch axes in front.
 
     Raises
     ------
@@ -84,9 +85,9 @@ class IndexedSlices:
     """
 
     values: Array
-    """The rows, of shape ``(n, *dense_shape[1:])``."""
+    """The rows, of shape ``(n, *dense_shape[1:])``, behind the batch axes if there are any."""
     indices: Array
-    """The integer row numbers, of shape ``(n,)``; duplicates add up."""
+    """The integer row numbers, of shape ``(n,)`` or ``(*batch, n)``; duplicates add up."""
     dense_shape: tuple[int, ...] | None = None
     """The shape of the array that the rows belong to, where known."""
 
@@ -102,7 +103,8 @@ class IndexedSlices:
         if _kind(values) in "OSUMm":
             raise TypeError(f"IndexedSlices needs numbers as values, not {self.values!r}.")
         values_shape, indices_shape = tuple(values.shape), tuple(indices.shape)
-        if len(indices_shape) != 1 or values_shape[:1] != indices_shape:
+        axes = len(indices_shape)
+        if axes == 0 or values_shape[:axes] != indices_shape:
             raise ValueError(
                 f"IndexedSlices needs one index for each row of values: values have the shape "
                 f"{values_shape}, indices {indices_shape}."
@@ -111,9 +113,13 @@ class IndexedSlices:
         object.__setattr__(self, "indices", indices)
         if self.dense_shape is not None:
             dense_shape = tuple(operator.index(length) for length in self.dense_shape)
-            if not dense_shape or dense_shape[1:] != values_shape[1:]:
+            without_rows = (*dense_shape[: axes - 1], *dense_shape[axes:])
+            if len(dense_shape) < axes or without_rows != (
+                *values_shape[: axes - 1],
+                *values_shape[axes:],
+            ):
                 raise ValueError(
-                    f"IndexedSlices: rows of the shape {values_shape[1:]} do not fit into "
+                    f"IndexedSlices: rows of the shape {values_shape[axes:]} do not fit into "
                     f"dense_shape {dense_shape}."
                 )
             object.__setattr__(self, "dense_shape", dense_shape)

@@ -153,7 +153,8 @@ def _cast(what: str, array: Array, variable: Variable) -> Array:
 
 def _checked_slices(what: str, slices: IndexedSlices, variable: Variable) -> IndexedSlices:
     values, indices = as_array(what, slices.values), as_array(what, slices.indices)
-    fits = variable.shape and tuple(values.shape[1:]) == variable.shape[1:]
+    has_rows = variable.shape and len(indices.shape) == 1
+    fits = has_rows and tuple(values.shape[1:]) == variable.shape[1:]
     if not fits or slices.dense_shape not in (None, variable.shape):
         raise ValueError(
             f"{what} has rows of the shape {tuple(values.shape[1:])} (dense_shape "

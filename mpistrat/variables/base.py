@@ -7,15 +7,26 @@ import weakref
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrat import context
-from mpistrat.arrays import Array, Device, host_copy, host_view, is_on_host, place
+from mpistrat.arrays import Array, Device, host_copy, is_on_host, place
 from mpistrat.collectives import Collectives
 from mpistrat.options import VariableAggregation, VariableSynchronization
-from mpistrat.tensors import host_array, is_tensor
-from mpistrat.values import DistributedValues, container_of_component
-from mpistrat.variables.checks import can_cast, check_modes, holds, numeric
+from mpistrat.values import IndexedSlices, container_of_component
+from mpistrat.variables.array_like import ArrayLike
+from mpistrat.variables.broadcasting import broadcast_in_pieces
+from mpistrat.variables.checks import check_modes, numeric
+from mpistrat.variables.scatter import (
+    BATCH_SCATTER_UPDATE,
+    SCATTER_ADD,
+    SCATTER_DIV,
+    SCATTER_MAX,
+    SCATTER_MIN,
+    SCATTER_MUL,
+    SCATTER_SUB,
+    SCATTER_UPDATE,
+)
+from mpistrat.variables.writes import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, Target, Write
 
 __all__ = ["Variable", "container_of"]
 
@@ -24,7 +35,7 @@ _numbers = itertools.count()
 _by_storage: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 
 
-class Variable(NDArrayOperatorsMixin):
+class Variable(ArrayLike):
     """A named array that a program writes in place, distributed by the strategy in scope.
 
     In a strategy's scope this makes a *mirrored* variable, or a *SyncOnRead* variable where
@@ -103,7 +114,15 @@ class Variable(NDArrayOperatorsMixin):
             value = numeric(self._name, value, dtype)
             check_modes(self._name, synchronization, aggregation, value.dtype)
             modes = (synchronization.name, aggregation.name, self._trainable)
-            self._storage = place(call.broadcast(value, 0, modes), collectives.device)
+            self._storage = place(broadcast_in_pieces(call, value, modes), collectives.device)
+        self._target = Target(
+            self._name,
+            self.shape,
+            self.dtype,
+            collectives.device,
+            aggregation,
+            self._strategy is not None and not on_read,
+        )
         _by_storage[id(self._storage)] = self
 
     @property
@@ -207,58 +226,122 @@ class Variable(NDArrayOperatorsMixin):
         ValueError
             For another shape, or where the kind of variable forbids the write in this context.
         TypeError
-            If `value` cannot be cast to the variable's dtype within its kind.
+            If `value` cannot be cast to the variable's dtype within its kind, or for arithmetic
+            on bools.
         """
-        return self._write("assign", value, read_value)
+        return self._write(ASSIGN, value, read_value)
 
     def assign_add(self, delta: Any, read_value: bool = True) -> Array | None:
         """Add `delta` in place. **Collective** or local as `assign`, and otherwise like it."""
-        return self._write("assign_add", delta, read_value)
+        return self._write(ASSIGN_ADD, delta, read_value)
 
     def assign_sub(self, delta: Any, read_value: bool = True) -> Array | None:
         """Subtract `delta` in place. **Collective** or local as `assign`, and otherwise like it."""
-        return self._write("assign_sub", delta, read_value)
+        return self._write(ASSIGN_SUB, delta, read_value)
 
-    def _write(self, how: str, value: Any, read_value: bool) -> Array | None:
-        self._write_in_context(how, value)
+    def scatter_add(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Add rows in place: ``self[indices[i]] += values[i]`` for each i in order.
+
+        In replica context the slices of all replicas are joined in rank order first, of which
+        each may bring another number, also none; ONLY_FIRST_REPLICA takes those of rank 0, and
+        under MEAN the values are divided by the number of replicas. In cross-replica context
+        all ranks give the same slices. **Collective** or local as `assign`.
+
+        Parameters
+        ----------
+        sparse_delta : IndexedSlices
+            With ``values`` of shape ``(n, *shape[1:])`` and ``indices`` of shape ``(n,)``.
+        read_value : bool
+            Whether to return the new value.
+
+        Returns
+        -------
+        array or None
+            As by `assign`.
+
+        Raises
+        ------
+        TypeError
+            If `sparse_delta` is no `IndexedSlices`, or its values do not fit the dtype.
+        ValueError
+            For rows of another shape, or in replica context under NONE.
+        IndexError
+            For an index below 0 or past the end; nothing has changed then.
+        NotImplementedError
+            On a SyncOnRead variable.
+        """
+        return self._write(SCATTER_ADD, sparse_delta, read_value)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Subtract rows in place. **Collective** or local as `scatter_add`, and like it."""
+        return self._write(SCATTER_SUB, sparse_delta, read_value)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Multiply rows in place. **Collective** or local as `scatter_add`, and like it."""
+        return self._write(SCATTER_MUL, sparse_delta, read_value)
+
+    def scatter_div(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Divide rows in place, integers towards zero.
+
+        **Collective** or local as `scatter_add`, and otherwise like it.
+        """
+        return self._write(SCATTER_DIV, sparse_delta, read_value)
+
+    def scatter_min(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Replace rows by the smaller of old and given elements.
+
+        **Collective** or local as `scatter_add`, and otherwise like it.
+
+        Raises
+        ------
+        NotImplementedError
+            On a mirrored variable under SUM or MEAN, and on a SyncOnRead variable.
+        """
+        return self._write(SCATTER_MIN, sparse_delta, read_value)
+
+    def scatter_max(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Replace rows by the larger of old and given elements.
+
+        **Collective** or local as `scatter_add`; raises as `scatter_min`.
+        """
+        return self._write(SCATTER_MAX, sparse_delta, read_value)
+
+    def scatter_update(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Replace rows by those given; of duplicates the last one stays.
+
+        **Collective** or local as `scatter_add`; raises as `scatter_min`.
+        """
+        return self._write(SCATTER_UPDATE, sparse_delta, read_value)
+
+    def batch_scatter_update(
+        self, sparse_delta: IndexedSlices, read_value: bool = True
+    ) -> Array | None:
+        """Replace rows within batches: ``self[i, ..., indices[i, ..., j]] = values[i, ..., j]``.
+
+        All axes of ``indices`` but the last run over batches, and have the lengths of the
+        variable's leading axes. With 1-d ``indices`` this is `scatter_update`. **Collective**
+        or local as `scatter_add`; raises as `scatter_min`.
+
+        Parameters
+        ----------
+        sparse_delta : IndexedSlices
+            With ``indices`` of shape ``(*batch, n)`` and ``values`` of shape
+            ``(*batch, n, *shape[len(batch) + 1:])``, where ``batch`` begins the variable's shape.
+        read_value : bool
+            Whether to return the new value.
+        """
+        return self._write(BATCH_SCATTER_UPDATE, sparse_delta, read_value)
+
+    def _write(self, write: Write, value: Any, read_value: bool) -> Array | None:
+        self._write_in_context(write, value)
         return self.value() if read_value else None
 
-    def _write_in_context(self, how: str, value: Any) -> None:
+    def _write_in_context(self, write: Write, value: Any) -> None:
         """Do the write that the current context calls for."""
-        self._apply(how, self._checked(how, value))
+        self._write_locally(write, value)
 
-    def _checked(self, how: str, value: Any) -> Array:
-        """Return `value` as an array of this variable's shape and dtype on its device."""
-        if isinstance(value, DistributedValues):
-            value = value.values[0]
-        elif isinstance(value, Variable):
-            value = value.value()
-        if is_tensor(value):
-            value = host_array(value)
-        is_plain = not hasattr(value, "dtype")
-        array = np.asarray(value) if is_plain else value
-        if tuple(array.shape) != self.shape:
-            raise ValueError(
-                f"{how} of variable {self.name!r}: the value has the shape {tuple(array.shape)}, "
-                f"but the variable {self.shape}. Values are not broadcast: give one of its shape."
-            )
-        fits = holds(self.dtype, array) if is_plain else can_cast(array.dtype, self.dtype)
-        if not fits:
-            raise TypeError(
-                f"{how} of variable {self.name!r}: a value of dtype {array.dtype} does not fit "
-                f"into {self.dtype}. Cast it first."
-            )
-        device = self._strategy.extended.device if self._strategy is not None else _HOST
-        return place(array, device).astype(self.dtype, copy=False)
-
-    def _apply(self, how: str, array: Array) -> None:
-        """Write to the local component, in place."""
-        if how == "assign":
-            self._storage[...] = array
-        elif how == "assign_add":
-            self._storage += array
-        else:
-            self._storage -= array
+    def _write_locally(self, write: Write, value: Any) -> None:
+        write.apply(self._storage, write.checked(self._target, value))
 
     def save_value(self) -> np.ndarray | None:
         """Return what a checkpoint stores: a host array on rank 0, ``None`` elsewhere.
@@ -269,59 +352,7 @@ class Variable(NDArrayOperatorsMixin):
 
     def load_value(self, array: np.ndarray) -> None:
         """Set the variable from what a checkpoint has stored. **Local**, on every rank alike."""
-        self._apply("assign", self._checked("restore", array))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        value = host_view(self.value())
-        if copy:
-            return np.array(value, dtype=dtype)
-        if copy is False and dtype is not None and np.dtype(dtype) != value.dtype:
-            raise ValueError(
-                f"The variable {self.name!r} of dtype {value.dtype} cannot become {dtype} "
-                "without a copy."
-            )
-        return value if dtype is None else value.astype(dtype, copy=False)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(isinstance(out, Variable) for out in kwargs.get("out", ())):
-            raise TypeError(
-                "A variable cannot be the output of a NumPy function or an operator such as +=. "
-                "Write to it with assign, assign_add or assign_sub."
-            )
-        read = [each.value() if isinstance(each, Variable) else each for each in inputs]
-        return getattr(ufunc, method)(*read, **kwargs)
-
-    def __getitem__(self, index: Any) -> Array:
-        return self.value()[index]
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError(f"The variable {self.name!r} is 0-d and has no len().")
-        return self.shape[0]
-
-    def __iter__(self) -> Any:
-        raise TypeError(f"The variable {self.name!r} is not iterable. Iterate over its value().")
-
-    def __float__(self) -> float:
-        return float(self.value())
-
-    def __int__(self) -> int:
-        return int(self.value())
-
-    def __bool__(self) -> bool:
-        return bool(self.value())
-
-    def __copy__(self) -> Variable:
-        raise TypeError(
-            f"The variable {self.name!r} cannot be copied shallowly: two variables would share "
-            "their storage. Use copy.deepcopy, or the variable itself."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"The variable {self.name!r} cannot be pickled: it belongs to its strategy and its "
-            "ranks. Save it with mpistrat.Checkpoint, or pickle its numpy()."
-        )
+        self._write_locally(ASSIGN, array)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         # Without __new__, which would choose the kind by the context of the copy.

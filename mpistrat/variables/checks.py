@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import host_view
+from mpistrat.arrays import Array, Device, host_view, place
 from mpistrat.comm.dtypes import wire_dtype
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.tensors import host_array, is_tensor
+from mpistrat.values import DistributedValues, IndexedSlices
 
-__all__ = ["can_cast", "check_modes", "holds", "numeric"]
+__all__ = ["as_given", "can_cast", "cast_to", "check_modes", "holds", "numeric"]
 
 _KINDS = "biufc"
 
@@ -40,6 +41,44 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
             "give an array of bools, integers, floats or complex numbers."
         )
     return array
+
+
+def as_given(what: str, value: Any) -> tuple[Array, bool]:
+    """Return what was given to a write as an array, and whether it was plain Python. Local.
+
+    Raises
+    ------
+    TypeError
+        For a masked array, whose mask would be lost, and for `IndexedSlices`.
+    """
+    if isinstance(value, DistributedValues):
+        value = value.values[0]
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{what} takes no masked array. Fill it first: array.filled(value).")
+    if isinstance(value, IndexedSlices):
+        raise TypeError(
+            f"{what} takes a whole value, not IndexedSlices. Use scatter_update, scatter_add or "
+            "scatter_sub."
+        )
+    if is_tensor(value):
+        value = host_array(value)
+    is_plain = not hasattr(value, "dtype")
+    return (np.asarray(value) if is_plain else value), is_plain
+
+
+def cast_to(what: str, array: Array, is_plain: bool, dtype: np.dtype, device: Device) -> Array:
+    """Return `array` in `dtype` on `device`, itself where it already is so. Local.
+
+    Raises
+    ------
+    TypeError
+        If the cast leaves its kind, or Python numbers are out of range.
+    """
+    if not (holds(dtype, array) if is_plain else can_cast(array.dtype, dtype)):
+        raise TypeError(
+            f"{what}: a value of dtype {array.dtype} does not fit into {dtype}. Cast it first."
+        )
+    return place(array, device).astype(dtype, copy=False)
 
 
 def can_cast(source: np.dtype, target: np.dtype) -> bool:

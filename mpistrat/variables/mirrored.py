@@ -9,9 +9,10 @@ import numpy as np
 from mpistrat import context
 from mpistrat.arrays import Array, host_copy
 from mpistrat.collectives import Collectives
-from mpistrat.options import ReduceOp, VariableAggregation
+from mpistrat.options import VariableAggregation
 from mpistrat.values import PerReplica
 from mpistrat.variables.base import Variable
+from mpistrat.variables.writes import Write
 
 __all__ = ["MirroredVariable"]
 
@@ -28,42 +29,36 @@ class MirroredVariable(Variable, on_read=False):
         """Return a read-only view of the local component. Local in every context."""
         return self._view()
 
-    def _write_in_context(self, how: str, value: Any) -> None:
-        what = f"The variable {self.name!r}"
-        kind = context.mode_for(self._strategy, what)
+    def _write_in_context(self, write: Write, value: Any) -> None:
+        kind = context.mode_for(self._strategy, f"The variable {self.name!r}")
         if kind is context.Kind.UPDATE:
-            self._apply(how, self._checked(how, value))
+            self._write_locally(write, value)
         elif kind is context.Kind.CROSS_REPLICA:
-            self._apply(how, self._agreed(how, value))
+            write.apply(self._storage, self._agreed(write, value))
         else:
-            self._apply(how, self._merged(how, value))
+            write.apply(self._storage, self._merged(write, value))
 
-    def _agreed(self, how: str, value: Any) -> Array:
-        with self._collectives.call(f"Variable.{how}", self.name) as call:
+    def _agreed(self, write: Write, value: Any) -> Any:
+        with self._collectives.call(f"Variable.{write.how}", self.name) as call:
             if isinstance(value, PerReplica):
                 raise ValueError(
-                    f"{how} of the mirrored variable {self.name!r} in cross-replica context takes "
-                    "one value for all replicas, not a PerReplica. Reduce it first, or assign "
+                    f"{write.how} of the mirrored variable {self.name!r} in cross-replica context "
+                    "takes one value for all replicas, not a PerReplica. Reduce it first, or write "
                     "inside strategy.run."
                 )
-            array = self._checked(how, value)
-            call.agree("one value", str(self.dtype), self.shape)
-        return array
+            checked = write.checked(self._target, value)
+            call.agree("one value", write.words(checked))
+        return checked
 
-    def _merged(self, how: str, value: Any) -> Array:
-        options = self._collectives.lossless_options
-        with self._collectives.call(f"Variable.{how}", self.name, options) as call:
+    def _merged(self, write: Write, value: Any) -> Any:
+        with self._collectives.call(f"Variable.{write.how}", self.name) as call:
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(
-                    f"{how} of the mirrored variable {self.name!r} in replica context needs an "
-                    "aggregation: make the variable with aggregation=VariableAggregation.SUM, MEAN "
-                    "or ONLY_FIRST_REPLICA, or assign in cross-replica context (merge_call)."
+                    f"{write.how} of the mirrored variable {self.name!r} in replica context needs "
+                    "an aggregation: make the variable with aggregation=VariableAggregation.SUM, "
+                    "MEAN or ONLY_FIRST_REPLICA, or write in cross-replica context (merge_call)."
                 )
-            array = self._checked(how, value)
-            if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return call.broadcast(array)
-            (merged,) = call.all_reduce(ReduceOp[self.aggregation.name], [array])
-        return merged
+            return write.merged(call, self._target, write.checked(self._target, value))
 
     @property
     def _collectives(self) -> Collectives:

@@ -12,6 +12,8 @@ from mpistrat.collectives import Collectives
 from mpistrat.options import ReduceOp, VariableAggregation
 from mpistrat.values import PerReplica
 from mpistrat.variables.base import Variable
+from mpistrat.variables.broadcasting import broadcast_in_pieces
+from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
 __all__ = ["SyncOnReadVariable"]
 
@@ -38,29 +40,38 @@ class SyncOnReadVariable(Variable, on_read=True):
         with self._collectives.call("read of SyncOnRead variable", self.name, options) as call:
             self._check_can_aggregate("read")
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return call.broadcast(self._storage)
+                return broadcast_in_pieces(call, self._storage)
             (value,) = call.all_reduce(ReduceOp[self.aggregation.name], [self._storage])
         return value
 
-    def _write_in_context(self, how: str, value: Any) -> None:
+    def _write_in_context(self, write: Write, value: Any) -> None:
         if self._kind() is not context.Kind.CROSS_REPLICA:
-            self._apply(how, self._checked(how, value))
+            self._check_is_dense(write)
+            self._write_locally(write, value)
             return
-        with self._collectives.call(f"Variable.{how}", self.name) as call:
+        with self._collectives.call(f"Variable.{write.how}", self.name) as call:
+            self._check_is_dense(write)
             if isinstance(value, PerReplica):
                 raise ValueError(
-                    f"{how} of the SyncOnRead variable {self.name!r} in cross-replica context "
-                    "takes one value for all replicas, not a PerReplica. Assign inside "
+                    f"{write.how} of the SyncOnRead variable {self.name!r} in cross-replica "
+                    "context takes one value for all replicas, not a PerReplica. Write inside "
                     "strategy.run."
                 )
-            if how != "assign" and self.aggregation is VariableAggregation.SUM:
+            if write is not ASSIGN and self.aggregation is VariableAggregation.SUM:
                 raise ValueError(
-                    f"{how} of the SyncOnRead variable {self.name!r} under SUM has no meaning in "
-                    "cross-replica context: call it inside strategy.run, or use assign."
+                    f"{write.how} of the SyncOnRead variable {self.name!r} under SUM has no "
+                    "meaning in cross-replica context: call it inside strategy.run, or use assign."
                 )
-            array = self._checked(how, value)
-            call.agree("one value", str(self.dtype), self.shape)
-        self._apply(how, self._share(array))
+            share = self._share(write.checked(self._target, value))
+            call.agree("one value", write.words(share))
+        write.apply(self._storage, share)
+
+    def _check_is_dense(self, write: Write) -> None:
+        if not isinstance(write, DenseWrite):
+            raise NotImplementedError(
+                f"{write.how} is not defined for the SyncOnRead variable {self.name!r}. Use "
+                "assign, assign_add or assign_sub, or a mirrored variable."
+            )
 
     def _share(self, array: Array) -> Array:
         """Return this replica's component of the one value `array`."""
@@ -69,10 +80,14 @@ class SyncOnReadVariable(Variable, on_read=True):
         size, rank = self._collectives.size, self._collectives.rank
         if self.dtype.kind == "b":
             raise ValueError(f"The bool variable {self.name!r} cannot be divided under SUM.")
-        if self.dtype.kind in "iu":
-            # The first replicas hold one more, so that the sum is exact.
-            return array // size + (rank < array % size).astype(self.dtype)
-        return array / self.dtype.type(size)
+        if self.dtype.kind not in "iu":
+            return array / self.dtype.type(size)
+        # The number of replicas may not fit into a small dtype, but the shares do.
+        wide = array.astype("i8" if self.dtype.kind == "i" else "u8")
+        replicas = wide.dtype.type(size)
+        # The first replicas hold one more, so that the sum is exact.
+        share = wide // replicas + (rank < wide % replicas)
+        return share.astype(self.dtype)
 
     def _kind(self) -> context.Kind:
         return context.mode_for(self._strategy, f"The variable {self.name!r}")
@@ -109,4 +124,4 @@ class SyncOnReadVariable(Variable, on_read=True):
 
     def load_value(self, array: np.ndarray) -> None:
         """Set this replica's component: value / N under SUM, else the value. Local."""
-        self._apply("assign", self._share(self._checked("restore", array)))
+        ASSIGN.apply(self._storage, self._share(ASSIGN.checked(self._target, array)))

@@ -1,0 +1,95 @@
+"""How a variable behaves among arrays: operators, conversions, copies."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from mpistrat.arrays import Array, host_view
+
+__all__ = ["ArrayLike"]
+
+
+class ArrayLike(NDArrayOperatorsMixin, ABC):
+    """Operators and NumPy functions on ``value()``, whose results are arrays of their own.
+
+    Collective or local as ``value()`` is.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """For messages. Local."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value. Local."""
+
+    @abstractmethod
+    def value(self) -> Array:
+        """Return the array that operators see."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        value = host_view(self.value())
+        if copy:
+            return np.array(value, dtype=dtype)
+        if copy is False and dtype is not None and np.dtype(dtype) != value.dtype:
+            raise ValueError(
+                f"The variable {self.name!r} of dtype {value.dtype} cannot become {dtype} "
+                "without a copy."
+            )
+        return value if dtype is None else value.astype(dtype, copy=False)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(out, ArrayLike) for out in kwargs.get("out", ())):
+            raise TypeError(
+                "A variable cannot be the output of a NumPy function or an operator such as +=. "
+                "Write to it with assign, assign_add or assign_sub."
+            )
+        read = [each.value() if isinstance(each, ArrayLike) else each for each in inputs]
+        return getattr(ufunc, method)(*read, **kwargs)
+
+    def __getitem__(self, index: Any) -> Array:
+        part = self.value()[index]
+        # A view would let a later write show through, and on a device be written to.
+        return part.copy() if getattr(part, "base", None) is not None else part
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"The variable {self.name!r} is 0-d and has no len().")
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        raise TypeError(f"The variable {self.name!r} is not iterable. Iterate over its value().")
+
+    def __float__(self) -> float:
+        return float(self.value())
+
+    def __int__(self) -> int:
+        return int(self.value())
+
+    def __complex__(self) -> complex:
+        return complex(self.value())
+
+    def __index__(self) -> int:
+        return operator.index(self.value())
+
+    def __bool__(self) -> bool:
+        return bool(self.value())
+
+    def __copy__(self) -> Any:
+        raise TypeError(
+            f"The variable {self.name!r} cannot be copied shallowly: two variables would share "
+            "their storage. Use copy.deepcopy, or the variable itself."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"The variable {self.name!r} cannot be pickled: it belongs to its strategy and its "
+            "ranks. Save it with mpistrat.Checkpoint, or pickle its numpy()."
+        )

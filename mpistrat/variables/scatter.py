@@ -1,0 +1,187 @@
+"""Writes to some rows of a variable: `IndexedSlices` applied in order, duplicates too.
+
+The k-th occurrences of all rows are applied together, round by round. Atomic additions of a
+device would be faster, but their order differs from rank to rank, and so would the bits.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arguments import as_array
+from mpistrat.arrays import Array, namespace_of
+from mpistrat.collectives import CollectiveCall
+from mpistrat.options import VariableAggregation
+from mpistrat.values import DistributedValues, IndexedSlices
+from mpistrat.variables.checks import cast_to
+from mpistrat.variables.rounds import split_into_rounds
+from mpistrat.variables.writes import Target, Write, check_arithmetic
+
+__all__ = [
+    "BATCH_SCATTER_UPDATE",
+    "SCATTER_ADD",
+    "SCATTER_DIV",
+    "SCATTER_MAX",
+    "SCATTER_MIN",
+    "SCATTER_MUL",
+    "SCATTER_SUB",
+    "SCATTER_UPDATE",
+]
+
+Combine = Callable[[Array, Array], Array]
+"""From old rows and given rows to new rows."""
+
+
+@dataclass(frozen=True)
+class SliceWrite:
+    """A write of `IndexedSlices`. Checked ones have host indices of the flattened leading axes."""
+
+    how: str
+    combine: Combine
+    is_arithmetic: bool = False
+    is_ordering: bool = False
+    is_batched: bool = False
+
+    def checked(self, target: Target, value: Any) -> IndexedSlices:
+        """Return `value` with rows of the variable's dtype on its device. Local."""
+        what = f"{self.how} of variable {target.name!r}"
+        self._check_target(what, target)
+        slices = value.values[0] if isinstance(value, DistributedValues) else value
+        if not isinstance(slices, IndexedSlices):
+            raise TypeError(
+                f"{what} takes IndexedSlices, not {slices!r} of type {type(slices).__name__}."
+            )
+        indices = np.asarray(as_array(what, slices.indices))
+        values = as_array(what, slices.values)
+        leading = indices.ndim if self.is_batched else 1
+        rows_shape = target.shape[leading:]
+        if tuple(values.shape) == (0,) and indices.ndim == 1:
+            values = np.zeros((0, *rows_shape), target.dtype)  # an empty list has no shape to tell
+        _check_shapes(what, target, slices, indices, values, leading)
+        _check_range(what, target, indices, leading)
+        values = cast_to(what, values, False, target.dtype, target.device)
+        rows = _flat_rows(indices, target.shape[:leading])
+        return IndexedSlices(values.reshape(rows.size, *rows_shape), rows)
+
+    def _check_target(self, what: str, target: Target) -> None:
+        merges = target.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+        if target.is_mirrored and not self.is_arithmetic and merges:
+            raise NotImplementedError(
+                f"{what}: rows cannot be merged over replicas by {target.aggregation.name} and "
+                "then overwrite others. Make the variable with "
+                "aggregation=VariableAggregation.ONLY_FIRST_REPLICA or NONE."
+            )
+        if self.is_arithmetic:
+            check_arithmetic(what, target)
+        if self.is_ordering and target.dtype.kind == "c":
+            raise TypeError(f"{what}: complex numbers (dtype {target.dtype}) have no order.")
+
+    def words(self, value: IndexedSlices) -> tuple[Any, ...]:
+        """Return dtype and shape of the rows. Local."""
+        return (str(value.values.dtype), tuple(value.values.shape))
+
+    def merged(self, call: CollectiveCall, target: Target, value: IndexedSlices) -> IndexedSlices:
+        """Return the slices of all replicas in rank order, or rank 0's. **Collective**."""
+        values, indices = value.values, value.indices
+        if target.aggregation is VariableAggregation.MEAN:
+            values = values / values.dtype.type(call.channel.size)
+        if target.aggregation is VariableAggregation.ONLY_FIRST_REPLICA and call.channel.rank:
+            values, indices = values[:0], indices[:0]
+        values, indices = call.all_gather([values, indices], 0, target.aggregation.name)
+        return IndexedSlices(values, indices)
+
+    def apply(self, storage: Array, value: IndexedSlices) -> None:
+        """Combine the rows of `storage` with those given, in place and in order. Local."""
+        xp = namespace_of(storage)
+        order, ends = split_into_rounds(value.indices)
+        # A copy: what was given may be a view of the storage.
+        values = value.values[xp.asarray(order)]
+        rows = xp.asarray(value.indices[order])
+        leading = storage.ndim - values.ndim + 1
+        flat = storage.reshape(math.prod(storage.shape[:leading]), *storage.shape[leading:])
+        for start, end in zip([0, *ends], ends, strict=False):
+            at = rows[start:end]
+            flat[at] = self.combine(flat[at], values[start:end])
+
+
+def _check_shapes(
+    what: str,
+    target: Target,
+    slices: IndexedSlices,
+    indices: np.ndarray,
+    values: Array,
+    leading: int,
+) -> None:
+    if not target.shape:
+        raise ValueError(f"{what}: the variable is 0-d and has no rows. Use assign.")
+    if indices.ndim != leading:
+        raise ValueError(
+            f"{what}: indices of the shape {indices.shape} have {indices.ndim} axes, but row "
+            "numbers have one. Use batch_scatter_update for batches of them."
+        )
+    expected = (*indices.shape, *target.shape[leading:])
+    batch = target.shape[: leading - 1]
+    fits = leading <= len(target.shape) and indices.shape[:-1] == batch
+    if not fits or tuple(values.shape) != expected:
+        raise ValueError(
+            f"{what}: values of the shape {tuple(values.shape)} at indices of the shape "
+            f"{indices.shape} do not fit the variable of the shape {target.shape}: "
+            + (f"values of the shape {expected} do." if fits else f"the batch axes are {batch}.")
+        )
+    if slices.dense_shape not in (None, target.shape):
+        raise ValueError(
+            f"{what}: the slices have the dense_shape {slices.dense_shape}, but the variable the "
+            f"shape {target.shape}."
+        )
+
+
+def _check_range(what: str, target: Target, indices: np.ndarray, leading: int) -> None:
+    num_rows = target.shape[leading - 1]
+    if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
+        raise IndexError(
+            f"{what}: the indices go from {int(indices.min())} to {int(indices.max())}, but the "
+            f"variable of shape {target.shape} has {num_rows} rows, numbered from 0."
+        )
+
+
+def _flat_rows(indices: np.ndarray, leading_shape: tuple[int, ...]) -> np.ndarray:
+    """Return the row numbers in the array whose leading axes are flattened into one."""
+    *batch, num_rows = leading_shape
+    first = np.arange(math.prod(batch)).reshape(*batch, 1) * num_rows
+    return (indices.astype(np.int64) + first).reshape(-1)
+
+
+def _divide(old: Array, new: Array) -> Array:
+    if old.dtype.kind not in "iu":
+        return old / new
+    # Integers are cut towards zero, as in TensorFlow and C.
+    quotient = old // new
+    return quotient + ((old % new != 0) & ((old < 0) != (new < 0))).astype(old.dtype)
+
+
+def _minimum(old: Array, new: Array) -> Array:
+    return namespace_of(old).minimum(old, new)
+
+
+def _maximum(old: Array, new: Array) -> Array:
+    return namespace_of(old).maximum(old, new)
+
+
+def _replace(old: Array, new: Array) -> Array:
+    return new
+
+
+SCATTER_ADD: Write = SliceWrite("scatter_add", operator.add, is_arithmetic=True)
+SCATTER_SUB: Write = SliceWrite("scatter_sub", operator.sub, is_arithmetic=True)
+SCATTER_MUL: Write = SliceWrite("scatter_mul", operator.mul, is_arithmetic=True)
+SCATTER_DIV: Write = SliceWrite("scatter_div", _divide, is_arithmetic=True)
+SCATTER_MIN: Write = SliceWrite("scatter_min", _minimum, is_ordering=True)
+SCATTER_MAX: Write = SliceWrite("scatter_max", _maximum, is_ordering=True)
+SCATTER_UPDATE: Write = SliceWrite("scatter_update", _replace)
+BATCH_SCATTER_UPDATE: Write = SliceWrite("batch_scatter_update", _replace, is_batched=True)
