@@ -1,5 +1,6 @@
 """Learning-rate schedules: pure functions, so no ranks are needed."""
 
+import itertools
 import math
 import warnings
 
@@ -42,7 +43,7 @@ def test_exponential_decay_falls_by_its_rate(rate, decay_steps, decay_rate, stai
     schedule = schedules.ExponentialDecay(rate, decay_steps, decay_rate, staircase)
     values = curve(schedule, 3 * decay_steps + 1)
     assert values[0] == rate
-    assert all(later <= earlier for earlier, later in zip(values, values[1:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(values))
     for cycle in range(4):
         expected = rate * decay_rate**cycle
         assert values[cycle * decay_steps] == pytest.approx(expected, rel=1e-12)
@@ -55,7 +56,7 @@ def test_cosine_decay_falls_to_its_floor_and_stays(rate, decay_steps, alpha):
     schedule = schedules.CosineDecay(rate, decay_steps, alpha)
     values = curve(schedule, decay_steps + 10)
     assert values[0] == pytest.approx(rate, rel=1e-12)
-    assert all(later <= earlier for earlier, later in zip(values, values[1:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(values))
     assert set(values[decay_steps:]) == {rate * alpha}
     middle = rate * (1 + alpha) / 2
     if decay_steps % 2 == 0:
