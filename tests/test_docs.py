@@ -52,11 +52,10 @@ def test_the_code_of_a_page_runs(name, code, ranks, digits, tmp_path):  # noqa: 
     assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
 
 
-def public_names():
-    names = {f"mpistrat.{name}" for name in ms.__all__}
-    for module in filter(inspect.ismodule, (getattr(ms, name) for name in ms.__all__)):
-        names |= {f"{module.__name__}.{name}" for name in module.__all__}
-    return names
+def public_names(module=ms):
+    names = {f"{module.__name__}.{name}" for name in module.__all__}
+    inner = filter(inspect.ismodule, (getattr(module, name) for name in module.__all__))
+    return names.union(*map(public_names, inner))
 
 
 def documented_names():
