@@ -4,7 +4,7 @@ Importing this package starts no MPI and imports neither h5py nor cupy. It does 
 `sys.excepthook`, so that an uncaught exception on one rank ends the whole job.
 """
 
-from mpistrat import data, errors, gradients, metrics, optimizers, testing
+from mpistrat import data, errors, gradients, layers, metrics, optimizers, testing
 from mpistrat.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
 from mpistrat.data.contexts import InputContext, ValueContext
 from mpistrat.epochs.farewell import install as _install_farewell
@@ -73,6 +73,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "latest_checkpoint",
+    "layers",
     "metrics",
     "optimizers",
     "testing",

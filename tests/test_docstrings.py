@@ -13,7 +13,7 @@ PASSIVE = (enum.Enum, BaseException)
 
 
 def public_functions():
-    modules = [ms, ms.data, ms.optimizers, ms.metrics, ms.gradients, ms.testing]
+    modules = [ms, ms.data, ms.optimizers, ms.layers, ms.metrics, ms.gradients, ms.testing]
     for module in modules:
         for name in module.__all__:
             member = getattr(module, name)

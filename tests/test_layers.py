@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpistrat"
 
 # Lowest first. A module imports from lower layers, and from its own folder.
 LAYERS = [
-    {"deprecation", "errors", "options", "settings", "sharding", "version"},
+    {"deprecation", "errors", "options", "settings", "sharding", "spelling", "version"},
     {"arrays", "hdf5", "launcher", "nests", "pending", "tensors", "tracking"},
     {"arguments", "comm", "values", "world"},
     {"epochs"},
@@ -19,7 +19,7 @@ LAYERS = [
     {"differentiable"},
     {"replica"},
     {"strategies"},
-    {"bench", "checkpoint", "gradients", "metrics", "optimizers"},
+    {"bench", "checkpoint", "gradients", "layers", "metrics", "optimizers"},
     {"cli", "testing"},
     {"__init__"},
     {"__main__"},

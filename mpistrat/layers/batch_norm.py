@@ -1,0 +1,238 @@
+"""Batch normalization, with the statistics of each replica or of all together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arguments import as_index
+from mpistrat.arrays import Array, Device, place
+from mpistrat.collectives import Collectives
+from mpistrat.errors import ContextError
+from mpistrat.layers.checks import check_parameters, checked_examples
+from mpistrat.layers.moments import Moments, local_moments, pooled_moments
+from mpistrat.layers.normalization import Normalization, normalize, pull_back, widened
+from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpistrat.strategies import get_replica_context, get_strategy
+from mpistrat.tracking import Trackable
+from mpistrat.variables import Variable
+
+__all__ = ["BatchNorm"]
+
+
+class BatchNorm(Trackable):
+    """Batch normalization (Ioffe and Szegedy, 2015): ``gamma * (x - mean) / std + beta``.
+
+    In training, mean and variance are those of the replica's own examples, or with `synchronized`
+    those of all replicas' examples, each counted once. The moving averages that inference uses
+    are SyncOnRead variables: each replica has its own, and a checkpoint holds their mean. Without
+    `synchronized` they differ from replica to replica.
+
+    **Collective** in a strategy's scope, because it makes variables.
+
+    Parameters
+    ----------
+    num_features : int
+    axis : int
+        Where the features are in the examples. The statistics are over all other axes.
+    momentum : float
+        In [0, 1]: what a moving average keeps of itself in each training step.
+    epsilon : float
+        Added to the variance.
+    synchronized : bool
+        Whether the replicas share their statistics, at one message in each direction.
+    dtype : dtype
+        Of the variables: a floating one. Examples may have another.
+    name : str, optional
+        By default ``"batch_norm"``.
+
+    Attributes
+    ----------
+    gamma, beta : Variable
+        Trainable, mirrored, of shape ``(num_features,)``; 1 and 0 at first.
+    moving_mean, moving_variance : Variable
+        SyncOnRead with aggregation MEAN, of the same shape; 0 and 1 at first. The variance is
+        the biased one, divided by the number of elements.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For an argument out of range or of another type.
+    EpochMismatchError
+        If the ranks disagree on an argument.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        axis: int = -1,
+        momentum: float = 0.99,
+        epsilon: float = 1e-3,
+        synchronized: bool = False,
+        dtype: Any = np.float32,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = "batch_norm" if name is None else name
+        with get_strategy().extended.collectives.call("BatchNorm", self.name) as call:
+            check_parameters(num_features, momentum, epsilon, dtype)
+            self.num_features = int(num_features)
+            self.axis = as_index("BatchNorm", axis)
+            self.momentum, self.epsilon = float(momentum), float(epsilon)
+            self.synchronized = bool(synchronized)
+            parameters = ("num_features", "axis", "momentum", "epsilon", "synchronized")
+            call.agree(*(f"{each}={getattr(self, each)}" for each in parameters))
+        shape, dtype = (self.num_features,), np.dtype(dtype)
+        self.gamma = self._make_variable("gamma", np.ones(shape, dtype))
+        self.beta = self._make_variable("beta", np.zeros(shape, dtype))
+        self.moving_mean = self._make_average("moving_mean", np.zeros(shape, dtype))
+        self.moving_variance = self._make_average("moving_variance", np.ones(shape, dtype))
+
+    def _make_variable(self, what: str, value: np.ndarray, **modes: Any) -> Variable:
+        variable = Variable(value, name=f"{self.name}/{what}", **modes)
+        self.attach_child(what, variable)
+        return variable
+
+    def _make_average(self, what: str, value: np.ndarray) -> Variable:
+        return self._make_variable(
+            what,
+            value,
+            synchronization=VariableSynchronization.ON_READ,
+            aggregation=VariableAggregation.MEAN,
+        )
+
+    def forward(self, x: Any, training: bool = True) -> tuple[Array, Any]:
+        """Normalize this replica's examples.
+
+        **Collective** with `synchronized` in training, and in cross-replica context, where the
+        moving averages are read; else **Local**.
+
+        Parameters
+        ----------
+        x : array
+            Of a floating dtype and two or more axes, `num_features` long along `axis`. May be
+            empty; where no replica has an example, nothing changes.
+        training : bool
+            Whether to use the statistics of the examples, and to let the moving averages follow
+            them. Else those averages are used: inside `Strategy.run` this replica's own, in
+            cross-replica context the mean over replicas.
+
+        Returns
+        -------
+        y : array
+            Of the shape and dtype of `x`.
+        saved : object
+            For `backward`.
+
+        Raises
+        ------
+        ValueError
+            If the shape of `x` does not fit.
+        TypeError
+            If `x` is no array of a floating dtype.
+        ContextError
+            In training, outside a function given to `Strategy.run`.
+        EpochError
+            Where it is collective and the ranks disagree.
+        """
+        if not training:
+            averages = [each.value() for each in (self.moving_mean, self.moving_variance)]
+            moments = Moments(*(each.astype(np.float64) for each in averages))
+            return self._normalized(self._checked("forward", x), moments)
+        collectives = self._collectives("forward")
+        if not self.synchronized:
+            x = self._checked("forward", x)
+            moments = local_moments(widened(x), self.axis)
+        else:
+            with collectives.call("BatchNorm.forward", self.name) as call:
+                x = self._checked("forward", x)
+                moments = pooled_moments(call, local_moments(widened(x), self.axis))
+        if moments.count:
+            self._follow(self.moving_mean, moments.mean)
+            self._follow(self.moving_variance, moments.variance)
+        return self._normalized(x, moments)
+
+    def backward(self, saved: Any, gradient_y: Any) -> tuple[Array, list[tuple[Array, Variable]]]:
+        """Return the gradients of the loss, which is the sum of the replicas' losses.
+
+        **Collective** with `synchronized` after a forward pass in training, else **Local**.
+
+        Parameters
+        ----------
+        saved : object
+            From `forward`.
+        gradient_y : array
+            Gradient of this replica's loss with respect to the `y` of `forward`, of its shape.
+
+        Returns
+        -------
+        gradient_x : array
+            Of the shape and dtype of `x`; with `synchronized` that of all replicas' losses.
+        grads_and_vars : list of (array, Variable)
+            This replica's gradients of gamma and beta, for `apply_gradients` to sum.
+
+        Raises
+        ------
+        ValueError
+            If the shape of `gradient_y` does not fit.
+        TypeError
+            If it is no array of a floating dtype, or `saved` is not from `forward`.
+        ContextError, EpochError
+            As `forward`, where it is collective.
+        """
+        of_averages = isinstance(saved, Normalization) and saved.count is None
+        if of_averages or not self.synchronized:
+            return self._pulled_back(saved, gradient_y, lambda sums: sums)
+        with self._collectives("backward").call("BatchNorm.backward", self.name) as call:
+            pool = functools.partial(call.all_reduce, ReduceOp.SUM)
+            return self._pulled_back(saved, gradient_y, pool)
+
+    def _pulled_back(
+        self, saved: Any, gradient_y: Any, pool: Callable[[list[Array]], list[Array]]
+    ) -> tuple[Array, list[tuple[Array, Variable]]]:
+        what = f"BatchNorm.backward of {self.name!r}"
+        if not isinstance(saved, Normalization):
+            raise TypeError(f"{what} takes what forward saved first, not {saved!r}.")
+        gradient_y = self._checked("backward", gradient_y)
+        if gradient_y.shape != saved.normalized.shape:
+            raise ValueError(
+                f"{what}: gradient_y has the shape {tuple(gradient_y.shape)}, but y the shape "
+                f"{tuple(saved.normalized.shape)}."
+            )
+        gradient_x, *of_parameters = pull_back(saved, gradient_y, pool, self.axis)
+        pairs = zip(of_parameters, (self.gamma, self.beta), strict=True)
+        return gradient_x, [(array.astype(var.dtype, copy=False), var) for array, var in pairs]
+
+    def _normalized(self, x: Array, moments: Moments) -> tuple[Array, Normalization]:
+        gamma, beta = self.gamma.value(), self.beta.value()
+        return normalize(x, moments, gamma, beta, self.epsilon, self.axis)
+
+    def _follow(self, average: Variable, current: Array) -> None:
+        step = (current - average.value()) * (1 - self.momentum)
+        average.assign_add(step.astype(average.dtype), read_value=False)
+
+    def _checked(self, method: str, value: Any) -> Array:
+        """Return `value`, examples or their gradients, as an array on the replica's device."""
+        what = f"BatchNorm.{method} of {self.name!r}"
+        array = checked_examples(what, value, self.num_features, self.axis)
+        owner = self.gamma.strategy
+        return place(array, Device("cpu") if owner is None else owner.extended.device)
+
+    def _collectives(self, method: str) -> Collectives:
+        """Return the collectives of the replica context that this is called in. Local."""
+        owner, replica = self.gamma.strategy, get_replica_context()
+        if replica is None or owner not in (None, replica.strategy):
+            raise ContextError(
+                f"BatchNorm.{method} of {self.name!r} trains on the examples of each replica: it "
+                f"needs the replica context of {owner!r}. Call it inside a function given to "
+                "strategy.run; only training=False works elsewhere."
+            )
+        collectives: Collectives = replica.strategy.extended.collectives
+        return collectives
+
+    def __repr__(self) -> str:
+        kind = "synchronized" if self.synchronized else "per replica"
+        return f"<BatchNorm {self.name!r} num_features={self.num_features}, {kind}>"
