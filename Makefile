@@ -54,6 +54,7 @@ docs: $(VENV)/.docs  ## build the documentation in docs/_build/html
 
 clean:  ## remove environments, data, runs and caches
 	rm -rf .venv .venv-openmpi data runs build dist docs/_build docs/api *.egg-info
+	rm -f mpistrat/optimizers/_host_kernels*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -68,14 +69,17 @@ $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/.jobs: pyproject.toml | $(VENV)/.python
+# What the installation is made from: the metadata and the compiled kernels.
+SOURCES := pyproject.toml setup.py mpistrat/optimizers/kernels.py
+
+$(VENV)/.jobs: $(SOURCES) | $(VENV)/.python
 	$(INSTALL) -e ".[$(MPI),jobs]"
 	touch $@
 
-$(VENV)/.test: pyproject.toml | $(VENV)/.jobs
+$(VENV)/.test: $(SOURCES) | $(VENV)/.jobs
 	$(INSTALL) -e ".[$(MPI),jobs,test]"
 	touch $@
 
-$(VENV)/.docs: pyproject.toml | $(VENV)/.jobs
+$(VENV)/.docs: $(SOURCES) | $(VENV)/.jobs
 	$(INSTALL) -e ".[$(MPI),jobs,docs]"
 	touch $@

@@ -132,8 +132,9 @@ def is_number(value: object) -> bool:
 
 def address_of(array: Array) -> int:
     """Return where the memory of `array` begins, on the host or its device. Local."""
-    interface = "__array_interface__" if is_on_host(array) else "__cuda_array_interface__"
-    return int(getattr(array, interface)["data"][0])
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    return int(array.data.ptr)
 
 
 def elementwise_kernel(inputs: str, outputs: str, body: str, name: str) -> Any:

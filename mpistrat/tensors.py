@@ -10,7 +10,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["apply_differentiable", "host_array", "is_loaded", "is_tensor", "tensor_like"]
+__all__ = [
+    "apply_differentiable",
+    "host_array",
+    "import_torch",
+    "is_loaded",
+    "is_tensor",
+    "tensor_like",
+]
 
 Move = Callable[[list[np.ndarray]], list[np.ndarray]]
 
@@ -29,6 +36,14 @@ class PullBack(Protocol):
         gradients: list[np.ndarray],
     ) -> list[np.ndarray]:
         """Return the gradients of the values. **Collective**."""
+
+
+def import_torch() -> Any:
+    """Return the package `torch`, ``None`` where it is not installed. Local."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        return None
 
 
 def is_loaded() -> bool:

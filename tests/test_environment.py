@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text())
 
 CONDA_NAMES = {"matplotlib": "matplotlib-base", "cupy-cuda13x": "cupy"}
-ONLY_CONDA = {"python", "pip", "cuda-version"}
+ONLY_CONDA = {"python", "pip", "cuda-version", "c-compiler", "setuptools"}
 EXTRAS = ("openmpi", "cuda13x", "jobs", "test", "docs")
 
 

@@ -1,1 +1,7 @@
-"""Benchmarks: this package and its peer, side by side in one run."""
+"""Benchmarks: this package and its peers, side by side in one run."""
+
+from mpistrat.bench import allreduce, optimizers
+
+__all__ = ["BENCHMARKS"]
+
+BENCHMARKS = {each.name: each for each in (allreduce.BENCHMARK, optimizers.BENCHMARK)}

@@ -2,68 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
+from mpistrat.bench.benchmark import Benchmark, Choices, Column, Row, ratio, time
 from mpistrat.bench.timing import median_times_s
 from mpistrat.options import ReduceOp
 from mpistrat.replica import ReplicaContext
+from mpistrat.spelling import readable_size
 from mpistrat.strategies import MPIStrategy, get_replica_context
 from mpistrat.world import open_world
 
-__all__ = ["AllReduceResult", "measure_allreduce"]
+__all__ = ["BENCHMARK"]
 
 
-@dataclass(frozen=True)
-class AllReduceResult:
-    """Medians for one array size."""
+def measure(choices: Choices) -> list[Row]:
+    """Time all-reductions of one float32 array of each size. **Collective** over COMM_WORLD.
 
-    num_bytes: int
-    raw_s: float
-    """``COMM_WORLD.Allreduce`` of float32 into a ready buffer, by mpi4py."""
-    ours_s: float
-    """`ReplicaContext.all_reduce` of the same array, all checks on, into a new array."""
-    copy_s: float
-    """One copy of the array in memory by this rank: what bandwidth alone would take."""
-
-    @property
-    def ratio(self) -> float:
-        """How many times faster than raw MPI; below 1 is slower."""
-        return self.raw_s / self.ours_s
-
-
-def measure_allreduce(sizes: Sequence[int], num_samples: int) -> list[AllReduceResult]:
-    """Time all-reductions of arrays of `sizes` bytes. **Collective** over COMM_WORLD.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        Bytes, multiples of 4.
-    num_samples : int
+    Raw is ``COMM_WORLD.Allreduce`` by mpi4py into a ready buffer, ours `all_reduce` into a new
+    array with all checks on, and the copy is what bandwidth alone would take.
     """
     strategy = MPIStrategy(device="cpu")
     comm = open_world(None).comm
 
-    def measure(num_bytes: int) -> AllReduceResult:
+    def measure_size(num_bytes: int) -> dict[str, float]:
         replica = get_replica_context()
         assert isinstance(replica, ReplicaContext)
         array = np.full(num_bytes // 4, strategy.cluster_resolver.task_id, np.float32)
         ready = np.empty_like(array)
-        medians = median_times_s(
+        return median_times_s(
             {
                 "raw": lambda: comm.Allreduce(array, ready),
                 "ours": lambda: replica.all_reduce(ReduceOp.SUM, array),
                 "copy": lambda: np.copyto(ready, array),
             },
             strategy.extended.collectives,
-            num_samples,
+            choices.num_samples,
         )
-        return AllReduceResult(num_bytes, medians["raw"], medians["ours"], medians["copy"])
 
-    results = []
-    for size in sizes:
-        (result,) = strategy.experimental_local_results(strategy.run(measure, args=(size,)))
-        results.append(result)
-    return results
+    rows: list[Row] = []
+    for size in (max(4, size // 4 * 4) for size in choices.sizes):
+        medians = strategy.experimental_local_results(strategy.run(measure_size, args=(size,)))[0]
+        row = {"num_bytes": size, "ratio": medians["raw"] / medians["ours"]}
+        rows.append(row | {f"{name}_s": seconds for name, seconds in medians.items()})
+    return rows
+
+
+BENCHMARK = Benchmark(
+    "allreduce",
+    "all_reduce of one array, beside raw MPI",
+    measure,
+    (
+        Column("array", lambda row: readable_size(row["num_bytes"])),
+        time("raw Allreduce", "raw_s"),
+        time("all_reduce", "ours_s"),
+        ratio("times faster", "ratio"),
+        time("one copy", "copy_s"),
+    ),
+)

@@ -1,24 +1,24 @@
-"""``mpistrat bench``: measure this machine, with the peer in the same run."""
+"""``mpistrat bench``: measure this machine, with the peers in the same run."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
 from pathlib import Path
 
 from mpistrat.cli.command import Command
-from mpistrat.cli.output import print_json, print_line, print_table, readable_size
+from mpistrat.cli.output import print_json, print_line, print_table
 
 __all__ = ["COMMAND"]
 
+_NAMES = ("allreduce", "optimizers")
 _SIZES = (8, 2**10, 2**16, 2**20, 2**22, 2**24, 2**26)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", choices=["allreduce"], default="allreduce")
+    parser.add_argument("what", nargs="?", choices=_NAMES, default="allreduce")
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=_SIZES, metavar="BYTES", help="array sizes"
     )
@@ -29,12 +29,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     # MPI starts here, not when the command line is read.
-    from mpistrat.bench.allreduce import measure_allreduce
+    from mpistrat.bench import BENCHMARKS
+    from mpistrat.bench.benchmark import Choices
     from mpistrat.world import library_version, open_world
 
-    results = measure_allreduce(
-        [max(4, size // 4 * 4) for size in arguments.sizes], arguments.samples
-    )
+    benchmark = BENCHMARKS[arguments.what]
+    rows = benchmark.measure(Choices(arguments.samples, tuple(arguments.sizes)))
     world = open_world(None)
     if world.rank != 0:
         return 0
@@ -45,7 +45,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "num_ranks": world.size,
         "num_nodes": len(world.hosts),
         "samples": arguments.samples,
-        "results": [dataclasses.asdict(each) | {"ratio": each.ratio} for each in results],
+        "results": rows,
     }
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
@@ -54,21 +54,15 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     print_line(f"{report['mpi_library']}; {world.size} ranks on {report['machine']}; medians")
     print_table(
-        ["array", "raw Allreduce", "all_reduce", "times faster", "one copy"],
-        [
-            [
-                readable_size(each.num_bytes),
-                f"{each.raw_s * 1e6:.1f} us",
-                f"{each.ours_s * 1e6:.1f} us",
-                f"{each.ratio:.2f}",
-                f"{each.copy_s * 1e6:.1f} us",
-            ]
-            for each in results
-        ],
+        [column.title for column in benchmark.columns],
+        [[column.spell(row) for column in benchmark.columns] for row in rows],
     )
     return 0
 
 
 COMMAND = Command(
-    "bench", "Time all-reductions beside raw MPI; start it with mpiexec.", _add_arguments, _run
+    "bench",
+    "Time collectives and optimizers beside their peers; start it with mpiexec.",
+    _add_arguments,
+    _run,
 )

@@ -18,10 +18,10 @@ from mpistrat.cli.output import (
     print_json,
     print_line,
     print_table,
-    readable_size,
 )
 from mpistrat.cli.statistics import summarize
 from mpistrat.errors import CheckpointError
+from mpistrat.spelling import readable_size
 
 __all__ = ["COMMAND"]
 

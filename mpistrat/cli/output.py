@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["print_error", "print_json", "print_line", "print_table", "readable_size"]
+__all__ = ["print_error", "print_json", "print_line", "print_table"]
 
 _WIDTH_OF_A_PIPE = 1_000_000
 """No line is folded or cut where the output is not a terminal."""
@@ -62,13 +62,3 @@ def _strict(value: Any) -> Any:
 def _printable(text: str) -> str:
     """Return `text` without control characters, which a hostile file could bring."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
-def readable_size(size_bytes: int) -> str:
-    """Return a size as people write it, in powers of 1024. Local."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.cli.command import Command
-from mpistrat.cli.output import print_error, print_line, readable_size
+from mpistrat.cli.output import print_error, print_line
 from mpistrat.errors import CheckpointError
+from mpistrat.spelling import readable_size
 
 __all__ = ["COMMAND"]
 

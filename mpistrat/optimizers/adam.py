@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpistrat.optimizers import kernels
 from mpistrat.optimizers.base import Optimizer
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.rule import Rule
@@ -33,17 +34,7 @@ def _adam(w: Block, g: Block, slots: Blocks, constants: Blocks, t: Block) -> Non
     np.subtract(w, t, out=w)
 
 
-_ADAM = Rule(
-    "adam",
-    ("first_moment", "second_moment"),
-    ("rate", "gain_1", "gain_2", "epsilon"),
-    _adam,
-    """
-    first_moment += gain_1 * (gradient - first_moment);
-    second_moment += gain_2 * (gradient * gradient - second_moment);
-    weight -= rate * first_moment / (sqrt(second_moment) + epsilon);
-    """,
-)
+_ADAM = Rule(kernels.ADAM, _adam)
 
 
 class Adam(Optimizer):

@@ -28,7 +28,7 @@ from mpistrat.optimizers.gradients import (
 )
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.rows import update_rows
-from mpistrat.optimizers.rule import Rule, Step
+from mpistrat.optimizers.rule import Rule, Step, Target
 from mpistrat.optimizers.slots import Slots, zero_slot
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
@@ -212,11 +212,13 @@ class Optimizer(Trackable, abc.ABC):
         # All slots come first: a restore that waits for them may refuse one.
         for _, variable in pairs:
             self._make_slots(variable)
-        written = [array for _, variable in pairs for array in self._arrays_of(variable)]
-        settled = settled_beside(pairs, () if are_own else [*written, self.iterations.storage])
+        names = self._rule.kernel.slots
+        targets = [self._slots.target(variable, names) for _, variable in pairs]
+        written = [] if are_own else [span for target in targets for span in target.spans]
+        gradients = settled_beside(pairs, written)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         factor = gradient_factor(
-            [gradient for gradient, _ in settled],
+            gradients,
             scale,
             self.global_clipnorm,
             must_be_finite=self.loss_scale is not None,
@@ -226,24 +228,18 @@ class Optimizer(Trackable, abc.ABC):
             if factor is not None:
                 keep = 1 - rate * (self.weight_decay or 0)
                 step = Step(self._constants(rate, number), keep, factor)
-                for gradient, variable in settled:
-                    self._update(variable, gradient, step)
+                for gradient, target in zip(gradients, targets, strict=True):
+                    self._update(target, gradient, step)
                 self.iterations.assign_add(1, read_value=False)
             if self.loss_scale is not None:
                 self.loss_scale.adjust(is_finite=factor is not None)
 
-    def _update(self, variable: Variable, gradient: Any, step: Step) -> None:
-        weight, *slots = self._arrays_of(variable)
-        update = host_pass.update if is_on_host(weight) else device_pass.update
+    def _update(self, target: Target, gradient: Any, step: Step) -> None:
+        update = host_pass.update if is_on_host(target.weight) else device_pass.update
         if isinstance(gradient, IndexedSlices):
-            update_rows(update, self._rule, step, weight, gradient, slots)
+            update_rows(update, self._rule, step, target, gradient)
         else:
-            update(self._rule, step, weight, gradient, slots)
-
-    def _arrays_of(self, variable: Variable) -> list[Any]:
-        """Return what a step writes to: the storage of `variable` and of its slots. Local."""
-        slots = (self.slot(variable, name) for name in self._rule.slots)
-        return [variable.storage, *(slot.storage for slot in slots)]
+            update(self._rule, step, target, gradient)
 
     @property
     @abc.abstractmethod
@@ -271,7 +267,7 @@ class Optimizer(Trackable, abc.ABC):
         return slot
 
     def _make_slots(self, variable: Variable) -> None:
-        for name in self._rule.slots:
+        for name in self._rule.kernel.slots:
             if self._slots.find(variable, name) is None:
                 slot = zero_slot(variable, name)
                 self.attach_child(name, slot, of=variable)

@@ -206,15 +206,14 @@ def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict
 
 
 def settled_beside(
-    pairs: Sequence[tuple[Any, Variable]], written: Sequence[Array]
-) -> list[tuple[Any, Variable]]:
-    """Return the pairs with gradients ready to be used, which then may be read at any time. Local.
+    pairs: Sequence[tuple[Any, Variable]], written: Sequence[tuple[int, int]]
+) -> list[Any]:
+    """Return the gradients ready to be used, which then may be read at any time. Local.
 
     Each is an array in C order on the device of its variable, or coalesced `IndexedSlices`.
-    Copies are made of those that lie in the `written` arrays, which the step changes.
+    Copies are made of those that lie in `written`, spans of memory that the step changes.
     """
-    spans = sorted((address_of(array), address_of(array) + array.nbytes) for array in written)
-    starts = [start for start, _ in spans]
+    spans = sorted(written)
     settled = []
     for gradient, variable in pairs:
         device = Device("cpu") if variable.strategy is None else variable.strategy.extended.device
@@ -223,14 +222,14 @@ def settled_beside(
             ready = coalesced(IndexedSlices(values, indices, gradient.dense_shape))
         else:
             ready = place(gradient, device)
-            if not ready.flags.c_contiguous or _lies_in(ready, spans, starts):
+            if not ready.flags.c_contiguous or (spans and _lies_in(ready, spans)):
                 ready = ready.copy()
-        settled.append((ready, variable))
+        settled.append(ready)
     return settled
 
 
-def _lies_in(array: Array, spans: Sequence[tuple[int, int]], starts: Sequence[int]) -> bool:
-    """Return whether the C-ordered `array` shares memory with one of the disjoint `spans`."""
+def _lies_in(array: Array, spans: Sequence[tuple[int, int]]) -> bool:
+    """Return whether the C-ordered `array` shares memory with one of the sorted `spans`."""
     begin = address_of(array)
-    last = bisect.bisect_left(starts, begin + array.nbytes) - 1
+    last = bisect.bisect_left(spans, (begin + array.nbytes,)) - 1
     return last >= 0 and spans[last][1] > begin

@@ -1,56 +1,87 @@
-"""One pass over host memory per variable: blocks that stay in the cache, no large temporaries."""
+"""One pass over host memory per variable, without large temporaries.
+
+The compiled kernels read and write each array once. Without them, and on the way from halves
+to float32 and back, NumPy works on blocks that stay in the cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from mpistrat.optimizers.rule import Rule, Step, compute_dtype, real_parts
+from mpistrat.optimizers.compiled import compiled_kernel
+from mpistrat.optimizers.rule import Rule, Step, Target, compute_dtype, flat_real
 
 __all__ = ["sum_of_squares", "update"]
 
 _BLOCK = 2**15
 """Elements. A block of each array of a rule fits into a core's own cache."""
 
+Engine = Callable[[Target, np.ndarray], None]
+"""``engine(target, gradient)`` updates arrays of one dtype in place."""
 
-def update(
-    rule: Rule, step: Step, weight: np.ndarray, gradient: np.ndarray, slots: Sequence[np.ndarray]
-) -> None:
-    """Write `weight` and `slots` in place, as `rule` says. Local.
+
+def update(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None:
+    """Write to `target` in place, as `rule` says. Local.
 
     Parameters
     ----------
     rule : Rule
     step : Step
-    weight, gradient : array
-        Of one shape and dtype, in C order; `gradient` is only read.
-    slots : sequence of array
-        Of the same shape and of `compute_dtype`.
+    target : Target
+    gradient : array
+        Of the shape and dtype of the weight, in C order; only read.
     """
-    flat_weight, flat_gradient, *flat_slots = real_parts([weight, gradient, *slots])
+    weight, flat_gradient = target.flat_weight, flat_real(gradient)
     dtype = compute_dtype(weight.dtype)
+    compiled = compiled_kernel(rule.kernel, dtype)
+    numbers = (step.keep, step.factor, *step.constants)
+    if compiled is not None and weight.dtype == dtype:
+        compiled(target, flat_gradient, numbers)
+        return
+    length = min(_BLOCK, weight.size)
+    engine = _numpy_engine(rule, step, length, dtype)
+    if compiled is not None:
+        engine = lambda target, gradient: compiled(target, gradient, numbers)  # noqa: E731
+    if weight.dtype != dtype:
+        engine = _widening(engine, length, dtype)
+    for start in range(0, weight.size, _BLOCK):
+        part = slice(start, start + _BLOCK)
+        block = Target(weight[part], [slot[part] for slot in target.flat_slots])
+        engine(block, flat_gradient[part])
+
+
+def _numpy_engine(rule: Rule, step: Step, length: int, dtype: np.dtype) -> Engine:
     constants = [np.array(value, dtype) for value in step.constants]
     keep, factor = np.array(step.keep, dtype), np.array(step.factor, dtype)
-    decays, is_scaled, is_widened = step.keep != 1, step.factor != 1, flat_weight.dtype != dtype
-    length = min(_BLOCK, flat_weight.size)
-    scratch, wide_gradient, wide_weight = (
-        np.empty(length if needed else 0, dtype)
-        for needed in (True, is_scaled or is_widened, is_widened)
-    )
-    for start in range(0, flat_weight.size, _BLOCK):
-        part = slice(start, start + _BLOCK)
-        w, g = flat_weight[part], flat_gradient[part]
-        if is_scaled or is_widened:
-            g = np.multiply(g, factor, out=wide_gradient[: g.size], dtype=dtype)
-        if is_widened:
-            w = wide_weight[: g.size]
-            w[...] = flat_weight[part]
+    decays, is_scaled = step.keep != 1, step.factor != 1
+    scratch = np.empty(length, dtype)
+    scaled = np.empty(length if is_scaled else 0, dtype)
+
+    def engine(target: Target, gradient: np.ndarray) -> None:
+        weight = target.weight
+        if is_scaled:
+            gradient = np.multiply(gradient, factor, out=scaled[: gradient.size])
         if decays:
-            np.multiply(w, keep, out=w)
-        rule.on_host(w, g, [slot[part] for slot in flat_slots], constants, scratch[: g.size])
-        if is_widened:
-            flat_weight[part] = w
+            np.multiply(weight, keep, out=weight)
+        rule.in_numpy(weight, gradient, target.slots, constants, scratch[: weight.size])
+
+    return engine
+
+
+def _widening(engine: Engine, length: int, dtype: np.dtype) -> Engine:
+    """Return an engine for halves, which computes in the wider `dtype`."""
+    wide_weight, wide_gradient = np.empty(length, dtype), np.empty(length, dtype)
+
+    def widened(target: Target, gradient: np.ndarray) -> None:
+        wide = Target(wide_weight[: gradient.size], target.slots)
+        wide.weight[...] = target.weight
+        wide_gradient[: gradient.size] = gradient
+        engine(wide, wide_gradient[: gradient.size])
+        target.weight[...] = wide.weight
+
+    return widened
 
 
 def sum_of_squares(array: np.ndarray) -> float:
@@ -58,7 +89,7 @@ def sum_of_squares(array: np.ndarray) -> float:
 
     Blocks are summed pairwise and then as float64, in an order that does not depend on threads.
     """
-    (flat,) = real_parts([array])
+    flat = flat_real(array)
     total = _sum_of_squares(flat, compute_dtype(flat.dtype))
     # Squares of finite float32 numbers can overflow; those of float64 then decide.
     return total if np.isfinite(total) else _sum_of_squares(flat, np.dtype(np.float64))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from mpistrat.arrays import Array, namespace_of
-from mpistrat.optimizers.rule import Rule, Step
+from mpistrat.arrays import namespace_of
+from mpistrat.optimizers.rule import Rule, Step, Target
 from mpistrat.values import IndexedSlices
 
 __all__ = ["coalesced", "update_rows"]
@@ -21,12 +21,7 @@ def coalesced(slices: IndexedSlices) -> IndexedSlices:
 
 
 def update_rows(
-    update: Callable[..., None],
-    rule: Rule,
-    step: Step,
-    weight: Array,
-    gradient: IndexedSlices,
-    slots: Sequence[Array],
+    update: Callable[..., None], rule: Rule, step: Step, target: Target, gradient: IndexedSlices
 ) -> None:
     """Do `update` on the rows that the coalesced `gradient` names. Local.
 
@@ -35,7 +30,8 @@ def update_rows(
     SparseAdam).
     """
     indices = gradient.indices
-    rows = [array[indices] for array in (weight, *slots)]
-    update(rule, step, rows[0], gradient.values, rows[1:])
-    for array, updated in zip((weight, *slots), rows, strict=True):
-        array[indices] = updated
+    rows = Target(target.weight[indices], [slot[indices] for slot in target.slots])
+    update(rule, step, rows, gradient.values)
+    target.weight[indices] = rows.weight
+    for slot, updated in zip(target.slots, rows.slots, strict=True):
+        slot[indices] = updated

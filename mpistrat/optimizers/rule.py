@@ -1,33 +1,29 @@
-"""Update rules: what an optimizer does to each element, written for the host and the device."""
+"""Update rules: what an optimizer does to each element, in C and in NumPy."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-__all__ = ["Rule", "Step", "compute_dtype", "real_parts", "slot_dtype"]
+from mpistrat.arrays import Array, address_of
+from mpistrat.optimizers.kernels import Kernel
+
+__all__ = ["Rule", "Step", "Target", "compute_dtype", "flat_real", "slot_dtype"]
 
 
 @dataclass(frozen=True)
 class Rule:
     """One element-wise update of a weight and its slots by a gradient."""
 
-    name: str
-    """Of the device's kernel: letters and underscores."""
-    slots: tuple[str, ...]
-    """Names of the slots, in the order in which they are given."""
-    constants: tuple[str, ...]
-    """Names of the numbers that it takes, in the order in which they are given."""
-    on_host: Callable[..., None]
-    """``on_host(weight, gradient, slots, constants, scratch)`` writes weight and slots in place.
+    kernel: Kernel
+    in_numpy: Callable[..., None]
+    """The same as ``in_numpy(weight, gradient, slots, constants, scratch)``, in place.
 
     All are 1-d arrays of one floating dtype and equal length, constants 0-d ones. `gradient`
     must stay as it is; `scratch` may hold anything."""
-    on_device: str
-    """The same in CUDA C++ on ``weight``, ``gradient``, the slots and the constants by name."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +31,42 @@ class Step:
     """The numbers of one step, equal on all ranks and for all variables."""
 
     constants: tuple[float, ...]
-    """For the constants of the rule."""
+    """For the constants of the kernel."""
     keep: float = 1.0
     """What a weight is multiplied by before: the weight decay."""
     factor: float = 1.0
     """What a gradient is multiplied by before: clipping and the inverse of the loss scale."""
 
 
+class Target:
+    """What a rule writes to: a weight and its slots, whose memory stays where it is.
+
+    Parameters
+    ----------
+    weight : array
+        In C order.
+    slots : sequence of arrays
+        In C order, of the same shape and of `slot_dtype`.
+    """
+
+    def __init__(self, weight: Array, slots: Sequence[Array]) -> None:
+        self.weight = weight
+        self.slots = slots
+        self.flat_weight, *self.flat_slots = map(flat_real, (weight, *slots))
+
+    @functools.cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the memory of the weight and the slots begins."""
+        return tuple(map(address_of, (self.weight, *self.slots)))
+
+    @functools.cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the memory of each begins and ends."""
+        arrays = (self.weight, *self.slots)
+        return [(a, a + each.nbytes) for a, each in zip(self.addresses, arrays, strict=True)]
+
+
+@functools.lru_cache
 def compute_dtype(dtype: np.dtype) -> np.dtype:
     """Return the real dtype in which elements of `dtype` are updated. Local.
 
@@ -59,7 +84,7 @@ def slot_dtype(dtype: np.dtype) -> np.dtype:
     return dtype if dtype.kind == "c" else compute_dtype(dtype)
 
 
-def real_parts(arrays: Sequence[Any]) -> list[Any]:
-    """Return each array in C order as a 1-d view, complex ones as pairs of real ones. Local."""
-    flat = [array.reshape(-1) for array in arrays]
-    return [a.view(compute_dtype(a.dtype)) if a.dtype.kind == "c" else a for a in flat]
+def flat_real(array: Array) -> Array:
+    """Return a 1-d view of `array` in C order, of pairs of real numbers if it is complex. Local."""
+    flat = array.reshape(-1)
+    return flat.view(compute_dtype(flat.dtype)) if flat.dtype.kind == "c" else flat

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpistrat.optimizers import kernels
 from mpistrat.optimizers.base import Optimizer
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.rule import Rule
@@ -40,22 +41,9 @@ def _nesterov(w: Block, g: Block, slots: Blocks, constants: Blocks, t: Block) ->
     np.subtract(w, t, out=w)
 
 
-_PLAIN = Rule("sgd", (), ("rate",), _plain, "weight -= rate * gradient;")
-_MOMENTUM = Rule(
-    "sgd_momentum",
-    ("momentum",),
-    ("rate", "decay"),
-    _momentum,
-    "momentum = decay * momentum + rate * gradient; weight -= momentum;",
-)
-_NESTEROV = Rule(
-    "sgd_nesterov",
-    ("momentum",),
-    ("rate", "decay"),
-    _nesterov,
-    "momentum = decay * momentum + rate * gradient;"
-    "weight -= decay * momentum + rate * gradient;",
-)
+_PLAIN = Rule(kernels.SGD, _plain)
+_MOMENTUM = Rule(kernels.SGD_MOMENTUM, _momentum)
+_NESTEROV = Rule(kernels.SGD_NESTEROV, _nesterov)
 
 
 class SGD(Optimizer):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mpistrat import context
-from mpistrat.optimizers.rule import slot_dtype
+from mpistrat.optimizers.rule import Target, slot_dtype
 from mpistrat.strategies.default import default_strategy
 from mpistrat.variables import Variable
 
@@ -21,6 +22,11 @@ class _Entry:
     variable: Variable
     """Kept, so that its id is not given to another one."""
     slots: dict[str, Variable] = field(default_factory=dict)
+    target: Target | None = None
+    """Once it has been asked for. A copy has memory of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Entry:
+        return _Entry(copy.deepcopy(self.variable, memo), copy.deepcopy(self.slots, memo))
 
 
 class Slots:
@@ -44,6 +50,14 @@ class Slots:
         """Return the slot `name` of `variable`, ``None`` where there is none. Local."""
         entry = self._entries.get(id(variable))
         return None if entry is None else entry.slots.get(name)
+
+    def target(self, variable: Variable, names: Sequence[str]) -> Target:
+        """Return the memory of `variable` and of its slots `names`, which exist. Local."""
+        entry = self._entries.setdefault(id(variable), _Entry(variable))
+        if entry.target is None:
+            slots = [entry.slots[name].storage for name in names]
+            entry.target = Target(variable.storage, slots)
+        return entry.target
 
     def add(self, variable: Variable, name: str, slot: Variable) -> None:
         """Keep `slot` under `variable` and `name`. Local."""

@@ -99,7 +99,8 @@ def test_sparse_rows_equal_pytorch_s_sparse_adam(strategy, rank, size):
             check_invariants=True,
         )
         oracle.step()
-    np.testing.assert_allclose(variable.numpy(), parameter.detach().numpy(), rtol=1e-6)
+    # SparseAdam adds epsilon, 1e-8, to a root that is not yet corrected for the start.
+    np.testing.assert_allclose(variable.numpy(), parameter.detach().numpy(), rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(variable.numpy()[9], start[9])
 
 

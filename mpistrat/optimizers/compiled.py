@@ -1,0 +1,54 @@
+"""The host kernels as compiled by setup.py, where a C compiler was at hand."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mpistrat.arrays import address_of
+from mpistrat.optimizers.kernels import Kernel, digest
+from mpistrat.optimizers.rule import Target
+
+__all__ = ["compiled_kernel"]
+
+_NUMBERS = {"f": ctypes.c_float, "d": ctypes.c_double, "g": ctypes.c_longdouble}
+
+HostKernel = Callable[[Target, np.ndarray, Sequence[float]], None]
+"""``kernel(target, gradient, (keep, factor, *constants))`` on arrays of one real dtype."""
+
+
+@functools.lru_cache
+def compiled_kernel(kernel: Kernel, dtype: np.dtype) -> HostKernel | None:
+    """Return the function for `kernel`, ``None`` where there is none for `dtype`. Local."""
+    library = _library()
+    number = _NUMBERS.get(dtype.char)
+    if library is None or number is None:
+        return None
+    function = library[f"{kernel.name}_{dtype.char}"]
+    num_arrays, num_numbers = 2 + len(kernel.slots), 2 + len(kernel.constants)
+    function.argtypes = [
+        ctypes.c_ssize_t,
+        *[ctypes.c_void_p] * num_arrays,
+        *[number] * num_numbers,
+    ]
+    function.restype = None
+
+    def call(target: Target, gradient: np.ndarray, numbers: Sequence[float]) -> None:
+        function(gradient.size, address_of(gradient), *target.addresses, *numbers)
+
+    return call
+
+
+@functools.lru_cache
+def _library() -> ctypes.CDLL | None:
+    """Return the library, ``None`` where it is absent or was made from an older source."""
+    for path in Path(__file__).parent.glob("_host_kernels*.so"):
+        library = ctypes.CDLL(str(path))
+        made_from = ctypes.c_char * len(digest())
+        if made_from.in_dll(library, "mpistrat_digest").value == digest().encode():
+            return library
+    return None

@@ -1,0 +1,104 @@
+"""The element-wise updates in C: compiled for the host by setup.py, for the device by CuPy.
+
+setup.py runs this file by itself, so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+__all__ = ["ADAM", "SGD", "SGD_MOMENTUM", "SGD_NESTEROV", "Kernel", "c_source", "digest"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is done to one element, as C statements on variables of one floating type."""
+
+    name: str
+    slots: tuple[str, ...]
+    """Variables that are kept from step to step, beside ``weight``."""
+    constants: tuple[str, ...]
+    """Numbers that are equal for all elements."""
+    body: str
+    """Reads ``gradient`` and the constants, writes ``weight`` and the slots."""
+
+
+SGD = Kernel("sgd", (), ("rate",), "weight -= rate * gradient;")
+SGD_MOMENTUM = Kernel(
+    "sgd_momentum",
+    ("momentum",),
+    ("rate", "decay"),
+    "momentum = decay * momentum + rate * gradient; weight -= momentum;",
+)
+SGD_NESTEROV = Kernel(
+    "sgd_nesterov",
+    ("momentum",),
+    ("rate", "decay"),
+    "momentum = decay * momentum + rate * gradient;"
+    " weight -= decay * momentum + rate * gradient;",
+)
+ADAM = Kernel(
+    "adam",
+    ("first_moment", "second_moment"),
+    ("rate", "gain_1", "gain_2", "epsilon"),
+    "first_moment += gain_1 * (gradient - first_moment);"
+    " second_moment += gain_2 * (gradient * gradient - second_moment);"
+    " weight -= rate * first_moment / (sqrt(second_moment) + epsilon);",
+)
+
+_C_TYPES = {"f": "float", "d": "double", "g": "long double"}
+"""By NumPy's character for the dtype."""
+
+_HEAD = """\
+/* Made by setup.py from mpistrat/optimizers/kernels.py. */
+#include <stddef.h>
+#include <tgmath.h>
+
+/* One function for each instruction set, chosen when it is loaded. None fuses a product with a
+   sum, so all give the same bits: the ranks of a job may run on different processors. */
+#if defined(__x86_64__) && defined(__GNUC__) && defined(__gnu_linux__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES
+#endif
+"""
+
+
+def c_source() -> str:
+    """Return a C file with a function ``<kernel>_<dtype character>`` for each kernel and type."""
+    functions = [
+        _function(kernel, char, c_type)
+        for kernel in (SGD, SGD_MOMENTUM, SGD_NESTEROV, ADAM)
+        for char, c_type in _C_TYPES.items()
+    ]
+    text = "\n".join([_HEAD, *functions])
+    made_from = hashlib.sha256(text.encode()).hexdigest()
+    return f'{text}\nconst char mpistrat_digest[] = "{made_from}";\n'
+
+
+def digest() -> str:
+    """Return what ``mpistrat_digest`` is in the library made from today's `c_source`."""
+    return c_source().rpartition('= "')[2].partition('"')[0]
+
+
+def _function(kernel: Kernel, char: str, c_type: str) -> str:
+    names = ("weight", *kernel.slots)
+    arguments = [
+        "ptrdiff_t n",
+        f"const {c_type} *restrict gradient_in",
+        *(f"{c_type} *restrict {name}_out" for name in names),
+        *(f"{c_type} {name}" for name in ("keep", "factor", *kernel.constants)),
+    ]
+    lines = [
+        f"CLONES void {kernel.name}_{char}({', '.join(arguments)}) {{",
+        "    for (ptrdiff_t i = 0; i < n; ++i) {",
+        f"        const {c_type} gradient = gradient_in[i] * factor;",
+        f"        {c_type} weight = weight_out[i] * keep;",
+        *(f"        {c_type} {name} = {name}_out[i];" for name in kernel.slots),
+        f"        {kernel.body}",
+        *(f"        {name}_out[i] = {name};" for name in names),
+        "    }",
+        "}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,53 @@
+"""The compiled kernels and the NumPy ones do the same."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from mpistrat.optimizers import compiled, host_pass, kernels
+from mpistrat.optimizers.adam import _ADAM
+from mpistrat.optimizers.rule import Step, Target, slot_dtype
+from mpistrat.optimizers.sgd import _MOMENTUM, _NESTEROV, _PLAIN
+
+RULES = {"sgd": _PLAIN, "momentum": _MOMENTUM, "nesterov": _NESTEROV, "adam": _ADAM}
+CONSTANTS = {"rate": 0.1, "decay": 0.9, "gain_1": 0.1, "gain_2": 0.01, "epsilon": 1e-8}
+DTYPES = (np.float16, np.float32, np.float64, np.longdouble, np.complex64, np.complex128)
+
+
+def after_steps(rule, dtype, size, keep, factor):
+    """Return weight and slots after three steps."""
+    rng = np.random.default_rng(2)
+    weight = rng.standard_normal(size).astype(dtype)
+    slots = [np.zeros(size, slot_dtype(weight.dtype)) for _ in rule.kernel.slots]
+    step = Step(tuple(CONSTANTS[name] for name in rule.kernel.constants), keep, factor)
+    for _ in range(3):
+        gradient = rng.standard_normal(size).astype(dtype)
+        before = gradient.copy()
+        host_pass.update(rule, step, Target(weight, slots), gradient)
+        np.testing.assert_array_equal(gradient, before)
+    return [weight, *slots]
+
+
+@pytest.mark.parametrize(("keep", "factor"), [(1, 1), (0.9, 0.5)])
+@pytest.mark.parametrize("size", [0, 1, 2**15 + 7])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RULES)
+def test_compiled_kernels_equal_numpy(monkeypatch, name, dtype, size, keep, factor):
+    with_library = after_steps(RULES[name], dtype, size, keep, factor)
+    monkeypatch.setattr(host_pass, "compiled_kernel", lambda kernel, dtype: None)
+    in_numpy = after_steps(RULES[name], dtype, size, keep, factor)
+    for ours, numpys in zip(with_library, in_numpy, strict=True):
+        eps = float(np.finfo(ours.dtype).eps)
+        np.testing.assert_allclose(ours, numpys, rtol=16 * eps, atol=16 * eps)
+
+
+def test_the_library_is_there_where_it_could_be_made():
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler here")
+    assert compiled._library() is not None, "install the package again: its kernels are old"
+
+
+def test_an_older_library_is_not_used(monkeypatch):
+    monkeypatch.setattr(compiled, "digest", lambda: "0" * len(kernels.digest()))
+    assert compiled._library.__wrapped__() is None
