@@ -55,16 +55,17 @@ def _accumulate(
     structure: str,
 ) -> list[np.ndarray]:
     """SUM, PROD and MEAN."""
-    sources = [np.dtype(array.dtype) for array in arrays]
+    asked = call.options.wire_dtype
+    wires = [wire_dtype(op, np.dtype(array.dtype), asked) for array in arrays]
     in_order = call.options.deterministic
     partials = [_partial(op, *each, in_order) for each in zip(arrays, axes, strict=True)]
     details = (op.name, "axis", axes, tuple(partial.shape for partial in partials), structure)
     if op is not ReduceOp.MEAN:
-        return call.all_reduce(op, partials, details, sources)
+        return call.all_reduce(op, partials, details, wires)
     counts = [_num_elements(*each) for each in zip(arrays, axes, strict=True)]
-    if call.options.wire_dtype is None:
+    if asked is None:
         return _mean(call, partials, counts, details)
-    return _mean_on_wire(call, partials, counts, details, sources)
+    return _mean_on_wire(call, partials, counts, details, wires)
 
 
 def _partial(op: ReduceOp, array: Array, along: tuple[int, ...], in_order: bool) -> np.ndarray:
@@ -99,7 +100,7 @@ def _mean_on_wire(
     partials: Sequence[np.ndarray],
     counts: Sequence[int],
     details: object,
-    sources: Sequence[np.dtype],
+    wires: Sequence[np.dtype],
 ) -> list[np.ndarray]:
     """Return the means, divided before they are narrowed, so that they need not overflow.
 
@@ -111,7 +112,7 @@ def _mean_on_wire(
             np.asarray(partial / partial.dtype.type(total))
             for partial, total in zip(partials, totals, strict=True)
         ]
-    return call.all_reduce(ReduceOp.SUM, shares, (), sources)
+    return call.all_reduce(ReduceOp.SUM, shares, (), wires)
 
 
 def _num_elements(array: Array, along: tuple[int, ...]) -> int:

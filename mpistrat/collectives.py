@@ -62,11 +62,11 @@ class CollectiveCall(Call):
         op: ReduceOp,
         arrays: Sequence[Array],
         *details: object,
-        sources: Sequence[np.dtype] | None = None,
+        wires: Sequence[np.dtype] | None = None,
     ) -> Packing:
         self._check_options()
-        packing = Packing(op, arrays, self.options, sources)
-        names = () if sources is None else tuple(_dtype_name(dtype) for dtype in sources)
+        packing = Packing(op, arrays, self.options, wires)
+        names = () if wires is None else tuple(_dtype_name(dtype) for dtype in wires)
         self.agree(op.name, _shapes(arrays), *details, names, spell_options(self.options))
         return packing
 
@@ -78,7 +78,7 @@ class CollectiveCall(Call):
         op: ReduceOp,
         arrays: Sequence[Array],
         structure: object = (),
-        sources: Sequence[np.dtype] | None = None,
+        wires: Sequence[np.dtype] | None = None,
     ) -> list[Array]:
         """Reduce each array over ranks. **Collective**.
 
@@ -89,9 +89,8 @@ class CollectiveCall(Call):
             Dtypes and shapes must agree over ranks.
         structure : hashable
             Structure of the nest that the arrays come from, to be agreed too.
-        sources : sequence of numpy.dtype, optional
-            The dtypes of the values that the arrays were computed from, where they differ from
-            the arrays' own; the option `wire_dtype` goes by these.
+        wires : sequence of numpy.dtype, optional
+            What each array travels as, where its own dtype does not tell.
 
         Returns
         -------
@@ -103,7 +102,7 @@ class CollectiveCall(Call):
         TypeError
             If `op` cannot reduce a dtype.
         """
-        packing = self._agreed_packing(op, arrays, structure, sources=sources)
+        packing = self._agreed_packing(op, arrays, structure, wires=wires)
         for buffer in packing.buffers:
             self._reducer(buffer).all_reduce(op, buffer)
         return packing.unpack()
@@ -195,11 +194,6 @@ class Collectives:
         Where the replica of this rank computes.
     options : CommunicationOptions
         For calls that bring none of their own.
-
-    Attributes
-    ----------
-    lossless_options : CommunicationOptions
-        The same without `wire_dtype`, for state, which must arrive as it is.
     """
 
     def __init__(self, channel: Channel, device: Device, options: CommunicationOptions) -> None:
@@ -207,7 +201,7 @@ class Collectives:
         self.channel = channel
         self.device = device
         self.options = options
-        self.lossless_options = dataclasses.replace(options, wire_dtype=None)
+        self._lossless_options = dataclasses.replace(options, wire_dtype=None)
         self.rank = channel.rank
         self.size = channel.size
         # Strategies are made collectively, so their numbers on the channel are equal on all ranks.
@@ -222,9 +216,21 @@ class Collectives:
     def call(
         self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
     ) -> CollectiveCall:
-        """Return the context manager in which the collective `kind` is checked and done. Local."""
-        chosen = self.options if options is None else options
-        return CollectiveCall(self.channel, kind, name, chosen, self.device.kind, self.number)
+        """Return the context manager in which the collective `kind` is checked and done. Local.
+
+        Parameters
+        ----------
+        kind : str
+            Name of the public function.
+        name : str, optional
+            Name of the variable or object that it is called on.
+        options : CommunicationOptions, optional
+            By default those of the strategy. Where there is a `name`, their `wire_dtype` is left
+            out: it may round a value that the program reduces, but not the state of an object.
+        """
+        if options is None:
+            options = self.options if name is None else self._lossless_options
+        return CollectiveCall(self.channel, kind, name, options, self.device.kind, self.number)
 
     def together(self, kind: str, name: str | None = None) -> Together:
         """Return a context manager: where its body fails on any rank, it fails on all.

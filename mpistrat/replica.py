@@ -251,7 +251,8 @@ class ReplicaContext:
         # The number of the forward pass keeps the backward passes of two calls apart.
         forward = f"collective {call.channel.ledger.sequence}"
         collectives = self._collectives
-        return lambda kind: collectives.call(kind, forward, options)
+        chosen = collectives.options if options is None else options
+        return lambda kind: collectives.call(kind, forward, chosen)
 
     @property
     def _collectives(self) -> Collectives:

@@ -25,8 +25,8 @@ class Packing:
         On the host or the device, of any layout and byte order. Never written to.
     options : CommunicationOptions
         For the size limit of a buffer of several arrays, and for what travels.
-    sources : sequence of numpy.dtype, optional
-        The dtypes of the values that the arrays were computed from; `wire_dtype` goes by these.
+    wires : sequence of numpy.dtype, optional
+        What each array travels as, where its own dtype does not tell.
 
     Raises
     ------
@@ -42,13 +42,12 @@ class Packing:
         op: ReduceOp,
         arrays: Sequence[Array],
         options: CommunicationOptions,
-        sources: Sequence[np.dtype] | None = None,
+        wires: Sequence[np.dtype] | None = None,
     ) -> None:
         self._op = op
         self._arrays = arrays
-        if sources is None:
-            sources = [array.dtype for array in arrays]
-        wires = [wire_dtype(op, dtype, options.wire_dtype) for dtype in sources]
+        if wires is None:
+            wires = [wire_dtype(op, array.dtype, options.wire_dtype) for array in arrays]
         num_bytes = [a.size * wire.itemsize for a, wire in zip(arrays, wires, strict=True)]
         self._packs = plan_packs(num_bytes, [wire.char for wire in wires], options.bytes_per_pack)
         self.buffers = []

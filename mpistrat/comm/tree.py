@@ -40,13 +40,23 @@ def combine(op: ReduceOp, pieces: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         while step < size:
             low, high = pieces[: size - step : 2 * step], pieces[step :: 2 * step]
-            _UFUNCS[op](low, high, out=low)
+            if op is ReduceOp.PROD and pieces.dtype.kind == "c":
+                _multiply_complex(low, high)
+            else:
+                _UFUNCS[op](low, high, out=low)
             step *= 2
     result: np.ndarray = pieces[0]
     if op is ReduceOp.MEAN:
         divide(result, size)
     _unify_nan(result)
     return result
+
+
+def _multiply_complex(target: np.ndarray, other: np.ndarray) -> None:
+    # NumPy's own product rounds once or twice (FMA), depending on an element's place in memory.
+    real = target.real * other.real - target.imag * other.imag
+    target.imag = target.real * other.imag + target.imag * other.real
+    target.real = real
 
 
 def divide(buffer: np.ndarray, size: int) -> None:

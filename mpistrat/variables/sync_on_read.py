@@ -36,8 +36,7 @@ class SyncOnReadVariable(Variable, on_read=True):
         """
         if self._kind() is not context.Kind.CROSS_REPLICA:
             return self._view()
-        options = self._collectives.lossless_options
-        with self._collectives.call("read of SyncOnRead variable", self.name, options) as call:
+        with self._collectives.call("read of SyncOnRead variable", self.name) as call:
             self._check_can_aggregate("read")
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 return broadcast_in_pieces(call, self._storage)
@@ -113,8 +112,7 @@ class SyncOnReadVariable(Variable, on_read=True):
         ValueError
             If the aggregation is NONE.
         """
-        options = self._collectives.lossless_options
-        with self._collectives.call("save of SyncOnRead variable", self.name, options) as call:
+        with self._collectives.call("save of SyncOnRead variable", self.name) as call:
             self._check_can_aggregate("checkpoint")
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 call.agree(str(self.dtype), self.shape)

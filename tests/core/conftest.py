@@ -65,3 +65,10 @@ def triangle(size):
 
 def as_bytes(array):
     return np.asarray(array).tobytes()
+
+
+def result_of(strategy, fn):
+    """Return what `fn` returns on this replica, as it is."""
+    results = []
+    strategy.run(lambda: results.append(fn()))
+    return results[0]
