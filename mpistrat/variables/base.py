@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from mpistrat.values import IndexedSlices, container_of_component
 from mpistrat.variables.array_like import ArrayLike
 from mpistrat.variables.broadcasting import broadcast_in_pieces
 from mpistrat.variables.checks import check_modes, numeric
+from mpistrat.variables.names import default_name, note_given_name
 from mpistrat.variables.scatter import (
     BATCH_SCATTER_UPDATE,
     SCATTER_ADD,
@@ -31,7 +31,6 @@ from mpistrat.variables.writes import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, Target, Wr
 __all__ = ["Variable", "container_of"]
 
 _HOST = Device("cpu")
-_numbers = itertools.count()
 _by_storage: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 
 
@@ -108,13 +107,14 @@ class Variable(ArrayLike):
         self._synchronization = synchronization
         self._aggregation = aggregation
         collectives = frame.collectives if frame else Collectives.solo(_HOST)
-        self._name = _default_name(self._strategy) if name is None else name
+        self._name = default_name(self._strategy) if name is None else name
         with collectives.call("Variable", self._name) as call:
             value = initial_value() if callable(initial_value) else initial_value
             value = numeric(self._name, value, dtype)
             check_modes(self._name, synchronization, aggregation, value.dtype)
             modes = (synchronization.name, aggregation.name, self._trainable)
             self._storage = place(broadcast_in_pieces(call, value, modes), collectives.device)
+        note_given_name(self._strategy, self._name)
         self._target = Target(
             self._name,
             self.shape,
@@ -378,8 +378,3 @@ def container_of(value: Any) -> Any:
     storage = getattr(value, "base", None)
     variable = _by_storage.get(id(storage)) if storage is not None else None
     return container_of_component(value) if variable is None else variable
-
-
-def _default_name(strategy: Any) -> str:
-    number = next(_numbers if strategy is None else strategy.extended.variable_numbers)
-    return f"Variable_{number}" if number else "Variable"

@@ -34,7 +34,7 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
             raise ValueError(
                 f"The variable {name!r} of dtype {dtype} cannot hold a complex initial value."
             )
-        array = array.astype(dtype)
+        array = _exact(value, array).astype(dtype)
     if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
         raise ValueError(
             f"The variable {name!r} cannot hold a value of dtype {array.dtype}: "
@@ -63,7 +63,16 @@ def as_given(what: str, value: Any) -> tuple[Array, bool]:
     if is_tensor(value):
         value = host_array(value)
     is_plain = not hasattr(value, "dtype")
-    return (np.asarray(value) if is_plain else value), is_plain
+    return (_exact(value, np.asarray(value)) if is_plain else value), is_plain
+
+
+def _exact(value: Any, array: np.ndarray) -> np.ndarray:
+    """Return Python integers that NumPy has made floats, because they need 64 bits, as uint64."""
+    if array.dtype.kind != "f" or not array.size or not 2**63 <= array.max() <= 2**64:
+        return array
+    exact = np.asarray(value, object)
+    is_exact = all(isinstance(each, int) and 0 <= each < 2**64 for each in exact.flat)
+    return exact.astype(np.uint64) if is_exact else array
 
 
 def cast_to(what: str, array: Array, is_plain: bool, dtype: np.dtype, device: Device) -> Array:

@@ -1,10 +1,12 @@
 import copy
+import operator
 import pickle
 
 import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.variables.broadcasting import broadcast_in_pieces, pieces
 from tests.core.conftest import triangle
 
 Aggregation = ms.VariableAggregation
@@ -33,6 +35,16 @@ def test_default_names_are_unique_and_equal_on_all_ranks(strategy):
     assert first.name != second.name
     names = strategy.extended.collectives.gather_json([first.name, second.name])
     assert all(each == names[0] for each in names)
+
+
+def test_default_names_leave_out_those_that_were_given(strategy):
+    names = [make(strategy, Aggregation.NONE, name=name).name for name in ("Variable_1", None)]
+    names += [make(strategy, Aggregation.NONE).name for _ in range(3)]
+    assert names == ["Variable_1", "Variable", "Variable_2", "Variable_3", "Variable_4"]
+    plain = [ms.Variable(0.0).name for _ in range(2)]
+    following = f"Variable_{int(plain[1].rpartition('_')[2]) + 1}"
+    ms.Variable(0.0, name=following)
+    assert ms.Variable(0.0).name not in (*plain, following)
 
 
 def test_ranks_must_agree_when_they_make_a_variable(strategy, others, size):
@@ -149,24 +161,155 @@ def test_views_and_snapshots(strategy):
     assert variable.numpy().tolist() == [7, 7]
 
 
-def test_operators_follow_numpy(strategy):
+UNARY = [operator.neg, operator.pos, operator.abs]
+BINARY = [
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    operator.floordiv,
+    operator.mod,
+    operator.pow,
+    divmod,
+    operator.eq,
+    operator.ne,
+    operator.lt,
+    operator.le,
+    operator.gt,
+    operator.ge,
+]
+BITWISE = [operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift]
+
+
+def assert_same(variable, result, expected):
+    """Equal in value, dtype and shape, and in memory of its own that may be written to."""
+    if isinstance(expected, tuple):
+        for pair in zip(result, expected, strict=True):
+            assert_same(variable, *pair)
+        return
+    np.testing.assert_array_equal(result, expected)
+    assert result.dtype == expected.dtype
+    assert not np.shares_memory(result, variable.values[0])
+    assert not isinstance(result, np.ndarray) or result.flags.writeable
+
+
+@pytest.mark.parametrize("on_read", [False, True], ids=["mirrored", "sync_on_read"])
+@pytest.mark.parametrize("dtype", ["f4", "i4", "c8", "u1"])
+def test_operators_are_those_of_numpy(strategy, dtype, on_read):
+    array = np.array([[1, 2], [3, 5]], dtype)
+    variable = make(strategy, Aggregation.ONLY_FIRST_REPLICA, array, on_read)
+    for unary in UNARY:
+        assert_same(variable, unary(variable), unary(array))
+    others = [2, np.float64(2.5), array[0], array.astype(np.result_type(array, "f8")), variable]
+    for binary in BINARY:
+        if dtype == "c8" and binary in (operator.floordiv, operator.mod, divmod):
+            continue
+        for other in others:
+            there = array if other is variable else other
+            assert_same(variable, binary(variable, other), binary(array, there))
+            assert_same(variable, binary(other, variable), binary(there, array))
+    if np.dtype(dtype).kind in "iu":
+        assert_same(variable, ~variable, ~array)
+        for bitwise in BITWISE:
+            assert_same(variable, bitwise(variable, 1), bitwise(array, 1))
+            assert_same(variable, bitwise(array, variable), bitwise(array, array))
+    assert_same(variable, variable @ variable, array @ array)
+    assert_same(variable, array[0] @ variable, array[0] @ array)
+    assert_same(variable, variable @ array[0], array @ array[0])
+    for function in (np.sqrt, np.sum, np.add.reduce, np.isfinite):
+        assert_same(variable, function(variable), function(array))
+    assert_same(variable, np.where(variable > 2, variable, 0), np.where(array > 2, array, 0))
+
+
+def test_a_sync_on_read_operand_is_aggregated_across_replicas(strategy, rank, size):
+    variable = make(strategy, Aggregation.SUM, on_read=True)
+    (local,) = strategy.run(lambda: variable.assign(float(rank)) * 2).values
+    assert local == 2 * rank
+    assert variable * 2 == 2 * triangle(size)
+    assert (1 - variable) == 1 - triangle(size)
+
+
+def test_what_a_variable_is_not(strategy):
     variable = make(strategy, Aggregation.NONE, np.array([1.0, 4.0], np.float32))
-    assert (variable + 1).tolist() == [2, 5]
-    assert (2 * variable).dtype == np.float32
-    assert (variable @ variable) == 17
-    assert (-variable).tolist() == [-1, -4]
-    assert (variable > 2).tolist() == [False, True]
-    assert np.sqrt(variable).tolist() == [1, 2]
     assert variable[1] == 4
     assert len(variable) == 2
-    with pytest.raises(TypeError, match="assign_add"):
-        variable += 1
+    for write in (
+        lambda: operator.iadd(variable, 1),
+        lambda: np.add(variable, 1, out=variable),
+    ):
+        with pytest.raises(TypeError, match="assign_add"):
+            write()
+    with pytest.raises(TypeError):
+        variable[0] = 1
     with pytest.raises(TypeError, match="not iterable"):
         iter(variable)
     with pytest.raises(TypeError):
         hash(variable)
+    with pytest.raises(ValueError, match="ambiguous"):
+        bool(variable)
+    with pytest.raises(TypeError, match="0-d"):
+        len(make(strategy, Aggregation.NONE, 3))
+    assert variable.numpy().tolist() == [1, 4]
+
+
+def test_0_d_variables_are_numbers(strategy):
     scalar = make(strategy, Aggregation.NONE, 3)
-    assert (float(scalar), int(scalar), bool(scalar)) == (3.0, 3, True)
+    assert (float(scalar), int(scalar), complex(scalar), bool(scalar)) == (3.0, 3, 3 + 0j, True)
+    assert list(range(scalar)) == [0, 1, 2]
+    with pytest.raises(TypeError):
+        range(make(strategy, Aggregation.NONE, 3.0))
+
+
+@pytest.mark.parametrize("on_read", [False, True], ids=["mirrored", "sync_on_read"])
+def test_what_is_read_is_no_view_but_where_it_says_so(strategy, on_read):
+    variable = make(strategy, Aggregation.ONLY_FIRST_REPLICA, np.zeros((2, 3)), on_read)
+
+    def check():
+        snapshots = (
+            variable.numpy(),
+            variable.read_value(),
+            variable[0],
+            variable[:, 1:],
+            variable[...],
+            variable[np.array([1])],
+            np.array(variable),
+        )
+        for each in snapshots:
+            assert not np.shares_memory(each, variable.values[0])
+            each[...] = 7
+        assert not variable.value().any()
+        for view in (variable.values[0], variable.assign(np.zeros((2, 3)))):
+            if np.shares_memory(view, variable.values[0]):
+                with pytest.raises(ValueError, match="read-only"):
+                    view[...] = 7
+
+    check()
+    strategy.run(check)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (5, 7)])
+@pytest.mark.parametrize("bytes_per_piece", [1, 8, 24, 10**9])
+def test_pieces_cover_an_array(shape, bytes_per_piece):
+    array = np.zeros(shape)
+    for number, piece in enumerate(pieces(array, bytes_per_piece)):
+        assert 8 <= piece.nbytes <= max(8, bytes_per_piece)
+        piece += number + 1
+    flat = array.reshape(-1)
+    assert flat.all(), "each element is in a piece"
+    assert (np.diff(flat) >= 0).all()
+    assert array.size == 0 or flat[-1] == number + 1
+
+
+@pytest.mark.parametrize("dtype", ["?", "f2", ">f8", "c16", "u1"])
+def test_initial_values_travel_in_pieces(strategy, rank, size, dtype):
+    root = size - 1
+    array = (np.arange(35).reshape(5, 7) % 2 + (rank == root)).astype(dtype)
+    with strategy.extended.collectives.call("test") as call:
+        result = broadcast_in_pieces(call, array, root=root, bytes_per_piece=16)
+    expected = (np.arange(35).reshape(5, 7) % 2 + 1).astype(dtype)
+    np.testing.assert_array_equal(result, expected)
+    assert result.dtype == np.dtype(dtype).newbyteorder("=")
+    assert not np.shares_memory(result, array)
 
 
 def test_deepcopy_has_storage_of_its_own(strategy):
@@ -175,6 +318,9 @@ def test_deepcopy_has_storage_of_its_own(strategy):
     twin.assign(np.ones(2))
     assert variable.numpy().tolist() == [0, 0]
     assert twin.strategy is strategy
+    assert twin.name == variable.name
+    strategy.extended.update(twin, lambda v: v.scatter_add(ms.IndexedSlices([1.0], [0])))
+    assert (variable.numpy().tolist(), twin.numpy().tolist()) == ([0, 0], [2, 1])
 
 
 @pytest.mark.parametrize(
@@ -203,6 +349,32 @@ def test_shapes_are_not_broadcast(strategy, value):
         strategy.run(lambda: variable.assign(value))
     with pytest.raises(TypeError, match="Cast it first"):
         make(strategy, Aggregation.SUM, np.zeros(2, int)).assign(np.full(2, 0.5))
+
+
+@pytest.mark.parametrize("on_read", [False, True], ids=["mirrored", "sync_on_read"])
+def test_values_that_would_lose_something_are_refused(strategy, size, on_read):
+    variable = make(strategy, Aggregation.ONLY_FIRST_REPLICA, np.zeros(2), on_read, name="w")
+    flags = make(strategy, Aggregation.ONLY_FIRST_REPLICA, np.zeros(2, bool), on_read, name="w")
+
+    def check(*_):
+        for value, text in (
+            (np.ma.masked_array([1.0, 2.0], [True, False]), "masked"),
+            (ms.IndexedSlices([1.0, 2.0], [0, 1]), "IndexedSlices"),
+            (np.ones(2, complex), "Cast it first"),
+            (["a", "b"], "does not fit"),
+            ([None, None], "does not fit"),
+        ):
+            with pytest.raises(TypeError, match=f"'w'.*{text}"):
+                variable.assign(value)
+        for arithmetic in (flags.assign_add, flags.assign_sub):
+            with pytest.raises(TypeError, match="'w'.*no arithmetic"):
+                arithmetic(np.ones(2, bool))
+
+    check()
+    strategy.run(check)
+    strategy.extended.update(variable, check)
+    assert not variable.numpy().any()
+    assert strategy.reduce("sum", 1) == size
 
 
 def test_plain_variables_outside_every_scope():
@@ -265,6 +437,16 @@ def test_python_numbers_fit_if_their_kind_and_range_do(strategy, dtype):
         for bad in ([0.5, 1], [-(2**63) if dtype == "i4" else -1, 0], [2**40, 2**70]):
             with pytest.raises((TypeError, OverflowError)):
                 variable.assign(bad)
+
+
+def test_python_integers_of_64_bits_stay_exact(strategy):
+    numbers = [3, 2**64 - 1]
+    variable = make(strategy, Aggregation.NONE, numbers, dtype=np.uint64)
+    assert variable.numpy().tolist() == numbers
+    assert variable.assign(numbers[::-1]).tolist() == numbers[::-1]
+    for bad in ([0, 2**64], [-1, 2**63], [0.0, 2**64 - 1]):
+        with pytest.raises(TypeError, match="does not fit"):
+            variable.assign(bad)
 
 
 def test_conversions_follow_numpy_s_protocol(strategy):
