@@ -24,8 +24,8 @@ import mpistrat as ms
 LAYER_SIZES = (64, 128, 64, 10)
 
 
-def make_layers(seed):
-    """Return the variables of the model, a list of layers."""
+def make_layers(seed, batch_norm="none"):
+    """Return the variables of the model, a list of layers; the hidden ones may be normalized."""
     rng = np.random.default_rng(seed)
     layers = []
     for k, (n, m) in enumerate(itertools.pairwise(LAYER_SIZES)):
@@ -37,16 +37,24 @@ def make_layers(seed):
                 "bias": ms.Variable(bias, name=f"layer{k}/bias"),
             }
         )
+        if batch_norm != "none" and m != LAYER_SIZES[-1]:
+            layers[-1]["norm"] = ms.layers.BatchNorm(
+                m, momentum=0.9, synchronized=batch_norm == "synchronized", name=f"layer{k}/norm"
+            )
     return layers
 
 
-def forward(xp, layers, image):
-    """Return the input of every layer, and last the logits of shape ``(local_batch_size, 10)``."""
-    activations = [image.reshape(-1, LAYER_SIZES[0]).astype(xp.float32) / 16]
+def forward(xp, layers, image, training):
+    """Return the logits of shape ``(local_batch_size, 10)``, and what `backward` needs."""
+    x = image.reshape(-1, LAYER_SIZES[0]).astype(xp.float32) / 16
+    tape = []
     for layer in layers:
-        logits = activations[-1] @ layer["kernel"].value() + layer["bias"].value()
-        activations.append(xp.tanh(logits))
-    return [*activations[:-1], logits]
+        logits, saved = x @ layer["kernel"].value() + layer["bias"].value(), None
+        if "norm" in layer:
+            logits, saved = layer["norm"].forward(logits, training)
+        tape.append((x, saved))
+        x = xp.tanh(logits)
+    return logits, tape
 
 
 def cross_entropy(xp, logits, label):
@@ -57,10 +65,13 @@ def cross_entropy(xp, logits, label):
     return -(target * log_probability).sum(axis=1), xp.exp(log_probability) - target
 
 
-def backward(layers, activations, error):
+def backward(layers, tape, error):
     """Return ``(gradient, variable)`` pairs, given the gradient by the logits."""
     pairs = []
-    for layer, x in zip(reversed(layers), reversed(activations[:-1]), strict=True):
+    for layer, (x, saved) in zip(reversed(layers), reversed(tape), strict=True):
+        if "norm" in layer:
+            error, of_norm = layer["norm"].backward(saved, error)
+            pairs += of_norm
         pairs += [(x.T @ error, layer["kernel"]), (error.sum(axis=0), layer["bias"])]
         error = (error @ layer["kernel"].value().T) * (1 - x * x)  # the slope of tanh
     return pairs
@@ -79,7 +90,7 @@ class Training:
         )
         self.test_batches = strategy.experimental_distribute_dataset(test.batch(args.batch_size))
         with strategy.scope():
-            self.layers = make_layers(args.seed)
+            self.layers = make_layers(args.seed, args.batch_norm)
             self.optimizer = ms.optimizers.SGD(learning_rate=0.05, momentum=0.9)
             self.loss = ms.metrics.Mean(name="loss")
             self.accuracy = ms.metrics.Accuracy(name="accuracy")
@@ -94,19 +105,17 @@ class Training:
 
     def train_step(self, image, label):
         """Learn from this rank's part of a global batch, which may be empty."""
-        activations = forward(self.xp, self.layers, image)
-        losses, error = cross_entropy(self.xp, activations[-1], label)
+        logits, tape = forward(self.xp, self.layers, image, training=True)
+        losses, error = cross_entropy(self.xp, logits, label)
         # The loss is the mean over the global batch. Its true size, because the last is short.
         global_batch_size = int(ms.get_replica_context().all_reduce("sum", len(label)))
-        self.optimizer.apply_gradients(
-            backward(self.layers, activations, error / global_batch_size)
-        )
+        self.optimizer.apply_gradients(backward(self.layers, tape, error / global_batch_size))
         self.loss.update_state(losses)
-        self.accuracy.update_state(label, activations[-1].argmax(axis=1))
+        self.accuracy.update_state(label, logits.argmax(axis=1))
 
     def test_step(self, image, label):
         """Judge this rank's part of a global batch."""
-        logits = forward(self.xp, self.layers, image)[-1]
+        logits, _ = forward(self.xp, self.layers, image, training=False)
         self.loss.update_state(cross_entropy(self.xp, logits, label)[0])
         self.accuracy.update_state(label, logits.argmax(axis=1))
 
@@ -230,6 +239,12 @@ def parse_arguments():
     add("--epochs", type=int, default=30, metavar="N")
     add("--batch-size", type=int, default=128, metavar="N", help="examples over all ranks")
     add("--seed", type=int, default=0, metavar="N", help="of the first weights and the shuffling")
+    add(
+        "--batch-norm",
+        choices=("none", "replica", "synchronized"),
+        default="none",
+        help="normalize hidden layers by the statistics of each rank's examples, or of all ranks'",
+    )
     add("--device", default="auto", help='"auto", "cpu", "gpu" or "gpu:K"')
     return parser.parse_args()
 

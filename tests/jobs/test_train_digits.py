@@ -62,6 +62,25 @@ def test_the_loss_curve_is_the_same_where_ranks_have_empty_slices(job, tmp_path)
     np.testing.assert_allclose(*curves, rtol=1e-4)
 
 
+def test_synchronized_batch_norm_has_one_loss_curve_on_any_number_of_ranks(job, tmp_path):
+    # The last batch has one example, so that on three ranks two have empty slices.
+    options = ("--epochs", 4, "--batch-size", 359, "--batch-norm", "synchronized")
+    curves = []
+    for ranks in (1, 2, 3, 4):
+        job.output = tmp_path / str(ranks) / "digits"
+        job.train(*options, ranks=ranks)
+        curves.append([(row["loss"], row["test_loss"]) for row in job.rows()])
+        np.testing.assert_allclose(curves[-1], curves[0], rtol=1e-4)
+
+
+def test_batch_norm_per_replica_learns_and_resumes(job):
+    job.train("--epochs", 3, "--batch-norm", "replica")
+    assert job.train("--epochs", 5, "--batch-norm", "replica", "--resume") >= 0.95
+    names = contents(job.output / "checkpoint-5.h5")
+    layers = [f"variables/model/layers/{k}/norm/moving_mean" for k in (0, 1, 2)]
+    assert [name in names for name in layers] == [True, True, False]
+
+
 def test_a_log_file_has_one_plain_line_per_epoch(job):
     done = job.run("--epochs", 3)
     lines = done.stdout.strip().split("\n")
