@@ -185,12 +185,12 @@ class GradientAccumulator(Trackable):
         return [places[id(variable)] for variable in variables]
 
     def _add_one(self, gradient: Any, total: Variable) -> None:
-        device = self._owner.extended.device
+        device, storage = self._owner.extended.device, total.storage
         if isinstance(gradient, IndexedSlices):
             rows, indices = place(gradient.values, device), place(gradient.indices, device)
-            namespace_of(total.storage).add.at(total.storage, indices, rows)
+            namespace_of(storage).add.at(storage, indices, rows)
         else:
-            total.storage[...] += place(gradient, device)
+            storage += place(gradient, device)
 
     def grads_and_vars(self) -> list[tuple[Any, Variable]]:
         """Return the sums over replicas, each with its variable, as messages of packs.
@@ -340,4 +340,3 @@ def _new_sum(variable: Variable) -> Variable:
         synchronization=VariableSynchronization.ON_READ,
         aggregation=VariableAggregation.SUM,
     )
-

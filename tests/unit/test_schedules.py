@@ -13,7 +13,7 @@ from mpistrat.optimizers import schedules
 
 rates = st.floats(1e-9, 1e3)
 shares = st.floats(0, 1)
-lengths = st.integers(1, 200)
+lengths = st.integers(1, 40)
 steps = st.integers(0, 500)
 
 
@@ -26,7 +26,7 @@ def test_constant(rate, step):
     assert schedules.Constant(rate)(step) == rate
 
 
-@given(st.lists(st.integers(0, 300), unique=True), st.data())
+@given(st.lists(st.integers(0, 50), unique=True, max_size=5), st.data())
 def test_each_stretch_ends_with_its_boundary(boundaries, data):
     boundaries.sort()
     values = data.draw(st.lists(rates, min_size=len(boundaries) + 1, max_size=len(boundaries) + 1))
@@ -35,7 +35,7 @@ def test_each_stretch_ends_with_its_boundary(boundaries, data):
         assert schedule(boundary) == before
         assert schedule(boundary + 1) == after or boundary + 1 in boundaries
     assert schedule(max(boundaries, default=0) + 1000) == values[-1]
-    assert set(curve(schedule, 310)) <= set(values)
+    assert set(curve(schedule, 60)) <= set(values)
 
 
 @given(rates, lengths, st.floats(0.01, 1), st.booleans())
@@ -115,9 +115,13 @@ def test_bad_parameters(bad, error, words):
 
 def test_a_schedule_is_known_by_its_repr():
     first = schedules.CosineDecay(1, np.int32(10), alpha=np.float64(0.5))
-    assert repr(first) == repr(schedules.CosineDecay(1.0, 10, 0.5)) == (
-        "CosineDecay(initial_learning_rate=1.0, decay_steps=10, alpha=0.5, warmup_target=None, "
-        "warmup_steps=0)"
+    assert (
+        repr(first)
+        == repr(schedules.CosineDecay(1.0, 10, 0.5))
+        == (
+            "CosineDecay(initial_learning_rate=1.0, decay_steps=10, alpha=0.5, warmup_target=None, "
+            "warmup_steps=0)"
+        )
     )
     assert first == schedules.CosineDecay(1.0, 10, 0.5) != schedules.CosineDecay(1.0, 11, 0.5)
     steps = schedules.PiecewiseConstantDecay([np.int64(5)], (1, np.float32(0.5)))
