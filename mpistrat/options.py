@@ -107,9 +107,25 @@ class CommunicationOptions:
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
     """Which code moves the bytes."""
     deterministic: bool = False
-    """Whether the bits of a result depend on the number of ranks and the values alone."""
+    """Whether the bits of a reduction depend on the number of ranks and the values alone.
+
+    For every op and dtype: each element is combined in a fixed tree in rank order, so neither
+    the run, the rank, packing, sizes nor the placement of ranks on nodes show in the result. It
+    costs some speed. NaN come out with the bits of ``numpy.nan``. `start_all_reduce` then does
+    the whole reduction before it returns."""
     wire_dtype: str | None = None
-    """The dtype that travels: ``"float16"``, ``"bfloat16"``, or ``None`` for the array's own."""
+    """What floats are rounded to before they travel in SUM and MEAN: ``"float16"``,
+    ``"bfloat16"``, or ``None`` for no rounding.
+
+    float32, float64 and longdouble arrays are rounded to it, added up in float32 in the order of
+    `deterministic`, divided (MEAN), and rounded once more; results have the arrays' dtypes.
+    float16 and bfloat16 arrays travel as they are, where they else travel as float32. What
+    exceeds the range of float16 becomes inf on every rank, without a warning.
+
+    Everything else travels as without it, so a nest may mix dtypes: integers, bools and complex
+    numbers, `IndexedSlices`, and what MIN, MAX and PROD reduce. As an option of the strategy it
+    holds for `reduce`, `all_reduce`, `reduce_to`, `apply_gradients` and the pullbacks; variables,
+    metrics and layers never lose a bit to it."""
 
     def __post_init__(self) -> None:
         if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):
@@ -123,6 +139,8 @@ class CommunicationOptions:
                 "implementation must be a CommunicationImplementation, "
                 f"not {self.implementation!r}."
             )
+        if not isinstance(self.deterministic, bool):
+            raise TypeError(f"deterministic must be True or False, not {self.deterministic!r}.")
         if self.wire_dtype not in (None, "float16", "bfloat16"):
             raise ValueError(
                 f'wire_dtype must be "float16", "bfloat16" or None, not {self.wire_dtype!r}.'

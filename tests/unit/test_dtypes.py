@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
-from mpistrat.comm.dtypes import result_dtype, wire_dtype
+from mpistrat.comm.dtypes import accumulator_dtype, is_narrow, narrow, result_dtype, wire_dtype
 from mpistrat.options import ReduceOp
 
 SUM, MEAN, MIN, MAX, PROD = ReduceOp
@@ -25,10 +26,44 @@ def test_complex(char):
             wire_dtype(op, dtype)
 
 
-def test_half_precision_accumulates_in_float32():
+@pytest.mark.parametrize("dtype", ["e", bfloat16])
+def test_half_precision_accumulates_in_float32(dtype):
+    dtype = np.dtype(dtype)
+    assert is_narrow(dtype)
+    assert accumulator_dtype(dtype) == np.float32
     for op in ReduceOp:
-        assert wire_dtype(op, np.dtype("e")) == np.float32
-        assert result_dtype(op, np.dtype("e")) == np.float16
+        assert wire_dtype(op, dtype) == np.float32
+        assert result_dtype(op, dtype) == dtype
+
+
+@pytest.mark.parametrize(("asked", "narrowed"), [("float16", "e"), ("bfloat16", bfloat16)])
+def test_floats_travel_as_what_is_asked_for(asked, narrowed):
+    for op in (SUM, MEAN):
+        for char in ("f", "d", "g", ">f8"):
+            assert wire_dtype(op, np.dtype(char), asked) == narrowed
+        for own in ("e", bfloat16):
+            assert wire_dtype(op, np.dtype(own), asked) == own
+        assert wire_dtype(op, np.dtype(">f2"), asked).isnative
+    for op in (MIN, MAX, PROD):
+        for dtype in ("e", bfloat16, "f", "d", "q"):
+            assert wire_dtype(op, np.dtype(dtype), asked) == wire_dtype(op, np.dtype(dtype))
+
+
+@pytest.mark.parametrize("char", "bhilqBHILQFDG")
+def test_integers_and_complex_numbers_travel_the_same_way_whatever_is_asked_for(char):
+    for op in (SUM, MEAN):
+        wire = wire_dtype(op, np.dtype(char), "float16")
+        assert wire == wire_dtype(op, np.dtype(char))
+        assert accumulator_dtype(wire) == wire
+
+
+@pytest.mark.parametrize("dtype", ["e", bfloat16, "f"])
+def test_narrowing_overflows_in_silence(dtype):
+    narrowed = narrow(np.array([[1e300, -1e300], [1.0, np.nan]]).T, np.dtype(dtype))
+    assert narrowed.flags.c_contiguous
+    np.testing.assert_array_equal(
+        narrowed.astype(float), [[np.inf, 1], [-np.inf, np.nan]], strict=True
+    )
 
 
 @pytest.mark.parametrize("char", "bhilqBHILQ")

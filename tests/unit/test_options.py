@@ -18,6 +18,7 @@ def test_bad_options():
         ({"timeout_seconds": 0}, ValueError),
         ({"implementation": "MPI"}, TypeError),
         ({"wire_dtype": "float32"}, ValueError),
+        ({"deterministic": 1}, TypeError),
     ):
         with pytest.raises(error):
             ms.CommunicationOptions(**arguments)
