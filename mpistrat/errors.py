@@ -17,6 +17,7 @@ __all__ = [
     "LaunchError",
     "MpistratError",
     "OutOfRangeError",
+    "ReplicaDriftError",
 ]
 
 
@@ -47,6 +48,14 @@ class EpochMismatchError(EpochError):
 
 class EpochTimeoutError(EpochError, TimeoutError):
     """Some ranks did not come within the time given."""
+
+
+class ReplicaDriftError(EpochError):
+    """The replicas of a variable differ where they should be equal.
+
+    Unlike after other epoch errors, the strategy stays usable: the ranks do agree on what they
+    call, and may repair the variable or restore a checkpoint.
+    """
 
 
 class LaunchError(MpistratError, RuntimeError):

@@ -27,7 +27,12 @@ from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.reducing import reduce_pairs, reduce_to_host
 from mpistrat.strategies.updating import call_in_update_context
 from mpistrat.values import PerReplica, localize, per_replica
-from mpistrat.variables import Variable, container_of
+from mpistrat.variables import (
+    Variable,
+    check_replicas_agree,
+    container_of,
+    variables_to_compare,
+)
 
 __all__ = ["StrategyExtended"]
 
@@ -240,13 +245,50 @@ class StrategyExtended(ExtendedV1):
         self.require_cross_replica("update")
         if not isinstance(var, Variable):
             raise TypeError(f"update: var must be a mpistrat.Variable, not {var!r}.")
-        if var.strategy not in (None, self.container):
-            raise ContextError(
-                f"update: the variable {var.name!r} belongs to {var.strategy!r}, not to "
-                f"{self.container!r}. Different strategies cannot be mixed."
-            )
+        self._check_is_ours("update", var)
         what = f"update of variable {var.name!r}"
         return call_in_update_context(self.container, what, fn, (var,), args, kwargs, group)
+
+    def assert_replicas_agree(self, variables: Any) -> None:
+        """Make sure that mirrored variables still hold the same bytes on every rank.
+
+        **Collective**: every rank gives the same variables. The ranks compare one digest for
+        each variable, in one message of 16 bytes a variable; on a GPU the values travel to the
+        host for that.
+
+        Parameters
+        ----------
+        variables : Variable, model, optimizer, Checkpoint, or dicts, lists and tuples of them
+            Objects are searched for variables: the children of optimizers, metrics and
+            checkpoints, and the attributes of others. Their SyncOnRead variables are left out.
+
+        Raises
+        ------
+        ReplicaDriftError
+            On every rank, if a variable differs. It names the first one, the groups of ranks
+            that hold the same, how many elements differ and the largest difference from the
+            largest group. The strategy stays usable.
+        ValueError
+            For a SyncOnRead variable that is given itself, and where there is no variable.
+        TypeError
+            For something that can hold no variable.
+        ContextError
+            Inside a replica function, or for a variable of another strategy.
+        """
+        what = "assert_replicas_agree"
+        self.require_cross_replica(what)
+        with self.collectives.call(what) as call:
+            found = variables_to_compare(what, variables)
+            for variable in found.values():
+                self._check_is_ours(what, variable)
+            check_replicas_agree(call, found)
+
+    def _check_is_ours(self, what: str, variable: Variable) -> None:
+        if variable.strategy not in (None, self.container):
+            raise ContextError(
+                f"{what}: the variable {variable.name!r} belongs to {variable.strategy!r}, not to "
+                f"{self.container!r}. Different strategies cannot be mixed."
+            )
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Make variables live where another one does, within the ``with`` block. Local.
