@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat.options import ReduceOp
 
-__all__ = ["accumulator_dtype", "is_narrow", "narrow", "narrow_into", "result_dtype", "wire_dtype"]
+__all__ = ["accumulator_dtype", "is_narrow", "result_dtype", "wire_dtype"]
 
 _INTEGERS = "bhilqBHILQ"
 _FLOATS = "fdg"
@@ -86,18 +86,6 @@ def is_narrow(dtype: np.dtype) -> bool:
 def accumulator_dtype(wire: np.dtype) -> np.dtype:
     """Return the dtype in which what travels as `wire` is added up. Local."""
     return np.dtype(np.float32) if is_narrow(wire) else wire
-
-
-def narrow(array: np.ndarray, dtype: np.dtype, copy: bool = False) -> np.ndarray:
-    """Return `array` in C order, rounded to `dtype`; overflow gives inf, as in MPI. Local."""
-    with np.errstate(all="ignore"):
-        return array.astype(dtype, order="C", copy=copy)
-
-
-def narrow_into(target: np.ndarray, array: np.ndarray) -> None:
-    """Overwrite `target` with `array`, rounded to its dtype; overflow gives inf. Local."""
-    with np.errstate(all="ignore"):
-        target[...] = array
 
 
 def _named(name: str) -> np.dtype:

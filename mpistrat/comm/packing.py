@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpistrat.arrays import Array, Device, host_view, place
-from mpistrat.comm.dtypes import narrow, narrow_into, result_dtype, wire_dtype
+from mpistrat.comm.casts import cast, cast_into
+from mpistrat.comm.dtypes import result_dtype, wire_dtype
 from mpistrat.comm.ordered import as_floats, as_ordered_integers
 from mpistrat.comm.packs import plan_packs
 from mpistrat.options import CommunicationOptions, ReduceOp
@@ -65,7 +66,7 @@ class Packing:
             for i, part in zip(pack, parts, strict=True):
                 # Parts of one buffer are copied out, so that one result keeps no other alive.
                 dtype = result_dtype(self._op, self._arrays[i].dtype)
-                result = narrow(part, dtype, copy=len(pack) > 1)
+                result = cast(part, dtype, copy=len(pack) > 1)
                 results[i] = placed_like(result, self._arrays[i])
         return results
 
@@ -73,13 +74,13 @@ class Packing:
 def _packed(arrays: Sequence[Array], wire: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return a buffer with the arrays one behind the other, and the part of each in it."""
     if len(arrays) == 1:
-        buffer = narrow(host_view(arrays[0]), wire, copy=True)
+        buffer = cast(host_view(arrays[0]), wire, copy=True)
         return buffer, [buffer]
     buffer = np.empty(sum(array.size for array in arrays), wire)
     parts, start = [], 0
     for array in arrays:
         part = buffer[start : start + array.size].reshape(array.shape)
-        narrow_into(part, host_view(array))
+        cast_into(part, host_view(array))
         parts.append(part)
         start += array.size
     return buffer, parts

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpistrat.comm.dtypes import accumulator_dtype, narrow
+from mpistrat.comm.casts import cast
+from mpistrat.comm.dtypes import accumulator_dtype
 from mpistrat.comm.slices import plan_blocks, slice_lengths
 from mpistrat.comm.transport import Transport
 from mpistrat.comm.tree import combine
@@ -66,5 +67,5 @@ class SlicedReducer:
     def _own_slice(self, op: ReduceOp, block: np.ndarray, lengths: list[int]) -> np.ndarray:
         """Return the reduction of this rank's slice of `block`. **Collective**."""
         pieces = self._transport.all_to_all(block, lengths).reshape(self._transport.size, -1)
-        wide = pieces.astype(accumulator_dtype(block.dtype), copy=False)
-        return narrow(combine(op, wide), block.dtype)
+        wide = cast(pieces, accumulator_dtype(block.dtype))
+        return cast(combine(op, wide), block.dtype)
