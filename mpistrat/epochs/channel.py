@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,8 @@ class Channel:
         Held by the thread that is in a collective.
     num_strategies : int
         How many strategies share the channel.
+    on_collective : callable or None
+        Called with the number of each collective, from 1, before this rank comes to it.
     """
 
     def __init__(self, transport: Transport, timeout_s: float | None) -> None:
@@ -82,6 +84,7 @@ class Channel:
         self.pending = False
         self.lock = threading.RLock()
         self.num_strategies = 0
+        self.on_collective: Callable[[int], None] | None = None
         self._round = transport.round(4)
 
     def check_open(self) -> None:
@@ -133,6 +136,8 @@ class Channel:
         EpochTimeoutError
             If some ranks do not come within `timeout_s` seconds. The channel is closed then.
         """
+        if self.on_collective is not None:
+            self.on_collective(self.ledger.sequence + 1)
         self.start_round(status, self.ledger.digest(signature) ^ extra)
         self.ledger.sequence += 1
         try:
