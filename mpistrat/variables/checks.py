@@ -11,6 +11,7 @@ from mpistrat.comm.dtypes import wire_dtype
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.tensors import host_array, is_tensor
 from mpistrat.values import DistributedValues, IndexedSlices
+from mpistrat.variables.array_like import ArrayLike
 
 __all__ = ["as_given", "can_cast", "cast_to", "check_modes", "holds", "numeric"]
 
@@ -53,6 +54,8 @@ def as_given(what: str, value: Any) -> tuple[Array, bool]:
     """
     if isinstance(value, DistributedValues):
         value = value.values[0]
+    elif isinstance(value, ArrayLike):
+        value = value.value()
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{what} takes no masked array. Fill it first: array.filled(value).")
     if isinstance(value, IndexedSlices):

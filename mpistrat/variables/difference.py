@@ -46,6 +46,7 @@ def _distances(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     if ours.dtype.itemsize < 8:  # float16, bfloat16, float32
         ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
     with np.errstate(all="ignore"):
-        distances = np.abs(ours - theirs)
+        distances: np.ndarray = np.abs(ours - theirs)
     same = (ours == theirs) | ((ours != ours) & (theirs != theirs))
-    return np.where(same, 0, distances)
+    distances[same] = 0
+    return distances

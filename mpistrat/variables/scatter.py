@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arguments import as_array
-from mpistrat.arrays import Array, namespace_of
+from mpistrat.arrays import Array, host_view, namespace_of
 from mpistrat.collectives import CollectiveCall
 from mpistrat.options import VariableAggregation
 from mpistrat.values import DistributedValues, IndexedSlices
@@ -57,7 +57,7 @@ class SliceWrite:
             raise TypeError(
                 f"{what} takes IndexedSlices, not {slices!r} of type {type(slices).__name__}."
             )
-        indices = np.asarray(as_array(what, slices.indices))
+        indices = host_view(as_array(what, slices.indices))
         values = as_array(what, slices.values)
         leading = indices.ndim if self.is_batched else 1
         rows_shape = target.shape[leading:]

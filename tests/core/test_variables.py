@@ -53,6 +53,51 @@ def test_ranks_must_agree_when_they_make_a_variable(strategy, others, size):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "v"},
+        {"dtype": np.float32},
+        {"aggregation": Aggregation.SUM},
+        {"synchronization": ON_READ},
+        {"trainable": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_ranks_must_agree_on_all_that_a_variable_is(strategy, others, options):
+    usual = {"name": "w", "dtype": np.float64, "aggregation": Aggregation.NONE, "trainable": True}
+    with strategy.scope(), pytest.raises(ms.errors.EpochMismatchError, match="Variable of 'w'"):
+        ms.Variable(np.zeros(2), **usual | (options if others else {}))
+
+
+def test_a_variable_on_one_rank_alone_is_an_error_on_all(strategy, others):
+    with pytest.raises(ms.errors.EpochMismatchError, match="Variable of 'w'"):
+        if others:
+            make(strategy, Aggregation.NONE, name="w")
+        else:
+            strategy.reduce("sum", 1)
+
+
+def test_a_bad_initial_value_on_one_rank_is_an_error_on_all(strategy, others):
+    with pytest.raises(ms.errors.EpochMismatchError if others else ValueError, match="dtype"):
+        make(strategy, Aggregation.NONE, 1.0 if others else "text", name="w")
+
+
+@pytest.mark.parametrize("in_run", [False, True], ids=["cross_replica", "replica"])
+@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+def test_a_bad_value_on_one_rank_changes_nothing_on_any(strategy, others, method, in_run):
+    variable = make(strategy, Aggregation.SUM, np.zeros(2), name="w")
+    value = np.ones(2 if others else 3)
+
+    def write():
+        getattr(variable, method)(value)
+
+    error = ms.errors.EpochMismatchError if others else ValueError
+    with pytest.raises(error, match=f"{method}.*'w'"):
+        strategy.run(write) if in_run else write()
+    assert variable.values[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
         (Aggregation.SUM, lambda size: triangle(size)),
