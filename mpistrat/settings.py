@@ -25,12 +25,20 @@ def _seconds_or_none(text: str) -> float | None:
     return seconds
 
 
+def _on_or_off(text: str) -> bool:
+    return {"on": True, "1": True, "off": False, "0": False}[text.lower()]
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the library, each from the variable ``MPISTRAT_<NAME>``."""
 
     timeout_s: float | None = 1800.0
     """How long a rank waits for ranks that are not in the same collective; ``none``: for ever."""
+    wait_notice_s: float = 60.0
+    """After how long a wait one line says who is missing."""
+    watch: bool = True
+    """Whether ranks may ask each other over sockets why one does not come."""
     exit_grace_s: float = 5.0
     """How long a rank that has failed waits for the others before it ends the job."""
     log: str = "WARNING"
@@ -47,6 +55,8 @@ class Settings:
         """
         readers: dict[str, Callable[[str], Any]] = {
             "timeout_s": _seconds_or_none,
+            "wait_notice_s": float,
+            "watch": _on_or_off,
             "exit_grace_s": float,
             "log": str.upper,
         }
@@ -60,7 +70,7 @@ class Settings:
                 raise ValueError(f"Unknown setting {variable}={text!r}. Known settings: {known}.")
             try:
                 values[name] = readers[name](text)
-            except ValueError:
+            except (ValueError, KeyError):
                 raise ValueError(f"The setting {variable} cannot be {text!r}.") from None
         return cls(**values)
 

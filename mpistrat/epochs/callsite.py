@@ -7,7 +7,7 @@ import sys
 import traceback
 from types import FrameType, TracebackType
 
-__all__ = ["call_site", "failure_site"]
+__all__ = ["call_site", "failure_site", "is_own_code", "site_of"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TESTING = _PACKAGE + "testing" + os.sep
@@ -26,7 +26,11 @@ def call_site() -> str:
     The user's own is any file outside this package, Python and its installed packages; where
     there is none, the innermost frame outside this package.
     """
-    frame: FrameType | None = sys._getframe(1)
+    return site_of(sys._getframe(1))
+
+
+def site_of(frame: FrameType | None) -> str:
+    """Return `call_site` as seen from `frame`. Local, from any thread."""
     installed = None
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -37,6 +41,11 @@ def call_site() -> str:
             installed = installed or place
         frame = frame.f_back
     return installed or "unknown place"
+
+
+def is_own_code(filename: str) -> bool:
+    """Return whether `filename` is the user's own: no part of this package or Python. Local."""
+    return _is_user_code(filename) and not _is_installed(filename)
 
 
 def failure_site(trace: TracebackType | None) -> str:

@@ -10,21 +10,30 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrat.comm.transport import Transport
 from mpistrat.epochs.callsite import call_site
+from mpistrat.epochs.flight import FlightRecord
 from mpistrat.epochs.ledger import Ledger
 from mpistrat.epochs.report import describe_disagreement, rank_list
 from mpistrat.errors import EpochError, EpochMismatchError, EpochTimeoutError
+from mpistrat.settings import settings
+
+if TYPE_CHECKING:
+    from mpistrat.epochs.companions import Companions
 
 __all__ = ["Channel", "Outcome", "Status"]
+
+_logger = logging.getLogger("mpistrat")
 
 _MASK = 2**64 - 1
 _SPINS = 200
@@ -72,6 +81,16 @@ class Channel:
         How many strategies share the channel.
     on_collective : callable or None
         Called with the number of each collective, from 1, before this rank comes to it.
+    companions : Companions or None
+        The other ranks on the side channel, where there is one.
+    lost : dict
+        What is known of ranks whose processes have died, by rank.
+    waiting : tuple or None
+        The collective in which this rank waits for others, and since when.
+    thread : int
+        Identifier of the thread that was in a collective last.
+    last_agreed : float
+        When the ranks agreed last, by the monotonic clock, in seconds.
     """
 
     def __init__(self, transport: Transport, timeout_s: float | None) -> None:
@@ -80,15 +99,23 @@ class Channel:
         self.size = transport.size
         self.timeout_s = timeout_s
         self.ledger = Ledger()
+        self.flight = FlightRecord()
         self.closed: EpochError | None = None
         self.pending = False
         self.lock = threading.RLock()
         self.num_strategies = 0
         self.on_collective: Callable[[int], None] | None = None
+        self.companions: Companions | None = None
+        self.lost: dict[int, str] = {}
+        self.waiting: tuple[str, float] | None = None
+        self.thread = threading.get_ident()
+        self.last_agreed = time.monotonic()
         self._round = transport.round(4)
 
     def check_open(self) -> None:
         """Raise the error that closed this channel, if one did. Local."""
+        if self.lost and self.closed is None:
+            self.closed = self._loss("another collective")
         if self.closed is not None:
             again = type(self.closed)(str(self.closed))
             again.caused_elsewhere = self.closed.caused_elsewhere
@@ -138,6 +165,7 @@ class Channel:
         """
         if self.on_collective is not None:
             self.on_collective(self.ledger.sequence + 1)
+        self.thread = threading.get_ident()
         self.start_round(status, self.ledger.digest(signature) ^ extra)
         self.ledger.sequence += 1
         try:
@@ -150,6 +178,7 @@ class Channel:
                     f"{type(error).__name__} on rank {self.rank} of {self.size}."
                 )
             raise
+        self.last_agreed = time.monotonic()
         return self.outcome()
 
     def _wait(self, signature: object, timeout_s: float | None) -> None:
@@ -158,21 +187,65 @@ class Channel:
             if done():
                 self.pending = False
                 return
-        began = time.monotonic()
+        self.waiting = (_words(signature), time.monotonic())
+        try:
+            self._wait_long(*self.waiting, timeout_s)
+        finally:
+            self.waiting = None
+        self.pending = False
+
+    def _wait_long(self, words: str, began: float, timeout_s: float | None) -> None:
+        done = self._round.done
+        remind_at_s = settings().wait_notice_s
         while not done():
             waited_s = time.monotonic() - began
-            if timeout_s is not None and waited_s > timeout_s:
-                self.closed = EpochTimeoutError(
-                    f"Some ranks did not come to {_words(signature)} at {call_site()} within "
-                    f"{timeout_s:g} s on rank {self.rank} of {self.size}. Look for a rank that "
-                    "skips the call, or raise timeout_seconds if the others are only slow."
-                )
+            if self.lost:
+                self.closed = self._loss(f"{words} at {call_site()}")
                 self.check_open()
+            if timeout_s is not None and waited_s > timeout_s:
+                self.closed = self._timeout(words, timeout_s)
+                self.check_open()
+            if waited_s > remind_at_s:
+                remind_at_s = math.inf
+                self._remind(words, waited_s)
             if waited_s < 0.01:
                 os.sched_yield()
             else:
                 time.sleep(0.0002)
-        self.pending = False
+
+    def _loss(self, where: str) -> EpochError:
+        """Return the error for ranks that have died."""
+        table = "\n".join(f"  {rank_list([rank])}: {what}" for rank, what in self.lost.items())
+        return EpochError(f"{rank_list(self.lost)} ended, so {where} can never complete:\n{table}")
+
+    def _timeout(self, words: str, timeout_s: float) -> EpochTimeoutError:
+        """Return the error for ranks that did not come, with what they are doing instead."""
+        site = call_site()
+        missing, table = self._whereabouts(site)
+        return EpochTimeoutError(
+            f"{missing} did not come to {words} at {site} within {timeout_s:g} s, as rank "
+            f"{self.rank} of {self.size} did:\n{table}\n"
+            "This call is collective: every rank must make it. Look for a rank that skips it, or "
+            "raise timeout_seconds if one is only slow."
+        )
+
+    def _remind(self, words: str, waited_s: float) -> None:
+        """Say who is missing, once for all ranks that wait."""
+        if self.companions is None or self.companions.lowest_here() == self.rank:
+            site = call_site()
+            missing, table = self._whereabouts(site)
+            _logger.warning(
+                "%s of %d has waited for %.0f s in %s at %s. %s did not come yet:\n%s",
+                *(rank_list([self.rank]), self.size, waited_s, words, site, missing, table),
+            )
+
+    def _whereabouts(self, site: str) -> tuple[str, str]:
+        """Return the names of the missing ranks, and a table of where each rank is."""
+        if self.companions is None:
+            return "Some ranks", "  (there is no side channel to ask them)"
+        missing, table = self.companions.describe(site)
+        # All may have come just now: too late for the limit all the same.
+        return (rank_list(missing) if missing else "Some ranks").capitalize(), table
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**, unchecked."""

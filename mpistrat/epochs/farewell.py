@@ -12,12 +12,13 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from mpistrat.epochs.callsite import failure_site
 from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.companions import own_beacon
 from mpistrat.epochs.obituary import describe_failure, print_failures
 from mpistrat.epochs.parting import Parting
 from mpistrat.errors import EpochTimeoutError
@@ -27,6 +28,7 @@ __all__ = ["install", "watch"]
 
 _POLL_S = 0.0005
 _TURN_S = 1.0
+_SOON_S = 1.0
 _MAX_TURNS = 3
 
 
@@ -116,6 +118,9 @@ def _grace_s() -> float:
 
 def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> None:
     _process.has_left = True
+    beacon = own_beacon()
+    if beacon is not None:
+        beacon.has_left = True
     # The largest group speaks: its rank numbers are those that the user knows.
     channels = sorted(_process.channels, key=lambda channel: -channel.size)
     partings = []
@@ -124,9 +129,7 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
         report = channel.report(what, site, ended=True, cause=cause) | facts
         partings.append(Parting(channel, report))
     may_abort = text is not None or any(parting.is_stuck for parting in partings)
-    # Ranks that are stuck cannot hear of each other: the lowest one ends the job for all.
-    turn_s = _TURN_S * min(channels[0].rank, _MAX_TURNS)
-    deadline = time.monotonic() + _grace_s() + turn_s
+    deadline = time.monotonic() + _grace_s() + _extra_s(partings)
     # A list, because every parting has to be polled, not only the first that is not done.
     while [parting for parting in partings if not parting.is_done()]:
         if may_abort and time.monotonic() > deadline:
@@ -137,3 +140,19 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
     for channel in channels:
         if not channel.pending:
             channel.transport.drain()
+    if beacon is not None:
+        beacon.say_goodbye()
+
+
+def _extra_s(partings: Sequence[Parting]) -> float:
+    """Return how much longer than the grace this rank waits before it ends the job. Local.
+
+    Ranks that are stuck in one round cannot hear of each other over MPI. The lowest ends the job
+    for all, soon: nobody can be told any more. The others wait whether it does.
+    """
+    stuck = next((parting.channel for parting in partings if parting.is_stuck), None)
+    if stuck is None or stuck.companions is None:
+        return _TURN_S * min(partings[0].channel.rank, _MAX_TURNS)
+    if stuck.companions.lowest_here() < stuck.rank:
+        return _TURN_S
+    return min(0.0, _SOON_S - _grace_s())

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.companions import meet
 from mpistrat.epochs.farewell import watch
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.world import attached, detach, started_world
@@ -35,6 +36,8 @@ def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
 
     def make() -> Channel:
         channel = Channel(MpiTransport(_duplicate(comm, timeout_s)), timeout_s)
+        if channel.size > 1:
+            meet(channel)
         watch(channel, MPI.Is_finalized)
         return channel
 

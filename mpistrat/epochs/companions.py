@@ -1,0 +1,187 @@
+"""The other ranks of a channel, asked over the side channel."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mpistrat.epochs.beacon import Address, Beacon, read_line
+from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.report import rank_list
+from mpistrat.epochs.whereabouts import State, Whereabouts, describe_whereabouts, is_moving_data
+from mpistrat.settings import settings
+
+__all__ = ["Companions", "meet", "own_beacon"]
+
+_LIMIT_S = 1.5
+"""How long an answer may take."""
+_AT_ONCE = 16
+_SETTLE_S = 0.5
+"""How long to wait before a broken connection is news: a launcher that ends the job is faster."""
+
+
+class Companions:
+    """The ranks of `channel`, by the addresses of their beacons.
+
+    Parameters
+    ----------
+    channel : Channel
+    key : str
+        The secret of the channel.
+    addresses : sequence of Address
+        In rank order.
+    """
+
+    def __init__(self, channel: Channel, key: str, addresses: Sequence[Address]) -> None:
+        self._channel = channel
+        self._key = key
+        self._addresses = addresses
+
+    def ask(self, rank: int, ask: str = "state", **details: Any) -> Whereabouts:
+        """Return what `rank` says of itself, or what its silence means. Local."""
+        address = self._addresses[rank]
+        place = {"pid": address.pid, "host": address.host}
+        try:
+            with address.connect(_LIMIT_S) as connection:
+                question = {"key": self._key, "ask": ask, **details}
+                connection.sendall(json.dumps(question).encode() + b"\n")
+                answer = read_line(connection)
+            if answer:
+                found: Whereabouts = json.loads(answer)
+                return found
+        except ConnectionError:
+            return place | {"state": State.GONE}
+        except TimeoutError:
+            is_here = address.host == socket.gethostname()
+            suspended = is_here and _is_suspended(address.pid)
+            return place | {"state": State.STOPPED if suspended else State.SILENT}
+        except (OSError, ValueError):
+            pass
+        return place | {"state": State.UNKNOWN}
+
+    def others(self) -> list[int]:
+        """Return the other ranks. Local."""
+        return [rank for rank in range(len(self._addresses)) if rank != self._channel.rank]
+
+    def ask_all(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
+        """Return what each of `ranks` says, asked at the same time. Local."""
+        ranks = list(ranks)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return dict(zip(ranks, pool.map(self.ask, ranks), strict=True))
+
+    def lowest_here(self) -> int:
+        """Return the lowest rank that waits in the same collective as this one. Local."""
+        for rank in range(self._channel.rank):
+            if self.is_here(self.ask(rank)):
+                return rank
+        return self._channel.rank
+
+    def is_here(self, found: Whereabouts) -> bool:
+        """Return whether an answer says that the rank is in this rank's collective. Local."""
+        is_here: bool = found["state"] == State.HERE
+        return is_here and found["sequence"] == self._channel.ledger.sequence
+
+    def describe(self, site: str) -> tuple[list[int], str]:
+        """Return the ranks that others wait for, and a table of all ranks. Local.
+
+        Parameters
+        ----------
+        site : str
+            Where this rank waits.
+        """
+        found = self.ask_all(self.others())
+        missing = [rank for rank, each in found.items() if not self.is_here(each)]
+        lines: dict[str, list[int]] = {f"waiting here at {site}": [self._channel.rank]}
+        for rank in sorted(found, key=lambda rank: rank not in missing):
+            lines.setdefault(describe_whereabouts(found[rank]), []).append(rank)
+        # Those that are missing come first.
+        ordered = sorted(lines.items(), key=lambda item: not set(item[1]) & set(missing))
+        return missing, "\n".join(f"  {rank_list(ranks)}: {line}" for line, ranks in ordered)
+
+    def spread_loss(self, rank: int) -> None:
+        """Tell every rank that the process of `rank` has died. Local, on the beacon's thread."""
+
+        def tell() -> None:
+            if self.ask(rank)["state"] != State.GONE:
+                return
+            place = self._addresses[rank]
+            what = f"gone: process {place.pid} on {place.host} has ended without a word"
+            self.note_loss(rank, what)
+            for other in self.others():
+                if other != rank:
+                    self.ask(other, "lost", lost=rank, what=what)
+
+        _later(_SETTLE_S, tell)
+
+    def note_loss(self, rank: int, what: str) -> None:
+        """Have the next collective fail, as `rank` will never come to it. Local, any thread."""
+        self._channel.lost.setdefault(rank, what)
+
+        def end_if_blocked() -> None:
+            # Inside MPI nothing can be raised. The others are told by their own threads.
+            if is_moving_data(self._channel):
+                print(f"mpistrat: {rank_list([rank])} is {what}.", file=sys.stderr, flush=True)
+                os._exit(1)
+
+        _later(settings().exit_grace_s, end_if_blocked)
+
+
+def _later(delay_s: float, do: Callable[[], None]) -> None:
+    timer = threading.Timer(delay_s, do)
+    timer.daemon = True
+    timer.start()
+
+
+def _is_suspended(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"
+
+
+_beacons: dict[int, Beacon] = {}
+
+
+def meet(channel: Channel) -> None:
+    """Let the ranks of `channel` find each other on the side channel. **Collective**.
+
+    Where sockets are forbidden on any rank, the channel does without.
+    """
+    beacon = own_beacon() if settings().watch else None
+    own = None if beacon is None else [*vars(beacon.address).values()]
+    facts = channel.exchange([own, secrets.token_hex(16) if channel.rank == 0 else ""])
+    if any(address is None for address, _ in facts) or beacon is None:
+        return
+    key = facts[0][1]
+    addresses = [Address(*address) for address, _ in facts]
+    beacon.add(key, channel)
+    channel.companions = companions = Companions(channel, key, addresses)
+    # Every beacon knows the key before anybody asks with it.
+    channel.exchange(None)
+    neighbour = (channel.rank + 1) % channel.size
+    try:
+        connection = addresses[neighbour].connect(_LIMIT_S)
+        connection.sendall(json.dumps({"key": key, "ask": "watch"}).encode() + b"\n")
+    except OSError:
+        return  # it cannot be watched, but perhaps asked
+    beacon.watch(connection, lambda: companions.spread_loss(neighbour))
+
+
+def own_beacon() -> Beacon | None:
+    """Return the beacon of this process, ``None`` where it may have no socket. Local."""
+    pid = os.getpid()
+    if pid not in _beacons:
+        try:
+            _beacons[pid] = Beacon()
+        except OSError:
+            return None
+    return _beacons[pid]
