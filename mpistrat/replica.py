@@ -184,7 +184,8 @@ class ReplicaContext:
         ----------
         reduce_op, value, options
             As for `all_reduce`, but no tensors. Arrays are copied, so they may be written to at
-            once. `IndexedSlices` are reduced before this returns.
+            once. `IndexedSlices` are reduced before this returns, and with the options
+            `deterministic` and `wire_dtype` everything is.
 
         Returns
         -------
