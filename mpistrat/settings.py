@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["Settings", "environment", "settings"]
+__all__ = ["Settings", "environment", "settings", "settings_at_the_end"]
 
 _PREFIX = "MPISTRAT_"
 
@@ -43,6 +43,8 @@ class Settings:
     """How long a rank that has failed waits for the others before it ends the job."""
     log: str = "WARNING"
     """Level of the ``mpistrat`` logger."""
+    fault: str = ""
+    """What is to go wrong on purpose, as `mpistrat.testing.inject` takes it."""
 
     @classmethod
     def parse(cls, variables: Mapping[str, str]) -> Settings:
@@ -59,6 +61,7 @@ class Settings:
             "watch": _on_or_off,
             "exit_grace_s": float,
             "log": str.upper,
+            "fault": str,
         }
         values: dict[str, Any] = {}
         for variable, text in variables.items():
@@ -83,3 +86,11 @@ def environment() -> Mapping[str, str]:
 def settings() -> Settings:
     """Return the settings of this process as its environment gives them now. Local."""
     return Settings.parse(os.environ)
+
+
+def settings_at_the_end() -> Settings:
+    """Return the settings, the defaults where one is bad: that is what ends the program. Local."""
+    try:
+        return settings()
+    except ValueError:
+        return Settings()

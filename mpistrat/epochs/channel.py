@@ -26,7 +26,7 @@ from mpistrat.epochs.flight import FlightRecord
 from mpistrat.epochs.ledger import Ledger
 from mpistrat.epochs.report import describe_disagreement, rank_list
 from mpistrat.errors import EpochError, EpochMismatchError, EpochTimeoutError
-from mpistrat.settings import settings
+from mpistrat.settings import settings_at_the_end
 
 if TYPE_CHECKING:
     from mpistrat.epochs.companions import Companions
@@ -196,7 +196,7 @@ class Channel:
 
     def _wait_long(self, words: str, began: float, timeout_s: float | None) -> None:
         done = self._round.done
-        remind_at_s = settings().wait_notice_s
+        remind_at_s = settings_at_the_end().wait_notice_s
         while not done():
             waited_s = time.monotonic() - began
             if self.lost:

@@ -17,7 +17,7 @@ from mpistrat.epochs.beacon import Address, Beacon, read_line
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.report import rank_list
 from mpistrat.epochs.whereabouts import State, Whereabouts, describe_whereabouts, is_moving_data
-from mpistrat.settings import settings
+from mpistrat.settings import settings_at_the_end
 
 __all__ = ["Companions", "meet", "own_beacon"]
 
@@ -131,7 +131,7 @@ class Companions:
                 print(f"mpistrat: {rank_list([rank])} is {what}.", file=sys.stderr, flush=True)
                 os._exit(1)
 
-        _later(settings().exit_grace_s, end_if_blocked)
+        _later(settings_at_the_end().exit_grace_s, end_if_blocked)
 
 
 def _later(delay_s: float, do: Callable[[], None]) -> None:
@@ -156,7 +156,7 @@ def meet(channel: Channel) -> None:
 
     Where sockets are forbidden on any rank, the channel does without.
     """
-    beacon = own_beacon() if settings().watch else None
+    beacon = own_beacon() if settings_at_the_end().watch else None
     own = None if beacon is None else [*vars(beacon.address).values()]
     facts = channel.exchange([own, secrets.token_hex(16) if channel.rank == 0 else ""])
     if any(address is None for address, _ in facts) or beacon is None:

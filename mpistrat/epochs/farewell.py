@@ -22,7 +22,7 @@ from mpistrat.epochs.companions import own_beacon
 from mpistrat.epochs.obituary import describe_failure, print_failures
 from mpistrat.epochs.parting import Parting
 from mpistrat.errors import EpochTimeoutError
-from mpistrat.settings import Settings, settings
+from mpistrat.settings import settings_at_the_end
 
 __all__ = ["install", "watch"]
 
@@ -110,10 +110,7 @@ def _on_uncaught(
 
 
 def _grace_s() -> float:
-    try:
-        return settings().exit_grace_s
-    except ValueError:  # a bad setting is what ends the program, perhaps
-        return Settings().exit_grace_s
+    return settings_at_the_end().exit_grace_s
 
 
 def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> None:
