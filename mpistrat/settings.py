@@ -29,6 +29,17 @@ def _on_or_off(text: str) -> bool:
     return {"on": True, "1": True, "off": False, "0": False}[text.lower()]
 
 
+def _positive_integer(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _text_or_none(text: str) -> str | None:
+    return text or None
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the library, each from the variable ``MPISTRAT_<NAME>``."""
@@ -43,6 +54,12 @@ class Settings:
     """How long a rank that has failed waits for the others before it ends the job."""
     log: str = "WARNING"
     """Level of the ``mpistrat`` logger."""
+    flight_dir: str | None = None
+    """Folder for the flight records of a job that fails; ``None``: they are not written."""
+    flight_length: int = 256
+    """How many collectives a flight record keeps."""
+    timeline: str | None = None
+    """File for the timeline of all ranks; ``None``: there is none."""
     fault: str = ""
     """What is to go wrong on purpose, as `mpistrat.testing.inject` takes it."""
 
@@ -61,6 +78,9 @@ class Settings:
             "watch": _on_or_off,
             "exit_grace_s": float,
             "log": str.upper,
+            "flight_dir": _text_or_none,
+            "flight_length": _positive_integer,
+            "timeline": _text_or_none,
             "fault": str,
         }
         values: dict[str, Any] = {}

@@ -9,11 +9,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpistrat"
 
 # Lowest first. A module imports from lower layers, and from its own folder.
 LAYERS = [
-    {"deprecation", "errors", "options", "settings", "sharding", "spelling", "version"},
+    {"deprecation", "errors", "files", "options", "settings", "sharding", "spelling", "version"},
     {"arrays", "hdf5", "launcher", "nests", "pending", "tensors", "tracking"},
     {"arguments", "comm", "values", "world"},
     {"epochs"},
-    {"collectives"},
+    {"collectives", "faults"},
     {"axis_reductions", "context", "reductions"},
     {"data", "pullbacks", "variables"},
     {"differentiable"},

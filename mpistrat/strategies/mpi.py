@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 from mpistrat.arrays import resolve_device
 from mpistrat.collectives import Collectives
 from mpistrat.comm.choose import check_options
+from mpistrat.epochs import flight_triggers
 from mpistrat.epochs.call import Together
 from mpistrat.epochs.opening import open_channel
+from mpistrat.faults.injection import inject_from_environment
+from mpistrat.epochs.report import rank_list
 from mpistrat.options import CommunicationOptions
 from mpistrat.settings import Settings, settings
 from mpistrat.strategies.base import Strategy
 from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.world import communicator, open_world
+from mpistrat.world import communicator, library_version, open_world, world_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,6 +55,7 @@ class MPIStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
     ) -> None:
         comm = communicator(comm)
+        flight_triggers.prepare()
         channel = open_channel(comm, _opening_limit_s(communication_options))
         options = CommunicationOptions()
         if communication_options is not None:
@@ -61,7 +65,16 @@ class MPIStrategy(Strategy):
                 raise TypeError(
                     f"communication_options must be CommunicationOptions, not {options!r}."
                 )
-            channel.timeout_s = settings().timeout_s
+            chosen = settings()
+            channel.timeout_s = chosen.timeout_s
+            flight_triggers.install(
+                channel,
+                rank_list(world_ranks(comm)),
+                library_version(),
+                chosen.flight_dir,
+                chosen.flight_length,
+            )
+            inject_from_environment(channel)
         world = open_world(comm)
         with Together(channel, "MPIStrategy"):
             own_device = resolve_device(device, world.local_rank)

@@ -5,6 +5,7 @@
 
 from mpistrat.testing.assertions import assert_all_ranks
 from mpistrat.testing.conformance import StrategyTests
+from mpistrat.testing.faults import Injection, inject
 from mpistrat.testing.launch import run as run_on_ranks
 
-__all__ = ["StrategyTests", "assert_all_ranks", "run_on_ranks"]
+__all__ = ["Injection", "StrategyTests", "assert_all_ranks", "inject", "run_on_ranks"]

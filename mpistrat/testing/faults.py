@@ -1,0 +1,100 @@
+"""Faults on purpose, to see what a program does when a rank is late, lost or wrong."""
+
+from __future__ import annotations
+
+from mpistrat.epochs.channel import Channel
+from mpistrat.errors import ContextError
+from mpistrat.faults.injection import Injection
+from mpistrat.faults.specification import Fault, read_fault
+from mpistrat.strategies import Strategy, get_strategy, has_strategy
+from mpistrat.world import attached, communicator
+
+__all__ = ["Injection", "inject"]
+
+
+def inject(
+    fault: str | BaseException,
+    rank: int | None = None,
+    collective: int | None = None,
+    *,
+    seed: int | None = None,
+    strategy: Strategy | None = None,
+) -> Injection:
+    """Have something go wrong just before a collective, on one rank or on all.
+
+    Local: nothing happens until the collective comes, and it does no harm to make the call on
+    every rank. The setting ``MPISTRAT_FAULT`` does the same to a program that is not to be
+    changed: ``MPISTRAT_FAULT="delay:2.5@rank=1,collective=7"``, several with ``;`` between,
+    where collectives are numbered as in messages and `MPIStrategy` itself takes the first four.
+
+    Parameters
+    ----------
+    fault : str or BaseException
+        ``"delay:SECONDS"``, at each collective if none is named; ``"jitter:SECONDS"``, a random
+        delay up to that at each collective; ``"kill"`` (SIGKILL); ``"stop"`` (SIGSTOP);
+        ``"exhaust"``, an allocation that fails with `MemoryError`; ``"corrupt:BIT"``, which
+        flips this bit (by default the sign of the first one) of the next floating-point numbers
+        that the rank receives;
+        ``"raise:CLASS"``, a builtin exception or one of `mpistrat.errors`; ``"exit:CODE"``
+        (`sys.exit`) and ``"_exit:CODE"`` (`os._exit`). An exception is raised as it is.
+    rank : int, optional
+        By default every rank.
+    collective : int, optional
+        Which one, counted from this call: 1 is the next.
+    seed : int, optional
+        Of the random numbers of jitter; each rank draws its own.
+    strategy : Strategy, optional
+        Whose collectives are counted. By default those of the strategy in whose scope the call
+        is made, else of the strategies over all ranks of the job.
+
+    Returns
+    -------
+    Injection
+        Its ``remove()`` takes the fault back, also at the end of a ``with`` block.
+
+    Raises
+    ------
+    ValueError
+        For a fault that cannot be read, or a rank that there is not.
+    ContextError
+        If there is no strategy yet.
+
+    Examples
+    --------
+    >>> with mpistrat.testing.inject(OSError("disk gone"), rank=1, collective=2):
+    ...     train(strategy)
+    """
+    channel = _channel_of(strategy)
+    return Injection(channel, _read(fault, rank, collective, seed), channel.ledger.sequence)
+
+
+def _read(
+    fault: str | BaseException, rank: int | None, collective: int | None, seed: int | None
+) -> Fault:
+    given = {"rank": rank, "collective": collective, "seed": seed}
+    place = ",".join(f"{key}={value}" for key, value in given.items() if value is not None)
+    if isinstance(fault, BaseException):
+        # Read under a name that the grammar knows, because the class may be the user's own.
+        read = read_fault(f"raise:Exception@{place}")
+        text = f"raise:{type(fault).__name__}@{place}"
+        return Fault("raise", fault, read.rank, read.collective, read.seed, text)
+    if not isinstance(fault, str):
+        raise TypeError(f"fault must be a text or an exception, not {fault!r}.")
+    return read_fault(f"{fault}@{place}" if place else fault)
+
+
+def _channel_of(strategy: Strategy | None) -> Channel:
+    if strategy is None and has_strategy():
+        strategy = get_strategy()
+    if strategy is not None:
+        channel: Channel = strategy.extended.collectives.channel
+        return channel
+    over_all: Channel = attached(communicator(None), "channel", _refuse)
+    return over_all
+
+
+def _refuse() -> Channel:
+    raise ContextError(
+        "inject needs a strategy whose collectives it can count. Make an MPIStrategy first, or "
+        "name one with strategy=."
+    )
