@@ -27,6 +27,7 @@ __all__ = [
     "library_version",
     "open_world",
     "started_world",
+    "world_ranks",
 ]
 
 
@@ -159,6 +160,17 @@ def library_version() -> str:
     from mpi4py import MPI
 
     return " ".join(MPI.Get_library_version().split("\n")[0].rstrip("\0").split())
+
+
+def world_ranks(comm: MPI.Intracomm) -> list[int]:
+    """Return the rank in COMM_WORLD of each rank of `comm`. Local."""
+    from mpi4py import MPI
+
+    own, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = own.Translate_ranks(None, world)
+    own.Free()
+    world.Free()
+    return list(ranks)
 
 
 def abort_world(exit_code: int) -> None:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from mpistrat import errors
 from mpistrat.epochs.callsite import call_site, failure_site
 from mpistrat.epochs.channel import Channel, Outcome, Status
+from mpistrat.epochs.flight import FlightEntry, State
+from mpistrat.epochs.flight_triggers import on_epoch_error
 from mpistrat.epochs.report import spell
 
 __all__ = ["Call", "Together"]
@@ -52,6 +54,7 @@ class Call:
         self.timeout_s = channel.timeout_s if timeout_s is None else timeout_s
         self.owner = owner
         self._agreed = False
+        self._entry: FlightEntry | None = None
         self._extra = 0
         self._extra_words = ""
 
@@ -82,11 +85,23 @@ class Call:
             On every rank, if any rank is elsewhere, brings other details or has ended.
         """
         self._agreed = True
+        if not self.channel.checks:
+            return
         signature = (self.kind, self.name, self.owner, *details)
+        entry = self._begin(signature)
         outcome = self.channel.vote(Status.CALL, signature, self.timeout_s, self._extra)
         if outcome is not Outcome.ALL_CALL:
             report = self.channel.report(self.words(*details), call_site())
             raise self.channel.disagreement(self.channel.exchange(report))
+        entry.agreed()
+
+    def _begin(self, signature: tuple[object, ...]) -> FlightEntry:
+        """Note in the flight record that this rank comes to its next collective."""
+        if self._entry is not None:
+            self._entry.ended(State.DONE)
+        channel = self.channel
+        self._entry = channel.flight.begin(channel.ledger, signature)
+        return self._entry
 
     def include(self, number: float, words: str) -> None:
         """Have `number`, which may change with each call, agreed too; `words` name it. Local."""
@@ -110,12 +125,22 @@ class Call:
         try:
             if not self._agreed and isinstance(error, Exception) and not self.channel.closed:
                 self._refuse(error)
+            elif self._entry is not None:
+                self._entry.ended(State.DONE if error is None else State.FAILED)
         finally:
             self.channel.lock.release()
+            if error is not None and self.channel.closed is not None and self._entry is not None:
+                on_epoch_error(self.channel.closed)
 
     def _refuse(self, error: Exception) -> None:
         """Tell the others that this rank cannot do the call."""
-        outcome = self.channel.vote(Status.REFUSAL, (self.kind, "refused"), self.timeout_s)
+        if not self.channel.checks:
+            return
+        entry = self._begin((self.kind, self.name, self.owner, f"refused: {type(error).__name__}"))
+        try:
+            outcome = self.channel.vote(Status.REFUSAL, (self.kind, "refused"), self.timeout_s)
+        finally:
+            entry.ended(State.REFUSED)
         if outcome is not Outcome.ALL_REFUSE:
             what = f"{self.kind} refused its arguments ({type(error).__name__}: {error})"
             report = self.channel.report(what, call_site(), cause=True)
@@ -155,9 +180,26 @@ class Together:
             return
         call, channel = self._call, self.channel
         status = Status.CALL if error is None else Status.REFUSAL
-        outcome = channel.vote(status, (call.kind, call.name, call.owner, "ends"), call.timeout_s)
-        if outcome is Outcome.ALL_CALL or (outcome is Outcome.ALL_REFUSE and error):
-            return
+        signature = (call.kind, call.name, call.owner, "ends")
+        entry = channel.flight.begin(channel.ledger, signature)
+        state = State.FAILED
+        try:
+            outcome = channel.vote(status, signature, call.timeout_s)
+            if outcome is Outcome.ALL_CALL or (outcome is Outcome.ALL_REFUSE and error):
+                state = State.DONE
+                entry.agreed()
+                return
+            self._settle(trace, error)
+        finally:
+            if error is not None:
+                state = State.REFUSED
+            entry.ended(state)
+            if channel.closed is not None:
+                on_epoch_error(channel.closed)
+
+    def _settle(self, trace: TracebackType | None, error: Exception | None) -> None:
+        """Raise on the ranks that succeeded what those that failed have raised."""
+        call, channel = self._call, self.channel
         report = channel.report(call.words("failed" if error else "succeeded"), call_site())
         report["verdict"] = [call.kind, call.name, channel.ledger.sequence]
         if error is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,6 +17,7 @@ from mpistrat.data.contexts import InputContext, ValueContext
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed import distribute, distribute_from_function
 from mpistrat.data.distributed_dataset import DistributedDataset
+from mpistrat.epochs import flight_triggers
 from mpistrat.epochs.callsite import failure_site
 from mpistrat.errors import ContextError
 from mpistrat.options import CommunicationOptions, InputOptions, ReduceOp
@@ -282,6 +284,31 @@ class StrategyExtended(ExtendedV1):
             for variable in found.values():
                 self._check_is_ours(what, variable)
             check_replicas_agree(call, found)
+
+    def dump_flight_record(self, path: str | os.PathLike[str]) -> str:
+        """Write the last collectives of this rank, as JSON for ``mpistrat explain``. Local.
+
+        Parameters
+        ----------
+        path : path
+            A folder, which is made where it misses and gets ``flight.rank<R>.json``; or a file
+            name with ``{rank}`` in it.
+
+        Returns
+        -------
+        str
+            The file that this rank has written, complete and on disk.
+
+        Raises
+        ------
+        ValueError
+            If `path` names one file: the ranks would overwrite each other's.
+        TypeError
+            If `path` is no path.
+        OSError
+            If the file cannot be written.
+        """
+        return str(flight_triggers.dump(path, self.collectives.channel))
 
     def _check_is_ours(self, what: str, variable: Variable) -> None:
         if variable.strategy not in (None, self.container):

@@ -10,8 +10,8 @@ from mpistrat.comm.choose import check_options
 from mpistrat.epochs import flight_triggers
 from mpistrat.epochs.call import Together
 from mpistrat.epochs.opening import open_channel
-from mpistrat.faults.injection import inject_from_environment
 from mpistrat.epochs.report import rank_list
+from mpistrat.faults.injection import inject_from_environment
 from mpistrat.options import CommunicationOptions
 from mpistrat.settings import Settings, settings
 from mpistrat.strategies.base import Strategy

@@ -1,0 +1,157 @@
+"""The flight record: what the last collectives of a channel were, and how each went.
+
+It is always on, so an entry keeps references and clock readings only. What they mean is spelled
+when the record is dumped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from time import monotonic_ns
+from types import CodeType, FrameType
+from typing import Any
+
+from mpistrat.epochs.callsite import _is_installed, _is_user_code
+from mpistrat.epochs.ledger import Ledger
+
+__all__ = ["DEFAULT_LENGTH", "FlightEntry", "FlightRecord", "State"]
+
+DEFAULT_LENGTH = 256
+
+
+class State:
+    """How far a collective has come on this rank. Plain strings, because they go to JSON."""
+
+    WAITING = "waiting"
+    """This rank waits for the others to agree."""
+    AGREED = "agreed"
+    """All ranks brought the same, and data may move."""
+    DONE = "done"
+    """The call has returned on this rank."""
+    REFUSED = "refused"
+    """This rank could not do it: its arguments were bad, or its part of some work failed."""
+    FAILED = "failed"
+    """The ranks disagreed or did not come, or the call raised after the agreement."""
+
+
+class FlightEntry:
+    """One collective.
+
+    Attributes
+    ----------
+    number : int
+        Of the collective on its channel, from 0.
+    runs, merge_calls, updates : int
+        Calls begun before it.
+    signature : tuple
+        Kind, name, number of the strategy, and what else the ranks agree on.
+    code, instruction : code, int
+        Where the user's code called it.
+    began_ns, agreed_ns, ended_ns : int
+        Readings of the monotonic clock, 0 for what has not happened.
+    state : str
+        One of `State`.
+    """
+
+    __slots__ = (
+        "agreed_ns",
+        "began_ns",
+        "code",
+        "ended_ns",
+        "instruction",
+        "merge_calls",
+        "number",
+        "runs",
+        "signature",
+        "state",
+        "updates",
+    )
+
+    number: int
+    runs: int
+    merge_calls: int
+    updates: int
+    signature: tuple[Any, ...]
+    code: CodeType | None
+    instruction: int
+    began_ns: int
+    agreed_ns: int
+    ended_ns: int
+    state: str
+
+    def agreed(self) -> None:
+        """Note that all ranks brought the same. Local."""
+        self.agreed_ns = monotonic_ns()
+        self.state = State.AGREED
+
+    def ended(self, state: str) -> None:
+        """Note the end, unless it is known already. Local."""
+        if not self.ended_ns:
+            self.ended_ns = monotonic_ns()
+            self.state = state
+
+
+class FlightRecord:
+    """The last collectives of one channel, in the order in which this rank came to them.
+
+    Parameters
+    ----------
+    length : int
+        How many are kept.
+
+    Attributes
+    ----------
+    entries : deque of FlightEntry
+    """
+
+    def __init__(self, length: int = DEFAULT_LENGTH) -> None:
+        self.entries: deque[FlightEntry] = deque(maxlen=length)
+
+    def resize(self, length: int) -> None:
+        """Keep `length` collectives from now on. Local."""
+        if length != self.entries.maxlen:
+            self.entries = deque(self.entries, maxlen=length)
+
+    def begin(self, ledger: Ledger, signature: tuple[Any, ...]) -> FlightEntry:
+        """Add the collective that this rank is about to come to. Local."""
+        entry = FlightEntry()
+        entry.began_ns = monotonic_ns()
+        entry.agreed_ns = entry.ended_ns = 0
+        entry.state = State.WAITING
+        entry.number = ledger.sequence
+        entry.runs = ledger.runs
+        entry.merge_calls = ledger.merge_calls
+        entry.updates = ledger.updates
+        entry.signature = signature
+        entry.code, entry.instruction = _place(sys._getframe(1))
+        self.entries.append(entry)
+        return entry
+
+
+_INSIDE, _INSTALLED, _OWN = range(3)
+_owners: dict[str, int] = {}
+"""Whose code a file holds. Files are few, so the cache needs no end."""
+
+
+def _place(frame: FrameType | None) -> tuple[CodeType | None, int]:
+    """Return where the user's code is, as `callsite.call_site` defines it."""
+    installed: tuple[CodeType | None, int] = (None, 0)
+    while frame is not None:
+        code = frame.f_code
+        owner = _owners.get(code.co_filename)
+        if owner is None:
+            owner = _owners[code.co_filename] = _owner(code.co_filename)
+        if owner:
+            if owner == _OWN:
+                return code, frame.f_lasti
+            if installed[0] is None:
+                installed = code, frame.f_lasti
+        frame = frame.f_back
+    return installed
+
+
+def _owner(filename: str) -> int:
+    if not _is_user_code(filename):
+        return _INSIDE
+    return _INSTALLED if _is_installed(filename) else _OWN

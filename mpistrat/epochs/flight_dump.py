@@ -1,0 +1,166 @@
+"""A flight record as a JSON file: one for each rank, for ``mpistrat explain``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.flight import FlightEntry
+from mpistrat.epochs.report import spell
+from mpistrat.files import write_atomically
+from mpistrat.version import __version__
+
+__all__ = ["FORMAT", "FORMAT_VERSION", "document", "path_for", "write"]
+
+FORMAT = "mpistrat-flight"
+FORMAT_VERSION = 1
+_MAX_FRAMES = 30
+
+
+def path_for(path: str | os.PathLike[str], rank: int) -> Path:
+    """Return the file of `rank` that `path` means. Local.
+
+    Parameters
+    ----------
+    path : path
+        A folder, or a file name with ``{rank}`` in it.
+    rank : int
+
+    Raises
+    ------
+    TypeError
+        If it is no path.
+    ValueError
+        If it names one file, which the ranks would write in turn.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"dump_flight_record: path must be a str or a path, not {path!r}.")
+    text = os.fspath(path)
+    if "{rank}" in text:
+        return Path(text.replace("{rank}", str(rank)))
+    if text.endswith(".json") or os.path.isfile(text):
+        raise ValueError(
+            f"dump_flight_record: {text!r} names one file, but each rank writes its own. Give a "
+            "folder, or put {rank} into the name, as in 'flight.{rank}.json'."
+        )
+    return Path(text) / f"flight.rank{rank}.json"
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write the document to `path`, whole or not at all, making folders that miss. Local."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
+def document(
+    channels: Sequence[Channel], members: dict[int, str], library: str | None, reason: str
+) -> dict[str, Any]:
+    """Return the record of `channels` in JSON values. Local, from any thread.
+
+    Parameters
+    ----------
+    channels : sequence of Channel
+        The largest one gives the rank.
+    members : dict
+        Ranks in the world of each channel, in words, by ``id(channel)``.
+    library : str or None
+        Name and version of the MPI library.
+    reason : str
+        Why the record is dumped.
+    """
+    largest = max(channels, key=lambda channel: channel.size)
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "reason": reason,
+        "rank": largest.rank,
+        "size": largest.size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "program": sys.argv[0] if sys.argv else "",
+        "versions": _versions(),
+        "mpi_library": library,
+        "wall_clock_ns": time.time_ns(),
+        "monotonic_ns": time.monotonic_ns(),
+        "stack": _main_stack(),
+        "channels": [
+            _channel(channel, members.get(id(channel), "this rank")) for channel in channels
+        ],
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"mpistrat": __version__, "python": platform.python_version()}
+    for package in ("numpy", "mpi4py"):
+        found[package] = importlib.metadata.version(package)
+    return found
+
+
+def _main_stack() -> list[str]:
+    """Return where the main thread is, innermost last."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return []
+    stack = traceback.extract_stack(frame)[-_MAX_FRAMES:]
+    return [f"{each.filename}:{each.lineno} in {each.name}" for each in stack]
+
+
+def _channel(channel: Channel, members: str) -> dict[str, Any]:
+    ledger = channel.ledger
+    entries = list(channel.flight.entries)
+    return {
+        "members": members,
+        "rank": channel.rank,
+        "size": channel.size,
+        "next_number": ledger.sequence,
+        "runs": ledger.runs,
+        "merge_calls": ledger.merge_calls,
+        "updates": ledger.updates,
+        "failures": ledger.failures,
+        "last_failure": ledger.last_failure,
+        "closed": None if channel.closed is None else str(channel.closed),
+        "entries": [_entry(each) for each in entries],
+    }
+
+
+def _entry(entry: FlightEntry) -> dict[str, Any]:
+    kind, name, owner, *details = entry.signature
+    site, function = _spelled_place(entry.code, entry.instruction)
+    return {
+        "number": entry.number,
+        "kind": kind,
+        "name": name,
+        "strategy": owner,
+        "details": [spell(detail) for detail in details if detail != ()],
+        "runs": entry.runs,
+        "merge_calls": entry.merge_calls,
+        "updates": entry.updates,
+        "site": site,
+        "function": function,
+        "state": entry.state,
+        "began_ns": entry.began_ns,
+        "agreed_ns": entry.agreed_ns,
+        "ended_ns": entry.ended_ns,
+    }
+
+
+def _spelled_place(code: CodeType | None, instruction: int) -> tuple[str, str]:
+    if code is None:
+        return "unknown place", ""
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+    return f"{os.path.basename(code.co_filename)}:{line}", code.co_name

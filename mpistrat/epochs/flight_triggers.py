@@ -1,0 +1,201 @@
+"""When flight records are dumped: on SIGUSR2, on an error, and at an end that is not healthy.
+
+A folder for the dumps has to be named (``MPISTRAT_FLIGHT_DIR``) before anything is written on
+errors. A signal is a question in itself: without the setting, its answer goes to the working
+folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from mpistrat.epochs import flight_dump
+from mpistrat.epochs.callsite import failure_site
+from mpistrat.epochs.channel import Channel
+
+__all__ = ["dump", "install", "on_epoch_error", "prepare"]
+
+_DEFAULT_FOLDER = "mpistrat-flight"
+
+
+class _Process:
+    """What this module remembers of the process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.channels: list[Channel] = []
+        self.members: dict[int, str] = {}
+        self.library: str | None = None
+        self.folder: str | None = None
+        self.is_prepared = False
+        self.has_failed = False
+        self.file_of_leaving: Path | None = None
+        self.previous_hook: Any = None
+        self.previous_handler: Any = None
+        self.lock = threading.Lock()
+
+
+_process = _Process()
+
+
+def prepare() -> None:
+    """Be there after the farewell. Local; to be called before the first channel is opened."""
+    if not _process.is_prepared:
+        _process.is_prepared = True
+        atexit.register(_after_farewell)
+
+
+def install(channel: Channel, members: str, library: str, folder: str | None, length: int) -> None:
+    """Have the flight record of `channel` dumped when it is wanted. Local.
+
+    Parameters
+    ----------
+    channel : Channel
+    members : str
+        Its ranks in the world, in words.
+    library : str
+        Name and version of the MPI library.
+    folder : str or None
+        Where dumps go that nobody has asked for; ``None`` for nowhere.
+    length : int
+        How many collectives to keep.
+    """
+    channel.flight.resize(length)
+    _process.folder, _process.library = folder, library
+    if channel in _process.channels:
+        return
+    if not _process.channels:
+        atexit.register(_before_farewell)
+        _process.previous_hook = sys.excepthook
+        sys.excepthook = _on_uncaught
+        _listen()
+    _process.channels.append(channel)
+    _process.members[id(channel)] = members
+
+
+def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked for") -> Path:
+    """Write the record of this rank, and return the path of the file. Local.
+
+    Parameters
+    ----------
+    path : path
+        As `flight_dump.path_for`.
+    channel : Channel
+        Of the strategy that asks: dumped with all others that are watched.
+    reason : str
+    """
+    target = flight_dump.path_for(path, channel.rank)
+    channels = _process.channels if channel in _process.channels else [channel]
+    _write(target, channels, reason)
+    return target
+
+
+def on_epoch_error(error: BaseException) -> None:
+    """Dump the records because the ranks have disagreed, or one did not come. Local."""
+    reason = f"{type(error).__name__}: {error}".split("\n")[0]
+    _dump_failure(reason)
+
+
+def _write(target: Path, channels: list[Channel], reason: str) -> None:
+    content = flight_dump.document(channels, _process.members, _process.library, reason)
+    with _process.lock:
+        flight_dump.write(target, content)
+
+
+def _dump_by_itself(folder: str, reason: str) -> Path | None:
+    """Dump where the program has not asked: what goes wrong is told, and not raised."""
+    largest = max(_process.channels, key=lambda channel: channel.size)
+    target = flight_dump.path_for(os.path.join(folder, "flight.rank{rank}.json"), largest.rank)
+    try:
+        _write(target, _process.channels, reason)
+    except OSError as error:
+        print(
+            f"mpistrat: rank {largest.rank} of {largest.size} cannot write its flight record: "
+            f"{error}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return None
+    return target
+
+
+def _can_dump() -> bool:
+    return bool(_process.channels) and os.getpid() == _process.pid
+
+
+def _dump_failure(reason: str) -> None:
+    if _can_dump() and _process.folder:
+        _process.has_failed = True
+        _dump_by_itself(_process.folder, reason)
+
+
+def _on_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    # After an epoch error the record is there already, as it was then.
+    if not _process.has_failed:
+        _dump_failure(f"{kind.__name__} at {failure_site(trace)}: {error}".split("\n")[0])
+    _process.previous_hook(kind, error, trace)
+
+
+def _before_farewell() -> None:
+    """Dump before others may end this process; the record goes again if all ends well."""
+    if _can_dump() and _process.folder and not _process.has_failed:
+        _process.file_of_leaving = _dump_by_itself(_process.folder, "left the program")
+
+
+def _after_farewell() -> None:
+    if _process.file_of_leaving is None or not _can_dump():
+        return
+    if all(not each.pending and each.all_ended_well() for each in _process.channels):
+        _process.file_of_leaving.unlink(missing_ok=True)
+
+
+def _listen() -> None:
+    """Dump on SIGUSR2, also while the main thread is inside the MPI library."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _process.previous_handler = signal.getsignal(signal.SIGUSR2)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if previous_writer != -1:  # an event loop has it, which needs it more
+        signal.set_wakeup_fd(previous_writer)
+        signal.signal(signal.SIGUSR2, _handler(_dump_on_signal))
+        return
+    signal.signal(signal.SIGUSR2, _handler(lambda: None))
+    threading.Thread(
+        target=_serve_signals, args=(reader,), name="mpistrat-flight", daemon=True
+    ).start()
+
+
+def _serve_signals(reader: int) -> None:
+    """Dump for each SIGUSR2, whose number Python writes to the pipe the moment it comes."""
+    while numbers := os.read(reader, 64):
+        if signal.SIGUSR2 in numbers:
+            _dump_on_signal()
+
+
+def _handler(act: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        act()
+        if callable(_process.previous_handler):
+            _process.previous_handler(number, frame)
+
+    return handle
+
+
+def _dump_on_signal() -> None:
+    if not _can_dump():
+        return
+    target = _dump_by_itself(_process.folder or _DEFAULT_FOLDER, "signal SIGUSR2")
+    if target is not None:
+        print(f"mpistrat: flight record written to {target}", file=sys.stderr, flush=True)
