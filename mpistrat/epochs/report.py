@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = ["describe_disagreement", "rank_list", "spell"]
 
 _COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures")
+_CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
 _MAX_SPELLED = 4
 _MAX_CHARACTERS = 120
 
@@ -26,7 +28,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def describe_disagreement(reports: Sequence[dict[str, Any]]) -> str:
-    """Return the table of which ranks are where. Local.
+    """Return the table of which ranks are where, and what to do about it. Local.
 
     Parameters
     ----------
@@ -37,7 +39,27 @@ def describe_disagreement(reports: Sequence[dict[str, Any]]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         groups.setdefault(_line(report, counters_differ), []).append(rank)
-    return "\n".join(f"  {rank_list(ranks)}: {line}" for line, ranks in groups.items())
+    lines = [f"  {rank_list(ranks)}: {line}" for line, ranks in groups.items()]
+    return "\n".join(lines + _remedy(reports))
+
+
+def _remedy(reports: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line about a call that only some ranks make, the usual mistake behind ``if``."""
+    places: dict[str, list[int]] = {}
+    calls: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        if "failed" in report or report["last_failure"]:
+            return []
+        call = _CALL.match(report["what"])
+        places.setdefault(report["what"].split()[0], []).append(rank)
+        if call is not None and not report["ended"]:
+            calls.setdefault(call[0], []).append(rank)
+    if len(places) < 2 or not calls:
+        return []
+    call_words, ranks = min(calls.items(), key=lambda item: len(item[1]))
+    return [
+        f"{call_words} is a collective call: every rank must make it, not {rank_list(ranks)} alone."
+    ]
 
 
 def _counters(report: dict[str, Any]) -> tuple[Any, ...]:
