@@ -46,6 +46,8 @@ class Settings:
 
     timeout_s: float | None = 1800.0
     """How long a rank waits for ranks that are not in the same collective; ``none``: for ever."""
+    checks: bool = True
+    """Whether ranks compare their calls before data moves. Without, ranks that disagree hang."""
     wait_notice_s: float = 60.0
     """After how long a wait one line says who is missing."""
     watch: bool = True
@@ -74,6 +76,7 @@ class Settings:
         """
         readers: dict[str, Callable[[str], Any]] = {
             "timeout_s": _seconds_or_none,
+            "checks": _on_or_off,
             "wait_notice_s": float,
             "watch": _on_or_off,
             "exit_grace_s": float,

@@ -13,7 +13,7 @@ from mpistrat.cli.output import print_json, print_line, print_table
 
 __all__ = ["COMMAND"]
 
-_NAMES = ("allreduce", "optimizers")
+_NAMES = ("agreement", "allreduce", "optimizers")
 _SIZES = (8, 2**10, 2**16, 2**20, 2**22, 2**24, 2**26)
 
 

@@ -79,6 +79,8 @@ class Channel:
         Held by the thread that is in a collective.
     num_strategies : int
         How many strategies share the channel.
+    checks : bool
+        Whether the ranks compare their calls before data moves.
     on_collective : callable or None
         Called with the number of each collective, from 1, before this rank comes to it.
     companions : Companions or None
@@ -104,6 +106,7 @@ class Channel:
         self.pending = False
         self.lock = threading.RLock()
         self.num_strategies = 0
+        self.checks = True
         self.on_collective: Callable[[int], None] | None = None
         self.companions: Companions | None = None
         self.lost: dict[int, str] = {}

@@ -152,17 +152,21 @@ _beacons: dict[int, Beacon] = {}
 
 
 def meet(channel: Channel) -> None:
-    """Let the ranks of `channel` find each other on the side channel. **Collective**.
+    """Let the ranks of `channel` find each other, and agree on their settings. **Collective**.
 
-    Where sockets are forbidden on any rank, the channel does without.
+    Where sockets are forbidden on any rank, the channel does without the side channel.
     """
-    beacon = own_beacon() if settings_at_the_end().watch else None
+    choices = settings_at_the_end()
+    beacon = own_beacon() if choices.watch else None
     own = None if beacon is None else [*vars(beacon.address).values()]
-    facts = channel.exchange([own, secrets.token_hex(16) if channel.rank == 0 else ""])
-    if any(address is None for address, _ in facts) or beacon is None:
+    key = secrets.token_hex(16) if channel.rank == 0 else ""
+    facts = channel.exchange([own, key, choices.checks])
+    # Ranks that check nothing would leave those that do waiting.
+    channel.checks = any(checks for _, _, checks in facts)
+    if any(address is None for address, _, _ in facts) or beacon is None:
         return
     key = facts[0][1]
-    addresses = [Address(*address) for address, _ in facts]
+    addresses = [Address(*address) for address, _, _ in facts]
     beacon.add(key, channel)
     channel.companions = companions = Companions(channel, key, addresses)
     # Every beacon knows the key before anybody asks with it.
