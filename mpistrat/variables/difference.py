@@ -40,9 +40,10 @@ def _distances(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     """Return the absolute differences, exact for integers. Two NaNs are 0 apart."""
     if ours.dtype.kind in "biu":
         wide = "i8" if ours.dtype.kind == "i" else "u8"
-        larger = np.maximum(ours, theirs).astype(wide).view(np.uint64)
+        larger: np.ndarray = np.maximum(ours, theirs).astype(wide).view(np.uint64)
         # Modulo 2**64, where the difference of two 64-bit integers always fits.
-        return larger - np.minimum(ours, theirs).astype(wide).view(np.uint64)
+        larger -= np.minimum(ours, theirs).astype(wide).view(np.uint64)
+        return larger
     if ours.dtype.itemsize < 8:  # float16, bfloat16, float32
         ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
     with np.errstate(all="ignore"):
