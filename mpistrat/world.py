@@ -28,6 +28,7 @@ __all__ = [
     "open_world",
     "started_world",
     "world_ranks",
+    "world_size",
 ]
 
 
@@ -171,6 +172,13 @@ def world_ranks(comm: MPI.Intracomm) -> list[int]:
     own.Free()
     world.Free()
     return list(ranks)
+
+
+def world_size() -> int:
+    """Return the number of ranks in COMM_WORLD. Local; starts MPI."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.size
 
 
 def abort_world(exit_code: int) -> None:

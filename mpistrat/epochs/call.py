@@ -100,7 +100,7 @@ class Call:
         if self._entry is not None:
             self._entry.ended(State.DONE)
         channel = self.channel
-        self._entry = channel.flight.begin(channel.ledger, signature)
+        self._entry = channel.flight.begin(channel.ledger, signature, self._extra_words)
         return self._entry
 
     def include(self, number: float, words: str) -> None:

@@ -42,10 +42,12 @@ class FlightEntry:
     ----------
     number : int
         Of the collective on its channel, from 0.
-    runs, merge_calls, updates : int
-        Calls begun before it.
+    runs, merge_calls, updates, failures : int
+        Calls begun before it, and failed functions.
     signature : tuple
         Kind, name, number of the strategy, and what else the ranks agree on.
+    words : str
+        What they agree on beside it, because it may change with each call.
     code, instruction : code, int
         Where the user's code called it.
     began_ns, agreed_ns, ended_ns : int
@@ -59,6 +61,7 @@ class FlightEntry:
         "began_ns",
         "code",
         "ended_ns",
+        "failures",
         "instruction",
         "merge_calls",
         "number",
@@ -66,13 +69,16 @@ class FlightEntry:
         "signature",
         "state",
         "updates",
+        "words",
     )
 
     number: int
     runs: int
     merge_calls: int
     updates: int
+    failures: int
     signature: tuple[Any, ...]
+    words: str
     code: CodeType | None
     instruction: int
     began_ns: int
@@ -113,7 +119,9 @@ class FlightRecord:
         if length != self.entries.maxlen:
             self.entries = deque(self.entries, maxlen=length)
 
-    def begin(self, ledger: Ledger, signature: tuple[Any, ...]) -> FlightEntry:
+    def begin(
+        self, ledger: Ledger, signature: tuple[Any, ...], words: str = ""
+    ) -> FlightEntry:
         """Add the collective that this rank is about to come to. Local."""
         entry = FlightEntry()
         entry.began_ns = monotonic_ns()
@@ -123,7 +131,9 @@ class FlightRecord:
         entry.runs = ledger.runs
         entry.merge_calls = ledger.merge_calls
         entry.updates = ledger.updates
+        entry.failures = ledger.failures
         entry.signature = signature
+        entry.words = words
         entry.code, entry.instruction = _place(sys._getframe(1))
         self.entries.append(entry)
         return entry

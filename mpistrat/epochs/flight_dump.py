@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.flight import FlightEntry
-from mpistrat.epochs.report import spell
+from mpistrat.epochs.report import rank_spans, spell
 from mpistrat.files import write_atomically
 from mpistrat.version import __version__
 
@@ -65,28 +65,32 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def document(
-    channels: Sequence[Channel], members: dict[int, str], library: str | None, reason: str
+    channels: Sequence[Channel],
+    members: Mapping[Channel, Sequence[int]],
+    world_size: int,
+    library: str | None,
+    reason: str,
 ) -> dict[str, Any]:
     """Return the record of `channels` in JSON values. Local, from any thread.
 
     Parameters
     ----------
     channels : sequence of Channel
-        The largest one gives the rank.
-    members : dict
-        Ranks in the world of each channel, in words, by ``id(channel)``.
+    members : mapping
+        The ranks in the world of each channel.
+    world_size : int
     library : str or None
         Name and version of the MPI library.
     reason : str
         Why the record is dumped.
     """
-    largest = max(channels, key=lambda channel: channel.size)
+    channel = channels[0]
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "reason": reason,
-        "rank": largest.rank,
-        "size": largest.size,
+        "rank": members[channel][channel.rank],
+        "size": world_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "program": sys.argv[0] if sys.argv else "",
@@ -95,9 +99,7 @@ def document(
         "wall_clock_ns": time.time_ns(),
         "monotonic_ns": time.monotonic_ns(),
         "stack": _main_stack(),
-        "channels": [
-            _channel(channel, members.get(id(channel), "this rank")) for channel in channels
-        ],
+        "channels": [_channel(each, members[each]) for each in channels],
     }
 
 
@@ -113,15 +115,17 @@ def _main_stack() -> list[str]:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return []
-    stack = traceback.extract_stack(frame)[-_MAX_FRAMES:]
-    return [f"{each.filename}:{each.lineno} in {each.name}" for each in stack]
+    stack = traceback.extract_stack(frame)
+    # The dump itself is on top where the main thread makes it.
+    shown = [each for each in stack if not os.path.basename(each.filename).startswith("flight_")]
+    return [f"{each.filename}:{each.lineno} in {each.name}" for each in shown[-_MAX_FRAMES:]]
 
 
-def _channel(channel: Channel, members: str) -> dict[str, Any]:
+def _channel(channel: Channel, members: Sequence[int]) -> dict[str, Any]:
     ledger = channel.ledger
     entries = list(channel.flight.entries)
     return {
-        "members": members,
+        "members": rank_spans(members),
         "rank": channel.rank,
         "size": channel.size,
         "next_number": ledger.sequence,
@@ -137,16 +141,18 @@ def _channel(channel: Channel, members: str) -> dict[str, Any]:
 
 def _entry(entry: FlightEntry) -> dict[str, Any]:
     kind, name, owner, *details = entry.signature
+    details_given = [detail for detail in details if detail != ()]
     site, function = _spelled_place(entry.code, entry.instruction)
     return {
         "number": entry.number,
         "kind": kind,
         "name": name,
         "strategy": owner,
-        "details": [spell(detail) for detail in details if detail != ()],
+        "details": [*filter(None, [entry.words]), *map(spell, details_given)],
         "runs": entry.runs,
         "merge_calls": entry.merge_calls,
         "updates": entry.updates,
+        "failures": entry.failures,
         "site": site,
         "function": function,
         "state": entry.state,

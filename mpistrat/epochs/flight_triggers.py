@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -32,7 +32,8 @@ class _Process:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.channels: list[Channel] = []
-        self.members: dict[int, str] = {}
+        self.members: dict[Channel, Sequence[int]] = {}
+        self.world_size = 1
         self.library: str | None = None
         self.folder: str | None = None
         self.is_prepared = False
@@ -53,14 +54,22 @@ def prepare() -> None:
         atexit.register(_after_farewell)
 
 
-def install(channel: Channel, members: str, library: str, folder: str | None, length: int) -> None:
+def install(
+    channel: Channel,
+    members: Sequence[int],
+    world_size: int,
+    library: str,
+    folder: str | None,
+    length: int,
+) -> None:
     """Have the flight record of `channel` dumped when it is wanted. Local.
 
     Parameters
     ----------
     channel : Channel
-    members : str
-        Its ranks in the world, in words.
+    members : sequence of int
+        The rank in the world of each of its ranks.
+    world_size : int
     library : str
         Name and version of the MPI library.
     folder : str or None
@@ -69,8 +78,8 @@ def install(channel: Channel, members: str, library: str, folder: str | None, le
         How many collectives to keep.
     """
     channel.flight.resize(length)
-    _process.folder, _process.library = folder, library
-    if channel in _process.channels:
+    _process.folder, _process.library, _process.world_size = folder, library, world_size
+    if channel in _process.members:
         return
     if not _process.channels:
         atexit.register(_before_farewell)
@@ -78,7 +87,7 @@ def install(channel: Channel, members: str, library: str, folder: str | None, le
         sys.excepthook = _on_uncaught
         _listen()
     _process.channels.append(channel)
-    _process.members[id(channel)] = members
+    _process.members[channel] = members
 
 
 def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked for") -> Path:
@@ -92,9 +101,11 @@ def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked fo
         Of the strategy that asks: dumped with all others that are watched.
     reason : str
     """
-    target = flight_dump.path_for(path, channel.rank)
-    channels = _process.channels if channel in _process.channels else [channel]
-    _write(target, channels, reason)
+    is_watched = channel in _process.members
+    channels = _process.channels if is_watched else [channel]
+    members = _process.members if is_watched else {channel: range(channel.size)}
+    target = flight_dump.path_for(path, members[channel][channel.rank])
+    _write(target, channels, members, reason)
     return target
 
 
@@ -104,21 +115,29 @@ def on_epoch_error(error: BaseException) -> None:
     _dump_failure(reason)
 
 
-def _write(target: Path, channels: list[Channel], reason: str) -> None:
-    content = flight_dump.document(channels, _process.members, _process.library, reason)
+def _write(
+    target: Path,
+    channels: Sequence[Channel],
+    members: Mapping[Channel, Sequence[int]],
+    reason: str,
+) -> None:
+    content = flight_dump.document(
+        channels, members, _process.world_size, _process.library, reason
+    )
     with _process.lock:
         flight_dump.write(target, content)
 
 
 def _dump_by_itself(folder: str, reason: str) -> Path | None:
     """Dump where the program has not asked: what goes wrong is told, and not raised."""
-    largest = max(_process.channels, key=lambda channel: channel.size)
-    target = flight_dump.path_for(os.path.join(folder, "flight.rank{rank}.json"), largest.rank)
+    first = _process.channels[0]
+    rank = _process.members[first][first.rank]
+    target = flight_dump.path_for(os.path.join(folder, "flight.rank{rank}.json"), rank)
     try:
-        _write(target, _process.channels, reason)
+        _write(target, _process.channels, _process.members, reason)
     except OSError as error:
         print(
-            f"mpistrat: rank {largest.rank} of {largest.size} cannot write its flight record: "
+            f"mpistrat: rank {rank} of {_process.world_size} cannot write its flight record: "
             f"{error}",
             file=sys.stderr,
             flush=True,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["describe_disagreement", "rank_list", "spell"]
+__all__ = ["describe_disagreement", "rank_list", "rank_spans", "spell"]
 
 _COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures")
 _CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
@@ -16,15 +16,21 @@ _MAX_CHARACTERS = 120
 
 def rank_list(ranks: Iterable[int]) -> str:
     """Return ``rank 3`` or ``ranks 0, 2-5``. Local."""
-    ordered = sorted(ranks)
+    spans = rank_spans(ranks)
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    is_one = len(spans) == 1 and spans[0][0] == spans[0][1]
+    return f"rank {text}" if is_one else f"ranks {text}"
+
+
+def rank_spans(ranks: Iterable[int]) -> list[list[int]]:
+    """Return the first and last rank of each run of `ranks`. Local."""
     spans: list[list[int]] = []
-    for rank in ordered:
+    for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
+    return spans
 
 
 def describe_disagreement(reports: Sequence[dict[str, Any]]) -> str:

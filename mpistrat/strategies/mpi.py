@@ -10,14 +10,13 @@ from mpistrat.comm.choose import check_options
 from mpistrat.epochs import flight_triggers
 from mpistrat.epochs.call import Together
 from mpistrat.epochs.opening import open_channel
-from mpistrat.epochs.report import rank_list
 from mpistrat.faults.injection import inject_from_environment
 from mpistrat.options import CommunicationOptions
 from mpistrat.settings import Settings, settings
 from mpistrat.strategies.base import Strategy
 from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.world import communicator, library_version, open_world, world_ranks
+from mpistrat.world import communicator, library_version, open_world, world_ranks, world_size
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,7 +68,8 @@ class MPIStrategy(Strategy):
             channel.timeout_s = chosen.timeout_s
             flight_triggers.install(
                 channel,
-                rank_list(world_ranks(comm)),
+                world_ranks(comm),
+                world_size(),
                 library_version(),
                 chosen.flight_dir,
                 chosen.flight_length,
