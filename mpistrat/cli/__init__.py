@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpistrat.cli import bench, diff, inspect, verify
+from mpistrat.cli import bench, diff, explain, inspect, verify
 from mpistrat.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = (inspect.COMMAND, verify.COMMAND, diff.COMMAND, bench.COMMAND)
+COMMANDS = (inspect.COMMAND, verify.COMMAND, diff.COMMAND, explain.COMMAND, bench.COMMAND)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mpistrat", description="Look into mpistrat's checkpoints and its surroundings."
+        prog="mpistrat",
+        description="Look into mpistrat's checkpoints, its records of a job, and its surroundings.",
     )
     parser.add_argument("--version", action="version", version=f"mpistrat {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
