@@ -7,7 +7,7 @@ import sys
 import traceback
 from types import FrameType, TracebackType
 
-__all__ = ["call_site", "failure_site", "is_own_code", "site_of"]
+__all__ = ["call_site", "failure_site", "is_inside", "is_own_code", "site_of"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TESTING = _PACKAGE + "testing" + os.sep
@@ -16,8 +16,12 @@ _TESTING = _PACKAGE + "testing" + os.sep
 def _is_user_code(filename: str) -> bool:
     if filename.startswith("<frozen"):
         return False
-    inside = filename.startswith(_PACKAGE) and not filename.startswith(_TESTING)
-    return not inside and os.path.basename(filename) != "contextlib.py"
+    return not is_inside(filename) and os.path.basename(filename) != "contextlib.py"
+
+
+def is_inside(filename: str) -> bool:
+    """Return whether `filename` is a part of this package, but for its help with tests. Local."""
+    return filename.startswith(_PACKAGE) and not filename.startswith(_TESTING)
 
 
 def call_site() -> str:

@@ -8,9 +8,10 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from mpistrat.epochs.callsite import is_inside
 from mpistrat.epochs.parting import Parting
 from mpistrat.epochs.report import rank_list
-from mpistrat.errors import EpochError
+from mpistrat.errors import EpochError, MpistratError
 
 __all__ = ["describe_failure", "print_failures"]
 
@@ -30,7 +31,11 @@ def describe_failure(
         "summary": f"{kind.__name__}: {error}".split("\n")[0][:300],
         "key": [kind.__name__, same],
     }
-    lines = traceback.format_exception(kind, error, trace, chain=False)
+    told = traceback.TracebackException(kind, error, trace)
+    if isinstance(error, MpistratError):
+        # It says what the user did. Where this package noticed is of no use to them.
+        told.stack[:] = [frame for frame in told.stack if not is_inside(frame.filename)]
+    lines = list(told.format(chain=False))
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         lines.append(f"caused by {type(cause).__name__}: {cause}\n")
