@@ -121,9 +121,8 @@ def _write(
     members: Mapping[Channel, Sequence[int]],
     reason: str,
 ) -> None:
-    content = flight_dump.document(
-        channels, members, _process.world_size, _process.library, reason
-    )
+    world_size = _process.world_size if members is _process.members else channels[0].size
+    content = flight_dump.document(channels, members, world_size, _process.library, reason)
     with _process.lock:
         flight_dump.write(target, content)
 
