@@ -1,13 +1,15 @@
 """The programming model of tf.distribute for NumPy and CuPy programs on MPI clusters.
 
 Importing this package starts no MPI and imports neither h5py nor cupy. It does set
-`sys.excepthook`, so that an uncaught exception on one rank ends the whole job.
+`sys.excepthook`, so that an uncaught exception on one rank ends the whole job, and gives the
+`mpistrat` logger a handler that is silent where the program has its own.
 """
 
 from mpistrat import data, errors, gradients, layers, metrics, optimizers, testing
 from mpistrat.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
 from mpistrat.data.contexts import InputContext, ValueContext
 from mpistrat.epochs.farewell import install as _install_farewell
+from mpistrat.epochs.logs import install as _install_logs
 from mpistrat.epochs.opening import open_last_channel as _open_last_channel
 from mpistrat.options import (
     CommunicationImplementation,
@@ -80,3 +82,4 @@ __all__ = [
 ]
 
 _install_farewell(_open_last_channel, _abort_world)
+_install_logs()

@@ -14,6 +14,7 @@ from typing import Any
 __all__ = ["Settings", "environment", "settings", "settings_at_the_end"]
 
 _PREFIX = "MPISTRAT_"
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def _seconds_or_none(text: str) -> float | None:
@@ -40,6 +41,16 @@ def _text_or_none(text: str) -> str | None:
     return text or None
 
 
+class _UnknownChoiceError(ValueError):
+    """Says which choices there are."""
+
+
+def _level(text: str) -> str:
+    if text.upper() not in _LEVELS:
+        raise _UnknownChoiceError(f"Use one of {', '.join(_LEVELS)}.")
+    return text.upper()
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the library, each from the variable ``MPISTRAT_<NAME>``."""
@@ -54,8 +65,8 @@ class Settings:
     """Whether ranks may ask each other over sockets why one does not come."""
     exit_grace_s: float = 5.0
     """How long a rank that has failed waits for the others before it ends the job."""
-    log: str = "WARNING"
-    """Level of the ``mpistrat`` logger."""
+    log: str | None = None
+    """Level of the ``mpistrat`` logger; ``None``: the program's, or else WARNING."""
     flight_dir: str | None = None
     """Folder for the flight records of a job that fails; ``None``: they are not written."""
     flight_length: int = 256
@@ -80,7 +91,7 @@ class Settings:
             "wait_notice_s": float,
             "watch": _on_or_off,
             "exit_grace_s": float,
-            "log": str.upper,
+            "log": _level,
             "flight_dir": _text_or_none,
             "flight_length": _positive_integer,
             "timeline": _text_or_none,
@@ -96,8 +107,9 @@ class Settings:
                 raise ValueError(f"Unknown setting {variable}={text!r}. Known settings: {known}.")
             try:
                 values[name] = readers[name](text)
-            except (ValueError, KeyError):
-                raise ValueError(f"The setting {variable} cannot be {text!r}.") from None
+            except (ValueError, KeyError) as error:
+                remedy = f" {error}" if isinstance(error, _UnknownChoiceError) else ""
+                raise ValueError(f"The setting {variable} cannot be {text!r}.{remedy}") from None
         return cls(**values)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mpistrat.epochs import logs
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.whereabouts import State, whereabouts
 
@@ -130,7 +131,22 @@ class Beacon:
             if channel.companions is not None:
                 channel.companions.note_loss(int(question["lost"]), str(question["what"]))
             return {"state": State.HERE, "sequence": -1}
+        if question["ask"] == "log":
+            # Who has given up waiting for the answer has printed the lines already.
+            can_take = not _is_closed_by_peer(connection)
+            taken = can_take and logs.receive(channel, int(question["teller"]), question["lines"])
+            return {"state": State.HERE if taken else State.FINISHED, "sequence": -1}
         return whereabouts(channel, list(self._channels.values()), self.has_left)
+
+
+def _is_closed_by_peer(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    finally:
+        connection.settimeout(_PATIENCE_S)
 
 
 def read_line(connection: socket.socket) -> bytes:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from mpistrat.epochs import logs
 from mpistrat.epochs.callsite import failure_site
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.companions import own_beacon
@@ -118,6 +119,8 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
     beacon = own_beacon()
     if beacon is not None:
         beacon.has_left = True
+    # Before the others hear that this rank has ended, so that rank 0 has all lines at the end.
+    logs.hand_over()
     # The largest group speaks: its rank numbers are those that the user knows.
     channels = sorted(_process.channels, key=lambda channel: -channel.size)
     partings = []
@@ -130,9 +133,11 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
     # A list, because every parting has to be polled, not only the first that is not done.
     while [parting for parting in partings if not parting.is_done()]:
         if may_abort and time.monotonic() > deadline:
+            logs.close()
             print_failures(partings[0], text)
             partings[0].channel.transport.abort(1)
         time.sleep(_POLL_S)
+    logs.close()
     print_failures(partings[0], text)
     for channel in channels:
         if not channel.pending:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.companions import meet
 from mpistrat.epochs.farewell import watch
+from mpistrat.epochs.logs import speak_on
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.world import attached, detach, started_world
 
@@ -38,6 +39,7 @@ def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
         channel = Channel(MpiTransport(_duplicate(comm, timeout_s)), timeout_s)
         if channel.size > 1:
             meet(channel)
+        speak_on(channel)
         watch(channel, MPI.Is_finalized)
         return channel
 
