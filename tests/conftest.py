@@ -1,8 +1,8 @@
 """How the suite runs, on its own and on several ranks.
 
 ``pytest`` alone runs everything in one process. Under mpiexec every rank runs the same tests
-together, those marked ``launches`` aside, because they start mpiexec themselves. Ranks other
-than 0 print only when a test fails there.
+together, those marked ``launches`` or ``slurm`` aside, because they start their ranks themselves.
+Ranks other than 0 print only when a test fails there.
 """
 
 import io
@@ -13,11 +13,14 @@ from hypothesis import settings
 
 from mpistrat.testing.launch import rank_and_size
 
+pytest_plugins = ["mpistrat.testing.plugin"]
+
 # Every rank draws the same examples, and a slow machine fails no test.
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 settings.load_profile("suite")
 
 _WORLD = rank_and_size()
+_STARTS_RANKS = ("launches", "slurm")
 _speech = io.StringIO()
 
 
@@ -32,7 +35,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if _WORLD is None:
         return
-    inside = [item for item in items if item.get_closest_marker("launches") is None]
+    inside = [item for item in items if not any(map(item.get_closest_marker, _STARTS_RANKS))]
     config.hook.pytest_deselected(items=[item for item in items if item not in inside])
     items[:] = inside
 

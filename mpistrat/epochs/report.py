@@ -63,6 +63,8 @@ def _remedy(reports: Sequence[dict[str, Any]]) -> list[str]:
     if len(places) < 2 or not calls:
         return []
     call_words, ranks = min(calls.items(), key=lambda item: len(item[1]))
+    if 2 * len(ranks) > len(reports):
+        return []
     return [
         f"{call_words} is a collective call: every rank must make it, not {rank_list(ranks)} alone."
     ]

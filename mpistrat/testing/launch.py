@@ -61,6 +61,8 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     variables |= {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
+        # A rank that crashes, or is asked by SIGABRT because it hangs, prints where it is.
+        "PYTHONFAULTHANDLER": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
@@ -137,6 +139,18 @@ class Launched:
             found += [child for child, parent in parents.items() if parent == pid]
         return found
 
+    def ask_for_stacks(self, patience_s: float = 2) -> None:
+        """Have every Python process of the program print its stacks, and end by that."""
+        own = os.path.realpath(sys.executable)
+        asked = [pid for pid in self.pids() if _program_of(pid) == own]
+        for sign in (signal.SIGCONT, signal.SIGABRT):
+            for pid in asked:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, sign)
+        # The launcher brings to us what the ranks have printed until it ends.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience_s)
+
     def kill(self) -> None:
         """Kill the launcher and all its ranks at once with SIGKILL."""
         pids = self.pids()
@@ -161,10 +175,17 @@ class Launched:
         return code
 
     def finish(self, limit_s: float) -> subprocess.CompletedProcess[str]:
-        """Wait for the end, at most `limit_s` seconds; return code and output."""
+        """Wait for the end, at most `limit_s` seconds; return code and output.
+
+        Raises
+        ------
+        AssertionError
+            At the limit, with what has been printed and the Python stacks of all ranks.
+        """
         try:
             code = self._wait(limit_s)
         except subprocess.TimeoutExpired:
+            self.ask_for_stacks()
             self.kill()
             raise AssertionError(
                 f"{self.process.args!r} ran over {limit_s:g} s:\n{self.stdout()}{self.stderr()}"
@@ -198,6 +219,13 @@ def run(
         If the program did not end within `limit_s`.
     """
     return Launched(arguments, ranks, cwd, env).finish(limit_s)
+
+
+def _program_of(pid: int) -> str:
+    try:
+        return os.path.realpath(f"/proc/{pid}/exe")
+    except OSError:  # it has ended
+        return ""
 
 
 def _parents() -> Iterator[tuple[int, int]]:

@@ -1,0 +1,124 @@
+"""Programs that go wrong: run on several ranks, watched, and cleaned up after."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpistrat.testing import launch
+
+PRELUDE = """
+import os, sys, time
+import numpy as np
+import mpistrat as ms
+strategy = ms.MPIStrategy()
+rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
+last = size - 1
+def all_reduce(value):
+    return ms.get_replica_context().all_reduce("sum", value)
+"""
+MARKS = """
+with open(f"process-{rank}", "w") as file:
+    print(os.getpid(), file=file)
+"""
+LAUNCH_S = 60
+"""How long a program may take on a busy machine until its strategy is there."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a program has left."""
+
+    code: int
+    text: str
+    """Its standard error without what the launcher adds."""
+    all_text: str
+    """All that it has printed."""
+    after_s: float
+    """Seconds from the moment when all ranks had their strategy."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program and what is to come of it."""
+
+    name: str
+    program: str
+    """``#> NAME`` at the end of a line marks it for `expected`."""
+    expected: tuple[str, ...] = ()
+    """What standard error must hold; ``<NAME>`` is the place of the line that is marked so."""
+    ranks: int = 4
+    timeout_s: float = 30
+    """The time limit of the program. A case in which nobody waits so long must end before."""
+    waits: bool = False
+    """Whether only the limit can tell that something is wrong."""
+    is_healthy: bool = False
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def ours(text):
+    """Return the lines of a standard error that are not the launcher's."""
+    # Open MPI's runtime sometimes complains in brackets while a job goes down.
+    lines = [each for each in text.split("\n") if each.strip() and not each.startswith("[")]
+    # What the launcher adds of its own comes last.
+    for mark in ("=====", "-----", "Abort("):
+        lines = lines[: next((i for i, each in enumerate(lines) if each.startswith(mark)), None)]
+    return "\n".join(lines)
+
+
+def run_case(case, folder: Path) -> Finished:
+    """Run the program of `case` in the new `folder`, and leave no process behind."""
+    folder.mkdir()
+    script = folder / "program.py"
+    script.write_text(PRELUDE + MARKS + case.program)
+    variables = {"MPISTRAT_TIMEOUT_S": str(case.timeout_s)} | case.variables
+    launched = launch.Launched([script], case.ranks, cwd=folder, env=variables)
+    try:
+        done = launched.finish(LAUNCH_S + case.timeout_s)
+        ended = time.time()
+    finally:
+        end_processes(folder)
+    marks = list(folder.glob("process-*"))
+    began = max((mark.stat().st_mtime for mark in marks), default=ended)
+    text = done.stdout + done.stderr
+    return Finished(done.returncode, ours(done.stderr), text, ended - began)
+
+
+def end_processes(folder: Path):
+    """Kill the ranks that have outlived their launcher, a stopped one for example."""
+    script = os.fsencode(folder / "program.py")
+    for mark in folder.glob("process-*"):
+        pid = int(mark.read_text() or 0)
+        with contextlib.suppress(OSError):
+            if pid and script in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+
+
+def places(case):
+    """Return ``{name: "program.py:LINE"}`` of the lines that are marked."""
+    lines = (PRELUDE + MARKS + case.program).split("\n")
+    found = ((re.search(r"#> (\w+)$", line), i) for i, line in enumerate(lines, 1))
+    return {match[1]: f"program.py:{number}" for match, number in found if match}
+
+
+def check(case, done: Finished):
+    """Assert that the program has ended as `case` says."""
+    if case.is_healthy:
+        said = [line for line in done.text.split("\n") if line and "before collective" not in line]
+        assert (done.code, said) == (0, []), done.all_text
+        return
+    assert done.code != 0, done.all_text
+    limit_s = (case.timeout_s if case.waits else 0) + 5
+    assert done.after_s < limit_s, f"{done.after_s:.1f} s:\n{done.all_text}"
+    assert done.text.count("\n") < 40, done.all_text
+    assert done.text.count("Traceback") <= 1, done.all_text
+    for words in case.expected:
+        for name, place in places(case).items():
+            words = words.replace(f"<{name}>", place)
+        assert words in done.text, f"{words!r} is not in:\n{done.all_text}"
