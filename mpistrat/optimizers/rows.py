@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
-from mpistrat.arrays import namespace_of
+import numpy as np
+
+from mpistrat.arrays import Array, host_view, is_on_host, namespace_of
 from mpistrat.optimizers.rule import Rule, Step, Target
 from mpistrat.values import IndexedSlices
+from mpistrat.variables.rounds import split_into_rounds
 
 __all__ = ["coalesced", "update_rows"]
 
@@ -16,8 +20,21 @@ def coalesced(slices: IndexedSlices) -> IndexedSlices:
     xp = namespace_of(slices.values)
     indices, places = xp.unique_inverse(slices.indices)
     values = xp.zeros((indices.size, *slices.values.shape[1:]), dtype=slices.values.dtype)
-    xp.add.at(values, places, slices.values)
+    _add_rows(values, places, slices.values)
     return IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _add_rows(values: Array, places: Array, added: Array) -> None:
+    """Add each row of `added` to ``values[place]``, in one order on all ranks."""
+    if is_on_host(values):
+        np.add.at(values, places, added)
+        return
+    # A device's atomic additions have no order, so ranks would differ in the last bits.
+    rows = host_view(places)
+    order, ends = split_into_rounds(rows)
+    for start, end in itertools.pairwise([0, *ends]):
+        chosen = order[start:end]
+        values[rows[chosen]] += added[chosen]
 
 
 def update_rows(
