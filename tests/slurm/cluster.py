@@ -1,0 +1,240 @@
+"""A real Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd.
+
+It has a folder, ports and a key of its own, so that it disturbs no other munged or Slurm, and it
+needs neither systemd nor root.
+"""
+
+import contextlib
+import getpass
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from mpistrat.testing import launch
+
+__all__ = ["NODES", "Cluster", "missing_programs"]
+
+NODES = ("n1", "n2")
+CPUS_PER_NODE = 4
+
+CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdSpoolDir={folder}/spool.%n
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdLogFile={folder}/slurmd.%n.log
+TmpFS={folder}/tmp.%n
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+# The nodes claim more CPUs than there may be.
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
+KillWait=2
+ReturnToService=2
+MailProg=/bin/true
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus}
+PartitionName=tests Nodes=n1,n2 Default=YES MaxTime=60
+"""
+
+
+def _path():
+    # Debian keeps daemons where only root's PATH leads.
+    return f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+def missing_programs():
+    """Return the names of the programs that a cluster needs and this machine does not have."""
+    names = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "setpriv")
+    return [name for name in names if shutil.which(name, path=_path()) is None]
+
+
+def _free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _wait_until(condition, limit_s):
+    """Return whether `condition` has come true within `limit_s` seconds."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+class Cluster:
+    """Two nodes, ``n1`` and ``n2``, while the context is open."""
+
+    def __init__(self):
+        # A short path, because sockets lie below it.
+        self._folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        self._daemons = []
+        self._configuration = self._folder / "slurm.conf"
+
+    def __enter__(self):
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(subprocess.SubprocessError):
+            self.cancel_all()
+        # The controller goes first: it must not restart or requeue what the nodes end.
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(5)
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for daemon in self._daemons:
+            daemon.wait()
+        _wait_until(lambda: not self.pids(), 5)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self):
+        folder = self._folder
+        folder.chmod(0o755)
+        for name in ("state", *(f"{part}.{node}" for part in ("spool", "tmp") for node in NODES)):
+            (folder / name).mkdir()
+        self._configuration.write_text(
+            CONFIGURATION.format(
+                host=socket.gethostname().partition(".")[0],
+                ports=_free_ports(3),
+                user=getpass.getuser(),
+                folder=folder,
+                cpus=CPUS_PER_NODE,
+            )
+        )
+        self._start_munge()
+        for node in NODES:
+            # PMIx asks for the peers of this host, and knows the node by its name alone.
+            self._daemon("slurmd", "-D", "-N", node, PMIX_HOSTNAME=node)
+        self._daemon("slurmctld", "-D", "-c")
+        if not _wait_until(self._is_idle, 30):
+            logs = "\n".join(f"{log}:\n{log.read_text()}" for log in folder.glob("*.log"))
+            raise RuntimeError(f"The cluster did not come up within 30 s.\n{logs}")
+
+    def _start_munge(self):
+        key = self._folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        files = {
+            "socket": self._folder / "munge.socket",
+            "key-file": key,
+            "pid-file": self._folder / "munged.pid",
+            "log-file": self._folder / "munged.log",
+            "seed-file": self._folder / "munged.seed",
+        }
+        # A folder in /tmp is not where munged wants its log: --force makes that a warning.
+        self._daemon("munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in files.items()))
+        if not _wait_until(files["socket"].exists, 10):
+            raise RuntimeError(f"munged did not come up:\n{files['log-file'].read_text()}")
+
+    def _daemon(self, *command, **variables):
+        # The daemons go when this process goes, also when it is killed.
+        with (self._folder / f"output.{len(self._daemons)}.log").open("wb") as output:
+            self._daemons.append(
+                subprocess.Popen(
+                    ["setpriv", "--pdeathsig", "TERM", *command],
+                    env=self._environment(variables),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            )
+
+    def _is_idle(self):
+        if any(daemon.poll() is not None for daemon in self._daemons):
+            return False
+        states = self._call(["sinfo", "--noheader", "--Node", "--format=%T"], 10).stdout.split()
+        return states == ["idle"] * len(NODES)
+
+    def _environment(self, changes):
+        own = {"PATH": _path(), "SLURM_CONF": str(self._configuration), "PYTHONUNBUFFERED": "1"}
+        return launch.environment({**own, **changes})
+
+    def _call(self, command, limit_s, cwd=None, env=None):
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env=self._environment(env or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+
+    def run(self, *command, limit_s=30, cwd=None, env=None):
+        """Run a command of Slurm; fail, and end all jobs, if it takes more than `limit_s`."""
+        try:
+            return self._call([str(each) for each in command], limit_s, cwd, env)
+        except subprocess.TimeoutExpired as late:
+            self.cancel_all()
+            raise AssertionError(f"{late}:\n{late.stdout}\n{late.stderr}") from None
+
+    def batch(self, *arguments, limit_s=60, cwd):
+        """Submit a batch job from the folder `cwd`; return its exit code and all it has printed."""
+        submitted = self.run("sbatch", "--parsable", "--output=%j.out", *arguments, cwd=cwd)
+        assert submitted.returncode == 0, submitted.stderr
+        job = submitted.stdout.strip()
+        facts = {}
+
+        def has_ended():
+            text = self._call(["scontrol", "--oneliner", "show", "job", job], 10).stdout
+            facts.update(re.findall(r"(JobState|ExitCode)=(\S+)", text))
+            return facts["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
+        ended = _wait_until(has_ended, limit_s)
+        if not ended:
+            self.cancel_all()
+        log = Path(cwd, f"{job}.out")
+        text = log.read_text() if log.exists() else ""
+        assert ended, f"job {job} ran over {limit_s:g} s:\n{text}"
+        code, _, signal_number = facts["ExitCode"].partition(":")
+        return subprocess.CompletedProcess(arguments, int(code) or -int(signal_number), text, "")
+
+    def pids(self):
+        """Return the processes of this cluster: its daemons, and the steps and tasks of jobs."""
+        mark = f"SLURM_CONF={self._configuration}\0".encode()
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (process / "environ").read_bytes() + b"\0":
+                    found.append(int(process.name))
+        return found
+
+    def cancel_all(self):
+        """End all jobs, and wait until the nodes are idle."""
+        for job in self._call(["squeue", "--noheader", "--format=%i"], 10).stdout.split():
+            self._call(["scancel", "--signal=KILL", job], 10)
+            self._call(["scancel", job], 10)
+        _wait_until(self._is_idle, 10)

@@ -1,0 +1,74 @@
+"""One task that fails, leaves or is killed ends the whole step, as under mpiexec."""
+
+import time
+
+import pytest
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
+
+PRELUDE = """
+import os, sys, time
+import mpistrat as ms
+strategy = ms.MPIStrategy()
+rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
+strategy.reduce("sum", 1)
+print("began at", time.time(), flush=True)
+def step(x):
+    return ms.get_replica_context().all_reduce("sum", x)
+"""
+LIMIT_S = 10
+"""How long a step may go on after the ranks have met, with the two seconds that Slurm waits."""
+
+
+def fail(srun, protocol, program, *flags):
+    """Run `program` on four ranks, and return its standard error once it has failed in time."""
+    done = srun(PRELUDE + program, "--ntasks=4", f"--mpi={protocol}", *flags)
+    ended = time.time()
+    assert done.returncode != 0, done.stdout
+    began = [float(line.split()[-1]) for line in done.stdout.split("\n") if line]
+    assert len(began) == 4
+    assert ended - max(began) < LIMIT_S
+    return done.stderr
+
+
+def one_traceback(text):
+    # What Slurm adds of its own.
+    ours = [line for line in text.split("\n") if line and not line.startswith(("srun:", "slurms"))]
+    assert len(ours) <= 40, text
+    assert text.count("Traceback") == 1, text
+    return text
+
+
+def test_an_exception_in_step_on_one_rank(srun, protocol):
+    program = """
+def failing_step(x):
+    if rank == 1:
+        raise ZeroDivisionError("the loss is gone")
+    return step(x)
+strategy.run(failing_step, args=(1.0,))
+"""
+    text = one_traceback(fail(srun, protocol, program))
+    assert "rank 1 of 4 failed at program.py:13:" in text
+    assert "ZeroDivisionError: the loss is gone" in text
+
+
+def test_a_rank_that_skips_a_collective(srun, protocol):
+    program = 'if rank != 2:\n    strategy.run(step, args=(1.0,))\nstrategy.reduce("sum", 1)\n'
+    text = one_traceback(fail(srun, protocol, program))
+    assert "EpochMismatchError: The ranks disagree:" in text
+    assert "rank 2: reduce SUM" in text
+    assert "at program.py:12" in text
+
+
+def test_a_rank_that_leaves_early(srun, protocol):
+    program = "if rank == 3:\n    sys.exit(0)\nstrategy.run(step, args=(1.0,))\n"
+    assert "EpochError: rank 3 ended" in one_traceback(fail(srun, protocol, program))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_is_killed(srun, protocol, rank):
+    # Nobody can speak for it: Slurm has to end the others, which it does not do unless asked.
+    program = f"if rank == {rank}:\n    os.kill(os.getpid(), 9)\nstrategy.run(step, args=(1.0,))\n"
+    text = fail(srun, protocol, program, "--kill-on-bad-exit=1")
+    assert text.count("Traceback") <= 1
+    assert "Killed" in text
