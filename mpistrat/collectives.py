@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from mpistrat.epochs.channel import Channel
 from mpistrat.options import CommunicationOptions, ReduceOp
 
 __all__ = ["CollectiveCall", "Collectives"]
+
+_logger = logging.getLogger("mpistrat")
 
 
 class CollectiveCall(Call):
@@ -71,7 +74,13 @@ class CollectiveCall(Call):
         return packing
 
     def _reducer(self, buffer: np.ndarray) -> Reducer:
-        return choose_reducer(self.channel.transport, self.options, buffer)
+        reducer = choose_reducer(self.channel.transport, self.options, buffer)
+        if _logger.isEnabledFor(logging.DEBUG):
+            way, where = type(reducer).__name__, type(self.channel.transport).__name__
+            _logger.debug(
+                "%s: %d x %s by %s over %s", self.kind, buffer.size, buffer.dtype, way, where
+            )
+        return reducer
 
     def all_reduce(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +19,16 @@ from mpistrat.checkpoint.restoration import Restoration
 from mpistrat.checkpoint.shapes import check_shapes
 from mpistrat.checkpoint.status import RestoreStatus, check_nothing_missing
 from mpistrat.collectives import Collectives
+from mpistrat.spans import spanned
 from mpistrat.tracking import Trackable
 
 __all__ = ["restore"]
 
 _WHAT = "Checkpoint.restore"
+_logger = logging.getLogger("mpistrat")
 
 
+@spanned("checkpoint", _WHAT)
 def restore(
     root: Trackable, path: str | os.PathLike[str], *, allow_missing: bool = True
 ) -> RestoreStatus:
@@ -38,6 +43,7 @@ def restore(
     allow_missing : bool
         Whether objects that the file does not have may stay as they are.
     """
+    began_s = time.perf_counter()
     tree = walk(root.checkpoint_children())
     ranks = collectives_for(tree, _WHAT)
     arrays: dict[str, np.ndarray] = {}
@@ -60,6 +66,8 @@ def restore(
     _load(ranks, restoration, tree)
     restoration.take(tree)
     restoration.wait_for_children("", root)
+    if ranks.rank == 0:
+        _logger.info("Checkpoint %s restored in %.2f s", file, time.perf_counter() - began_s)
     return RestoreStatus(root, restoration, warns=ranks.rank == 0)
 
 

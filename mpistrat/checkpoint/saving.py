@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,18 +18,22 @@ from mpistrat.checkpoint.paths import agree_on_path
 from mpistrat.checkpoint.ranks import collectives_for, mpi_library
 from mpistrat.checkpoint.writer import CheckpointWriter, create_checkpoint
 from mpistrat.collectives import Collectives
+from mpistrat.spans import spanned
 
 __all__ = ["save"]
 
 _WHAT = "Checkpoint.write"
+_logger = logging.getLogger("mpistrat")
 
 
+@spanned("checkpoint", _WHAT)
 def save(objects: Mapping[str, object], path: str | os.PathLike[str], step: int = -1) -> str:
     """Write the state of `objects` to `path`, and return it as a string. **Collective**.
 
     Variables travel one at a time. Where rank 0 fails to write, it still takes part for the
     rest, and the error is raised on every rank at the end.
     """
+    began_s = time.perf_counter()
     tree = walk(objects)
     ranks = collectives_for(tree, _WHAT)
     target = agree_on_path(ranks, _WHAT, path)
@@ -49,6 +55,8 @@ def save(objects: Mapping[str, object], path: str | os.PathLike[str], step: int 
             file.add_state(name, state, list(arrays))
             for key, array in arrays.items():
                 file.add_variable(f"{name}/{key}", array, {})
+    if ranks.rank == 0:
+        _logger.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - began_s)
     return target
 
 

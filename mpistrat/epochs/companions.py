@@ -6,13 +6,13 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mpistrat.epochs import logs
 from mpistrat.epochs.beacon import Address, Beacon, read_line
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.report import rank_list
@@ -128,7 +128,7 @@ class Companions:
         def end_if_blocked() -> None:
             # Inside MPI nothing can be raised. The others are told by their own threads.
             if is_moving_data(self._channel):
-                print(f"mpistrat: {rank_list([rank])} is {what}.", file=sys.stderr, flush=True)
+                logs.say_last(f"{rank_list([rank])} is {what}.")
                 os._exit(1)
 
         _later(settings_at_the_end().exit_grace_s, end_if_blocked)

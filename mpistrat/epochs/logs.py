@@ -5,19 +5,20 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 import types
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mpistrat.epochs.courier import Courier
-from mpistrat.epochs.printer import Line, print_line
+from mpistrat.epochs.printer import WINDOW_S, Line, print_line
 from mpistrat.settings import settings_at_the_end
 
 if TYPE_CHECKING:
     from mpistrat.epochs.channel import Channel
 
-__all__ = ["close", "hand_over", "install", "receive", "speak_on"]
+__all__ = ["close", "hand_over", "install", "receive", "say_last", "speak_on"]
 
 _FLUSH_LIMIT_S = 3.0
 _logger = logging.getLogger("mpistrat")
@@ -107,6 +108,14 @@ def close() -> None:
     courier, _process.courier = _process.courier, None
     if courier is not None:
         courier.flush(_FLUSH_LIMIT_S, print_all=True)
+
+
+def say_last(text: str) -> None:
+    """Print `text`, once for all ranks that say it now, and `close`. Local, any thread."""
+    _process.say(text)
+    hand_over()
+    time.sleep(WINDOW_S)
+    close()
 
 
 def _speak_alone() -> None:

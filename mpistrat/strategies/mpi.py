@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from mpistrat.arrays import resolve_device
 from mpistrat.collectives import Collectives
 from mpistrat.comm.choose import check_options
-from mpistrat.epochs import flight_triggers
+from mpistrat.epochs import flight_triggers, leaving
 from mpistrat.epochs.call import Together
 from mpistrat.epochs.opening import open_channel
 from mpistrat.faults.injection import inject_from_environment
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["MPIStrategy"]
+
+_logger = logging.getLogger("mpistrat")
 
 
 class MPIStrategy(Strategy):
@@ -54,7 +57,7 @@ class MPIStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
     ) -> None:
         comm = communicator(comm)
-        flight_triggers.prepare()
+        leaving.prepare()
         channel = open_channel(comm, _opening_limit_s(communication_options))
         options = CommunicationOptions()
         if communication_options is not None:
@@ -86,6 +89,14 @@ class MPIStrategy(Strategy):
             local_rank=world.local_rank,
             hosts=world.hosts,
             launcher=world.launcher.name,
+        )
+        _logger.info(
+            "MPIStrategy: size %d, nodes %d, launcher %s, device %s, %s",
+            world.size,
+            len(world.hosts),
+            world.launcher.name,
+            self.extended.device,
+            library_version(),
         )
 
     @property
