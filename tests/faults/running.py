@@ -24,7 +24,7 @@ MARKS = """
 with open(f"process-{rank}", "w") as file:
     print(os.getpid(), file=file)
 """
-LAUNCH_S = 60
+LAUNCH_S = 30
 """How long a program may take on a busy machine until its strategy is there."""
 
 
