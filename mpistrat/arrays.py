@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import numbers
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,7 @@ __all__ = [
     "namespace_of",
     "native",
     "place",
+    "profiler_marks",
     "resolve_device",
 ]
 
@@ -143,6 +146,17 @@ def elementwise_kernel(inputs: str, outputs: str, body: str, name: str) -> Any:
     See `cupy.ElementwiseKernel`. Outputs that are given may be read in `body` too.
     """
     return _cupy().ElementwiseKernel(inputs, outputs, body, name)
+
+
+def profiler_marks() -> tuple[Callable[[str], object], Callable[[], object]] | tuple[None, None]:
+    """Return what begins and ends a named range in NVIDIA's profilers (NVTX). Local.
+
+    ``(None, None)`` where the program does not use CuPy.
+    """
+    if "cupy" not in sys.modules or not _count_gpus():
+        return None, None
+    nvtx = _cupy().cuda.nvtx
+    return nvtx.RangePush, nvtx.RangePop
 
 
 def native(array: np.ndarray) -> np.ndarray:

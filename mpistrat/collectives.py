@@ -22,6 +22,7 @@ from mpistrat.comm.solo import SoloTransport
 from mpistrat.epochs.call import Call, Together
 from mpistrat.epochs.channel import Channel
 from mpistrat.options import CommunicationOptions, ReduceOp
+from mpistrat.spans import active
 
 __all__ = ["CollectiveCall", "Collectives"]
 
@@ -75,12 +76,18 @@ class CollectiveCall(Call):
 
     def _reducer(self, buffer: np.ndarray) -> Reducer:
         reducer = choose_reducer(self.channel.transport, self.options, buffer)
+        self._note_moved(buffer.nbytes, type(reducer).__name__)
         if _logger.isEnabledFor(logging.DEBUG):
             way, where = type(reducer).__name__, type(self.channel.transport).__name__
             _logger.debug(
                 "%s: %d x %s by %s over %s", self.kind, buffer.size, buffer.dtype, way, where
             )
         return reducer
+
+    def _note_moved(self, num_bytes: int, implementation: str) -> None:
+        if active() is not None:
+            self.moved["bytes"] = self.moved.get("bytes", 0) + num_bytes
+            self.moved["implementation"] = implementation
 
     def all_reduce(
         self,
@@ -166,6 +173,7 @@ class CollectiveCall(Call):
         for shapes in zip(*shapes_of_ranks, strict=True):
             _check_gatherable(self.kind, shapes, axis)
         hosts = [native(np.moveaxis(host_view(array), axis, 0)).reshape(-1) for array in arrays]
+        self._note_moved(sum(host.nbytes for host in hosts), "all_gather")
         gathered = [
             self.channel.transport.all_gather(
                 host, [int(np.prod(shapes[i])) for shapes in shapes_of_ranks]
@@ -184,6 +192,7 @@ class CollectiveCall(Call):
         """
         self.agree(f"from rank {root}", _shapes([array]), *details)
         buffer = host_copy(array)
+        self._note_moved(buffer.nbytes, "broadcast")
         self.channel.transport.broadcast(buffer, root)
         return placed_like(buffer, array)
 

@@ -15,6 +15,7 @@ from mpistrat.errors import ContextError
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.pending import PendingReduction
 from mpistrat.reductions import all_gather_nest, all_reduce_nest, start_all_reduce_nest
+from mpistrat.spans import span
 from mpistrat.values import localize, per_replica
 
 __all__ = ["ReplicaContext"]
@@ -120,7 +121,8 @@ class ReplicaContext:
         wrap = per_replica if self._strategy.extended.distributes_variables else _unchanged
         args = [wrap(each) for each in args]
         kwargs = {name: wrap(each) for name, each in (kwargs or {}).items()}
-        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self._strategy)):
+        frame = context.Frame(context.Kind.CROSS_REPLICA, self._strategy)
+        with context.entered(frame), span("merge_call", "merge_call"):
             try:
                 result = merge_fn(self._strategy, *args, **kwargs)
             except BaseException as error:

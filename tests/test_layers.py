@@ -11,9 +11,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpistrat"
 LAYERS = [
     {"deprecation", "errors", "files", "options", "settings", "sharding", "spelling", "version"},
     {"arrays", "hdf5", "launcher", "nests", "pending", "tensors", "tracking"},
-    {"arguments", "comm", "values", "world"},
+    {"arguments", "comm", "spans", "values", "world"},
     {"epochs"},
-    {"collectives", "faults"},
+    {"collectives", "faults", "timeline"},
     {"axis_reductions", "context", "reductions"},
     {"data", "pullbacks", "variables"},
     {"differentiable"},

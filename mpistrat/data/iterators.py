@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from mpistrat.errors import OutOfRangeError
+from mpistrat.spans import span
 
 __all__ = ["ElementIterator", "Optional"]
 
@@ -54,7 +55,8 @@ class ElementIterator:
 
     def __next__(self) -> Any:
         try:
-            element = next(self._elements)
+            with span("data", "next batch"):
+                element = next(self._elements)
         except StopIteration:
             self._on_step(False)
             raise

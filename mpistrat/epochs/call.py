@@ -13,6 +13,7 @@ from mpistrat.epochs.channel import Channel, Outcome, Status
 from mpistrat.epochs.flight import FlightEntry, State
 from mpistrat.epochs.flight_triggers import on_epoch_error
 from mpistrat.epochs.report import spell
+from mpistrat.spans import active
 
 __all__ = ["Call", "Together"]
 
@@ -55,6 +56,8 @@ class Call:
         self.owner = owner
         self._agreed = False
         self._entry: FlightEntry | None = None
+        self.moved: dict[str, Any] = {}
+        """What the timeline shall show of the data: bytes, and what moves them."""
         self._extra = 0
         self._extra_words = ""
 
@@ -98,10 +101,18 @@ class Call:
     def _begin(self, signature: tuple[object, ...]) -> FlightEntry:
         """Note in the flight record that this rank comes to its next collective."""
         if self._entry is not None:
-            self._entry.ended(State.DONE)
+            self.end(self._entry, State.DONE)
         channel = self.channel
         self._entry = channel.flight.begin(channel.ledger, signature, self._extra_words)
         return self._entry
+
+    def end(self, entry: FlightEntry, state: str) -> None:
+        """Note the end of one collective of this call. Local."""
+        entry.ended(state)
+        recorder = active()
+        if recorder is not None:
+            entry.record_on(recorder, self.channel.flight.channel, self.moved)
+            self.moved = {}
 
     def include(self, number: float, words: str) -> None:
         """Have `number`, which may change with each call, agreed too; `words` name it. Local."""
@@ -126,7 +137,7 @@ class Call:
             if not self._agreed and isinstance(error, Exception) and not self.channel.closed:
                 self._refuse(error)
             elif self._entry is not None:
-                self._entry.ended(State.DONE if error is None else State.FAILED)
+                self.end(self._entry, State.DONE if error is None else State.FAILED)
         finally:
             self.channel.lock.release()
             if error is not None and self.channel.closed is not None and self._entry is not None:
@@ -140,7 +151,7 @@ class Call:
         try:
             outcome = self.channel.vote(Status.REFUSAL, (self.kind, "refused"), self.timeout_s)
         finally:
-            entry.ended(State.REFUSED)
+            self.end(entry, State.REFUSED)
         if outcome is not Outcome.ALL_REFUSE:
             what = f"{self.kind} refused its arguments ({type(error).__name__}: {error})"
             report = self.channel.report(what, call_site(), cause=True)
@@ -193,7 +204,7 @@ class Together:
         finally:
             if error is not None:
                 state = State.REFUSED
-            entry.ended(state)
+            call.end(entry, state)
             if channel.closed is not None:
                 on_epoch_error(channel.closed)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mpistrat.epochs.callsite import _is_installed, _is_user_code
 from mpistrat.epochs.ledger import Ledger
+from mpistrat.spans import Recorder
 
 __all__ = ["DEFAULT_LENGTH", "FlightEntry", "FlightRecord", "State"]
 
@@ -98,6 +99,15 @@ class FlightEntry:
             self.state = state
 
 
+    def record_on(self, recorder: Recorder, channel: str, moved: dict[str, Any]) -> None:
+        """Give this collective to a timeline. Local."""
+        kind, name, *_ = self.signature
+        facts = {"channel": channel, "number": self.number, "agreed_ns": self.agreed_ns} | moved
+        if name is not None:
+            facts["name"] = name
+        recorder.add("collective", kind, self.began_ns, self.ended_ns, facts)
+
+
 class FlightRecord:
     """The last collectives of one channel, in the order in which this rank came to them.
 
@@ -109,10 +119,13 @@ class FlightRecord:
     Attributes
     ----------
     entries : deque of FlightEntry
+    channel : str
+        The channel, in words that are equal on its ranks.
     """
 
     def __init__(self, length: int = DEFAULT_LENGTH) -> None:
         self.entries: deque[FlightEntry] = deque(maxlen=length)
+        self.channel = ""
 
     def resize(self, length: int) -> None:
         """Keep `length` collectives from now on. Local."""

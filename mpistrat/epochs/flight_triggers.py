@@ -7,7 +7,6 @@ folder.
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import sys
@@ -20,8 +19,10 @@ from typing import Any
 from mpistrat.epochs import flight_dump
 from mpistrat.epochs.callsite import failure_site
 from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.leaving import Leaving, watch_leaving
+from mpistrat.epochs.report import rank_list
 
-__all__ = ["dump", "install", "on_epoch_error", "prepare"]
+__all__ = ["dump", "install", "on_epoch_error"]
 
 _DEFAULT_FOLDER = "mpistrat-flight"
 
@@ -36,22 +37,13 @@ class _Process:
         self.world_size = 1
         self.library: str | None = None
         self.folder: str | None = None
-        self.is_prepared = False
         self.has_failed = False
         self.file_of_leaving: Path | None = None
-        self.previous_hook: Any = None
         self.previous_handler: Any = None
         self.lock = threading.Lock()
 
 
 _process = _Process()
-
-
-def prepare() -> None:
-    """Be there after the farewell. Local; to be called before the first channel is opened."""
-    if not _process.is_prepared:
-        _process.is_prepared = True
-        atexit.register(_after_farewell)
 
 
 def install(
@@ -82,10 +74,10 @@ def install(
     if channel in _process.members:
         return
     if not _process.channels:
-        atexit.register(_before_farewell)
-        _process.previous_hook = sys.excepthook
-        sys.excepthook = _on_uncaught
+        watch_leaving(_AtTheEnd())
         _listen()
+    earlier = sum(list(each) == list(members) for each in _process.members.values())
+    channel.flight.channel = f"{rank_list(members)}" + (f" (again: {earlier})" if earlier else "")
     _process.channels.append(channel)
     _process.members[channel] = members
 
@@ -155,26 +147,24 @@ def _dump_failure(reason: str) -> None:
         _dump_by_itself(_process.folder, reason)
 
 
-def _on_uncaught(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    # After an epoch error the record is there already, as it was then.
-    if not _process.has_failed:
-        _dump_failure(f"{kind.__name__} at {failure_site(trace)}: {error}".split("\n")[0])
-    _process.previous_hook(kind, error, trace)
+class _AtTheEnd(Leaving):
+    def failed(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        # After an epoch error the record is there already, as it was then.
+        if not _process.has_failed:
+            _dump_failure(f"{kind.__name__} at {failure_site(trace)}: {error}".split("\n")[0])
 
+    def before_farewell(self) -> None:
+        # Others may end this process soon. The record goes again if all ends well.
+        if _process.folder and not _process.has_failed:
+            _process.file_of_leaving = _dump_by_itself(_process.folder, "left the program")
 
-def _before_farewell() -> None:
-    """Dump before others may end this process; the record goes again if all ends well."""
-    if _can_dump() and _process.folder and not _process.has_failed:
-        _process.file_of_leaving = _dump_by_itself(_process.folder, "left the program")
-
-
-def _after_farewell() -> None:
-    if _process.file_of_leaving is None or not _can_dump():
-        return
-    if all(not each.pending and each.all_ended_well() for each in _process.channels):
-        _process.file_of_leaving.unlink(missing_ok=True)
+    def after_farewell(self) -> None:
+        if _process.file_of_leaving is not None and all(
+            not each.pending and each.all_ended_well() for each in _process.channels
+        ):
+            _process.file_of_leaving.unlink(missing_ok=True)
 
 
 def _listen() -> None:

@@ -23,6 +23,7 @@ from mpistrat.errors import ContextError
 from mpistrat.options import CommunicationOptions, InputOptions, ReduceOp
 from mpistrat.reductions import all_gather_nest
 from mpistrat.replica import ReplicaContext
+from mpistrat.spans import span
 from mpistrat.strategies.components import local_components
 from mpistrat.strategies.device_strings import spell_place
 from mpistrat.strategies.extended_v1 import ExtendedV1
@@ -149,7 +150,7 @@ class StrategyExtended(ExtendedV1):
         local_args = [localize(each) for each in args]
         local_kwargs = {name: localize(each) for name, each in (kwargs or {}).items()}
         replica = ReplicaContext(self.container)
-        with replica:
+        with replica, span("run", "run"):
             try:
                 result = fn(*local_args, **local_kwargs)
             except BaseException as error:

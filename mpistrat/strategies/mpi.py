@@ -17,6 +17,7 @@ from mpistrat.settings import Settings, settings
 from mpistrat.strategies.base import Strategy
 from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.timeline import session as timeline
 from mpistrat.world import communicator, library_version, open_world, world_ranks, world_size
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class MPIStrategy(Strategy):
                 chosen.flight_dir,
                 chosen.flight_length,
             )
+            if chosen.timeline is not None:
+                timeline.start(chosen.timeline, world_ranks(comm)[comm.rank], world_size())
             inject_from_environment(channel)
         world = open_world(comm)
         with Together(channel, "MPIStrategy"):

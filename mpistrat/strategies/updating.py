@@ -7,6 +7,7 @@ from typing import Any
 
 from mpistrat import context, nests
 from mpistrat.epochs.callsite import failure_site
+from mpistrat.spans import span
 from mpistrat.values import PerReplica, mirror, unwrap_mirrored
 
 __all__ = ["call_in_update_context"]
@@ -74,7 +75,7 @@ def _call(
         )
     local_args = [nests.map_nest(unwrap_mirrored, each) for each in args]
     local_kwargs = {name: nests.map_nest(unwrap_mirrored, each) for name, each in kwargs.items()}
-    with context.entered(context.Frame(context.Kind.UPDATE, strategy)):
+    with context.entered(context.Frame(context.Kind.UPDATE, strategy)), span("update", what):
         result = fn(*first, *local_args, **local_kwargs)
     if not group:
         return (result,)

@@ -1,0 +1,71 @@
+"""What else is done when a rank leaves: before the farewell, after it, and when it fails.
+
+`farewell` stands between: a rank that has said it may be ended by the others at any time, and
+one that is past it knows that all others have said theirs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Leaving", "prepare", "watch_leaving"]
+
+
+class Leaving:
+    """Somebody who has work to do when this rank leaves. All methods are **Local**."""
+
+    def failed(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Act on an uncaught exception, of which the others do not know yet."""
+
+    def before_farewell(self) -> None:
+        """Act on the end of the program."""
+
+    def after_farewell(self) -> None:
+        """Act once all ranks have ended, as far as this one knows."""
+
+
+class _Process:
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.watchers: list[Leaving] = []
+        self.is_prepared = False
+        self.previous_hook: Any = None
+
+
+_process = _Process()
+
+
+def prepare() -> None:
+    """Be there after the farewell. Local; to be called before the first channel is opened."""
+    # Functions are called in reverse order of their registration.
+    if not _process.is_prepared:
+        _process.is_prepared = True
+        atexit.register(_for_each, "after_farewell")
+
+
+def watch_leaving(watcher: Leaving) -> None:
+    """Have the methods of `watcher` called when this rank leaves. Local."""
+    if not _process.watchers:
+        atexit.register(_for_each, "before_farewell")
+        _process.previous_hook = sys.excepthook
+        sys.excepthook = _on_uncaught
+    _process.watchers.append(watcher)
+
+
+def _on_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    _for_each("failed", kind, error, trace)
+    _process.previous_hook(kind, error, trace)
+
+
+def _for_each(name: str, *arguments: Any) -> None:
+    if os.getpid() == _process.pid:  # a fork has nothing to say
+        for watcher in _process.watchers:
+            getattr(watcher, name)(*arguments)
