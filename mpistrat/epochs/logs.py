@@ -114,7 +114,7 @@ def say_last(text: str) -> None:
     """Print `text`, once for all ranks that say it now, and `close`. Local, any thread."""
     _process.say(text)
     hand_over()
-    time.sleep(WINDOW_S)
+    time.sleep(2 * WINDOW_S)
     close()
 
 

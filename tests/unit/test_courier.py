@@ -1,0 +1,132 @@
+"""The queue of lines and its thread: what reaches rank 0, and what becomes of the rest."""
+
+import threading
+import time
+
+import pytest
+
+from mpistrat.epochs import courier as courier_module
+from mpistrat.epochs.courier import Courier
+from mpistrat.epochs.printer import Line
+from mpistrat.epochs.whereabouts import State
+
+RANK, SIZE = 2, 4
+LIMIT_S = 20
+
+
+class FakeChannel:
+    """A channel whose rank 0 keeps what it is told."""
+
+    def __init__(self, rank=RANK, answer=State.HERE):
+        self.rank, self.size = rank, SIZE
+        self.companions = self
+        self.answer = answer
+        self.told = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def ask(self, rank, ask, teller, lines):
+        assert (rank, ask, teller) == (0, "log", self.rank)
+        self.told.append(lines)
+        self.go_on.wait(LIMIT_S)
+        if self.answer is None:
+            raise RuntimeError("no side channel can do this")
+        return {"state": self.answer}
+
+    def texts(self):
+        return [text for lines in self.told for text in lines]
+
+
+def test_rank_0_is_told_in_order(capsys):
+    channel = FakeChannel()
+    courier = Courier(channel)
+    for i in range(100):
+        courier.put(Line(str(i), channel, RANK))
+    courier.flush(LIMIT_S, print_all=False)
+    assert channel.texts() == [str(i) for i in range(100)]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("answer", [State.GONE, State.STOPPED, State.FINISHED, None])
+def test_a_rank_that_cannot_tell_prints_itself_and_does_not_ask_again_soon(answer, capsys):
+    channel = FakeChannel(answer=answer)
+    courier = Courier(channel)
+    for text in ("one", "two"):
+        courier.put(Line(text, channel, RANK))
+        courier.flush(LIMIT_S, print_all=False)
+    assert channel.told == [["one"]]
+    expected = "".join(f"mpistrat: rank {RANK}: {text}\n" for text in ("one", "two"))
+    assert capsys.readouterr().err == expected
+
+
+def test_without_a_side_channel_each_rank_prints_itself(capsys):
+    channel = FakeChannel()
+    channel.companions = None
+    courier = Courier(channel)
+    courier.put(Line("alone", channel, RANK))
+    courier.flush(LIMIT_S, print_all=False)
+    assert capsys.readouterr().err == f"mpistrat: rank {RANK}: alone\n"
+
+
+def test_rank_0_prints_for_all(capsys):
+    channel = FakeChannel(rank=0)
+    courier = Courier(channel)
+    for rank in range(SIZE):
+        courier.put(Line("all", channel, rank))
+    courier.put(Line("one", channel, 3))
+    courier.flush(LIMIT_S, print_all=True)
+    assert capsys.readouterr().err == "mpistrat: ranks 0-3: all\nmpistrat: rank 3: one\n"
+
+
+def test_a_line_of_one_rank_is_printed_when_its_window_is_over(capsys):
+    channel = FakeChannel(rank=0)
+    Courier(channel).put(Line("own", channel, 0))
+    printed, end = "", time.monotonic() + LIMIT_S
+    while not printed and time.monotonic() < end:
+        time.sleep(0.02)
+        printed = capsys.readouterr().err
+    assert printed == "mpistrat: rank 0: own\n"
+
+
+def test_what_comes_too_fast_is_dropped_and_counted(monkeypatch):
+    monkeypatch.setattr(courier_module, "_MAX_QUEUED", 10)
+    channel = FakeChannel()
+    courier = Courier(channel)
+    channel.go_on.clear()
+    courier.put(Line("first", channel, RANK))
+    end = time.monotonic() + LIMIT_S
+    while not channel.told and time.monotonic() < end:
+        time.sleep(0.001)
+    for i in range(100):
+        courier.put(Line(str(i), channel, RANK))
+    channel.go_on.set()
+    courier.flush(LIMIT_S, print_all=False)
+    courier.flush(LIMIT_S, print_all=False)
+    *kept, report = channel.texts()
+    assert kept == ["first", *map(str, range(10))]
+    assert report.startswith("90 lines were dropped")
+
+
+def test_questions_stay_short():
+    channel = FakeChannel()
+    courier = Courier(channel)
+    channel.go_on.clear()
+    for i in range(50):
+        courier.put(Line(f"{i} " + "é" * 10**6, channel, RANK))
+    channel.go_on.set()
+    courier.flush(LIMIT_S, print_all=False)
+    assert [text.split()[0] for text in channel.texts()] == [str(i) for i in range(50)]
+    # A character is at most six in JSON, and a beacon reads one MiB.
+    assert all(6 * sum(map(len, lines)) < 2**20 for lines in channel.told)
+
+
+def test_saying_something_does_not_wait():
+    channel = FakeChannel()
+    channel.go_on.clear()
+    courier = Courier(channel)
+    began = time.monotonic()
+    for i in range(2000):
+        courier.put(Line(str(i), channel, RANK))
+    assert time.monotonic() - began < 5
+    assert not channel.go_on.is_set()
+    channel.go_on.set()
