@@ -22,11 +22,11 @@ __all__ = [
 ]
 
 
-def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any) -> Any:
+def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, words: str = "") -> Any:
     """Reduce each leaf of `nest` over replicas. **Collective**.
 
     `IndexedSlices` are concatenated in rank order; MEAN divides their values by the number of
-    replicas.
+    replicas. `words` must agree over ranks too.
 
     Raises
     ------
@@ -36,7 +36,8 @@ def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any) -> Any:
         For `IndexedSlices` under another reduction than SUM and MEAN.
     """
     split = _Split(call.kind, op, nest)
-    reduced = call.all_reduce(op, split.arrays, split.signature)
+    agreed = (split.signature, words) if words else split.signature
+    reduced = call.all_reduce(op, split.arrays, agreed)
     return split.joined(reduced, split.gathered_slices(call))
 
 

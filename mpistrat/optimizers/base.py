@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
-import numbers
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,10 +25,12 @@ from mpistrat.optimizers.gradients import (
     variables_in,
 )
 from mpistrat.optimizers.loss_scale import LossScale
+from mpistrat.optimizers.parameters import at_least_0, real, spelled
 from mpistrat.optimizers.rows import update_rows
 from mpistrat.optimizers.rule import Rule, Step, Target
 from mpistrat.optimizers.slots import Slots, zero_slot
 from mpistrat.options import VariableAggregation
+from mpistrat.spans import span
 from mpistrat.strategies import get_strategy
 from mpistrat.tracking import Trackable
 from mpistrat.values import IndexedSlices
@@ -68,10 +68,13 @@ class Optimizer(Trackable, abc.ABC):
 
     Raises
     ------
+    TypeError
+        If a parameter has another type.
     ValueError
         For a value out of range.
     EpochMismatchError
-        If the ranks disagree on a parameter.
+        If the ranks disagree on a parameter. A program may set one between two steps; the next
+        step checks it again.
     """
 
     def __init__(
@@ -94,9 +97,10 @@ class Optimizer(Trackable, abc.ABC):
         self.global_clipnorm = global_clipnorm
         self.loss_scale = loss_scale
         vars(self).update(parameters)
+        self._constant_parameters = [each for each in parameters if each != "learning_rate"]
         with get_strategy().extended.collectives.call(type(self).__name__) as call:
             self._check_parameters()
-            call.agree(*(f"{name}={_spelled(value)}" for name, value in parameters.items()))
+            call.agree(self._words(*parameters))
         self.iterations = Variable(
             np.int64(0),
             trainable=False,
@@ -110,14 +114,26 @@ class Optimizer(Trackable, abc.ABC):
 
     def _check_parameters(self) -> None:
         """Refuse parameters out of range. Local."""
-        if not callable(self.learning_rate) and not self.learning_rate >= 0:
-            raise ValueError(f"learning_rate must be at least 0, not {self.learning_rate}.")
-        if self.weight_decay is not None and not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay must be at least 0, not {self.weight_decay}.")
-        if self.global_clipnorm is not None and not self.global_clipnorm > 0:
-            raise ValueError(f"global_clipnorm must be above 0, not {self.global_clipnorm}.")
+        kind = type(self).__name__
+        if not callable(self.learning_rate):
+            at_least_0(kind, "learning_rate", self.learning_rate)
+        if self.weight_decay is not None:
+            at_least_0(kind, "weight_decay", self.weight_decay)
+        if self.global_clipnorm is not None:
+            clipnorm = real(kind, "global_clipnorm", self.global_clipnorm)
+            if not clipnorm > 0:
+                raise ValueError(f"{kind}: global_clipnorm must be above 0, not {clipnorm}.")
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
-            raise TypeError(f"loss_scale must be a LossScale, not {self.loss_scale!r}.")
+            raise TypeError(f"{kind}: loss_scale must be a LossScale, not {self.loss_scale!r}.")
+
+    def _words(self, *names: str) -> str:
+        """Return the parameters that are given in the words that the ranks compare. Local."""
+        values = [(name, getattr(self, name)) for name in names]
+        return ", ".join(
+            f"{name}={value!r}" if isinstance(value, LossScale) else f"{name}={spelled(value)}"
+            for name, value in values
+            if value is not None
+        )
 
     def apply_gradients(
         self,
@@ -184,8 +200,11 @@ class Optimizer(Trackable, abc.ABC):
         number = int(self.iterations.values[0])
         rate = self._rate(number)
         call.include(rate, f"with the learning rate {rate}")
+        # A program may have set them since the last step.
+        self._check_parameters()
+        words = self._words(*self._constant_parameters)
         settle = sum_over_replicas if summed else agree_on_gradients
-        settled = zip(settle(call, gradients, variables), variables, strict=True)
+        settled = zip(settle(call, gradients, variables, words), variables, strict=True)
         present = [(gradient, variable) for gradient, variable in settled if gradient is not None]
         return functools.partial(
             self._apply, pairs=present, rate=rate, number=number, are_own=summed
@@ -224,7 +243,10 @@ class Optimizer(Trackable, abc.ABC):
             must_be_finite=self.loss_scale is not None,
         )
         # Not by extended.update, which takes the strategy's own: plain variables may be here too.
-        with context.entered(context.Frame(context.Kind.UPDATE, strategy)):
+        with (
+            context.entered(context.Frame(context.Kind.UPDATE, strategy)),
+            span("optimizer", f"{type(self).__name__} update"),
+        ):
             if factor is not None:
                 keep = 1 - rate * (self.weight_decay or 0)
                 step = Step(self._constants(rate, number), keep, factor)
@@ -272,14 +294,6 @@ class Optimizer(Trackable, abc.ABC):
                 slot = zero_slot(variable, name)
                 self.attach_child(name, slot, of=variable)
                 self._slots.add(variable, name, slot)
-
-
-def _spelled(value: Any) -> str:
-    """Return a parameter in the words that ranks compare: 1, 1.0 and ``np.float64(1)`` agree."""
-    if isinstance(value, numbers.Real):
-        return str(float(value))
-    has_words = value is None or isinstance(value, str | LossScale)
-    return repr(value) if has_words or dataclasses.is_dataclass(value) else type(value).__name__
 
 
 def _listed(grads_and_vars: Any) -> Any:

@@ -171,13 +171,16 @@ def _checked_slices(what: str, slices: IndexedSlices, variable: Variable) -> Ind
 
 
 def sum_over_replicas(
-    call: CollectiveCall, gradients: Sequence[Any], variables: Sequence[Variable]
+    call: CollectiveCall,
+    gradients: Sequence[Any],
+    variables: Sequence[Variable],
+    words: str = "",
 ) -> list[Any]:
     """Return each gradient summed over replicas, small ones in one message. **Collective**.
 
-    Names of variables, and which gradients are ``None``, must agree over ranks too.
+    Names of variables, which gradients are ``None``, and `words` must agree over ranks too.
     """
-    reduced = all_reduce_nest(call, ReduceOp.SUM, _named(gradients, variables))
+    reduced = all_reduce_nest(call, ReduceOp.SUM, _named(gradients, variables), words)
     return [
         None if gradient is None else result[variable.name]
         for gradient, variable, result in zip(gradients, variables, reduced, strict=True)
@@ -185,15 +188,18 @@ def sum_over_replicas(
 
 
 def agree_on_gradients(
-    call: CollectiveCall, gradients: Sequence[Any], variables: Sequence[Variable]
+    call: CollectiveCall,
+    gradients: Sequence[Any],
+    variables: Sequence[Variable],
+    words: str,
 ) -> Sequence[Any]:
     """Return gradients that are the same on all replicas already. **Collective**.
 
-    Names of variables, and which gradients are ``None`` or sparse, must agree over ranks.
+    Names of variables, which gradients are ``None`` or sparse, and `words` must agree over ranks.
     """
     leaves, structure = nests.flatten(_named(gradients, variables))
     sparse = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices))
-    call.agree("gradients as they are", nests.signature(structure), sparse)
+    call.agree("gradients as they are", nests.signature(structure), sparse, words)
     return gradients
 
 

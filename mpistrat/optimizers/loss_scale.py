@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from mpistrat.optimizers.parameters import integer, number
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.tracking import Trackable
@@ -37,6 +38,8 @@ class LossScale(Trackable):
 
     Raises
     ------
+    TypeError
+        If `growth_interval` is no integer, or another parameter no number.
     ValueError
         For a value out of range.
     EpochMismatchError
@@ -63,15 +66,14 @@ class LossScale(Trackable):
         self._num_skipped = self._make("num_skipped_steps", np.int64(0))
 
     def _check_parameters(self) -> None:
-        if not 1 <= self.initial_scale < math.inf:
+        if number("LossScale", "initial_scale", self.initial_scale) < 1:
             raise ValueError(f"LossScale: initial_scale is {self.initial_scale}, not at least 1.")
-        if self.growth_interval is not None and not self.growth_interval >= 1:
-            raise ValueError(
-                f"LossScale: growth_interval is {self.growth_interval}, not at least 1 or None."
-            )
-        if not 1 < self.growth_factor < math.inf:
+        interval = self.growth_interval
+        if interval is not None and integer("LossScale", "growth_interval", interval) < 1:
+            raise ValueError(f"LossScale: growth_interval is {interval}, not at least 1 or None.")
+        if number("LossScale", "growth_factor", self.growth_factor) <= 1:
             raise ValueError(f"LossScale: growth_factor is {self.growth_factor}, not above 1.")
-        if not 0 < self.backoff_factor < 1:
+        if not 0 < number("LossScale", "backoff_factor", self.backoff_factor) < 1:
             raise ValueError(f"LossScale: backoff_factor is {self.backoff_factor}, not in (0, 1).")
 
     def _make(self, name: str, value: np.generic) -> Variable:
@@ -100,7 +102,8 @@ class LossScale(Trackable):
             self._num_skipped.assign_add(1, read_value=False)
             self._scale.assign(max(1.0, self.value * self.backoff_factor), read_value=False)
         num_good = int(self._num_good.values[0]) + 1 if is_finite else 0
-        if num_good == self.growth_interval:
+        # A checkpoint of a longer interval may hold more good steps than this one asks for.
+        if self.growth_interval is not None and num_good >= self.growth_interval:
             self._scale.assign(self._grown(), read_value=False)
             num_good = 0
         self._num_good.assign(num_good, read_value=False)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import abc
 import bisect
 import math
-import numbers
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from mpistrat.optimizers.parameters import at_least_0, integer, number
 
 __all__ = [
     "Constant",
@@ -36,15 +36,15 @@ class LearningRateSchedule(abc.ABC):
     def __call__(self, step: int) -> float:
         """Return the learning rate of `step`. Local."""
         try:
-            number = operator.index(step)
+            step = operator.index(step)
         except TypeError:
             raise TypeError(
                 f"{type(self).__name__} takes the number of a step, an integer, not {step!r} of "
                 f"type {type(step).__name__}."
             ) from None
-        if number < 0:
-            raise ValueError(f"{type(self).__name__} takes a step from 0 on, not {number}.")
-        return self._rate(number)
+        if step < 0:
+            raise ValueError(f"{type(self).__name__} takes a step from 0 on, not {step}.")
+        return self._rate(step)
 
     @abc.abstractmethod
     def _rate(self, step: int) -> float:
@@ -55,13 +55,10 @@ class LearningRateSchedule(abc.ABC):
         object.__setattr__(self, name, value)
 
     def _settle_rate(self, name: str) -> None:
-        rate = _number(type(self).__name__, name, getattr(self, name))
-        if rate < 0:
-            raise ValueError(f"{type(self).__name__}: {name} must be at least 0, not {rate}.")
-        self._settle(name, rate)
+        self._settle(name, at_least_0(type(self).__name__, name, getattr(self, name)))
 
     def _settle_steps(self, name: str, at_least: int) -> None:
-        steps = _count(type(self).__name__, name, getattr(self, name))
+        steps = integer(type(self).__name__, name, getattr(self, name))
         if steps < at_least:
             raise ValueError(
                 f"{type(self).__name__}: {name} must be at least {at_least}, not {steps}."
@@ -113,8 +110,8 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
-        boundaries = tuple(_count(kind, "a boundary", each) for each in self.boundaries)
-        values = tuple(_number(kind, "a value", each) for each in self.values)
+        boundaries = tuple(integer(kind, "a boundary", each) for each in self.boundaries)
+        values = tuple(number(kind, "a value", each) for each in self.values)
         if len(values) != len(boundaries) + 1:
             raise ValueError(
                 f"{kind} needs one value more than boundaries, but has {len(values)} values and "
@@ -154,7 +151,7 @@ class ExponentialDecay(LearningRateSchedule):
     def __post_init__(self) -> None:
         self._settle_rate("initial_learning_rate")
         self._settle_steps("decay_steps", at_least=1)
-        decay_rate = _number("ExponentialDecay", "decay_rate", self.decay_rate)
+        decay_rate = number("ExponentialDecay", "decay_rate", self.decay_rate)
         if not 0 < decay_rate <= 1:
             raise ValueError(f"ExponentialDecay: decay_rate must be in (0, 1], not {decay_rate}.")
         self._settle("decay_rate", decay_rate)
@@ -197,7 +194,7 @@ class CosineDecay(LearningRateSchedule):
         self._settle_rate("initial_learning_rate")
         self._settle_steps("decay_steps", at_least=1)
         self._settle_steps("warmup_steps", at_least=0)
-        alpha = _number("CosineDecay", "alpha", self.alpha)
+        alpha = number("CosineDecay", "alpha", self.alpha)
         if not 0 <= alpha <= 1:
             raise ValueError(f"CosineDecay: alpha must be in [0, 1], not {alpha}.")
         self._settle("alpha", alpha)
@@ -221,25 +218,3 @@ class CosineDecay(LearningRateSchedule):
         share = min(step, self.decay_steps) / self.decay_steps
         cosine = (1 + math.cos(math.pi * share)) / 2
         return peak * ((1 - self.alpha) * cosine + self.alpha)
-
-
-def _number(kind: str, name: str, value: Any) -> float:
-    """Return a parameter as a finite float."""
-    if not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"{kind}: {name} must be a number, not {value!r} of type {type(value).__name__}."
-        )
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{kind}: {name} must be finite, not {number}.")
-    return number
-
-
-def _count(kind: str, name: str, value: Any) -> int:
-    """Return a parameter as an integer."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{kind}: {name} must be an integer, not {value!r} of type {type(value).__name__}."
-        ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +21,8 @@ class _Entry:
     variable: Variable
     """Kept, so that its id is not given to another one."""
     slots: dict[str, Variable] = field(default_factory=dict)
-    target: Target | None = None
-    """Once it has been asked for. A copy has memory of its own."""
+    targets: dict[tuple[str, ...], Target] = field(default_factory=dict)
+    """By the names of the slots that were asked for. A copy has memory of its own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Entry:
         return _Entry(copy.deepcopy(self.variable, memo), copy.deepcopy(self.slots, memo))
@@ -51,13 +50,14 @@ class Slots:
         entry = self._entries.get(id(variable))
         return None if entry is None else entry.slots.get(name)
 
-    def target(self, variable: Variable, names: Sequence[str]) -> Target:
+    def target(self, variable: Variable, names: tuple[str, ...]) -> Target:
         """Return the memory of `variable` and of its slots `names`, which exist. Local."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
-        if entry.target is None:
+        target = entry.targets.get(names)
+        if target is None:
             slots = [entry.slots[name].storage for name in names]
-            entry.target = Target(variable.storage, slots)
-        return entry.target
+            target = entry.targets[names] = Target(variable.storage, slots)
+        return target
 
     def add(self, variable: Variable, name: str, slot: Variable) -> None:
         """Keep `slot` under `variable` and `name`. Local."""
