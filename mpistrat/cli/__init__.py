@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpistrat.cli import bench, diff, explain, inspect, verify
+from mpistrat.cli import bench, diff, explain, inspect, timeline, verify
 from mpistrat.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = (inspect.COMMAND, verify.COMMAND, diff.COMMAND, explain.COMMAND, bench.COMMAND)
+_MODULES = (inspect, verify, diff, explain, timeline, bench)
+
+COMMANDS = tuple(module.COMMAND for module in _MODULES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

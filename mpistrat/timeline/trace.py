@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from mpistrat.timeline.clocks import ClockFit, Meeting, fit_clock
 from mpistrat.timeline.parts import Part, Span
 
-__all__ = ["MOVING", "WAITING", "events", "fit_clocks", "write_trace"]
+__all__ = ["MOVING", "WAITING", "events", "fit_clocks", "metadata", "write_trace"]
 
 WAITING = "waiting for ranks"
 MOVING = "moving data"
@@ -49,7 +49,7 @@ def write_trace(path: Path, parts: Sequence[Part]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            _write(file, events(parts, fits), _metadata(parts, fits))
+            _write(file, events(parts, fits), metadata(parts, fits))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -58,9 +58,9 @@ def write_trace(path: Path, parts: Sequence[Part]) -> None:
         raise
 
 
-def _write(file: TextIO, all_events: Iterator[dict[str, Any]], metadata: dict[str, Any]) -> None:
+def _write(file: TextIO, all_events: Iterator[dict[str, Any]], facts: dict[str, Any]) -> None:
     file.write('{"displayTimeUnit": "ms",\n"otherData": ')
-    json.dump(metadata, file)
+    json.dump(facts, file)
     file.write(',\n"traceEvents": [')
     separator = "\n"
     for event in all_events:
@@ -70,7 +70,8 @@ def _write(file: TextIO, all_events: Iterator[dict[str, Any]], metadata: dict[st
     file.write("\n]}\n")
 
 
-def _metadata(parts: Sequence[Part], fits: Mapping[int, ClockFit]) -> dict[str, Any]:
+def metadata(parts: Sequence[Part], fits: Mapping[int, ClockFit]) -> dict[str, Any]:
+    """Return what the trace says of itself: its ranks, and how well their clocks agree. Local."""
     size = parts[0].header["size"]
     return {
         "format": "mpistrat-timeline",

@@ -1,0 +1,168 @@
+"""``mpistrat timeline``: where the time of each rank went, and which rank the others wait for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpistrat.cli.command import Command
+from mpistrat.cli.output import print_error, print_json, print_line, print_table
+from mpistrat.epochs.report import rank_list
+from mpistrat.timeline.parts import Part, parts_of
+from mpistrat.timeline.plot import draw
+from mpistrat.timeline.summary import (
+    CATEGORIES,
+    COMPUTING,
+    RankTimes,
+    Straggler,
+    find_straggler,
+    summarize,
+)
+from mpistrat.timeline.trace import events, fit_clocks, metadata
+
+__all__ = ["COMMAND"]
+
+_COLUMNS = (COMPUTING, *(CATEGORIES[name] for name in ("wait", "move", "data", "checkpoint")))
+_MAX_ROWS = 32
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        nargs="+",
+        type=Path,
+        help="a timeline, or the parts (*.part) that a job has left which was killed",
+    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw it into this file")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        all_events, facts = _read(arguments.path)
+        times = summarize(all_events)
+    except (ValueError, OSError) as error:
+        print_error("timeline", error)
+        return 2
+    except (KeyError, TypeError, AttributeError) as error:
+        print_error("timeline", f"The timeline is damaged: {type(error).__name__}: {error}.")
+        return 2
+    straggler = find_straggler(times)
+    if arguments.plot is not None:
+        try:
+            draw(times, arguments.plot)
+        except ImportError:
+            hint = 'Install it with: pip install "mpistrat[jobs]".'
+            print_error("timeline", f"--plot needs matplotlib, which is not installed. {hint}")
+            return 2
+        except OSError as error:
+            print_error("timeline", f"{arguments.plot} cannot be written: {error.strerror}.")
+            return 2
+    if arguments.json:
+        print_json(_as_json(facts, times, straggler))
+    else:
+        _print(facts, times, straggler)
+    return 0
+
+
+def _read(paths: Sequence[Path]) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:
+    """Return the events and the metadata of the timeline in `paths`.
+
+    Raises
+    ------
+    ValueError
+        If they are no timeline.
+    OSError
+        If one cannot be read.
+    """
+    if len(paths) == 1 and not paths[0].name.endswith(".part"):
+        (path,) = paths
+        if path.exists():
+            return _read_trace(path)
+        paths = parts_of(path)
+        if not paths:
+            raise ValueError(f"There is no timeline {path}, and no part of it.")
+    parts = sorted((Part.open(path) for path in paths), key=lambda part: part.rank)
+    for one, other in itertools.pairwise(parts):
+        if one.rank == other.rank:
+            raise ValueError(f"{one.path} and {other.path} are both of rank {one.rank}.")
+    fits = fit_clocks(parts)
+    return events(parts, fits), metadata(parts, fits)
+
+
+def _read_trace(path: Path) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"{path} is no timeline: it is not JSON.") from None
+    facts = trace.get("otherData") if isinstance(trace, dict) else None
+    if not isinstance(facts, dict) or facts.get("format") != "mpistrat-timeline":
+        raise ValueError(f"{path} is no timeline of mpistrat.")
+    return trace["traceEvents"], facts
+
+
+def _print(facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggler | None) -> None:
+    if facts["missing_ranks"]:
+        print_line(f"There is no part of {rank_list(facts['missing_ranks'])}.")
+    shown = times
+    if len(times) > _MAX_ROWS:
+        shown = sorted(times, key=lambda each: -each.others_waited_s)[: _MAX_ROWS // 2]
+        print_line(f"{len(times)} ranks; here are those that the others waited for most.")
+    print_line("Seconds of each rank:")
+    rows = [
+        _row(str(each.rank), each.total_s, each.seconds, each.others_waited_s) for each in shown
+    ]
+    if len(shown) < len(times):
+        middle = {
+            words: statistics.median(each.seconds[words] for each in times) for words in _COLUMNS
+        }
+        total_s = statistics.median(each.total_s for each in times)
+        waited_s = statistics.median(each.others_waited_s for each in times)
+        rows.append(_row("median", total_s, middle, waited_s))
+    print_table(("rank", "total", *_COLUMNS, "others waited"), rows)
+    print_line(_spelled(straggler))
+
+
+def _row(
+    rank: str, total_s: float, seconds: Mapping[str, float], others_waited_s: float
+) -> list[str]:
+    numbers = (total_s, *(seconds[words] for words in _COLUMNS), others_waited_s)
+    return [rank, *(f"{number:.3f}" for number in numbers)]
+
+
+def _spelled(straggler: Straggler | None) -> str:
+    if straggler is None:
+        return "No rank waited for another."
+    text = (
+        f"The slowest is rank {straggler.rank}: the others waited "
+        f"{straggler.others_waited_s:.3f} s for it"
+    )
+    if straggler.longer_s <= 0:
+        return text + "."
+    return f"{text}. It spent {straggler.longer_s:.3f} s more than they on {straggler.cause}."
+
+
+def _as_json(
+    facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggler | None
+) -> dict[str, Any]:
+    return {
+        "size": facts["size"],
+        "missing_ranks": facts["missing_ranks"],
+        "clocks": facts["clocks"],
+        "ranks": [dataclasses.asdict(each) for each in times],
+        "straggler": None if straggler is None else dataclasses.asdict(straggler),
+    }
+
+
+COMMAND = Command(
+    "timeline",
+    "Sum up a timeline: where each rank's time went, and which rank the others waited for.",
+    _add_arguments,
+    _run,
+)
