@@ -76,9 +76,10 @@ class CollectiveCall(Call):
 
     def _reducer(self, buffer: np.ndarray) -> Reducer:
         reducer = choose_reducer(self.channel.transport, self.options, buffer)
-        self._note_moved(buffer.nbytes, type(reducer).__name__)
+        way = type(reducer).__name__
+        self._note_moved(buffer.nbytes, way)
         if _logger.isEnabledFor(logging.DEBUG):
-            way, where = type(reducer).__name__, type(self.channel.transport).__name__
+            where = type(self.channel.transport).__name__
             _logger.debug(
                 "%s: %d x %s by %s over %s", self.kind, buffer.size, buffer.dtype, way, where
             )
