@@ -1,12 +1,14 @@
 """How the suite runs, on its own and on several ranks.
 
 ``pytest`` alone runs everything in one process. Under mpiexec every rank runs the same tests
-together, those marked ``launches`` or ``slurm`` aside, because they start their ranks themselves.
+together, those marked ``launches`` or ``slurm`` aside, because they start their ranks themselves,
+and on several ranks those of pure code, which do not depend on the number.
 Ranks other than 0 print only when a test fails there.
 """
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -21,6 +23,9 @@ settings.load_profile("suite")
 
 _WORLD = rank_and_size()
 _STARTS_RANKS = ("launches", "slurm")
+_TESTS = Path(__file__).parent
+_WITHOUT_RANKS = (_TESTS, _TESTS / "unit")
+"""Tests of pure code, which one rank runs for all."""
 _speech = io.StringIO()
 
 
@@ -36,6 +41,8 @@ def pytest_collection_modifyitems(config, items):
     if _WORLD is None:
         return
     inside = [item for item in items if not any(map(item.get_closest_marker, _STARTS_RANKS))]
+    if _WORLD[1] > 1:
+        inside = [item for item in inside if item.path.parent not in _WITHOUT_RANKS]
     config.hook.pytest_deselected(items=[item for item in items if item not in inside])
     items[:] = inside
 
