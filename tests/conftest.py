@@ -24,7 +24,7 @@ settings.load_profile("suite")
 _WORLD = rank_and_size()
 _STARTS_RANKS = ("launches", "slurm")
 _TESTS = Path(__file__).parent
-_WITHOUT_RANKS = (_TESTS, _TESTS / "unit")
+_WITHOUT_RANKS = (_TESTS, _TESTS / "cli", _TESTS / "unit")
 """Tests of pure code, which one rank runs for all."""
 _speech = io.StringIO()
 

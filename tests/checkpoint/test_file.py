@@ -138,6 +138,7 @@ def test_a_file_of_another_program_needs_no_digest_of_the_attributes(file):
         assert reader.header.created_s == 1893553445
 
 
+@pytest.mark.launches
 def test_a_state_may_have_many_arrays_and_a_long_text(tmp_path):
     path = tmp_path / "run.h5"
     names = [f"history/{i}" for i in range(5000)]
