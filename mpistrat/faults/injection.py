@@ -7,6 +7,7 @@ import logging
 from types import TracebackType
 
 from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.logs import close
 from mpistrat.epochs.report import rank_list
 from mpistrat.faults.acts import make_act
 from mpistrat.faults.specification import Fault, read_faults
@@ -16,6 +17,8 @@ from mpistrat.world import started_world
 __all__ = ["Injection", "inject_from_environment"]
 
 _logger = logging.getLogger("mpistrat")
+
+_DEADLY = ("kill", "stop", "_exit")
 
 _from_environment: list[Injection] = []
 """What the setting has injected into the channels of this process so far."""
@@ -96,6 +99,8 @@ class Injection:
             # A collective that raised has not taken place: the next one has its number.
             self.is_done = True
             rank, size = self._channel.rank, self._channel.size
+            if self.fault.kind in _DEADLY:
+                close()  # of the lines on their way to rank 0, those of the last moment are lost
             text = self.fault.text
             _logger.warning("rank %d of %d: %r before collective %d", rank, size, text, number)
             self._act()

@@ -326,4 +326,65 @@ strategy.reduce("sum", 1)
     ),
 ]
 
-CASES = [*MISMATCHES, *BEHIND_IF, *LEAVING, *MISSING, *HEALTHY]
+SETTING = [
+    Case(
+        "a bad setting",
+        'raise AssertionError("the strategy was made")',
+        (
+            "ranks 0-3 of 4 failed at program.py:5",
+            "ValueError: The fault 'explode' cannot be read: there is no fault 'explode'",
+        ),
+        variables={"MPISTRAT_FAULT": "delay:0;explode"},
+    ),
+    Case(
+        "a setting that kills",
+        """
+for number in range(5, 9):
+    strategy.reduce("sum", 1)
+    assert number < 7
+""",
+        ("rank 1 of 3: 'kill@rank=1,collective=7' before collective 7",),
+        ranks=3,
+        variables={"MPISTRAT_FAULT": "kill@rank=1,collective=7"},
+    ),
+    Case(
+        "two faults by setting",
+        """
+try:
+    strategy.reduce("sum", 1)
+except KeyError:
+    strategy.reduce("sum", 1)
+strategy.reduce("sum", 1)  #> call
+""",
+        ("rank 2 of 3 failed at <call>", "ZeroDivisionError", "before collective 5"),
+        ranks=3,
+        variables={
+            "MPISTRAT_FAULT": "raise:KeyError@collective=5; "
+            "raise:ZeroDivisionError@rank=2,collective=6"
+        },
+    ),
+    Case(
+        "a setting for all ranks leaves smaller groups and fresh channels alone",
+        """
+from mpi4py import MPI
+alone = ms.MPIStrategy(MPI.COMM_SELF)
+for _ in range(9):
+    alone.reduce("sum", 1)
+try:
+    strategy.reduce("sum", 1)
+    raise AssertionError("nothing was raised")
+except KeyError:
+    pass
+try:
+    strategy.reduce("sum", np.ones(rank + 1))
+except ms.errors.EpochMismatchError:
+    strategy = ms.MPIStrategy()
+for _ in range(9):
+    assert strategy.reduce("sum", 1) == size
+""",
+        is_healthy=True,
+        variables={"MPISTRAT_FAULT": "raise:KeyError@collective=5"},
+    ),
+]
+
+CASES = [*MISMATCHES, *BEHIND_IF, *LEAVING, *MISSING, *SETTING, *HEALTHY]

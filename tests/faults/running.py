@@ -110,7 +110,7 @@ def places(case):
 def check(case, done: Finished):
     """Assert that the program has ended as `case` says."""
     if case.is_healthy:
-        said = [line for line in done.text.split("\n") if line and "before collective" not in line]
+        said = [each for each in done.text.split("\n") if each and "before collective" not in each]
         assert (done.code, said) == (0, []), done.all_text
         return
     assert done.code != 0, done.all_text
