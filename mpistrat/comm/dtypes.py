@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat.options import ReduceOp
 
-__all__ = ["accumulator_dtype", "is_narrow", "result_dtype", "wire_dtype"]
+__all__ = ["accumulator_dtype", "is_floating", "is_narrow", "result_dtype", "wire_dtype"]
 
 _INTEGERS = "bhilqBHILQ"
 _FLOATS = "fdg"
@@ -81,6 +81,11 @@ def result_dtype(op: ReduceOp, dtype: np.dtype) -> np.dtype:
 def is_narrow(dtype: np.dtype) -> bool:
     """Return whether `dtype` is a 16-bit float, which is too narrow to add up in. Local."""
     return dtype.name in _NARROW
+
+
+def is_floating(dtype: np.dtype) -> bool:
+    """Return whether `dtype` is one of the real floats that are known here. Local."""
+    return dtype.char in _FLOATS or is_narrow(dtype)
 
 
 def accumulator_dtype(wire: np.dtype) -> np.dtype:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrat.arguments import as_array
 from mpistrat.arrays import Array
+from mpistrat.comm.dtypes import is_floating
 from mpistrat.tensors import is_tensor
 
 __all__ = ["check_parameters", "checked_examples"]
@@ -34,7 +35,7 @@ def check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any)
         raise ValueError(f"BatchNorm: momentum must be in [0, 1], not {momentum}.")
     if not epsilon > 0:
         raise ValueError(f"BatchNorm: epsilon must be above 0, not {epsilon}.")
-    if np.dtype(dtype).kind != "f":
+    if not is_floating(np.dtype(dtype)):
         raise TypeError(f"BatchNorm: dtype must be a floating one, not {np.dtype(dtype)}.")
 
 
@@ -54,7 +55,7 @@ def checked_examples(what: str, value: Any, num_features: int, axis: int) -> Arr
             "torch.nn.SyncBatchNorm, or give tensor.detach().numpy()."
         )
     array = as_array(what, value)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+    if not is_floating(array.dtype):
         raise TypeError(f"{what} takes floating numbers, not {array.dtype}. Cast them first.")
     shape = tuple(array.shape)
     has_axis = len(shape) >= 2 and -len(shape) <= axis < len(shape)

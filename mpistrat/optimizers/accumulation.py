@@ -15,6 +15,9 @@ from mpistrat.optimizers.base import Optimizer
 from mpistrat.optimizers.gradients import (
     check_gradients,
     check_owners,
+    check_takes_gradients,
+    listed,
+    owner_among,
     split_pairs,
     sum_over_replicas,
 )
@@ -98,13 +101,13 @@ class GradientAccumulator(Trackable):
 
     def __init__(self, variables: Iterable[Variable]) -> None:
         super().__init__()
-        listed = _listed(variables)
-        owner = _owner_of(listed)
+        given = listed(variables)
+        owner = _owner_of(given)
         with owner.extended.collectives.call(type(self).__name__) as call:
-            _check_variables(call.kind, listed)
-            check_owners(call.kind, owner, listed)
-            call.agree(*((each.name, str(each.dtype), each.shape) for each in listed))
-        self._variables = tuple(listed)
+            _check_variables(call.kind, given)
+            check_owners(call.kind, owner, given)
+            call.agree(*((each.name, str(each.dtype), each.shape) for each in given))
+        self._variables = tuple(given)
         with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
             self._sums = [_new_sum(variable) for variable in self._variables]
         for variable, total in zip(self._variables, self._sums, strict=True):
@@ -294,19 +297,12 @@ class GradientAccumulator(Trackable):
         )
 
 
-def _listed(variables: Any) -> Any:
-    """Return a list of an iterator, and what is none as it is: the call refuses it."""
-    is_one = isinstance(variables, Variable) or not isinstance(variables, Iterable)
-    return variables if is_one else list(variables)
-
-
 def _owner_of(variables: Any) -> Any:
     """Return the strategy in scope, outside every scope that of the first variable with one."""
     strategy = get_strategy()
     if not strategy.extended.is_default or not isinstance(variables, list):
         return strategy
-    owners = (each.strategy for each in variables if isinstance(each, Variable))
-    return next((owner for owner in owners if owner is not None), strategy)
+    return owner_among((each for each in variables if isinstance(each, Variable)), strategy)
 
 
 def _check_variables(kind: str, variables: Any) -> None:
@@ -322,11 +318,7 @@ def _check_variables(kind: str, variables: Any) -> None:
             raise TypeError(
                 f"{kind} takes variables, not {variable!r} of type {type(variable).__name__}."
             )
-        if variable.dtype.kind not in "fc" and variable.dtype.name != "bfloat16":
-            raise TypeError(
-                f"{kind}: the variable {variable.name!r} of dtype {variable.dtype} has no "
-                "gradient. Leave it out, or give it a floating dtype."
-            )
+        check_takes_gradients(kind, variable)
     if len({id(variable) for variable in variables}) < len(variables):
         names = [variable.name for variable in variables]
         raise ValueError(f"{kind} was given one variable twice: {names}.")

@@ -19,6 +19,8 @@ from mpistrat.optimizers.gradients import (
     agree_on_gradients,
     check_gradients,
     check_owners,
+    listed,
+    owner_among,
     settled_beside,
     split_pairs,
     sum_over_replicas,
@@ -172,8 +174,9 @@ class Optimizer(Trackable, abc.ABC):
         """
         strategy = get_strategy()
         if strategy.extended.is_default:
-            grads_and_vars = _listed(grads_and_vars)
-            strategy = self._owner(variables_in(grads_and_vars), strategy)
+            grads_and_vars = listed(grads_and_vars)
+            given = (*variables_in(grads_and_vars), self.iterations)
+            strategy = owner_among(given, strategy)
         frame = context.current()
         ours = frame is not None and frame.strategy is strategy
         replica = frame.replica_context if frame is not None and ours else None
@@ -209,11 +212,6 @@ class Optimizer(Trackable, abc.ABC):
         return functools.partial(
             self._apply, pairs=present, rate=rate, number=number, are_own=summed
         )
-
-    def _owner(self, variables: Sequence[Variable], default: Any) -> Any:
-        """Return the strategy of the first variable that has one. Local."""
-        owners = (variable.strategy for variable in (*variables, self.iterations))
-        return next((owner for owner in owners if owner is not None), default)
 
     def _rate(self, step: int) -> float:
         rate = self.learning_rate
@@ -294,8 +292,3 @@ class Optimizer(Trackable, abc.ABC):
                 slot = zero_slot(variable, name)
                 self.attach_child(name, slot, of=variable)
                 self._slots.add(variable, name, slot)
-
-
-def _listed(grads_and_vars: Any) -> Any:
-    """Return a list of an iterator, and what is none as it is: the call refuses it."""
-    return list(grads_and_vars) if isinstance(grads_and_vars, Iterable) else grads_and_vars

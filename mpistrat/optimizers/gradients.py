@@ -12,22 +12,38 @@ from mpistrat import nests
 from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, Device, address_of, place
 from mpistrat.collectives import CollectiveCall
+from mpistrat.comm.dtypes import is_floating
 from mpistrat.errors import ContextError
 from mpistrat.optimizers.rows import coalesced
 from mpistrat.options import ReduceOp
 from mpistrat.reductions import all_reduce_nest
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
-from mpistrat.variables import SyncOnReadVariable, Variable
+from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
 
 __all__ = [
     "agree_on_gradients",
     "check_gradients",
     "check_owners",
+    "check_takes_gradients",
+    "listed",
+    "owner_among",
     "settled_beside",
     "split_pairs",
     "sum_over_replicas",
     "variables_in",
 ]
+
+
+def listed(values: Any) -> Any:
+    """Return a list of an iterable, and what is none as it is: the call refuses it. Local."""
+    is_one = isinstance(values, Variable) or not isinstance(values, Iterable)
+    return values if is_one else list(values)
+
+
+def owner_among(variables: Iterable[Variable], default: Any) -> Any:
+    """Return the strategy of the first of `variables` that has one, else `default`. Local."""
+    owners = (variable.strategy for variable in variables)
+    return next((owner for owner in owners if owner is not None), default)
 
 
 def variables_in(pairs: Any) -> list[Variable]:
@@ -108,13 +124,24 @@ def check_gradients(
     ]
 
 
-def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
-    what = f"{kind}: the gradient of variable {variable.name!r}"
-    if variable.dtype.kind not in "fc" and variable.dtype.name != "bfloat16":
+def check_takes_gradients(kind: str, variable: Variable) -> None:
+    """Refuse a variable that holds no fractions, such as a gradient's steps are. Local.
+
+    Raises
+    ------
+    TypeError
+        Naming the variable.
+    """
+    if not is_floating(variable.dtype) and variable.dtype.kind != "c":
         raise TypeError(
             f"{kind}: the variable {variable.name!r} of dtype {variable.dtype} cannot take the "
-            "steps of an optimizer, which are fractions. Give it a floating dtype."
+            "steps of an optimizer, which are fractions. Leave it out, or give it a floating dtype."
         )
+
+
+def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
+    what = f"{kind}: the gradient of variable {variable.name!r}"
+    check_takes_gradients(kind, variable)
     if isinstance(gradient, PerReplica | SyncOnReadVariable) and not summed:
         raise ValueError(
             f"{what} differs from replica to replica ({type(gradient).__name__}) and is not "
@@ -143,7 +170,7 @@ def _as_array(what: str, gradient: Any) -> Array:
 
 
 def _cast(what: str, array: Array, variable: Variable) -> Array:
-    if not np.can_cast(array.dtype, variable.dtype, "same_kind"):
+    if not can_cast(array.dtype, variable.dtype):
         raise TypeError(
             f"{what} has the dtype {array.dtype}, which does not fit into {variable.dtype}. Cast "
             "it first."

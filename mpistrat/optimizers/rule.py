@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpistrat.arrays import Array, address_of
+from mpistrat.comm.dtypes import is_narrow
 from mpistrat.optimizers.kernels import Kernel
 
 __all__ = ["Rule", "Step", "Target", "compute_dtype", "flat_real", "slot_dtype"]
@@ -73,7 +74,7 @@ def compute_dtype(dtype: np.dtype) -> np.dtype:
     float32 for the halves, whose squares and small steps would vanish. Complex numbers are
     updated as pairs of real ones.
     """
-    if dtype.name in ("float16", "bfloat16"):
+    if is_narrow(dtype):
         return np.dtype(np.float32)
     real: np.dtype = np.dtype(dtype.char.lower())
     return real

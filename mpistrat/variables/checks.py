@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, Device, host_view, place
-from mpistrat.comm.dtypes import wire_dtype
+from mpistrat.comm.dtypes import is_floating, wire_dtype
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.tensors import host_array, is_tensor
 from mpistrat.values import DistributedValues, IndexedSlices
@@ -28,6 +28,11 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
     """
     if not isinstance(name, str):
         raise TypeError(f"The name of a variable must be a string, not {name!r}.")
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(
+            f"The variable {name!r} cannot hold a masked array. Fill it first: "
+            "array.filled(value)."
+        )
     array = host_array(value) if is_tensor(value) else host_view(value)
     if dtype is not None:
         dtype = np.dtype(dtype)
@@ -35,8 +40,14 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
             raise ValueError(
                 f"The variable {name!r} of dtype {dtype} cannot hold a complex initial value."
             )
-        array = _exact(value, array).astype(dtype)
-    if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
+        array = _exact(value, array)
+        if not hasattr(value, "dtype") and not holds(dtype, array):
+            raise ValueError(
+                f"The variable {name!r} of dtype {dtype} cannot hold the initial value {value!r} "
+                "exactly. Give it another dtype, or a NumPy array, which is cast."
+            )
+        array = array.astype(dtype)
+    if array.dtype.kind not in "biuc" and not is_floating(array.dtype):
         raise ValueError(
             f"The variable {name!r} cannot hold a value of dtype {array.dtype}: "
             "give an array of bools, integers, floats or complex numbers."

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, host_view, native
+from mpistrat.arrays import Array, host_view
 from mpistrat.collectives import CollectiveCall
 from mpistrat.epochs.report import rank_list
 from mpistrat.errors import ReplicaDriftError
@@ -17,7 +17,7 @@ from mpistrat.options import ReduceOp
 from mpistrat.tracking import Trackable
 from mpistrat.variables.base import Variable
 from mpistrat.variables.broadcasting import broadcast_in_pieces
-from mpistrat.variables.difference import describe_difference
+from mpistrat.variables.difference import describe_difference, value_bytes
 from mpistrat.variables.sync_on_read import SyncOnReadVariable
 
 __all__ = ["check_replicas_agree", "variables_to_compare"]
@@ -132,7 +132,7 @@ def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -
 
 
 def _digest(array: Array) -> int:
-    host = native(host_view(array)).reshape(-1).view(np.uint8)
+    host = np.ascontiguousarray(value_bytes(host_view(array)))
     return int.from_bytes(blake2b(host.data, digest_size=8).digest(), "little")
 
 

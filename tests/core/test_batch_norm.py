@@ -306,3 +306,22 @@ def test_outside_every_scope():
         np.testing.assert_allclose(gradient_x.sum(axis=0), 0, atol=1e-12)
         ms.optimizers.SGD(0.1).apply_gradients(pairs)
     np.testing.assert_allclose(layers[0].gamma.numpy(), layers[1].gamma.numpy(), rtol=1e-12)
+
+
+def test_variables_of_bfloat16(strategy):
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    with strategy.scope():
+        layer = ms.layers.BatchNorm(2, dtype=bfloat16, synchronized=True)
+
+    def step(x):
+        y, saved = layer.forward(x)
+        _, pairs = layer.backward(saved, y)
+        assert [gradient.dtype for gradient, _ in pairs] == [bfloat16] * 2
+        return y
+
+    x = np.array([[1.0, -2.0], [3.0, 2.0]], bfloat16)
+    y = strategy.run(lambda: step(x))
+    np.testing.assert_allclose(
+        strategy.experimental_local_results(y)[0].astype(float), [[-1, -1], [1, 1]], atol=1e-2
+    )
+    assert layer.gamma.dtype == bfloat16

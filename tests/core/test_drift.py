@@ -217,3 +217,18 @@ def test_merge_call_is_the_way_from_replica_context(strategy, check):
         check(variable)
 
     strategy.run(lambda: ms.get_replica_context().merge_call(merge))
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_bytes_that_hold_no_value_do_not_count(strategy, check, rank, dtype):
+    with strategy.scope():
+        variable = ms.Variable(np.ones(8, dtype), name="w")
+
+    def rewrite(w):
+        random = np.random.default_rng(rank).integers(0, 256, w.storage.nbytes)
+        w.storage.view(np.uint8)[:] = random
+        for part in (w.storage.real, w.storage.imag) if w.dtype.kind == "c" else (w.storage,):
+            np.add(np.zeros(8), 1, out=part)  # leaves the padding of x86's long double alone
+
+    strategy.extended.update(variable, rewrite)
+    check(variable)

@@ -503,3 +503,25 @@ def test_conversions_follow_numpy_s_protocol(strategy):
         ms.Variable(1 + 2j, dtype="f4")
     with strategy.scope(), pytest.raises(TypeError, match="string"):
         ms.Variable(1.0, name=3)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(300, "u1"), ([-1], "u1"), (2**31, "i4"), (1.5, "i8"), (np.ma.array([1.0], mask=[1]), None)],
+)
+def test_initial_values_that_would_lose_something_are_refused(strategy, size, value, dtype):
+    with strategy.scope(), pytest.raises(ValueError, match="'odd'.*cannot hold"):
+        ms.Variable(value, name="odd", dtype=dtype)
+    assert strategy.reduce("sum", 1) == size
+
+
+def test_initial_arrays_are_cast_as_asked(strategy):
+    with strategy.scope():
+        assert ms.Variable(np.array([1.5]), dtype="i4").numpy().tolist() == [1]
+        assert ms.Variable([True, False], dtype="f4").numpy().tolist() == [1, 0]
+
+
+def test_floats_of_8_bits_are_refused(strategy):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    with strategy.scope(), pytest.raises(ValueError, match="'odd'.*float8_e5m2"):
+        ms.Variable(np.ones(2, ml_dtypes.float8_e5m2), name="odd")
