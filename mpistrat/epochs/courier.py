@@ -24,6 +24,9 @@ _MAX_CHARACTERS = 20_000
 _BATCH_BYTES = 2**18
 _ALONE_S = 10.0
 """How long rank 0 is left in peace after it did not answer."""
+_TURN_S = 0.0002
+_MAX_TURN_S = 0.2
+"""The ranks that have all the same to say do not all come to rank 0 in the same moment."""
 
 
 class Courier:
@@ -101,6 +104,7 @@ class Courier:
                 for line in group:
                     self._printer.add(line)
             else:
+                time.sleep(min(channel.rank * _TURN_S, _MAX_TURN_S))
                 for texts in _batches(group):
                     if not self._reaches_rank_0(channel, texts):
                         for text in texts:

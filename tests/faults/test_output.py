@@ -244,3 +244,46 @@ strategy.run(deep, args=(30,))
         assert f"mpistrat: {spell(range(ranks))}: warning {i}" in lines
         assert text.count(f"UserWarning: strange {i}") == 1
     assert "EpochMismatchError" in text
+
+
+def test_the_numbers_are_those_of_the_largest_strategy(tmp_path):
+    lines = lines_of(
+        tmp_path,
+        """
+from mpi4py.MPI import COMM_WORLD
+halves = COMM_WORLD.Split(rank % 2)
+ms.MPIStrategy(halves)
+log.warning("all the same")
+""",
+        4,
+    )
+    assert lines == ["mpistrat: ranks 0-3: all the same"]
+
+
+def test_strategies_on_parts_of_the_world_have_numbers_of_their_own(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import logging\nimport mpistrat as ms\nfrom mpi4py.MPI import COMM_WORLD\n"
+        "from mpistrat.epochs import printer\nprinter.WINDOW_S = 5\n"
+        "part = COMM_WORLD.rank % 2\n"
+        "strategy = ms.MPIStrategy(COMM_WORLD.Split(part))\n"
+        'logging.getLogger("mpistrat").warning("part %d", part)\n'
+    )
+    done = launch.run([script], 4)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stderr.splitlines()) == [
+        f"mpistrat: ranks 0-1: part {part}" for part in range(2)
+    ]
+
+
+def test_nothing_is_lost_where_the_program_ends_mpi_itself(tmp_path):
+    lines = lines_of(
+        tmp_path,
+        'log.warning("before %d", rank)\n'
+        "from mpi4py import MPI\nMPI.Finalize()\n"
+        'log.warning("after %d", rank)\n',
+        3,
+    )
+    assert sorted(lines) == [
+        f"mpistrat: rank {rank}: {when} {rank}" for when in ("after", "before") for rank in range(3)
+    ]
