@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
@@ -45,10 +46,12 @@ def compiled_kernel(kernel: Kernel, dtype: np.dtype) -> HostKernel | None:
 
 @functools.lru_cache
 def _library() -> ctypes.CDLL | None:
-    """Return the library, ``None`` where it is absent or was made from an older source."""
-    for path in Path(__file__).parent.glob("_host_kernels*.so"):
-        library = ctypes.CDLL(str(path))
-        made_from = ctypes.c_char * len(digest())
-        if made_from.in_dll(library, "mpistrat_digest").value == digest().encode():
-            return library
+    """Return the library, ``None`` where none was made for this machine from today's source."""
+    made_from = ctypes.c_char * len(digest())
+    for path in sorted(Path(__file__).parent.glob("_host_kernels*.so")):
+        # A folder that machines of several kinds share holds libraries for each of them.
+        with contextlib.suppress(OSError, ValueError):
+            library = ctypes.CDLL(str(path))
+            if made_from.in_dll(library, "mpistrat_digest").value == digest().encode():
+                return library
     return None

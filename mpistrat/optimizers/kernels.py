@@ -21,7 +21,9 @@ class Kernel:
     constants: tuple[str, ...]
     """Numbers that are equal for all elements."""
     body: str
-    """Reads ``gradient`` and the constants, writes ``weight`` and the slots."""
+    """Reads ``gradient`` and the constants, writes ``weight`` and the slots.
+
+    Rounds in the same places as `Rule.in_numpy`: a rank without the library gets the same bits."""
 
 
 SGD = Kernel("sgd", (), ("rate",), "weight -= rate * gradient;")
@@ -36,7 +38,7 @@ SGD_NESTEROV = Kernel(
     ("momentum",),
     ("rate", "decay"),
     "momentum = decay * momentum + rate * gradient;"
-    " weight -= decay * momentum + rate * gradient;",
+    " weight -= rate * gradient; weight -= decay * momentum;",
 )
 ADAM = Kernel(
     "adam",
@@ -44,7 +46,7 @@ ADAM = Kernel(
     ("rate", "gain_1", "gain_2", "epsilon"),
     "first_moment += gain_1 * (gradient - first_moment);"
     " second_moment += gain_2 * (gradient * gradient - second_moment);"
-    " weight -= rate * first_moment / (sqrt(second_moment) + epsilon);",
+    " weight -= rate * (first_moment / (sqrt(second_moment) + epsilon));",
 )
 
 _C_TYPES = {"f": "float", "d": "double", "g": "long double"}

@@ -21,7 +21,7 @@ class Rule:
 
     kernel: Kernel
     in_numpy: Callable[..., None]
-    """The same as ``in_numpy(weight, gradient, slots, constants, scratch)``, in place.
+    """The same to the bit as ``in_numpy(weight, gradient, slots, constants, scratch)``, in place.
 
     All are 1-d arrays of one floating dtype and equal length, constants 0-d ones. `gradient`
     must stay as it is; `scratch` may hold anything."""
