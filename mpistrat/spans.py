@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from mpistrat.arrays import profiler_marks
 
-__all__ = ["Recorder", "active", "record_on", "span", "spanned"]
+__all__ = ["Recorder", "active", "mark", "record_on", "span", "spanned"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -137,6 +137,15 @@ def span(category: str, name: str, **facts: Any) -> AbstractContextManager[None]
     """
     recorder = _state.recorder
     return _NOTHING if recorder is None else _Span(recorder, category, name, facts)
+
+
+def mark(name: str) -> Callable[[], object] | None:
+    """Begin a range for NVIDIA's profilers, and return what ends it, if there are any. Local."""
+    recorder = _state.recorder
+    if recorder is None or recorder.push is None:
+        return None
+    recorder.push(name)
+    return recorder.pop
 
 
 def spanned(category: str, name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:

@@ -13,7 +13,7 @@ from mpistrat.epochs.channel import Channel, Outcome, Status
 from mpistrat.epochs.flight import FlightEntry, State
 from mpistrat.epochs.flight_triggers import on_epoch_error
 from mpistrat.epochs.report import spell
-from mpistrat.spans import active
+from mpistrat.spans import active, mark
 
 __all__ = ["Call", "Together"]
 
@@ -72,6 +72,7 @@ class Call:
         except BaseException:
             self.channel.lock.release()
             raise
+        self._end_mark = mark(self.kind)
         return self
 
     def agree(self, *details: object) -> None:
@@ -139,6 +140,8 @@ class Call:
             elif self._entry is not None:
                 self.end(self._entry, State.DONE if error is None else State.FAILED)
         finally:
+            if self._end_mark is not None:
+                self._end_mark()
             self.channel.lock.release()
             if error is not None and self.channel.closed is not None and self._entry is not None:
                 on_epoch_error(self.channel.closed)

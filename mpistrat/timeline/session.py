@@ -37,10 +37,6 @@ def start(path: str, rank: int, size: int) -> None:
         return
     # The program may change its folder.
     target = Path(path).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if rank == 0:
-        # If this job is killed, no older one shall be taken for it.
-        target.unlink(missing_ok=True)
     header = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -52,7 +48,17 @@ def start(path: str, rank: int, size: int) -> None:
         "wall_clock_ns": time.time_ns(),
         "monotonic_ns": time.monotonic_ns(),
     }
-    recorder = spans.Recorder(str(part_of(target, rank)), header)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            # If this job is killed, no older one shall be taken for it.
+            target.unlink(missing_ok=True)
+        recorder = spans.Recorder(str(part_of(target, rank)), header)
+    except OSError as error:
+        raise OSError(
+            f"MPISTRAT_TIMELINE={path!r} cannot be written by rank {rank} of {size}: "
+            f"{error.strerror}. Name a file in a folder that every rank can write to."
+        ) from None
     spans.record_on(recorder)
     watch_leaving(_Session(target, rank, size, recorder))
 
