@@ -54,11 +54,13 @@ def find_launcher(variables: Mapping[str, str] | None = None) -> Launcher:
 
 
 def is_one_of_several() -> bool:
-    """Return whether a launcher with a PMI connection started this very process. Local.
+    """Return whether a launcher with a PMI or PMIx connection started this very process. Local.
 
-    A child of a rank inherits the variables, but not the open connection.
+    A child of a rank inherits the variables, but neither the open connection nor the process id.
     """
     variables = environment()
+    if "PMIX_RANK" in variables and variables.get("SLURM_TASK_PID") == str(os.getpid()):
+        return int(variables.get("SLURM_STEP_NUM_TASKS", "1")) > 1
     if int(variables.get("PMI_SIZE", "1")) == 1 or "PMI_FD" not in variables:
         return False
     try:

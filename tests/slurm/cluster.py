@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,11 +18,13 @@ import time
 from pathlib import Path
 
 from mpistrat.testing import launch
+from tests.slurm import guard
 
 __all__ = ["NODES", "Cluster", "missing_programs"]
 
 NODES = ("n1", "n2")
 CPUS_PER_NODE = 4
+LIVE_STATES = (None, "PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 CONFIGURATION = """
 ClusterName=tests
@@ -63,7 +64,7 @@ def _path():
 
 def missing_programs():
     """Return the names of the programs that a cluster needs and this machine does not have."""
-    names = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "setpriv")
+    names = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
     return [name for name in names if shutil.which(name, path=_path()) is None]
 
 
@@ -91,8 +92,13 @@ class Cluster:
     def __init__(self):
         # A short path, because sockets lie below it.
         self._folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        self._configuration = guard.configuration_of(self._folder)
         self._daemons = []
-        self._configuration = self._folder / "slurm.conf"
+        self._guard = subprocess.Popen(
+            [sys.executable, guard.__file__, self._folder],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def __enter__(self):
         try:
@@ -105,19 +111,15 @@ class Cluster:
     def __exit__(self, *_):
         with contextlib.suppress(subprocess.SubprocessError):
             self.cancel_all()
-        # The controller goes first: it must not restart or requeue what the nodes end.
+        # The controller goes first: it must not start again what the nodes end.
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(5)
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._guard.communicate()
         for daemon in self._daemons:
-            daemon.wait()
-        _wait_until(lambda: not self.pids(), 5)
-        shutil.rmtree(self._folder, ignore_errors=True)
+            daemon.wait(5)
 
     def _start(self):
         folder = self._folder
@@ -138,9 +140,12 @@ class Cluster:
             # PMIx asks for the peers of this host, and knows the node by its name alone.
             self._daemon("slurmd", "-D", "-N", node, PMIX_HOSTNAME=node)
         self._daemon("slurmctld", "-D", "-c")
-        if not _wait_until(self._is_idle, 30):
-            logs = "\n".join(f"{log}:\n{log.read_text()}" for log in folder.glob("*.log"))
-            raise RuntimeError(f"The cluster did not come up within 30 s.\n{logs}")
+        self._expect(self._is_idle, "The nodes")
+
+    def _expect(self, condition, what, limit_s=30):
+        if not _wait_until(condition, limit_s):
+            logs = "\n".join(f"{log}:\n{log.read_text()}" for log in self._folder.glob("*.log"))
+            raise RuntimeError(f"{what} did not come up within {limit_s} s.\n{logs}")
 
     def _start_munge(self):
         key = self._folder / "munge.key"
@@ -155,15 +160,13 @@ class Cluster:
         }
         # A folder in /tmp is not where munged wants its log: --force makes that a warning.
         self._daemon("munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in files.items()))
-        if not _wait_until(files["socket"].exists, 10):
-            raise RuntimeError(f"munged did not come up:\n{files['log-file'].read_text()}")
+        self._expect(files["socket"].exists, "munged")
 
     def _daemon(self, *command, **variables):
-        # The daemons go when this process goes, also when it is killed.
         with (self._folder / f"output.{len(self._daemons)}.log").open("wb") as output:
             self._daemons.append(
                 subprocess.Popen(
-                    ["setpriv", "--pdeathsig", "TERM", *command],
+                    command,
                     env=self._environment(variables),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -179,7 +182,7 @@ class Cluster:
         return states == ["idle"] * len(NODES)
 
     def _environment(self, changes):
-        own = {"PATH": _path(), "SLURM_CONF": str(self._configuration), "PYTHONUNBUFFERED": "1"}
+        own = {"PATH": _path(), "SLURM_CONF": str(self._configuration)}
         return launch.environment({**own, **changes})
 
     def _call(self, command, limit_s, cwd=None, env=None):
@@ -211,7 +214,7 @@ class Cluster:
         def has_ended():
             text = self._call(["scontrol", "--oneliner", "show", "job", job], 10).stdout
             facts.update(re.findall(r"(JobState|ExitCode)=(\S+)", text))
-            return facts["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+            return facts.get("JobState") not in LIVE_STATES
 
         ended = _wait_until(has_ended, limit_s)
         if not ended:
@@ -224,13 +227,7 @@ class Cluster:
 
     def pids(self):
         """Return the processes of this cluster: its daemons, and the steps and tasks of jobs."""
-        mark = f"SLURM_CONF={self._configuration}\0".encode()
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (process / "environ").read_bytes() + b"\0":
-                    found.append(int(process.name))
-        return found
+        return guard.processes_of(self._folder)
 
     def cancel_all(self):
         """End all jobs, and wait until the nodes are idle."""

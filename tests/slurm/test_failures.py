@@ -6,9 +6,13 @@ import pytest
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
 
-PRELUDE = """
+START = """
 import os, sys, time
 import mpistrat as ms
+"""
+PRELUDE = (
+    START
+    + """
 strategy = ms.MPIStrategy()
 rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
 strategy.reduce("sum", 1)
@@ -16,6 +20,7 @@ print("began at", time.time(), flush=True)
 def step(x):
     return ms.get_replica_context().all_reduce("sum", x)
 """
+)
 LIMIT_S = 10
 """How long a step may go on after the ranks have met, with the two seconds that Slurm waits."""
 
@@ -48,7 +53,7 @@ def failing_step(x):
 strategy.run(failing_step, args=(1.0,))
 """
     text = one_traceback(fail(srun, protocol, program))
-    assert "rank 1 of 4 failed at program.py:13:" in text
+    assert "rank 1 of 4 failed at program.py:14:" in text
     assert "ZeroDivisionError: the loss is gone" in text
 
 
@@ -57,12 +62,23 @@ def test_a_rank_that_skips_a_collective(srun, protocol):
     text = one_traceback(fail(srun, protocol, program))
     assert "EpochMismatchError: The ranks disagree:" in text
     assert "rank 2: reduce SUM" in text
-    assert "at program.py:12" in text
+    assert "at program.py:13" in text
 
 
 def test_a_rank_that_leaves_early(srun, protocol):
     program = "if rank == 3:\n    sys.exit(0)\nstrategy.run(step, args=(1.0,))\n"
     assert "EpochError: rank 3 ended" in one_traceback(fail(srun, protocol, program))
+
+
+def test_a_rank_that_fails_before_its_first_strategy(srun, protocol):
+    program = (
+        'if os.environ["SLURM_PROCID"] == "1":\n    raise KeyError("early")\nms.MPIStrategy()\n'
+    )
+    began = time.monotonic()
+    done = srun(START + program, "--ntasks=4", f"--mpi={protocol}")
+    assert done.returncode != 0
+    assert time.monotonic() - began < 20
+    assert "KeyError: 'early'" in one_traceback(done.stderr)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
