@@ -62,14 +62,17 @@ class Case:
         return self.name
 
 
+LAUNCHERS = re.compile(
+    # Open MPI puts its own words between two lines of dashes, and its runtime's in brackets.
+    r"^-{60,}\n.*?(^-{60,}\n|\Z)|^={60,}\n.*?^={60,}\n|^(\[|Abort\(|YOUR APPLICATION).*\n?",
+    re.MULTILINE | re.DOTALL,
+)
+
+
 def ours(text):
     """Return the lines of a standard error that are not the launcher's."""
-    # Open MPI's runtime sometimes complains in brackets while a job goes down.
-    lines = [each for each in text.split("\n") if each.strip() and not each.startswith("[")]
-    # What the launcher adds of its own comes last.
-    for mark in ("=====", "-----", "Abort("):
-        lines = lines[: next((i for i, each in enumerate(lines) if each.startswith(mark)), None)]
-    return "\n".join(lines)
+    lines = LAUNCHERS.sub("", text).split("\n")
+    return "\n".join(line for line in lines if line.strip())
 
 
 def run_case(case, folder: Path) -> Finished:
