@@ -6,6 +6,7 @@ array-api-compat), and asks here where host and device differ.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import numbers
 import re
@@ -118,7 +119,7 @@ def namespace_of(array: Array) -> Any:
 
 def is_on_host(array: Array) -> bool:
     """Return whether NumPy can use the memory of `array`. Local."""
-    return not array_api_compat.is_cupy_array(array)
+    return isinstance(array, np.ndarray) or not array_api_compat.is_cupy_array(array)
 
 
 def is_array(value: object) -> bool:
@@ -135,9 +136,13 @@ def is_number(value: object) -> bool:
 
 def address_of(array: Array) -> int:
     """Return where the memory of `array` begins, on the host or its device. Local."""
-    if isinstance(array, np.ndarray):
-        return int(array.__array_interface__["data"][0])
-    return int(array.data.ptr)
+    if not isinstance(array, np.ndarray):
+        return int(array.data.ptr)
+    flags = array.flags
+    if array.size and flags.c_contiguous and flags.writeable and array.dtype.isbuiltin == 1:
+        # A third of the time of the array interface, and steps ask for each variable.
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    return int(array.__array_interface__["data"][0])
 
 
 def elementwise_kernel(inputs: str, outputs: str, body: str, name: str) -> Any:

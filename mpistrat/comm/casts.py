@@ -33,6 +33,9 @@ def cast(array: np.ndarray, dtype: np.dtype, copy: bool = False) -> np.ndarray:
 
 def cast_into(target: np.ndarray, array: np.ndarray) -> None:
     """Overwrite `target` with `array`, rounded to its dtype; overflow gives inf. Local."""
+    if target.dtype == array.dtype:
+        target[...] = array
+        return
     with np.errstate(all="ignore"):
         if _is_wide(array.dtype) and target.dtype == np.float16:
             for part, source in _chunks(target, array):

@@ -227,10 +227,8 @@ class Optimizer(Trackable, abc.ABC):
     ) -> None:
         """Take one step. In cross-replica context of `strategy`."""
         # All slots come first: a restore that waits for them may refuse one.
-        for _, variable in pairs:
-            self._make_slots(variable)
         names = self._rule.kernel.slots
-        targets = [self._slots.target(variable, names) for _, variable in pairs]
+        targets = [self._target(variable, names) for _, variable in pairs]
         written = [] if are_own else [span for target in targets for span in target.spans]
         gradients = settled_beside(pairs, written)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
@@ -286,9 +284,14 @@ class Optimizer(Trackable, abc.ABC):
             )
         return slot
 
-    def _make_slots(self, variable: Variable) -> None:
-        for name in self._rule.kernel.slots:
-            if self._slots.find(variable, name) is None:
-                slot = zero_slot(variable, name)
-                self.attach_child(name, slot, of=variable)
-                self._slots.add(variable, name, slot)
+    def _target(self, variable: Variable, names: tuple[str, ...]) -> Target:
+        """Return the memory of `variable` and of its slots `names`, made where there is none."""
+        target = self._slots.known_target(variable, names)
+        if target is None:
+            for name in names:
+                if self._slots.find(variable, name) is None:
+                    slot = zero_slot(variable, name)
+                    self.attach_child(name, slot, of=variable)
+                    self._slots.add(variable, name, slot)
+            target = self._slots.target(variable, names)
+        return target

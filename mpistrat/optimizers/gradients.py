@@ -33,6 +33,8 @@ __all__ = [
     "variables_in",
 ]
 
+_HOST = Device("cpu")
+
 
 def listed(values: Any) -> Any:
     """Return a list of an iterable, and what is none as it is: the call refuses it. Local."""
@@ -142,6 +144,8 @@ def check_takes_gradients(kind: str, variable: Variable) -> None:
 def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
     what = f"{kind}: the gradient of variable {variable.name!r}"
     check_takes_gradients(kind, variable)
+    if isinstance(gradient, np.ndarray):
+        return _checked_array(what, gradient, variable)
     if isinstance(gradient, PerReplica | SyncOnReadVariable) and not summed:
         raise ValueError(
             f"{what} differs from replica to replica ({type(gradient).__name__}) and is not "
@@ -152,6 +156,10 @@ def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
         gradient = gradient.values[0]
     if isinstance(gradient, IndexedSlices):
         return _checked_slices(what, gradient, variable)
+    return _checked_array(what, gradient, variable)
+
+
+def _checked_array(what: str, gradient: Any, variable: Variable) -> Array:
     array = _as_array(what, gradient)
     if tuple(array.shape) != variable.shape:
         raise ValueError(
@@ -170,6 +178,8 @@ def _as_array(what: str, gradient: Any) -> Array:
 
 
 def _cast(what: str, array: Array, variable: Variable) -> Array:
+    if array.dtype == variable.dtype:
+        return array
     if not can_cast(array.dtype, variable.dtype):
         raise TypeError(
             f"{what} has the dtype {array.dtype}, which does not fit into {variable.dtype}. Cast "
@@ -249,7 +259,7 @@ def settled_beside(
     spans = sorted(written)
     settled = []
     for gradient, variable in pairs:
-        device = Device("cpu") if variable.strategy is None else variable.strategy.extended.device
+        device = _HOST if variable.strategy is None else variable.strategy.extended.device
         if isinstance(gradient, IndexedSlices):
             values, indices = place(gradient.values, device), place(gradient.indices, device)
             ready = coalesced(IndexedSlices(values, indices, gradient.dense_shape))

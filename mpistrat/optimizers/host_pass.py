@@ -34,7 +34,7 @@ def update(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None
         Of the shape and dtype of the weight, in C order; only read.
     """
     weight, flat_gradient = target.flat_weight, flat_real(gradient)
-    dtype = compute_dtype(weight.dtype)
+    dtype = target.compute_dtype
     compiled = compiled_kernel(rule.kernel, dtype)
     numbers = (step.keep, step.factor, *step.constants)
     if compiled is not None and weight.dtype == dtype:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 __all__ = ["ADAM", "SGD", "SGD_MOMENTUM", "SGD_NESTEROV", "Kernel", "c_source", "digest"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """What is done to one element, as C statements on variables of one floating type."""
 

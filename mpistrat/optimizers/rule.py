@@ -54,6 +54,7 @@ class Target:
         self.weight = weight
         self.slots = slots
         self.flat_weight, *self.flat_slots = map(flat_real, (weight, *slots))
+        self.compute_dtype = compute_dtype(self.flat_weight.dtype)
 
     @functools.cached_property
     def addresses(self) -> tuple[int, ...]:

@@ -53,11 +53,14 @@ class Slots:
     def target(self, variable: Variable, names: tuple[str, ...]) -> Target:
         """Return the memory of `variable` and of its slots `names`, which exist. Local."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
-        target = entry.targets.get(names)
-        if target is None:
-            slots = [entry.slots[name].storage for name in names]
-            target = entry.targets[names] = Target(variable.storage, slots)
+        slots = [entry.slots[name].storage for name in names]
+        target = entry.targets[names] = Target(variable.storage, slots)
         return target
+
+    def known_target(self, variable: Variable, names: tuple[str, ...]) -> Target | None:
+        """Return what `target` has returned before, ``None`` where it has not. Local."""
+        entry = self._entries.get(id(variable))
+        return None if entry is None else entry.targets.get(names)
 
     def add(self, variable: Variable, name: str, slot: Variable) -> None:
         """Keep `slot` under `variable` and `name`. Local."""
