@@ -285,5 +285,5 @@ def test_nothing_is_lost_where_the_program_ends_mpi_itself(tmp_path):
         3,
     )
     assert sorted(lines) == [
-        f"mpistrat: rank {rank}: {when} {rank}" for when in ("after", "before") for rank in range(3)
+        f"mpistrat: rank {rank}: {when} {rank}" for rank in range(3) for when in ("after", "before")
     ]
