@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import context
 from mpistrat.arguments import as_index
 from mpistrat.arrays import Array, Device, place
 from mpistrat.collectives import Collectives
@@ -139,9 +140,9 @@ class BatchNorm(Trackable):
             Where it is collective and the ranks disagree.
         """
         if not training:
-            averages = [each.value() for each in (self.moving_mean, self.moving_variance)]
+            x, averages = self._examples_and_averages(x)
             moments = Moments(*(each.astype(np.float64) for each in averages))
-            return self._normalized(self._checked("forward", x), moments)
+            return self._normalized(x, moments)
         collectives = self._collectives("forward")
         if not self.synchronized:
             x = self._checked("forward", x)
@@ -154,6 +155,17 @@ class BatchNorm(Trackable):
             self._follow(self.moving_mean, moments.mean)
             self._follow(self.moving_variance, moments.variance)
         return self._normalized(x, moments)
+
+    def _examples_and_averages(self, x: Any) -> tuple[Array, list[Array]]:
+        """Return the checked `x` and the moving averages: collective where reading those is."""
+        averages, owner = [self.moving_mean, self.moving_variance], self.gamma.strategy
+        own = [each.values[0] for each in averages]
+        what = f"BatchNorm.forward of {self.name!r}"
+        if owner is None or context.mode_for(owner, what) is not context.Kind.CROSS_REPLICA:
+            return self._checked("forward", x), own
+        with owner.extended.collectives.call("BatchNorm.forward", self.name) as call:
+            x = self._checked("forward", x)
+            return x, call.all_reduce(ReduceOp.MEAN, own)
 
     def backward(self, saved: Any, gradient_y: Any) -> tuple[Array, list[tuple[Array, Variable]]]:
         """Return the gradients of the loss, which is the sum of the replicas' losses.

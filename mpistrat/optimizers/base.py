@@ -200,6 +200,7 @@ class Optimizer(Trackable, abc.ABC):
         missing = [variable.name for gradient, variable in pairs if gradient is None]
         if missing:
             warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=3)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.divisor()
         number = int(self.iterations.values[0])
         rate = self._rate(number)
         call.include(rate, f"with the learning rate {rate}")
@@ -210,7 +211,7 @@ class Optimizer(Trackable, abc.ABC):
         settled = zip(settle(call, gradients, variables, words), variables, strict=True)
         present = [(gradient, variable) for gradient, variable in settled if gradient is not None]
         return functools.partial(
-            self._apply, pairs=present, rate=rate, number=number, are_own=summed
+            self._apply, pairs=present, rate=rate, number=number, scale=scale, are_own=summed
         )
 
     def _rate(self, step: int) -> float:
@@ -223,6 +224,7 @@ class Optimizer(Trackable, abc.ABC):
         pairs: Sequence[tuple[Any, Variable]],
         rate: float,
         number: int,
+        scale: float,
         are_own: bool,
     ) -> None:
         """Take one step. In cross-replica context of `strategy`."""
@@ -231,7 +233,6 @@ class Optimizer(Trackable, abc.ABC):
         targets = [self._target(variable, names) for _, variable in pairs]
         written = [] if are_own else [span for target in targets for span in target.spans]
         gradients = settled_beside(pairs, written)
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         factor = gradient_factor(
             gradients,
             scale,

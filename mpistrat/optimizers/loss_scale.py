@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 
@@ -22,6 +23,9 @@ class LossScale(Trackable):
     has been given this object divides by it again. Where a summed gradient overflows on any
     rank, all ranks skip the step and the factor shrinks; after `growth_interval` steps without
     an overflow it grows (Micikevicius et al., "Mixed Precision Training", 2018).
+
+    One serves one optimizer. The scale changes with its steps, so the gradients of another one
+    would be divided by a scale that they have not been multiplied by.
 
     **Collective** in a strategy's scope, because it makes variables.
 
@@ -61,6 +65,7 @@ class LossScale(Trackable):
         with get_strategy().extended.collectives.call("LossScale") as call:
             self._check_parameters()
             call.agree(repr(self))
+        self._is_read = True
         self._scale = self._make("scale", np.float64(initial_scale))
         self._num_good = self._make("num_good_steps", np.int64(0))
         self._num_skipped = self._make("num_skipped_steps", np.int64(0))
@@ -88,8 +93,31 @@ class LossScale(Trackable):
 
     @property
     def value(self) -> float:
-        """What to multiply the loss by in the next step, equal on all ranks. Local."""
+        """What to multiply the loss by in the next step, equal on all ranks. Local.
+
+        Read it for each step: an optimizer warns where it has changed since it was last read.
+        """
+        self._is_read = True
+        return self._current
+
+    @property
+    def _current(self) -> float:
         return float(self._scale.values[0])
+
+    def divisor(self) -> float:
+        """Return what to divide gradients by. Local.
+
+        Warns where they cannot have been multiplied by it, because nobody has read it.
+        """
+        if not self._is_read:
+            warnings.warn(
+                f"The loss scale has become {self._current} and has not been read since, so these "
+                "gradients were multiplied by another one. Read LossScale.value for each step, "
+                "and give every optimizer a LossScale of its own.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return self._current
 
     @property
     def num_skipped_steps(self) -> int:
@@ -100,17 +128,22 @@ class LossScale(Trackable):
         """Take note of a step, skipped where not `is_finite`. Local, in update context."""
         if not is_finite:
             self._num_skipped.assign_add(1, read_value=False)
-            self._scale.assign(max(1.0, self.value * self.backoff_factor), read_value=False)
+            self._change_to(max(1.0, self._current * self.backoff_factor))
         num_good = int(self._num_good.values[0]) + 1 if is_finite else 0
         # A checkpoint of a longer interval may hold more good steps than this one asks for.
         if self.growth_interval is not None and num_good >= self.growth_interval:
-            self._scale.assign(self._grown(), read_value=False)
+            self._change_to(self._grown())
             num_good = 0
         self._num_good.assign(num_good, read_value=False)
 
     def _grown(self) -> float:
-        grown = self.value * self.growth_factor
-        return grown if math.isfinite(grown) else self.value
+        grown = self._current * self.growth_factor
+        return grown if math.isfinite(grown) else self._current
+
+    def _change_to(self, scale: float) -> None:
+        if scale != self._current:
+            self._scale.assign(scale, read_value=False)
+            self._is_read = False
 
     @property
     def variables(self) -> tuple[Variable, ...]:

@@ -325,3 +325,19 @@ def test_variables_of_bfloat16(strategy):
         strategy.experimental_local_results(y)[0].astype(float), [[-1, -1], [1, 1]], atol=1e-2
     )
     assert layer.gamma.dtype == bfloat16
+
+
+def test_bad_examples_of_one_rank_at_inference_are_an_error_on_all(strategy, others, size):
+    with strategy.scope():
+        layer = ms.layers.BatchNorm(2)
+    with pytest.raises(Exception, match=r"BatchNorm\.forward") as error:
+        layer.forward(np.ones((3, 2 if others else 5)), training=False)
+    assert isinstance(error.value, ms.errors.EpochMismatchError if others else ValueError)
+
+
+def test_inference_across_replicas_is_one_message(strategy, counts):
+    with strategy.scope():
+        layer = ms.layers.BatchNorm(2)
+    before = counts["all_reduce"]
+    layer.forward(np.ones((3, 2)), training=False)
+    assert counts["all_reduce"] == before + 1

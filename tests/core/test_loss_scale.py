@@ -84,9 +84,9 @@ def test_half_precision_variables_keep_their_moments_in_float32(strategy, size):
 
 def test_the_scale_is_part_of_a_checkpoint(strategy, mpi_tmp_path):
     parameters = {"initial_scale": 64, "growth_interval": 2}
-    variable, _, optimizer = make(strategy, parameters)
+    variable, scale, optimizer = make(strategy, parameters)
     for bad in (0, 1, 0):
-        apply(strategy, optimizer, variable, np.full(3, np.inf if bad else 1.0))
+        apply(strategy, optimizer, variable, np.full(3, np.inf if bad else scale.value))
     ms.Checkpoint(w=variable, optimizer=optimizer).write(mpi_tmp_path / "run.h5")
     other, other_scale, other_optimizer = make(strategy, parameters)
     checkpoint = ms.Checkpoint(w=other, optimizer=other_optimizer)
@@ -94,6 +94,21 @@ def test_the_scale_is_part_of_a_checkpoint(strategy, mpi_tmp_path):
     assert (other_scale.value, other_scale.num_skipped_steps) == (32, 1)
     apply(strategy, other_optimizer, other, np.ones(3))
     assert other_scale.value == 64, "the good step before the checkpoint counts"
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_scale_that_changed_unread_is_a_warning(strategy, bad):
+    with strategy.scope():
+        scale = ms.optimizers.LossScale(8.0, growth_interval=1)
+        variables = [ms.Variable(np.zeros(3)) for _ in range(2)]
+        optimizers = [ms.optimizers.SGD(1.0, loss_scale=scale) for _ in range(2)]
+    gradient = np.full(3, scale.value)
+    apply(strategy, optimizers[0], variables[0], gradient * (np.inf if bad else 1))
+    with pytest.warns(RuntimeWarning, match=r"become (4|16)\.0 and has not been read") as warned:
+        strategy.run(lambda: optimizers[1].apply_gradients([(gradient, variables[1])]))
+    assert warned[0].filename == __file__, "the line of the program"
+    gradient = np.full(3, scale.value)
+    apply(strategy, optimizers[1], variables[1], gradient)
 
 
 @pytest.mark.parametrize(
