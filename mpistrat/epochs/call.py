@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import struct
+from time import monotonic_ns
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -92,24 +93,28 @@ class Call:
         if not self.channel.checks:
             return
         signature = (self.kind, self.name, self.owner, *details)
-        entry = self._begin(signature)
+        entry = self.begin(signature)
         outcome = self.channel.vote(Status.CALL, signature, self.timeout_s, self._extra)
         if outcome is not Outcome.ALL_CALL:
             report = self.channel.report(self.words(*details), call_site())
             raise self.channel.disagreement(self.channel.exchange(report))
-        entry.agreed()
+        entry.agreed_ns = monotonic_ns()
+        entry.state = State.AGREED
 
-    def _begin(self, signature: tuple[object, ...]) -> FlightEntry:
-        """Note in the flight record that this rank comes to its next collective."""
+    def begin(self, signature: tuple[object, ...]) -> FlightEntry:
+        """Note in the flight record that this rank comes to its next collective. Local."""
         if self._entry is not None:
             self.end(self._entry, State.DONE)
         channel = self.channel
-        self._entry = channel.flight.begin(channel.ledger, signature, self._extra_words)
-        return self._entry
+        entry = channel.flight.begin(channel.ledger, signature, self._extra_words)
+        self._entry = entry
+        return entry
 
     def end(self, entry: FlightEntry, state: str) -> None:
         """Note the end of one collective of this call. Local."""
-        entry.ended(state)
+        entry.ended_ns = monotonic_ns()
+        entry.state = state
+        self._entry = None
         recorder = active()
         if recorder is not None:
             entry.record_on(recorder, self.channel.flight.channel, self.moved)
@@ -143,14 +148,14 @@ class Call:
             if self._end_mark is not None:
                 self._end_mark()
             self.channel.lock.release()
-            if error is not None and self.channel.closed is not None and self._entry is not None:
+            if error is not None and self.channel.closed is not None:
                 on_epoch_error(self.channel.closed)
 
     def _refuse(self, error: Exception) -> None:
         """Tell the others that this rank cannot do the call."""
         if not self.channel.checks:
             return
-        entry = self._begin((self.kind, self.name, self.owner, f"refused: {type(error).__name__}"))
+        entry = self.begin((self.kind, self.name, self.owner, f"refused: {type(error).__name__}"))
         try:
             outcome = self.channel.vote(Status.REFUSAL, (self.kind, "refused"), self.timeout_s)
         finally:
@@ -195,13 +200,13 @@ class Together:
         call, channel = self._call, self.channel
         status = Status.CALL if error is None else Status.REFUSAL
         signature = (call.kind, call.name, call.owner, "ends")
-        entry = channel.flight.begin(channel.ledger, signature)
+        entry = call.begin(signature)
         state = State.FAILED
         try:
             outcome = channel.vote(status, signature, call.timeout_s)
             if outcome is Outcome.ALL_CALL or (outcome is Outcome.ALL_REFUSE and error):
                 state = State.DONE
-                entry.agreed()
+                entry.agreed_ns = monotonic_ns()
                 return
             self._settle(trace, error)
         finally:

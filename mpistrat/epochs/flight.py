@@ -43,8 +43,8 @@ class FlightEntry:
     ----------
     number : int
         Of the collective on its channel, from 0.
-    runs, merge_calls, updates, failures : int
-        Calls begun before it, and failed functions.
+    counters : tuple of int
+        Calls of run, merge_call and update begun before it, and functions that failed.
     signature : tuple
         Kind, name, number of the strategy, and what else the ranks agree on.
     words : str
@@ -61,23 +61,17 @@ class FlightEntry:
         "agreed_ns",
         "began_ns",
         "code",
+        "counters",
         "ended_ns",
-        "failures",
         "instruction",
-        "merge_calls",
         "number",
-        "runs",
         "signature",
         "state",
-        "updates",
         "words",
     )
 
     number: int
-    runs: int
-    merge_calls: int
-    updates: int
-    failures: int
+    counters: tuple[int, int, int, int]
     signature: tuple[Any, ...]
     words: str
     code: CodeType | None
@@ -86,18 +80,6 @@ class FlightEntry:
     agreed_ns: int
     ended_ns: int
     state: str
-
-    def agreed(self) -> None:
-        """Note that all ranks brought the same. Local."""
-        self.agreed_ns = monotonic_ns()
-        self.state = State.AGREED
-
-    def ended(self, state: str) -> None:
-        """Note the end, unless it is known already. Local."""
-        if not self.ended_ns:
-            self.ended_ns = monotonic_ns()
-            self.state = state
-
 
     def record_on(self, recorder: Recorder, channel: str, moved: dict[str, Any]) -> None:
         """Give this collective to a timeline. Local."""
@@ -132,46 +114,41 @@ class FlightRecord:
         if length != self.entries.maxlen:
             self.entries = deque(self.entries, maxlen=length)
 
-    def begin(
-        self, ledger: Ledger, signature: tuple[Any, ...], words: str = ""
-    ) -> FlightEntry:
-        """Add the collective that this rank is about to come to. Local."""
+    def begin(self, ledger: Ledger, signature: tuple[Any, ...], words: str) -> FlightEntry:
+        """Add the collective that this rank is about to come to. Local.
+
+        To be called by `Call` alone: two frames between this one and the user's are passed over.
+        """
         entry = FlightEntry()
         entry.began_ns = monotonic_ns()
         entry.agreed_ns = entry.ended_ns = 0
-        entry.state = State.WAITING
+        entry.state = _WAITING
         entry.number = ledger.sequence
-        entry.runs = ledger.runs
-        entry.merge_calls = ledger.merge_calls
-        entry.updates = ledger.updates
-        entry.failures = ledger.failures
+        entry.counters = ledger.runs, ledger.merge_calls, ledger.updates, ledger.failures
         entry.signature = signature
         entry.words = words
-        entry.code, entry.instruction = _place(sys._getframe(1))
+        entry.code, entry.instruction = None, 0
+        # As `callsite.call_site`, but in line: it is most of what an entry costs.
+        frame: FrameType | None = sys._getframe(3)
+        while frame is not None:
+            code = frame.f_code
+            owner = _owners.get(code.co_filename)
+            if owner is None:
+                owner = _owners[code.co_filename] = _owner(code.co_filename)
+            if owner == _OWN:
+                entry.code, entry.instruction = code, frame.f_lasti
+                break
+            if owner == _INSTALLED and entry.code is None:
+                entry.code, entry.instruction = code, frame.f_lasti
+            frame = frame.f_back
         self.entries.append(entry)
         return entry
 
 
+_WAITING = State.WAITING
 _INSIDE, _INSTALLED, _OWN = range(3)
 _owners: dict[str, int] = {}
 """Whose code a file holds. Files are few, so the cache needs no end."""
-
-
-def _place(frame: FrameType | None) -> tuple[CodeType | None, int]:
-    """Return where the user's code is, as `callsite.call_site` defines it."""
-    installed: tuple[CodeType | None, int] = (None, 0)
-    while frame is not None:
-        code = frame.f_code
-        owner = _owners.get(code.co_filename)
-        if owner is None:
-            owner = _owners[code.co_filename] = _owner(code.co_filename)
-        if owner:
-            if owner == _OWN:
-                return code, frame.f_lasti
-            if installed[0] is None:
-                installed = code, frame.f_lasti
-        frame = frame.f_back
-    return installed
 
 
 def _owner(filename: str) -> int:
