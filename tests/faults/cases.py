@@ -280,7 +280,7 @@ from mpi4py import MPI
 other = ms.MPIStrategy(MPI.COMM_WORLD.Dup())
 (strategy if rank < 2 else other).reduce("sum", 1)  #> call
 """,
-        ("EpochTimeoutError: Ranks", "elsewhere: in reduce at <call>", "waiting here at <call>"),
+        ("EpochTimeoutError: Ranks", "did not come to reduce at <call>", "waiting here at <call>"),
         timeout_s=2,
         waits=True,
     ),
