@@ -55,7 +55,7 @@ class Optimizer(Trackable, abc.ABC):
     Parameters
     ----------
     learning_rate : float or callable
-        A callable is given the step number and returns the rate.
+        At least 0. A callable is given the step number and returns the rate.
     weight_decay : float, optional
         Decoupled: before each step a variable shrinks by ``learning_rate * weight_decay`` of
         itself (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019).
@@ -102,7 +102,7 @@ class Optimizer(Trackable, abc.ABC):
         self._constant_parameters = [each for each in parameters if each != "learning_rate"]
         with get_strategy().extended.collectives.call(type(self).__name__) as call:
             self._check_parameters()
-            call.agree(self._words(*parameters))
+            call.agree(*self._words(parameters))
         self.iterations = Variable(
             np.int64(0),
             trainable=False,
@@ -128,14 +128,14 @@ class Optimizer(Trackable, abc.ABC):
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise TypeError(f"{kind}: loss_scale must be a LossScale, not {self.loss_scale!r}.")
 
-    def _words(self, *names: str) -> str:
+    def _words(self, names: Iterable[str]) -> list[str]:
         """Return the parameters that are given in the words that the ranks compare. Local."""
         values = [(name, getattr(self, name)) for name in names]
-        return ", ".join(
+        return [
             f"{name}={value!r}" if isinstance(value, LossScale) else f"{name}={spelled(value)}"
             for name, value in values
             if value is not None
-        )
+        ]
 
     def apply_gradients(
         self,
@@ -206,7 +206,7 @@ class Optimizer(Trackable, abc.ABC):
         call.include(rate, f"with the learning rate {rate}")
         # A program may have set them since the last step.
         self._check_parameters()
-        words = self._words(*self._constant_parameters)
+        words = ", ".join(self._words(self._constant_parameters))
         settle = sum_over_replicas if summed else agree_on_gradients
         settled = zip(settle(call, gradients, variables, words), variables, strict=True)
         present = [(gradient, variable) for gradient, variable in settled if gradient is not None]
@@ -216,7 +216,9 @@ class Optimizer(Trackable, abc.ABC):
 
     def _rate(self, step: int) -> float:
         rate = self.learning_rate
-        return float(rate(step) if callable(rate) else rate)
+        if not callable(rate):
+            return float(rate)
+        return at_least_0(type(self).__name__, f"learning_rate({step})", rate(step))
 
     def _apply(
         self,

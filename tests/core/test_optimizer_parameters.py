@@ -58,6 +58,25 @@ def test_a_learning_rate_may_be_a_variable(strategy, size):
     assert variable.numpy().tolist() == [-0.75 * size] * 2
 
 
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        ("0.1", TypeError, "must be a number, not '0.1'"),
+        (None, TypeError, "must be a number"),
+        (np.array([0.1]), TypeError, "must be a number"),
+        (np.nan, ValueError, "must be finite"),
+        (-0.1, ValueError, "at least 0"),
+    ],
+)
+def test_a_function_that_gives_no_rate_changes_nothing(strategy, size, value, error, text):
+    with strategy.scope():
+        variable, optimizer = ms.Variable(np.zeros(2)), SGD(lambda step: value)
+    with pytest.raises(error, match=rf"SGD: learning_rate\(0\).*{text}"):
+        a_step(strategy, optimizer, variable)
+    assert optimizer.iterations.numpy() == 0
+    assert variable.numpy().tolist() == [0, 0]
+
+
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.5), (0.5, 0.0)])
 def test_a_momentum_that_comes_or_goes(strategy, size, before, after):
     with strategy.scope():
