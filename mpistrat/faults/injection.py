@@ -44,10 +44,16 @@ class Injection:
     Raises
     ------
     ValueError
-        If there is no such rank, or the collective is over.
+        If there is no such rank, the collective is over, or collectives are not counted because
+        the setting ``MPISTRAT_CHECKS`` is off.
     """
 
     def __init__(self, channel: Channel, fault: Fault, collectives_before: int = 0) -> None:
+        if not channel.checks:
+            raise ValueError(
+                f"The fault {fault.text!r} cannot happen: collectives are not counted where the "
+                "setting MPISTRAT_CHECKS is off. Turn it on."
+            )
         if fault.rank is not None and fault.rank >= channel.size:
             raise ValueError(
                 f"The fault {fault.text!r} is for rank {fault.rank}, but there are only "

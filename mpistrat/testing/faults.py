@@ -55,7 +55,8 @@ def inject(
     Raises
     ------
     ValueError
-        For a fault that cannot be read, or a rank that there is not.
+        For a fault that cannot be read, a rank that there is not, or where the setting
+        ``MPISTRAT_CHECKS`` is off.
     ContextError
         If there is no strategy yet.
 

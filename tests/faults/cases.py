@@ -338,6 +338,12 @@ SETTING = [
         variables={"MPISTRAT_FAULT": "delay:0;explode"},
     ),
     Case(
+        "a setting that cannot come true",
+        'raise AssertionError("the strategy was made")',
+        ("ValueError: The fault 'delay:1' cannot happen", "MPISTRAT_CHECKS is off"),
+        variables={"MPISTRAT_FAULT": "delay:1", "MPISTRAT_CHECKS": "off"},
+    ),
+    Case(
         "a setting that kills",
         """
 for number in range(5, 9):
