@@ -171,7 +171,7 @@ def _as_json(
 
 COMMAND = Command(
     "explain",
-    "Merge the flight records of a job: who left the common sequence first, and where.",
+    "Say from flight records where ranks have parted.",
     _add_arguments,
     _run,
 )

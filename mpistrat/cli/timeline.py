@@ -162,7 +162,7 @@ def _as_json(
 
 COMMAND = Command(
     "timeline",
-    "Sum up a timeline: where each rank's time went, and which rank the others waited for.",
+    "Say where the time of each rank went.",
     _add_arguments,
     _run,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import struct
+import sys
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 from mpistrat import errors
 from mpistrat.epochs.callsite import call_site, failure_site
 from mpistrat.epochs.channel import Channel, Outcome, Status
-from mpistrat.epochs.flight import FlightEntry, State
+from mpistrat.epochs.flight import FlightEntry, State, users_place
 from mpistrat.epochs.flight_triggers import on_epoch_error
 from mpistrat.epochs.report import spell
 from mpistrat.spans import active, mark
@@ -73,6 +74,8 @@ class Call:
         except BaseException:
             self.channel.lock.release()
             raise
+        # Not later: here the user's frame is near, and each frame looked at costs.
+        self._place = users_place(sys._getframe(2))
         self._end_mark = mark(self.kind)
         return self
 
@@ -106,7 +109,7 @@ class Call:
         if self._entry is not None:
             self.end(self._entry, State.DONE)
         channel = self.channel
-        entry = channel.flight.begin(channel.ledger, signature, self._extra_words)
+        entry = channel.flight.begin(channel.ledger, signature, self._extra_words, self._place)
         self._entry = entry
         return entry
 

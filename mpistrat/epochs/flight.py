@@ -6,7 +6,6 @@ when the record is dumped.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from time import monotonic_ns
 from types import CodeType, FrameType
@@ -16,9 +15,12 @@ from mpistrat.epochs.callsite import _is_installed, _is_user_code
 from mpistrat.epochs.ledger import Ledger
 from mpistrat.spans import Recorder
 
-__all__ = ["DEFAULT_LENGTH", "FlightEntry", "FlightRecord", "State"]
+__all__ = ["DEFAULT_LENGTH", "FlightEntry", "FlightRecord", "Place", "State", "users_place"]
 
 DEFAULT_LENGTH = 256
+
+Place = tuple[CodeType, int] | None
+"""A code object and the offset of an instruction in it: cheap to note, and spelled later."""
 
 
 class State:
@@ -49,7 +51,7 @@ class FlightEntry:
         Kind, name, number of the strategy, and what else the ranks agree on.
     words : str
         What they agree on beside it, because it may change with each call.
-    code, instruction : code, int
+    place : tuple or None
         Where the user's code called it.
     began_ns, agreed_ns, ended_ns : int
         Readings of the monotonic clock, 0 for what has not happened.
@@ -60,11 +62,10 @@ class FlightEntry:
     __slots__ = (
         "agreed_ns",
         "began_ns",
-        "code",
         "counters",
         "ended_ns",
-        "instruction",
         "number",
+        "place",
         "signature",
         "state",
         "words",
@@ -74,8 +75,7 @@ class FlightEntry:
     counters: tuple[int, int, int, int]
     signature: tuple[Any, ...]
     words: str
-    code: CodeType | None
-    instruction: int
+    place: Place
     began_ns: int
     agreed_ns: int
     ended_ns: int
@@ -114,11 +114,10 @@ class FlightRecord:
         if length != self.entries.maxlen:
             self.entries = deque(self.entries, maxlen=length)
 
-    def begin(self, ledger: Ledger, signature: tuple[Any, ...], words: str) -> FlightEntry:
-        """Add the collective that this rank is about to come to. Local.
-
-        To be called by `Call` alone: two frames between this one and the user's are passed over.
-        """
+    def begin(
+        self, ledger: Ledger, signature: tuple[Any, ...], words: str, place: Place
+    ) -> FlightEntry:
+        """Add the collective that this rank is about to come to. Local."""
         entry = FlightEntry()
         entry.began_ns = monotonic_ns()
         entry.agreed_ns = entry.ended_ns = 0
@@ -127,22 +126,25 @@ class FlightRecord:
         entry.counters = ledger.runs, ledger.merge_calls, ledger.updates, ledger.failures
         entry.signature = signature
         entry.words = words
-        entry.code, entry.instruction = None, 0
-        # As `callsite.call_site`, but in line: it is most of what an entry costs.
-        frame: FrameType | None = sys._getframe(3)
-        while frame is not None:
-            code = frame.f_code
-            owner = _owners.get(code.co_filename)
-            if owner is None:
-                owner = _owners[code.co_filename] = _owner(code.co_filename)
-            if owner == _OWN:
-                entry.code, entry.instruction = code, frame.f_lasti
-                break
-            if owner == _INSTALLED and entry.code is None:
-                entry.code, entry.instruction = code, frame.f_lasti
-            frame = frame.f_back
+        entry.place = place
         self.entries.append(entry)
         return entry
+
+
+def users_place(frame: FrameType | None) -> Place:
+    """Return where the user's code is, as `callsite.call_site` finds it from `frame`. Local."""
+    installed = None
+    while frame is not None:
+        code = frame.f_code
+        owner = _owners.get(code.co_filename)
+        if owner is None:
+            owner = _owners[code.co_filename] = _owner(code.co_filename)
+        if owner == _OWN:
+            return code, frame.f_lasti
+        if owner == _INSTALLED and installed is None:
+            installed = code, frame.f_lasti
+        frame = frame.f_back
+    return installed
 
 
 _WAITING = State.WAITING

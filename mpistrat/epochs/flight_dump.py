@@ -13,11 +13,10 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from mpistrat.epochs.channel import Channel
-from mpistrat.epochs.flight import FlightEntry
+from mpistrat.epochs.flight import FlightEntry, Place
 from mpistrat.epochs.report import rank_spans, spell
 from mpistrat.files import write_atomically
 from mpistrat.version import __version__
@@ -142,7 +141,7 @@ def _channel(channel: Channel, members: Sequence[int]) -> dict[str, Any]:
 def _entry(entry: FlightEntry) -> dict[str, Any]:
     kind, name, owner, *details = entry.signature
     details_given = [detail for detail in details if detail != ()]
-    site, function = _spelled_place(entry.code, entry.instruction)
+    site, function = _spelled_place(entry.place)
     return {
         "number": entry.number,
         "kind": kind,
@@ -159,9 +158,10 @@ def _entry(entry: FlightEntry) -> dict[str, Any]:
     }
 
 
-def _spelled_place(code: CodeType | None, instruction: int) -> tuple[str, str]:
-    if code is None:
+def _spelled_place(place: Place) -> tuple[str, str]:
+    if place is None:
         return "unknown place", ""
+    code, instruction = place
     line = code.co_firstlineno
     for start, end, number in code.co_lines():
         if start <= instruction < end and number is not None:

@@ -117,7 +117,7 @@ def test_a_world_of_one_has_a_record(tmp_path):
 def test_old_entries_go():
     record, ledger = FlightRecord(4), Ledger()
     for _ in range(10):
-        record.begin(ledger, ("reduce", None, 0), "")
+        record.begin(ledger, ("reduce", None, 0), "", None)
         ledger.sequence += 1
     assert [each.number for each in record.entries] == [6, 7, 8, 9]
     record.resize(2)
