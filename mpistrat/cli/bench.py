@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "bench",
-    "Time collectives and optimizers beside their peers; start it with mpiexec.",
+    "Time collectives and optimizers beside peers, under mpiexec.",
     _add_arguments,
     _run,
 )
