@@ -9,6 +9,7 @@ from tests.faults.running import PRELUDE, ours
 
 pytestmark = pytest.mark.launches
 
+
 def fail(tmp_path, program, ranks=3, limit_s=20, **variables):
     """Run `program` and return its standard error, once it has failed as every failure should."""
     script = tmp_path / "program.py"
