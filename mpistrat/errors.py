@@ -59,7 +59,15 @@ class ReplicaDriftError(EpochError):
 
 
 class LaunchError(MpistratError, RuntimeError):
-    """The launcher and MPI do not fit each other, or the ranks do not fit the devices."""
+    """The launcher and MPI do not fit each other, or the ranks do not fit the devices.
+
+    Attributes
+    ----------
+    is_told_elsewhere : bool
+        True on all tasks but one where each meets the same error alone.
+    """
+
+    is_told_elsewhere: bool = False
 
 
 class DataError(MpistratError, ValueError):

@@ -21,6 +21,8 @@ class Launcher:
     """How many tasks `srun` started in this step; 1 where another launcher did."""
     node_name: str | None
     """The node's name where the launcher gives one."""
+    task: int = 0
+    """Number of this task among them."""
     mpi_flag_hint: str = "srun --mpi=pmi2 (MPICH) or srun --mpi=pmix (Open MPI)"
     """What to type where the tasks do not find each other."""
 
@@ -30,7 +32,6 @@ _MARKS = (
     ("openmpi", "OMPI_COMM_WORLD_SIZE"),
     ("intel", "I_MPI_HYDRA_PMI_CONNECT"),
     ("flux", "FLUX_TASK_RANK"),
-    ("pals", "PALS_RANKID"),
 )
 
 
@@ -47,7 +48,9 @@ def find_launcher(variables: Mapping[str, str] | None = None) -> Launcher:
     if "PMI_RANK" in variables and "MPI_LOCALNRANKS" in variables:
         return Launcher("mpich", 1, node_name)
     if "SLURM_STEP_ID" in variables and "SLURM_PROCID" in variables:
-        return Launcher("slurm", step_tasks, node_name)
+        return Launcher("slurm", step_tasks, node_name, int(variables["SLURM_PROCID"]))
+    if "PALS_RANKID" in variables:
+        return Launcher("pals", 1, node_name)
     if "PMI_RANK" in variables:
         return Launcher("mpich", 1, node_name)
     return Launcher("none", 1, node_name)

@@ -110,22 +110,28 @@ def started_world() -> MPI.Intracomm | None:
 
 def _check_launch(size: int, launcher: Launcher) -> None:
     if size == 1 and launcher.num_tasks > 1:
-        raise LaunchError(
+        error = LaunchError(
             f"Slurm started {launcher.num_tasks} tasks in this step, but MPI sees a world of one "
             f"rank: every task would train alone. Start the job with {launcher.mpi_flag_hint}."
         )
+        error.is_told_elsewhere = launcher.task != 0
+        raise error
 
 
 def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> tuple[int, tuple[str, ...]]:
     from mpi4py import MPI
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    local_rank = node.rank
-    leader = comm.rank if local_rank == 0 else -1
+    lowest = node.bcast(comm.rank)
     node.Free()
-    name = launcher.node_name or MPI.Get_processor_name()
-    names = comm.allgather((leader, name))
-    return local_rank, tuple(name for leader, name in names if leader >= 0)
+    # Where Slurm names the node it knows best: MPI libraries have taken ranks of one for several.
+    mark = launcher.node_name or lowest
+    marks_and_names = comm.allgather((mark, launcher.node_name or MPI.Get_processor_name()))
+    local_rank = [each for each, _ in marks_and_names[: comm.rank]].count(mark)
+    names: dict[Any, str] = {}
+    for each, name in marks_and_names:
+        names.setdefault(each, name)
+    return local_rank, tuple(names.values())
 
 
 def attached(comm: MPI.Intracomm, key: str, make: Callable[[], Any]) -> Any:

@@ -131,6 +131,9 @@ class Beacon:
             if channel.companions is not None:
                 channel.companions.note_loss(int(question["lost"]), str(question["what"]))
             return {"state": State.HERE, "sequence": -1}
+        if question["ask"] == "told":
+            channel.is_told = True
+            return {"state": State.HERE, "sequence": -1}
         if question["ask"] == "log":
             # Who has given up waiting for the answer has printed the lines already.
             can_take = not _is_closed_by_peer(connection)

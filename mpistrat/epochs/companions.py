@@ -19,10 +19,12 @@ from mpistrat.epochs.report import rank_list
 from mpistrat.epochs.whereabouts import State, Whereabouts, describe_whereabouts, is_moving_data
 from mpistrat.settings import settings_at_the_end
 
-__all__ = ["Companions", "meet", "own_beacon"]
+__all__ = ["Companions", "existing_beacon", "meet", "own_beacon"]
 
 _LIMIT_S = 1.5
 """How long an answer may take."""
+_SHORT_LIMIT_S = 0.3
+"""The same where the answer does not matter."""
 _AT_ONCE = 16
 _SETTLE_S = 0.5
 """How long to wait before a broken connection is news: a launcher that ends the job is faster."""
@@ -45,12 +47,14 @@ class Companions:
         self._key = key
         self._addresses = addresses
 
-    def ask(self, rank: int, ask: str = "state", **details: Any) -> Whereabouts:
+    def ask(
+        self, rank: int, ask: str = "state", limit_s: float = _LIMIT_S, **details: Any
+    ) -> Whereabouts:
         """Return what `rank` says of itself, or what its silence means. Local."""
         address = self._addresses[rank]
         place = {"pid": address.pid, "host": address.host}
         try:
-            with address.connect(_LIMIT_S) as connection:
+            with address.connect(limit_s) as connection:
                 question = {"key": self._key, "ask": ask, **details}
                 connection.sendall(json.dumps(question).encode() + b"\n")
                 answer = read_line(connection)
@@ -76,6 +80,12 @@ class Companions:
         ranks = list(ranks)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return dict(zip(ranks, pool.map(self.ask, ranks), strict=True))
+
+    def tell_all(self, ask: str, **details: Any) -> None:
+        """Tell every other rank something, without insisting. Local."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for rank in self.others():
+                pool.submit(self.ask, rank, ask, _SHORT_LIMIT_S, **details)
 
     def lowest_here(self) -> int:
         """Return the lowest rank that waits in the same collective as this one. Local."""
@@ -115,9 +125,7 @@ class Companions:
             place = self._addresses[rank]
             what = f"gone: process {place.pid} on {place.host} has ended without a word"
             self.note_loss(rank, what)
-            for other in self.others():
-                if other != rank:
-                    self.ask(other, "lost", lost=rank, what=what)
+            self.tell_all("lost", lost=rank, what=what)
 
         _later(_SETTLE_S, tell)
 
@@ -178,6 +186,11 @@ def meet(channel: Channel) -> None:
     except OSError:
         return  # it cannot be watched, but perhaps asked
     beacon.watch(connection, lambda: companions.spread_loss(neighbour))
+
+
+def existing_beacon() -> Beacon | None:
+    """Return the beacon of this process if it has one. Local."""
+    return _beacons.get(os.getpid())
 
 
 def own_beacon() -> Beacon | None:

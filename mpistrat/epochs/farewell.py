@@ -19,7 +19,7 @@ from typing import Any
 from mpistrat.epochs import logs
 from mpistrat.epochs.callsite import failure_site
 from mpistrat.epochs.channel import Channel
-from mpistrat.epochs.companions import own_beacon
+from mpistrat.epochs.companions import existing_beacon
 from mpistrat.epochs.obituary import describe_failure, print_failures
 from mpistrat.epochs.parting import Parting
 from mpistrat.errors import EpochTimeoutError
@@ -102,7 +102,8 @@ def _on_uncaught(
             sys.stderr.flush()
             _process.abort(1)
     if not _process.channels or not _process.can_speak():
-        _process.previous_hook(kind, error, trace)
+        if not getattr(error, "is_told_elsewhere", False):
+            _process.previous_hook(kind, error, trace)
         return
     sys.stdout.flush()
     site = failure_site(trace)
@@ -116,7 +117,7 @@ def _grace_s() -> float:
 
 def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> None:
     _process.has_left = True
-    beacon = own_beacon()
+    beacon = existing_beacon()
     if beacon is not None:
         beacon.has_left = True
     # Before the others hear that this rank has ended, so that rank 0 has all lines at the end.
@@ -132,9 +133,12 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
     deadline = time.monotonic() + _grace_s() + _extra_s(partings)
     # A list, because every parting has to be polled, not only the first that is not done.
     while [parting for parting in partings if not parting.is_done()]:
-        if may_abort and time.monotonic() > deadline:
+        is_told = any(channel.is_told for channel in channels)
+        if is_told or (may_abort and time.monotonic() > deadline):
             logs.close()
-            print_failures(partings[0], text)
+            if not is_told:
+                print_failures(partings[0], text)
+                _tell_the_others(channels)
             partings[0].channel.transport.abort(1)
         time.sleep(_POLL_S)
     logs.close()
@@ -144,6 +148,13 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
             channel.transport.drain()
     if beacon is not None:
         beacon.say_goodbye()
+
+
+def _tell_the_others(channels: Sequence[Channel]) -> None:
+    """Let ranks that fail with this one be quiet, and end at once. Local."""
+    for channel in channels:
+        if channel.companions is not None:
+            channel.companions.tell_all("told")
 
 
 def _extra_s(partings: Sequence[Parting]) -> float:

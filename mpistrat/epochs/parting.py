@@ -31,7 +31,7 @@ class Parting:
     def __init__(self, channel: Channel, report: dict[str, Any]) -> None:
         self.channel = channel
         self.reports: dict[int, dict[str, Any]] = {channel.rank: report}
-        self.is_stuck = channel.pending
+        self.is_stuck = channel.is_stuck
         self._report = report
         self._is_done = False
         if not self.is_stuck:

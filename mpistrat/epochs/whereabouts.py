@@ -52,10 +52,10 @@ def whereabouts(channel: Channel, channels: Sequence[Channel], has_left: bool) -
     found: Whereabouts = {"sequence": channel.ledger.sequence, "site": site_of(frame)}
     others = (each for each in channels if each is not channel and each.waiting is not None)
     waits_elsewhere = next(others, None)
+    if channel.waiting is not None or channel.is_stuck:
+        return found | {"state": State.HERE}
     if has_left:
         return found | {"state": State.FINISHED}
-    if channel.waiting is not None or channel.pending:
-        return found | {"state": State.HERE}
     if waits_elsewhere is not None and waits_elsewhere.waiting is not None:
         what, since = waits_elsewhere.waiting
         return found | {"state": State.ELSEWHERE, "what": what, "for_s": now - since}

@@ -21,6 +21,7 @@ def refused(srun, flag):
     assert time.monotonic() - began < 20
     assert done.returncode != 0
     assert "trains with" not in done.stdout
+    assert done.stderr.count("Traceback") <= 1, done.stderr
     return done.stderr
 
 
