@@ -142,10 +142,11 @@ def check_takes_gradients(kind: str, variable: Variable) -> None:
 
 
 def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
-    what = f"{kind}: the gradient of variable {variable.name!r}"
     check_takes_gradients(kind, variable)
-    if isinstance(gradient, np.ndarray):
-        return _checked_array(what, gradient, variable)
+    is_plain = type(gradient) is np.ndarray and gradient.shape == variable.shape
+    if is_plain and gradient.dtype == variable.dtype:
+        return gradient  # as most are: what follows takes longer than a small update
+    what = f"{kind}: the gradient of variable {variable.name!r}"
     if isinstance(gradient, PerReplica | SyncOnReadVariable) and not summed:
         raise ValueError(
             f"{what} differs from replica to replica ({type(gradient).__name__}) and is not "
@@ -156,10 +157,6 @@ def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
         gradient = gradient.values[0]
     if isinstance(gradient, IndexedSlices):
         return _checked_slices(what, gradient, variable)
-    return _checked_array(what, gradient, variable)
-
-
-def _checked_array(what: str, gradient: Any, variable: Variable) -> Array:
     array = _as_array(what, gradient)
     if tuple(array.shape) != variable.shape:
         raise ValueError(
@@ -178,8 +175,6 @@ def _as_array(what: str, gradient: Any) -> Array:
 
 
 def _cast(what: str, array: Array, variable: Variable) -> Array:
-    if array.dtype == variable.dtype:
-        return array
     if not can_cast(array.dtype, variable.dtype):
         raise TypeError(
             f"{what} has the dtype {array.dtype}, which does not fit into {variable.dtype}. Cast "
