@@ -87,8 +87,8 @@ class Channel:
         The other ranks on the side channel, where there is one.
     lost : dict
         What is known of ranks whose processes have died, by rank.
-    is_stuck : bool
-        Whether a round that timed out or was interrupted is still open.
+    stuck_at : str or None
+        Where this rank gave up to wait in a round, which is still open.
     is_told : bool
         Whether another rank ends the job and has said why.
     waiting : tuple or None
@@ -114,7 +114,7 @@ class Channel:
         self.on_collective: Callable[[int], None] | None = None
         self.companions: Companions | None = None
         self.lost: dict[int, str] = {}
-        self.is_stuck = False
+        self.stuck_at: str | None = None
         self.is_told = False
         self.waiting: tuple[str, float] | None = None
         self.thread = threading.get_ident()
@@ -181,7 +181,7 @@ class Channel:
             self._wait(signature, timeout_s)
         except BaseException as error:
             # The round stays open, so nothing can be agreed upon any more.
-            self.is_stuck = True
+            self.stuck_at = call_site()
             if self.closed is None:
                 self.closed = EpochError(
                     f"The wait for {_words(signature)} at {call_site()} was interrupted by "

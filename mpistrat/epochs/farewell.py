@@ -124,13 +124,14 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
     logs.hand_over()
     # The largest group speaks: its rank numbers are those that the user knows.
     channels = sorted(_process.channels, key=lambda channel: -channel.size)
+    stuck = next((channel for channel in channels if channel.stuck_at is not None), None)
     partings = []
     for channel in channels:
         cause = bool(facts.get("cause"))
         report = channel.report(what, site, ended=True, cause=cause) | facts
-        partings.append(Parting(channel, report))
-    may_abort = text is not None or any(parting.is_stuck for parting in partings)
-    deadline = time.monotonic() + _grace_s() + _extra_s(partings)
+        partings.append(Parting(channel, report, stuck is not None))
+    may_abort = text is not None or stuck is not None
+    deadline = time.monotonic() + _grace_s() + _extra_s(channels[0], stuck)
     # A list, because every parting has to be polled, not only the first that is not done.
     while [parting for parting in partings if not parting.is_done()]:
         is_told = any(channel.is_told for channel in channels)
@@ -157,15 +158,14 @@ def _tell_the_others(channels: Sequence[Channel]) -> None:
             channel.companions.tell_all("told")
 
 
-def _extra_s(partings: Sequence[Parting]) -> float:
+def _extra_s(largest: Channel, stuck: Channel | None) -> float:
     """Return how much longer than the grace this rank waits before it ends the job. Local.
 
     Ranks that are stuck in one round cannot hear of each other over MPI. The lowest ends the job
     for all, soon: nobody can be told any more. The others wait whether it does.
     """
-    stuck = next((parting.channel for parting in partings if parting.is_stuck), None)
     if stuck is None or stuck.companions is None:
-        return _TURN_S * min(partings[0].channel.rank, _MAX_TURNS)
+        return _TURN_S * min(largest.rank, _MAX_TURNS)
     if stuck.companions.lowest_here() < stuck.rank:
         return _TURN_S
     return min(0.0, _SOON_S - _grace_s())

@@ -18,20 +18,22 @@ class Parting:
     report : dict
         What this rank says of its end (`Channel.report`), with ``failed`` if it died of an
         exception.
+    is_stuck : bool
+        Whether a round that timed out or was interrupted is still open, on any channel of this
+        process. It cannot be left, so the others cannot be told; and ranks that are stuck in
+        different channels would block each other if they went on.
 
     Attributes
     ----------
     is_stuck : bool
-        Whether a round that timed out or was interrupted is still open. It cannot be left, so
-        the others cannot be told.
     reports : dict
         The reports of the ranks that are known to have ended.
     """
 
-    def __init__(self, channel: Channel, report: dict[str, Any]) -> None:
+    def __init__(self, channel: Channel, report: dict[str, Any], is_stuck: bool) -> None:
         self.channel = channel
         self.reports: dict[int, dict[str, Any]] = {channel.rank: report}
-        self.is_stuck = channel.is_stuck
+        self.is_stuck = is_stuck
         self._report = report
         self._is_done = False
         if not self.is_stuck:

@@ -52,7 +52,9 @@ def whereabouts(channel: Channel, channels: Sequence[Channel], has_left: bool) -
     found: Whereabouts = {"sequence": channel.ledger.sequence, "site": site_of(frame)}
     others = (each for each in channels if each is not channel and each.waiting is not None)
     waits_elsewhere = next(others, None)
-    if channel.waiting is not None or channel.is_stuck:
+    if channel.stuck_at is not None:
+        return found | {"state": State.HERE, "site": channel.stuck_at}
+    if channel.waiting is not None:
         return found | {"state": State.HERE}
     if has_left:
         return found | {"state": State.FINISHED}

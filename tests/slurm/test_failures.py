@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+from mpistrat.testing import launch
+
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
 
 START = """
@@ -87,8 +89,8 @@ def test_a_rank_that_is_killed(srun, protocol, rank, flags):
     program = f"if rank == {rank}:\n    os.kill(os.getpid(), 9)\nstrategy.run(step, args=(1.0,))\n"
     text = fail(srun, protocol, program, *flags)
     assert "Killed" in text
-    if flags:
-        # Slurm may be faster than those who are left.
+    if flags or launch.is_open_mpi():
+        # Slurm is faster than those who are left: it was asked, or has lost a client of PMIx.
         assert text.count("Traceback") <= 1
     else:
         assert f"rank {rank} ended, so all_reduce at program.py:10 can never complete" in text
