@@ -48,10 +48,12 @@ class CollectiveCall(Call):
         super().__init__(channel, kind, name, getattr(options, "timeout_seconds", None), owner)
         self.options = options
         self._device_kind = device_kind
+        self._options_are_good = False
 
     def agree(self, *details: object) -> None:
         """Make sure that the options can be honoured, then agree. **Collective**."""
-        self._check_options()
+        if not self._options_are_good:
+            self._check_options()
         super().agree(*details)
 
     def _check_options(self) -> None:
@@ -60,6 +62,7 @@ class CollectiveCall(Call):
                 f"{self.kind}: options must be CommunicationOptions, not {self.options!r}."
             )
         check_options(self.options, self._device_kind)
+        self._options_are_good = True
 
     def _agreed_packing(
         self,

@@ -14,6 +14,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import optree
 
 __all__ = [
@@ -31,6 +32,10 @@ _DICTS_OF_OPTREE = (dict, OrderedDict, defaultdict)
 _known_types: set[type] = set()
 
 Structure = optree.PyTreeSpec
+
+_COMMON_LEAVES = {np.ndarray, float, int, bool, type(None), np.float32, np.float64, np.int64}
+"""Nests that are one leaf, known without a look inside."""
+_LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
 
 
 def leaf_type(cls: type) -> type:
@@ -111,6 +116,8 @@ def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structu
 
     Instances of the container types `atoms` are leaves too.
     """
+    if type(nest) in _COMMON_LEAVES:
+        return [nest], _LEAF
 
     def is_leaf(node: Any) -> bool:
         return isinstance(node, atoms) or _register_on_sight(node)
@@ -134,6 +141,9 @@ def flatten_with_paths(nest: Any) -> tuple[list[str], list[Any], Structure]:
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     """Return the nest of the given structure that holds `leaves`. Local."""
+    if structure is _LEAF:
+        (leaf,) = leaves
+        return leaf
     return optree.tree_unflatten(structure, leaves)
 
 

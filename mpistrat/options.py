@@ -26,6 +26,9 @@ class ReduceOp(enum.Enum):
     MAX = "MAX"
     PROD = "PROD"
 
+    # Members are singletons. The hash of Enum is a call of Python, and every call needs some.
+    __hash__ = object.__hash__
+
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
         """Return the member that `op` is or names, in any case.
@@ -126,6 +129,10 @@ class CommunicationOptions:
     numbers, `IndexedSlices`, and what MIN, MAX and PROD reduce. As an option of the strategy it
     holds for `reduce`, `all_reduce`, `reduce_to`, `apply_gradients` and the pullbacks; variables,
     metrics and layers never lose a bit to it."""
+
+    def __hash__(self) -> int:
+        # Options are keys of caches in every call; most differ in what stands here, if at all.
+        return self.bytes_per_pack
 
     def __post_init__(self) -> None:
         if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):

@@ -78,6 +78,7 @@ def result_dtype(op: ReduceOp, dtype: np.dtype) -> np.dtype:
     return _native(dtype)
 
 
+@functools.lru_cache
 def is_narrow(dtype: np.dtype) -> bool:
     """Return whether `dtype` is a 16-bit float, which is too narrow to add up in. Local."""
     return dtype.name in _NARROW

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,28 +49,54 @@ class Packing:
     ) -> None:
         self._op = op
         self._arrays = arrays
-        if wires is None:
-            wires = [wire_dtype(op, array.dtype, options.wire_dtype) for array in arrays]
-        num_bytes = [a.size * wire.itemsize for a, wire in zip(arrays, wires, strict=True)]
-        self._packs = plan_packs(num_bytes, [wire.char for wire in wires], options.bytes_per_pack)
+        kinds = tuple([(array.dtype, array.size) for array in arrays])
+        chosen = None if wires is None else tuple(wires)
+        self._plan = _plan(op, kinds, chosen, options.wire_dtype, options.bytes_per_pack)
         self.buffers = []
         self._parts: list[list[np.ndarray]] = []
-        for pack in self._packs:
-            buffer, parts = _packed([arrays[i] for i in pack], wires[pack[0]])
+        for pack, wire in zip(self._plan.packs, self._plan.wires, strict=True):
+            buffer, parts = _packed([arrays[i] for i in pack], wire)
             self.buffers.append(as_ordered_integers(op, buffer))
             self._parts.append(parts)
 
     def unpack(self) -> list[Array]:
         """Return the results, each where its array lies. Local."""
         results: list[Array] = [None] * len(self._arrays)
-        for pack, buffer, parts in zip(self._packs, self.buffers, self._parts, strict=True):
+        for pack, buffer, parts in zip(self._plan.packs, self.buffers, self._parts, strict=True):
             as_floats(self._op, buffer, parts[0].dtype)
             for i, part in zip(pack, parts, strict=True):
                 # Parts of one buffer are copied out, so that one result keeps no other alive.
-                dtype = result_dtype(self._op, self._arrays[i].dtype)
-                result = cast(part, dtype, copy=len(pack) > 1)
+                result = cast(part, self._plan.results[i], copy=len(pack) > 1)
                 results[i] = placed_like(result, self._arrays[i])
         return results
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is equal in all calls with arrays of the same dtypes and sizes."""
+
+    packs: list[list[int]]
+    """The positions of the arrays in each message."""
+    wires: list[np.dtype]
+    """What each message consists of."""
+    results: list[np.dtype]
+    """The dtype of each result."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    op: ReduceOp,
+    kinds: tuple[tuple[np.dtype, int], ...],
+    chosen: tuple[np.dtype, ...] | None,
+    asked: str | None,
+    bytes_per_pack: int,
+) -> _Plan:
+    """Return the plan for arrays of the dtypes and sizes `kinds`."""
+    wires = chosen or tuple(wire_dtype(op, dtype, asked) for dtype, _ in kinds)
+    num_bytes = [size * wire.itemsize for (_, size), wire in zip(kinds, wires, strict=True)]
+    packs = plan_packs(num_bytes, [wire.char for wire in wires], bytes_per_pack)
+    results = [result_dtype(op, dtype) for dtype, _ in kinds]
+    return _Plan(packs, [wires[pack[0]] for pack in packs], results)
 
 
 def _packed(arrays: Sequence[Array], wire: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:

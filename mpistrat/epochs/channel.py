@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ __all__ = ["Channel", "Outcome", "Status"]
 _logger = logging.getLogger("mpistrat")
 
 _MASK = 2**64 - 1
+_WORDS = struct.Struct("=4Q")
 _SPINS = 200
 """Polls before a waiting rank starts to give the core away: about 100 us."""
 
@@ -57,6 +59,10 @@ class Outcome(enum.Enum):
     ALL_CALL = "every rank is ready to do the same"
     ALL_REFUSE = "every rank refuses"
     MIXED = "the ranks differ"
+
+
+_CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
+"""Not looked up in their classes at each collective."""
 
 
 class Channel:
@@ -94,9 +100,7 @@ class Channel:
     waiting : tuple or None
         The collective in which this rank waits for others, and since when.
     thread : int
-        Identifier of the thread that was in a collective last.
-    last_agreed : float
-        When the ranks agreed last, by the monotonic clock, in seconds.
+        Identifier of the thread that has waited in a collective last.
     """
 
     def __init__(self, transport: Transport, timeout_s: float | None) -> None:
@@ -118,7 +122,6 @@ class Channel:
         self.is_told = False
         self.waiting: tuple[str, float] | None = None
         self.thread = threading.get_ident()
-        self.last_agreed = time.monotonic()
         self._round = transport.round(4)
 
     def check_open(self) -> None:
@@ -132,9 +135,7 @@ class Channel:
 
     def start_round(self, status: Status, digest: int) -> None:
         """Bring `status` and `digest` to the next round. Local."""
-        send = self._round.send
-        send[0], send[1] = status, _MASK - status
-        send[2], send[3] = digest, _MASK - digest
+        _WORDS.pack_into(self._round.send.data, 0, status, _MASK - status, digest, _MASK - digest)
         self._round.start()
         self.pending = True
 
@@ -146,7 +147,7 @@ class Channel:
 
     def outcome(self) -> Outcome:
         """Return what the round that is done has shown. Local."""
-        largest, smallest, digest, complement = self._round.receive.tolist()
+        largest, smallest, digest, complement = _WORDS.unpack_from(self._round.receive.data)
         if largest != _MASK - smallest or digest != _MASK - complement or largest == Status.END:
             return Outcome.MIXED
         return Outcome.ALL_CALL if largest == Status.CALL else Outcome.ALL_REFUSE
@@ -174,11 +175,15 @@ class Channel:
         """
         if self.on_collective is not None:
             self.on_collective(self.ledger.sequence + 1)
-        self.thread = threading.get_ident()
-        self.start_round(status, self.ledger.digest(signature) ^ extra)
-        self.ledger.sequence += 1
+        ledger, done = self.ledger, self._round.done
+        self.start_round(status, ledger.digest(signature) ^ extra)
+        ledger.sequence += 1
         try:
-            self._wait(signature, timeout_s)
+            for _ in range(_SPINS):
+                if done():
+                    break
+            else:
+                self._wait(signature, timeout_s)
         except BaseException as error:
             # The round stays open, so nothing can be agreed upon any more.
             self.stuck_at = call_site()
@@ -188,21 +193,20 @@ class Channel:
                     f"{type(error).__name__} on rank {self.rank} of {self.size}."
                 )
             raise
-        self.last_agreed = time.monotonic()
+        self.pending = False
+        # Where all brought the same, the largest of each word is that word.
+        if status is _CALL and self._round.receive.tobytes() == self._round.send.tobytes():
+            return _ALL_CALL
         return self.outcome()
 
     def _wait(self, signature: object, timeout_s: float | None) -> None:
-        done = self._round.done
-        for _ in range(_SPINS):
-            if done():
-                self.pending = False
-                return
+        """Wait for ranks that take their time."""
+        self.thread = threading.get_ident()
         self.waiting = (_words(signature), time.monotonic())
         try:
             self._wait_long(*self.waiting, timeout_s)
         finally:
             self.waiting = None
-        self.pending = False
 
     def _wait_long(self, words: str, began: float, timeout_s: float | None) -> None:
         done = self._round.done

@@ -108,6 +108,14 @@ class FlightRecord:
     def __init__(self, length: int = DEFAULT_LENGTH) -> None:
         self.entries: deque[FlightEntry] = deque(maxlen=length)
         self.channel = ""
+        self._began_s = monotonic_ns() * 1e-9
+
+    def last_agreed_s(self) -> float:
+        """Return when the ranks agreed last, by the monotonic clock. Local, from any thread."""
+        for entry in reversed(list(self.entries)):
+            if entry.agreed_ns:
+                return entry.agreed_ns * 1e-9
+        return self._began_s
 
     def resize(self, length: int) -> None:
         """Keep `length` collectives from now on. Local."""

@@ -66,7 +66,11 @@ def whereabouts(channel: Channel, channels: Sequence[Channel], has_left: bool) -
         for each in (traceback.extract_stack(frame) if frame is not None else ())
         if is_own_code(each.filename)
     ]
-    late = {"state": State.LATE, "for_s": now - channel.last_agreed, "stack": stack[-_MAX_FRAMES:]}
+    late = {
+        "state": State.LATE,
+        "for_s": now - channel.flight.last_agreed_s(),
+        "stack": stack[-_MAX_FRAMES:],
+    }
     return found | late
 
 
