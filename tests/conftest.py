@@ -65,3 +65,29 @@ def no_leaks():
 
         files = h5f.get_obj_ids(h5f.OBJ_ALL, h5f.OBJ_FILE)
         assert not files, f"the test left open: {[file.name for file in files]}"
+
+
+@pytest.fixture
+def strategy():
+    """A strategy over all ranks; a fresh channel where the test before ended in disagreement."""
+    import mpistrat as ms  # not before pytest has decided what to run
+
+    return ms.MPIStrategy(device="cpu")
+
+
+@pytest.fixture
+def rank(strategy):
+    return strategy.cluster_resolver.task_id
+
+
+@pytest.fixture
+def size(strategy):
+    return strategy.num_replicas_in_sync
+
+
+@pytest.fixture
+def others(rank, size):
+    """Ranks but the last, which plays the guilty one in tests of disagreement."""
+    if size == 1:
+        pytest.skip("needs two ranks that can disagree")
+    return rank < size - 1

@@ -3,32 +3,6 @@ import collections
 import numpy as np
 import pytest
 
-import mpistrat as ms
-
-
-@pytest.fixture
-def strategy():
-    """A strategy over all ranks; a fresh channel where the test before ended in disagreement."""
-    return ms.MPIStrategy(device="cpu")
-
-
-@pytest.fixture
-def rank(strategy):
-    return strategy.cluster_resolver.task_id
-
-
-@pytest.fixture
-def size(strategy):
-    return strategy.num_replicas_in_sync
-
-
-@pytest.fixture
-def others(rank, size):
-    """Ranks but the last, which plays the guilty one in tests of disagreement."""
-    if size == 1:
-        pytest.skip("needs two ranks that can disagree")
-    return rank < size - 1
-
 
 @pytest.fixture
 def counts(strategy, monkeypatch):

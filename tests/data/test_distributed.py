@@ -12,21 +12,6 @@ from mpistrat.errors import DataError, EpochMismatchError
 from mpistrat.values import PerReplica, localize
 
 
-@pytest.fixture
-def strategy():
-    return ms.MPIStrategy(device="cpu")
-
-
-@pytest.fixture
-def rank(strategy):
-    return strategy.cluster_resolver.task_id
-
-
-@pytest.fixture
-def size(strategy):
-    return strategy.num_replicas_in_sync
-
-
 def slice_of(batch, rank, size):
     share = -(-len(batch) // size)
     return batch[rank * share : (rank + 1) * share]

@@ -13,16 +13,6 @@ CALLS = 3
 
 
 @pytest.fixture
-def strategy():
-    return ms.MPIStrategy(device="cpu")
-
-
-@pytest.fixture
-def rank(strategy):
-    return strategy.cluster_resolver.task_id
-
-
-@pytest.fixture
 def last(strategy):
     return strategy.num_replicas_in_sync - 1
 
