@@ -1,5 +1,6 @@
 """The documentation tells the truth: its code runs, and it has an entry for every public name."""
 
+import dataclasses
 import inspect
 import re
 import shutil
@@ -7,6 +8,7 @@ import shutil
 import pytest
 
 import mpistrat as ms
+from mpistrat.settings import Settings
 from mpistrat.testing import launch
 from tests import ROOT
 from tests.jobs.conftest import digits  # noqa: F401  the file that the pages read
@@ -70,6 +72,12 @@ def test_every_public_name_has_an_entry_in_the_reference():
 
 def test_the_reference_has_no_entry_for_what_is_not_public():
     assert documented_names() - public_names() == set()
+
+
+def test_every_setting_is_in_the_table():
+    table = (ROOT / "docs" / "guide" / "failures.md").read_text().partition("## Settings")[2]
+    for field in dataclasses.fields(Settings):
+        assert f"| `MPISTRAT_{field.name.upper()}` |" in table
 
 
 def test_links_between_pages_lead_somewhere():
