@@ -8,18 +8,21 @@ ring: each holds a connection to the next one, and sees it break when that proce
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import json
 import os
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrat.epochs import logs
 from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.flight_triggers import on_end_of_job
 from mpistrat.epochs.whereabouts import State, whereabouts
 
 __all__ = ["Address", "Beacon", "read_line"]
@@ -28,6 +31,9 @@ _MAX_BYTES = 2**20
 _BACKLOG = 512
 _PATIENCE_S = 1.0
 """How long a question may take to arrive, once its connection is there."""
+_MAX_CALLERS = 512
+"""Connections without a question yet: strangers must not use up the files of the process."""
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,15 @@ class Address:
         return connection
 
 
+@dataclass
+class _Caller:
+    """A connection whose question has not come in full."""
+
+    connection: socket.socket
+    due_s: float
+    received: bytearray = field(default_factory=bytearray)
+
+
 class Beacon:
     """The beacon of this process, for all its channels.
 
@@ -58,13 +73,14 @@ class Beacon:
 
     def __init__(self) -> None:
         self._server = socket.create_server(("", 0), backlog=_BACKLOG)
-        self._server.settimeout(_PATIENCE_S)
+        self._server.setblocking(False)
         self.address = Address(socket.gethostname(), self._server.getsockname()[1], os.getpid())
         self.has_left = False
         self._channels: dict[str, Channel] = {}
         self._watchers: list[socket.socket] = []
+        self._callers: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ, self._answer)
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._serve, name="mpistrat-beacon", daemon=True).start()
 
@@ -95,32 +111,70 @@ class Beacon:
 
     def _forget(self) -> None:
         """Close what a fork of this process has no part in."""
-        for each in (self._server, *self._watchers):
+        callers = (each.connection for each in self._callers)
+        for each in (self._server, *self._watchers, *callers):
             each.close()
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select():
-                key.data()
+            # Whatever comes in, this thread has to be there for the next question.
+            with contextlib.suppress(Exception):
+                for key, _ in self._selector.select(_PATIENCE_S if self._callers else None):
+                    key.data()
+                self._drop_late()
 
-    def _answer(self) -> None:
+    def _accept(self) -> None:
         try:
             connection, _ = self._server.accept()
         except OSError:
+            time.sleep(_PAUSE_S)  # no files left: the connection stays in the queue
             return
+        connection.setblocking(False)
+        caller = _Caller(connection, time.monotonic() + _PATIENCE_S)
+        self._callers.append(caller)
+        read = functools.partial(self._read, caller)
+        self._selector.register(connection, selectors.EVENT_READ, read)
+
+    def _read(self, caller: _Caller) -> None:
+        """Take what has come of a question, and answer it once it is whole."""
+        try:
+            part = caller.connection.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        caller.received += part
+        if part and not part.endswith(b"\n") and len(caller.received) < _MAX_BYTES:
+            return
+        self._release(caller)
+        self._answer(caller.connection, bytes(caller.received))
+
+    def _release(self, caller: _Caller) -> None:
+        self._callers.remove(caller)
+        self._selector.unregister(caller.connection)
+
+    def _drop_late(self) -> None:
+        """Close connections that no question has come over."""
+        now = time.monotonic()
+        while self._callers and (self._callers[0].due_s < now or len(self._callers) > _MAX_CALLERS):
+            caller = self._callers[0]
+            self._release(caller)
+            caller.connection.close()
+
+    def _answer(self, connection: socket.socket, question: bytes) -> None:
         try:
             connection.settimeout(_PATIENCE_S)
-            answer = self._reply(connection, json.loads(read_line(connection)))
+            answer = self._reply(connection, json.loads(question))
             if answer is not None:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
                 connection.close()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except Exception:
             connection.close()  # nobody of this job
 
     def _reply(self, connection: socket.socket, question: dict[str, Any]) -> Any:
         """Return the answer to a question, ``None`` where the connection is to be kept."""
         asked = str(question["key"])
-        found = [c for key, c in self._channels.items() if hmac.compare_digest(key, asked)]
+        found = [c for key, c in list(self._channels.items()) if hmac.compare_digest(key, asked)]
         if not found:
             raise KeyError("unknown key")
         (channel,) = found
@@ -132,6 +186,7 @@ class Beacon:
                 channel.companions.note_loss(int(question["lost"]), str(question["what"]))
             return {"state": State.HERE, "sequence": -1}
         if question["ask"] == "told":
+            on_end_of_job(channel, int(question["teller"]))
             channel.is_told = True
             return {"state": State.HERE, "sequence": -1}
         if question["ask"] == "log":

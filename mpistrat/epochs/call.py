@@ -14,7 +14,7 @@ from mpistrat.epochs.callsite import call_site, failure_site
 from mpistrat.epochs.channel import Channel, Outcome, Status
 from mpistrat.epochs.flight import FlightEntry, State, users_place
 from mpistrat.epochs.flight_triggers import on_epoch_error
-from mpistrat.epochs.report import spell
+from mpistrat.epochs.report import spell, text_of
 from mpistrat.spans import active, mark
 
 __all__ = ["Call", "Together"]
@@ -164,7 +164,7 @@ class Call:
         finally:
             self.end(entry, State.REFUSED)
         if outcome is not Outcome.ALL_REFUSE:
-            what = f"{self.kind} refused its arguments ({type(error).__name__}: {error})"
+            what = f"{self.kind} refused its arguments ({type(error).__name__}: {text_of(error)})"
             report = self.channel.report(what, call_site(), cause=True)
             self.channel.disagreement(self.channel.exchange(report))
 
@@ -225,7 +225,7 @@ class Together:
         report = channel.report(call.words("failed" if error else "succeeded"), call_site())
         report["verdict"] = [call.kind, call.name, channel.ledger.sequence]
         if error is not None:
-            report |= {"error": type(error).__name__, "text": str(error)}
+            report |= {"error": type(error).__name__, "text": text_of(error)}
             report["what"] += f" with {type(error).__name__}"
             report["site"] = failure_site(trace)
         _raise_for_all(channel, report, error)

@@ -7,13 +7,22 @@ import sys
 import traceback
 from types import FrameType, TracebackType
 
-__all__ = ["call_site", "failure_site", "is_inside", "is_own_code", "site_of"]
+__all__ = [
+    "call_site",
+    "failure_site",
+    "is_inside",
+    "is_installed",
+    "is_own_code",
+    "is_user_code",
+    "site_of",
+]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TESTING = _PACKAGE + "testing" + os.sep
 
 
-def _is_user_code(filename: str) -> bool:
+def is_user_code(filename: str) -> bool:
+    """Return whether `filename` is no part of this package, nor of what calls it in turn. Local."""
     if filename.startswith("<frozen"):
         return False
     return not is_inside(filename) and os.path.basename(filename) != "contextlib.py"
@@ -38,9 +47,9 @@ def site_of(frame: FrameType | None) -> str:
     installed = None
     while frame is not None:
         filename = frame.f_code.co_filename
-        if _is_user_code(filename):
+        if is_user_code(filename):
             place = f"{os.path.basename(filename)}:{frame.f_lineno}"
-            if not _is_installed(filename):
+            if not is_installed(filename):
                 return place
             installed = installed or place
         frame = frame.f_back
@@ -49,7 +58,7 @@ def site_of(frame: FrameType | None) -> str:
 
 def is_own_code(filename: str) -> bool:
     """Return whether `filename` is the user's own: no part of this package or Python. Local."""
-    return _is_user_code(filename) and not _is_installed(filename)
+    return is_user_code(filename) and not is_installed(filename)
 
 
 def failure_site(trace: TracebackType | None) -> str:
@@ -59,14 +68,15 @@ def failure_site(trace: TracebackType | None) -> str:
     frame of the user's own is known; the user's own is any file that is not in the folder of
     installed packages or of Python itself.
     """
-    frames = [frame for frame in traceback.extract_tb(trace) if _is_user_code(frame.filename)]
-    own = [frame for frame in frames if not _is_installed(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(trace) if is_user_code(frame.filename)]
+    own = [frame for frame in frames if not is_installed(frame.filename)]
     for frame in reversed(own or frames):
         return f"{os.path.basename(frame.filename)}:{frame.lineno}"
     return "unknown place"
 
 
-def _is_installed(filename: str) -> bool:
+def is_installed(filename: str) -> bool:
+    """Return whether `filename` belongs to Python or to a package in its folders. Local."""
     return (
         "site-packages" in filename
         or "dist-packages" in filename

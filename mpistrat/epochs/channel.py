@@ -176,9 +176,10 @@ class Channel:
         if self.on_collective is not None:
             self.on_collective(self.ledger.sequence + 1)
         ledger, done = self.ledger, self._round.done
-        self.start_round(status, ledger.digest(signature) ^ extra)
-        ledger.sequence += 1
+        digest = ledger.digest(signature) ^ extra
         try:
+            self.start_round(status, digest)
+            ledger.sequence += 1
             for _ in range(_SPINS):
                 if done():
                     break

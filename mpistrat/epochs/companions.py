@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,14 +79,11 @@ class Companions:
     def ask_all(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
         """Return what each of `ranks` says, asked at the same time. Local."""
         ranks = list(ranks)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return dict(zip(ranks, pool.map(self.ask, ranks), strict=True))
+        return dict(zip(ranks, _at_once(self.ask, ranks), strict=True))
 
     def tell_all(self, ask: str, **details: Any) -> None:
         """Tell every other rank something, without insisting. Local."""
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for rank in self.others():
-                pool.submit(self.ask, rank, ask, _SHORT_LIMIT_S, **details)
+        _at_once(lambda rank: self.ask(rank, ask, _SHORT_LIMIT_S, **details), self.others())
 
     def lowest_here(self) -> int:
         """Return the lowest rank that waits in the same collective as this one. Local."""
@@ -142,10 +140,23 @@ class Companions:
         _later(settings_at_the_end().exit_grace_s, end_if_blocked)
 
 
+def _at_once(do: Callable[[int], Whereabouts], ranks: Sequence[int]) -> Iterable[Whereabouts]:
+    """Return what `do` returns for each of `ranks`, several of them at the same time."""
+    try:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(do, ranks))
+    except RuntimeError:  # the interpreter ends, and starts no thread any more
+        return [do(rank) for rank in ranks]
+
+
 def _later(delay_s: float, do: Callable[[], None]) -> None:
     timer = threading.Timer(delay_s, do)
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except RuntimeError:  # as in `_at_once`
+        time.sleep(delay_s)
+        do()
 
 
 def _is_suspended(pid: int) -> bool:

@@ -22,6 +22,8 @@ from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.companions import existing_beacon
 from mpistrat.epochs.obituary import describe_failure, print_failures
 from mpistrat.epochs.parting import Parting
+from mpistrat.epochs.printer import print_line
+from mpistrat.epochs.report import rank_list
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.settings import settings_at_the_end
 
@@ -130,15 +132,17 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
         cause = bool(facts.get("cause"))
         report = channel.report(what, site, ended=True, cause=cause) | facts
         partings.append(Parting(channel, report, stuck is not None))
-    may_abort = text is not None or stuck is not None
     deadline = time.monotonic() + _grace_s() + _extra_s(channels[0], stuck)
     # A list, because every parting has to be polled, not only the first that is not done.
     while [parting for parting in partings if not parting.is_done()]:
         is_told = any(channel.is_told for channel in channels)
+        may_abort = text is not None or any(parting.is_stuck for parting in partings)
         if is_told or (may_abort and time.monotonic() > deadline):
             logs.close()
             if not is_told:
                 print_failures(partings[0], text)
+                if text is None:
+                    _explain_the_end(channels)
                 _tell_the_others(channels)
             partings[0].channel.transport.abort(1)
         time.sleep(_POLL_S)
@@ -151,11 +155,20 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
         beacon.say_goodbye()
 
 
+def _explain_the_end(channels: Sequence[Channel]) -> None:
+    """Say why this rank ends the job, though it has caught all errors. Local."""
+    for channel in channels:
+        if channel.stuck_at is not None and channel.closed is not None:
+            who, why = rank_list([channel.rank]), str(channel.closed).split("\n")[0].rstrip(":")
+            print_line(f"{who} left the program and ends the job, as the ranks have parted. {why}")
+            return
+
+
 def _tell_the_others(channels: Sequence[Channel]) -> None:
     """Let ranks that fail with this one be quiet, and end at once. Local."""
     for channel in channels:
         if channel.companions is not None:
-            channel.companions.tell_all("told")
+            channel.companions.tell_all("told", teller=channel.rank)
 
 
 def _extra_s(largest: Channel, stuck: Channel | None) -> float:

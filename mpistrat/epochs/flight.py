@@ -11,7 +11,7 @@ from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import Any
 
-from mpistrat.epochs.callsite import _is_installed, _is_user_code
+from mpistrat.epochs.callsite import is_installed, is_user_code
 from mpistrat.epochs.ledger import Ledger
 from mpistrat.spans import Recorder
 
@@ -162,6 +162,6 @@ _owners: dict[str, int] = {}
 
 
 def _owner(filename: str) -> int:
-    if not _is_user_code(filename):
+    if not is_user_code(filename):
         return _INSIDE
-    return _INSTALLED if _is_installed(filename) else _OWN
+    return _INSTALLED if is_installed(filename) else _OWN

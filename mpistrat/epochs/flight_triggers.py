@@ -7,9 +7,9 @@ folder.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +20,11 @@ from mpistrat.epochs import flight_dump
 from mpistrat.epochs.callsite import failure_site
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.leaving import Leaving, watch_leaving
-from mpistrat.epochs.report import rank_list
+from mpistrat.epochs.report import rank_list, text_of
 
-__all__ = ["dump", "install", "on_epoch_error"]
+__all__ = ["dump", "install", "on_end_of_job", "on_epoch_error"]
+
+_logger = logging.getLogger("mpistrat")
 
 _DEFAULT_FOLDER = "mpistrat-flight"
 
@@ -40,7 +42,8 @@ class _Process:
         self.has_failed = False
         self.file_of_leaving: Path | None = None
         self.previous_handler: Any = None
-        self.lock = threading.Lock()
+        # Of one thread too: a signal may come while it dumps.
+        self.lock = threading.RLock()
 
 
 _process = _Process()
@@ -107,6 +110,13 @@ def on_epoch_error(error: BaseException) -> None:
     _dump_failure(reason)
 
 
+def on_end_of_job(channel: Channel, rank: int) -> None:
+    """Dump the records because `rank` of `channel` ends this process too. Local, any thread."""
+    if not _process.has_failed and _process.file_of_leaving is None:
+        members = _process.members.get(channel, range(channel.size))
+        _dump_failure(f"rank {members[rank]} ends the job")
+
+
 def _write(
     target: Path,
     channels: Sequence[Channel],
@@ -127,12 +137,8 @@ def _dump_by_itself(folder: str, reason: str) -> Path | None:
     try:
         _write(target, _process.channels, _process.members, reason)
     except OSError as error:
-        print(
-            f"mpistrat: rank {rank} of {_process.world_size} cannot write its flight record: "
-            f"{error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        why = error.strerror or error
+        _logger.warning("The flight record cannot be written to %s: %s", folder, why)
         return None
     return target
 
@@ -153,7 +159,9 @@ class _AtTheEnd(Leaving):
     ) -> None:
         # After an epoch error the record is there already, as it was then.
         if not _process.has_failed:
-            _dump_failure(f"{kind.__name__} at {failure_site(trace)}: {error}".split("\n")[0])
+            _dump_failure(
+                f"{kind.__name__} at {failure_site(trace)}: {text_of(error)}".split("\n")[0]
+            )
 
     def before_farewell(self) -> None:
         # Others may end this process soon. The record goes again if all ends well.
@@ -206,4 +214,4 @@ def _dump_on_signal() -> None:
         return
     target = _dump_by_itself(_process.folder or _DEFAULT_FOLDER, "signal SIGUSR2")
     if target is not None:
-        print(f"mpistrat: flight record written to {target}", file=sys.stderr, flush=True)
+        _logger.warning("The flight record is in %s", target.parent)

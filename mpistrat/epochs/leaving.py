@@ -7,12 +7,15 @@ one that is past it knows that all others have said theirs.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from types import TracebackType
 from typing import Any
 
 __all__ = ["Leaving", "prepare", "watch_leaving"]
+
+_logger = logging.getLogger("mpistrat")
 
 
 class Leaving:
@@ -61,7 +64,11 @@ def watch_leaving(watcher: Leaving) -> None:
 def _on_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    _for_each("failed", kind, error, trace)
+    try:
+        _for_each("failed", kind, error, trace)
+    except Exception as failure:
+        # The others have to hear of the error all the same.
+        _logger.warning("%s while leaving: %s", type(failure).__name__, failure)
     _process.previous_hook(kind, error, trace)
 
 

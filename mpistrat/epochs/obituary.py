@@ -10,7 +10,7 @@ from typing import Any
 
 from mpistrat.epochs.callsite import is_inside
 from mpistrat.epochs.parting import Parting
-from mpistrat.epochs.report import rank_list
+from mpistrat.epochs.report import rank_list, text_of
 from mpistrat.errors import EpochError, MpistratError
 
 __all__ = ["describe_failure", "print_failures"]
@@ -24,11 +24,13 @@ def describe_failure(
 ) -> tuple[dict[str, Any], str]:
     """Return what the other ranks must know of a failure, and its traceback. Local."""
     # Two ranks fail alike if they disagree about the same, or fail at the same place.
-    same = re.sub(r"rank \d+ of", "rank of", str(error)) if isinstance(error, EpochError) else site
+    same = (
+        re.sub(r"rank \d+ of", "rank of", text_of(error)) if isinstance(error, EpochError) else site
+    )
     facts = {
         "failed": True,
         "cause": not getattr(error, "caused_elsewhere", False),
-        "summary": f"{kind.__name__}: {error}".split("\n")[0][:300],
+        "summary": f"{kind.__name__}: {text_of(error)}".split("\n")[0][:300],
         "key": [kind.__name__, same],
     }
     told = traceback.TracebackException(kind, error, trace)
@@ -38,7 +40,7 @@ def describe_failure(
     lines = list(told.format(chain=False))
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
-        lines.append(f"caused by {type(cause).__name__}: {cause}\n")
+        lines.append(f"caused by {type(cause).__name__}: {text_of(cause)}\n")
     return facts, "".join(lines)
 
 

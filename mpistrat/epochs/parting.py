@@ -36,16 +36,14 @@ class Parting:
         self.is_stuck = is_stuck
         self._report = report
         self._is_done = False
-        if not self.is_stuck:
-            self._start()
-
-    def _start(self) -> None:
-        self.channel.start_round(Status.END, 1 if "failed" in self._report else 0)
+        self._is_begun = False
 
     def is_done(self) -> bool:
         """Return whether every rank of the channel has ended, as far as known now. Local."""
-        if self._is_done or self.is_stuck or not self.channel.round_is_done():
+        if self._is_done or self.is_stuck or not self._begin():
             return self._is_done
+        if not self.channel.round_is_done():
+            return False
         if self.channel.all_ended_well():
             self._is_done = True
             return True
@@ -57,3 +55,16 @@ class Parting:
         if not self._is_done:
             self._start()
         return self._is_done
+
+    def _begin(self) -> bool:
+        """Start the first round, once no other thread is in a collective of the channel."""
+        if not self._is_begun and self.channel.lock.acquire(blocking=False):
+            self._is_begun = True
+            # A thread that comes to its end in a round that has failed leaves it open.
+            self.is_stuck = self.channel.stuck_at is not None
+            if not self.is_stuck:
+                self._start()
+        return self._is_begun and not self.is_stuck
+
+    def _start(self) -> None:
+        self.channel.start_round(Status.END, 1 if "failed" in self._report else 0)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["describe_disagreement", "rank_list", "rank_spans", "spell"]
+__all__ = ["describe_disagreement", "rank_list", "rank_spans", "spell", "text_of"]
 
 _COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures")
 _CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
@@ -87,6 +87,14 @@ def _line(report: dict[str, Any], counters_differ: bool) -> str:
         if report["last_failure"]:
             line += f"; before that {report['last_failure']}"
     return line
+
+
+def text_of(error: BaseException) -> str:
+    """Return what `error` says, also where its class cannot say it. Local."""
+    try:
+        return str(error)
+    except Exception:
+        return "(an error that has no text, because its __str__ fails)"
 
 
 def spell(detail: object) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +17,8 @@ from mpistrat.timeline.parts import FORMAT, FORMAT_VERSION, Part, part_of
 from mpistrat.timeline.trace import write_trace
 
 __all__ = ["start"]
+
+_logger = logging.getLogger("mpistrat")
 
 _PATIENCE_S = 3.0
 """How long rank 0 looks for parts that a shared file system does not show yet."""
@@ -87,7 +89,7 @@ class _Session(Leaving):
         try:
             self._recorder.flush()
         except OSError as error:
-            self._complain(f"cannot write its part of the timeline: {error}")
+            self._complain(f"cannot be written: {error.strerror or error}")
 
     def after_farewell(self) -> None:
         self.before_farewell()
@@ -100,17 +102,17 @@ class _Session(Leaving):
             for part in parts:
                 part.path.unlink(missing_ok=True)
         except (OSError, ValueError) as error:
-            self._complain(f"cannot put the timeline together: {error}")
+            self._complain(f"cannot be put together: {error}")
 
     def _parts(self) -> Sequence[Part]:
         paths = [part_of(self._target, rank) for rank in range(self._size)]
         end = time.monotonic() + _PATIENCE_S
         while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
             if time.monotonic() > end:
-                self._complain(f"finds no part of the timeline of {rank_list(missing)}")
+                self._complain(f"has no part of {rank_list(missing)}")
                 break
             time.sleep(0.05)
         return [Part.open(path) for path in paths if path.exists()]
 
     def _complain(self, text: str) -> None:
-        print(f"mpistrat: rank {self._rank} of {self._size} {text}", file=sys.stderr, flush=True)
+        _logger.warning("The timeline %s", text)

@@ -235,3 +235,69 @@ def test_the_limit_holds_for_the_first_strategy_too(tmp_path):
     result = launch.run([script], 3, 20, env=changes)
     assert result.returncode != 0
     assert "EpochTimeoutError: Some ranks did not come to MPIStrategy() within 1 s" in result.stderr
+
+
+def end(tmp_path, program, **variables):
+    """Run `program`, whose errors it catches itself, on 3 ranks, and return its standard error."""
+    script = tmp_path / "program.py"
+    script.write_text(PRELUDE + program)
+    variables = {"MPISTRAT_EXIT_GRACE_S": "1", "MPISTRAT_TIMEOUT_S": "2"} | variables
+    result = launch.run([script], 3, 30, env=variables)
+    assert result.returncode != 0, result.stdout
+    return ours(result.stderr)
+
+
+@pytest.mark.parametrize("watch", ["on", "off"])
+def test_who_catches_the_timeout_and_leaves_ends_the_job(tmp_path, watch):
+    text = end(
+        tmp_path,
+        """
+if rank == 1:
+    time.sleep(60)
+try:
+    strategy.reduce("sum", 1)
+except ms.errors.EpochTimeoutError:
+    sys.exit(3)
+""",
+        MPISTRAT_WATCH=watch,
+    )
+    missing = "Rank 1" if watch == "on" else "Some ranks"
+    assert text == (
+        "mpistrat: rank 0 left the program and ends the job, as the ranks have parted. "
+        f"{missing} did not come to reduce at program.py:14 within 2 s, as rank 0 of 3 did"
+    )
+
+
+@pytest.mark.parametrize("come", [True, False])
+def test_a_rank_fails_while_a_thread_of_it_is_in_a_collective(tmp_path, come):
+    text = fail(
+        tmp_path,
+        f"""
+import threading
+if rank == 1:
+    threading.Thread(target=strategy.reduce, args=("sum", 1), daemon=True).start()
+    time.sleep(0.5)
+    raise RuntimeError("main thread")
+time.sleep(2 if {come} else 60)
+strategy.reduce("sum", 1)
+""",
+        MPISTRAT_EXIT_GRACE_S="6" if come else "1",
+    )
+    assert text.startswith("mpistrat: rank 1 of 3 failed at program.py:15:")
+    assert text.endswith("RuntimeError: main thread")
+
+
+def test_an_error_without_words_is_told_all_the_same(tmp_path):
+    text = fail(
+        tmp_path,
+        """
+class Wordless(Exception):
+    def __str__(self):
+        raise ValueError("none")
+if rank == 1:
+    raise Wordless
+strategy.reduce("sum", 1)
+""",
+    )
+    assert text.startswith("mpistrat: rank 1 of 3 failed at program.py:15:")
+    assert text.endswith("Wordless: <exception str() failed>")

@@ -75,6 +75,19 @@ def test_the_record_of_a_failed_job_names_the_rank(job, capsys, fault, ranks):
         assert divergence["groups"][1]["site"] == f"program.py:{line_of(program, '5')}"
 
 
+def test_a_rank_that_is_elsewhere_when_the_job_ends_leaves_its_record(job, capsys):
+    program = "if rank == 1:\n    time.sleep(60)\nstrategy.reduce('max', np.ones(2))\n"
+    result, records = job(program, MPISTRAT_TIMEOUT_S="1")
+    assert result.returncode != 0, result.stderr
+    code, found = explained(records, capsys)
+    assert (code, found["missing_dumps"]) == (1, [])
+    (divergence,) = found["divergences"]
+    assert divergence["suspects"] == [1]
+    absent = divergence["groups"][1]
+    assert absent["what"] == "did not come (rank 0 ends the job)"
+    assert absent["site"] == f"program.py:{line_of(program, 'sleep')}"
+
+
 def test_a_healthy_job_leaves_nothing(job, tmp_path):
     result, records = job("strategy.reduce('max', np.ones(2))\n")
     assert (result.returncode, result.stderr) == (0, "")
@@ -91,7 +104,7 @@ def test_a_failed_job_leaves_nothing_without_the_setting(job, tmp_path):
 def test_a_folder_that_cannot_be_written_hides_no_error(job, tmp_path):
     (tmp_path / "file").write_text("")
     result, _ = job("raise KeyError(rank)\n", MPISTRAT_FLIGHT_DIR=str(tmp_path / "file"))
-    assert "cannot write its flight record" in result.stderr
+    assert "flight record cannot be written" in result.stderr
     assert "KeyError" in result.stderr
 
 

@@ -1,0 +1,92 @@
+"""The beacon: its own are answered, and strangers keep nobody waiting."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from mpistrat.comm.solo import SoloTransport
+from mpistrat.epochs.beacon import Beacon, read_line
+from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.whereabouts import State
+
+KEY = "0123"
+LIMIT_S = 20
+
+
+@pytest.fixture(scope="module")
+def beacon():
+    beacon = Beacon()
+    beacon.add(KEY, Channel(SoloTransport(), None))
+    return beacon
+
+
+def say(beacon, words):
+    """Return a connection over which `words` were sent."""
+    connection = beacon.address.connect(LIMIT_S)
+    connection.sendall(words)
+    return connection
+
+
+def ask(beacon, **question):
+    with say(beacon, json.dumps(question).encode() + b"\n") as connection:
+        return json.loads(read_line(connection) or "null")
+
+
+def test_the_state_of_the_rank(beacon):
+    found = ask(beacon, key=KEY, ask="state")
+    assert (found["state"], found["sequence"]) == (State.LATE, 0)
+    assert "test_beacon.py" in found["site"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\n",
+        b"[" * 100_000 + b"\n",
+        b"17\n",
+        b"[]\n",
+        b"\xff\xfe\n",
+        b"{}\n",
+        b'{"key": null, "ask": "state"}\n',
+        '{"key": "\u00e9", "ask": "state"}\n'.encode(),
+        b'{"key": "0124", "ask": "state"}\n',
+        b'{"key": "0123"}\n',
+        b'{"key": "0123", "ask": "log", "teller": [], "lines": 3}\n',
+        b"x" * 2**21,
+    ],
+)
+def test_what_strangers_say_is_not_answered_and_does_no_harm(beacon, words):
+    try:
+        with say(beacon, words) as connection:
+            assert read_line(connection) == b""
+    except ConnectionError:
+        pass  # it was closed before all was sent
+    assert ask(beacon, key=KEY, ask="state")["state"] == State.LATE
+
+
+def test_silent_strangers_keep_nobody_waiting_and_are_closed(beacon):
+    strangers = [say(beacon, words) for words in [b"", b"half a "] * 20]
+    began = time.monotonic()
+    assert ask(beacon, key=KEY, ask="state")["state"] == State.LATE
+    assert time.monotonic() - began < 0.9
+    for each in strangers:
+        each.settimeout(LIMIT_S)
+        assert each.recv(1) == b""
+        each.close()
+
+
+def test_a_question_may_come_in_parts(beacon):
+    words = json.dumps({"key": KEY, "ask": "state"}).encode() + b"\n"
+    with say(beacon, words[:9]) as connection:
+        time.sleep(0.1)
+        connection.sendall(words[9:])
+        assert json.loads(read_line(connection))["state"] == State.LATE
+
+
+def test_who_asks_without_an_end_of_line(beacon):
+    with say(beacon, json.dumps({"key": KEY, "ask": "state"}).encode()) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert json.loads(read_line(connection))["state"] == State.LATE
