@@ -114,10 +114,9 @@ def _first(
     }
     # Older collectives have left the record of some rank.
     first = max((min(each) for each in entries.values() if each), default=0)
-    last = max((max(each) for each in entries.values() if each), default=-1)
-    for number in range(first, last + 1):
+    for number in sorted(set().union(*entries.values())):
         here = {rank: each[number] for rank, each in entries.items() if number in each}
-        if not here or all(each["state"] in _CAME for each in here.values()):
+        if number < first or all(each["state"] in _CAME for each in here.values()):
             continue
         absent = [rank for rank in members if rank not in here]
         groups = [*_groups(here), *_absent(absent, dumps, of_ranks)]

@@ -15,6 +15,8 @@ from mpistrat.epochs.report import rank_list, rank_spans
 
 __all__ = ["COMMAND"]
 
+_MAX_RANKS = 2**24
+
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="+", help="flight records, or a folder of them")
@@ -82,18 +84,31 @@ def _read(file: Path) -> dict[str, Any]:
         dump = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{file} is no flight record: it is not JSON.") from None
     if not isinstance(dump, dict) or dump.get("format") != FORMAT:
         raise ValueError(f"{file} is no flight record.")
-    if not isinstance(dump.get("rank"), int) or not isinstance(dump.get("size"), int):
-        raise ValueError(f"{file} is damaged: it has no rank and size.")
     if dump.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{file} has version {dump.get('format_version')} of the format; this command reads "
             f"version {FORMAT_VERSION}."
         )
+    _check(dump, file)
     return dump
+
+
+def _check(dump: dict[str, Any], file: Path) -> None:
+    """Raise ValueError for numbers that cannot be, before anything is counted by them."""
+    rank, size = dump.get("rank"), dump.get("size")
+    if type(rank) is not int or type(size) is not int or not 0 <= rank < size <= _MAX_RANKS:
+        raise ValueError(f"{file} is damaged: it is of rank {rank!r} of {size!r}.")
+    try:
+        spans = [span for channel in dump["channels"] for span in channel["members"]]
+        are_ranks = all(0 <= first <= last < size for first, last in spans)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}.") from None
+    if not are_ranks:
+        raise ValueError(f"{file} is damaged: it has channels of ranks that are not in {size}.")
 
 
 def _print(size: int, missing: list[int], found: list[Divergence], last: list[Act]) -> None:

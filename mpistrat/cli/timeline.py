@@ -99,7 +99,7 @@ def _read(paths: Sequence[Path]) -> tuple[Iterable[Mapping[str, Any]], dict[str,
 def _read_trace(path: Path) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path} is no timeline: it is not JSON.") from None
     facts = trace.get("otherData") if isinstance(trace, dict) else None
     if not isinstance(facts, dict) or facts.get("format") != "mpistrat-timeline":

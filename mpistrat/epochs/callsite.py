@@ -8,6 +8,7 @@ import traceback
 from types import FrameType, TracebackType
 
 __all__ = [
+    "UNKNOWN_PLACE",
     "call_site",
     "failure_site",
     "is_inside",
@@ -16,6 +17,8 @@ __all__ = [
     "is_user_code",
     "site_of",
 ]
+
+UNKNOWN_PLACE = "unknown place"
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TESTING = _PACKAGE + "testing" + os.sep
@@ -53,7 +56,7 @@ def site_of(frame: FrameType | None) -> str:
                 return place
             installed = installed or place
         frame = frame.f_back
-    return installed or "unknown place"
+    return installed or UNKNOWN_PLACE
 
 
 def is_own_code(filename: str) -> bool:
@@ -72,7 +75,7 @@ def failure_site(trace: TracebackType | None) -> str:
     own = [frame for frame in frames if not is_installed(frame.filename)]
     for frame in reversed(own or frames):
         return f"{os.path.basename(frame.filename)}:{frame.lineno}"
-    return "unknown place"
+    return UNKNOWN_PLACE
 
 
 def is_installed(filename: str) -> bool:

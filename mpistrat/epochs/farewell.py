@@ -20,10 +20,11 @@ from mpistrat.epochs import logs
 from mpistrat.epochs.callsite import failure_site
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.companions import existing_beacon
+from mpistrat.epochs.interruption import Interruption
 from mpistrat.epochs.obituary import describe_failure, print_failures
 from mpistrat.epochs.parting import Parting
 from mpistrat.epochs.printer import print_line
-from mpistrat.epochs.report import rank_list
+from mpistrat.epochs.report import rank_list, text_of
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.settings import settings_at_the_end
 
@@ -118,6 +119,13 @@ def _grace_s() -> float:
 
 
 def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> None:
+    with Interruption() as interruption:
+        _part(what, site, facts, text, interruption)
+
+
+def _part(
+    what: str, site: str, facts: dict[str, Any], text: str | None, interruption: Interruption
+) -> None:
     _process.has_left = True
     beacon = existing_beacon()
     if beacon is not None:
@@ -132,21 +140,20 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
         cause = bool(facts.get("cause"))
         report = channel.report(what, site, ended=True, cause=cause) | facts
         partings.append(Parting(channel, report, stuck is not None))
-    deadline = time.monotonic() + _grace_s() + _extra_s(channels[0], stuck)
-    # A list, because every parting has to be polled, not only the first that is not done.
-    while [parting for parting in partings if not parting.is_done()]:
-        is_told = any(channel.is_told for channel in channels)
-        may_abort = text is not None or any(parting.is_stuck for parting in partings)
-        if is_told or (may_abort and time.monotonic() > deadline):
-            logs.close()
-            if not is_told:
-                print_failures(partings[0], text)
-                if text is None:
-                    _explain_the_end(channels)
-                _tell_the_others(channels)
-            partings[0].channel.transport.abort(1)
-        time.sleep(_POLL_S)
+    limit_s = _grace_s() + _extra_s(channels[0], stuck)
+    try:
+        ends_alone = not _others_end(partings, text is not None, limit_s, interruption)
+    except BaseException as error:  # of a signal's handler: the farewell cannot go on
+        print_line(f"{type(error).__name__} while waiting for other ranks to end: {text_of(error)}")
+        ends_alone = True
     logs.close()
+    if ends_alone:
+        if not any(channel.is_told for channel in channels):
+            print_failures(partings[0], text)
+            if text is None:
+                _explain_the_end(channels)
+            _tell_the_others(channels)
+        partings[0].channel.transport.abort(1)
     print_failures(partings[0], text)
     for channel in channels:
         if not channel.pending:
@@ -155,8 +162,34 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
         beacon.say_goodbye()
 
 
+def _others_end(
+    partings: Sequence[Parting], has_failed: bool, limit_s: float, interruption: Interruption
+) -> bool:
+    """Wait for the others, and return whether all have ended in time. Local.
+
+    Only a rank that has failed, is stuck or interrupted limits its patience.
+    """
+    since = time.monotonic()
+    is_hurried = False
+    # A list, because every parting has to be polled, not only the first that is not done.
+    while [parting for parting in partings if not parting.is_done()]:
+        if interruption.is_asked and not is_hurried:
+            # The others have been interrupted too, and come now or never.
+            is_hurried, since = True, time.monotonic()
+        may_abort = has_failed or is_hurried or any(each.is_stuck for each in partings)
+        is_late = may_abort and time.monotonic() - since > limit_s
+        if is_late or any(each.channel.is_told for each in partings):
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
 def _explain_the_end(channels: Sequence[Channel]) -> None:
     """Say why this rank ends the job, though it has caught all errors. Local."""
+    largest = channels[0]
+    if all(channel.stuck_at is None for channel in channels) and largest.companions is not None:
+        _, table = largest.companions.describe("the end of the program")
+        print_line(f"interrupted while ranks were still at work:\n{table}")
     for channel in channels:
         if channel.stuck_at is not None and channel.closed is not None:
             who, why = rank_list([channel.rank]), str(channel.closed).split("\n")[0].rstrip(":")

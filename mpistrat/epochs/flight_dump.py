@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpistrat.epochs.callsite import UNKNOWN_PLACE
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.flight import FlightEntry, Place
 from mpistrat.epochs.report import rank_spans, spell
@@ -160,7 +161,7 @@ def _entry(entry: FlightEntry) -> dict[str, Any]:
 
 def _spelled_place(place: Place) -> tuple[str, str]:
     if place is None:
-        return "unknown place", ""
+        return UNKNOWN_PLACE, ""
     code, instruction = place
     line = code.co_firstlineno
     for start, end, number in code.co_lines():

@@ -30,11 +30,11 @@ def describe_failure(
     facts = {
         "failed": True,
         "cause": not getattr(error, "caused_elsewhere", False),
-        "summary": f"{kind.__name__}: {text_of(error)}".split("\n")[0][:300],
+        "summary": f"{kind.__name__}: {text_of(error)}".split("\n")[0][:300].removesuffix(": "),
         "key": [kind.__name__, same],
     }
     told = traceback.TracebackException(kind, error, trace)
-    if isinstance(error, MpistratError):
+    if isinstance(error, MpistratError | KeyboardInterrupt):
         # It says what the user did. Where this package noticed is of no use to them.
         told.stack[:] = [frame for frame in told.stack if not is_inside(frame.filename)]
     lines = list(told.format(chain=False))

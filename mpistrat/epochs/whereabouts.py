@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.epochs.callsite import is_own_code, site_of
+from mpistrat.epochs.callsite import UNKNOWN_PLACE, is_own_code, site_of
 
 if TYPE_CHECKING:
     from mpistrat.epochs.channel import Channel
@@ -92,7 +92,8 @@ def describe_whereabouts(found: Whereabouts) -> str:
         path = ", called from ".join(reversed(found["stack"])) or found["site"]
         return f"{state.value}: computing for {found['for_s']:.0f} s, now at {path}"
     if state is State.FINISHED:
-        return f"{state.value}: left the program at {found['site']}"
+        place = "" if found["site"] == UNKNOWN_PLACE else f" at {found['site']}"
+        return f"{state.value}: left the program{place}"
     where = f"process {found['pid']} on {found['host']}" if "pid" in found else "no address"
     return {
         State.STOPPED: f"stopped: {where} is suspended (SIGSTOP); SIGCONT lets it go on",

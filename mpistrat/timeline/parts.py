@@ -87,5 +87,5 @@ def _parsed(line: str) -> Any:
     """Return the JSON in `line`, ``None`` where a killed rank has written half of it."""
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -178,13 +178,24 @@ def test_the_first_of_two_communicators_is_named_first(explain):
     assert "among ranks 2-3: ranks 2-3 differ from each other" in text
 
 
+def _damaged(**changes):
+    return json.dumps(dump(0, [entry(0)], size=2, members=[[0, 1]]) | changes)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("not json", "not JSON"),
         ("[]", "no flight record"),
+        ("[" * 100_000, "not JSON"),
+        (_damaged(size=10**12), "damaged: it is of rank 0 of 1000000000000"),
+        (_damaged(rank=True), "damaged: it is of rank True of 2"),
+        (_damaged(rank=2), "damaged: it is of rank 2 of 2"),
+        (_damaged(channels=[{"members": [[0, 10**12]], "entries": []}]), "channels of ranks"),
+        (_damaged(channels=[{"members": [[0]], "entries": []}]), "damaged"),
+        (_damaged(channels=None), "damaged"),
         ('{"format": "mpistrat-flight", "format_version": 2, "rank": 0, "size": 1}', "version 2"),
-        ('{"format": "mpistrat-flight", "format_version": 1}', "no rank and size"),
+        ('{"format": "mpistrat-flight", "format_version": 1}', "is of rank None of None"),
         ('{"format": "mpistrat-flight", "format_version": 1, "rank": 0, "size": 1}', "damaged"),
     ],
 )
@@ -201,7 +212,7 @@ def test_unusable_choices_of_files(tmp_path, capsys):
     assert main(["explain", str(tmp_path / "absent.json")]) == 2
     assert "cannot be read" in capsys.readouterr().err
     for name, rank, size in (("a", 0, 2), ("b", 1, 3), ("c", 0, 2)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(dump(rank, [], size)))
+        (tmp_path / f"{name}.json").write_text(json.dumps(dump(rank, [], size, members=[[0, 1]])))
     assert main(["explain", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
     assert "older job" in capsys.readouterr().err
     assert main(["explain", str(tmp_path / "a.json"), str(tmp_path / "c.json")]) == 2

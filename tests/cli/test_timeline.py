@@ -14,8 +14,17 @@ MS = 1_000_000
 
 def write_part(path, rank, size=3, slow=1, clock="node", shift=0, **header):
     """Write three steps of 10 ms, in which rank `slow` comes 8 ms after the others."""
-    facts = {"format": "mpistrat-timeline-part", "format_version": 1, "rank": rank, "size": size,
-             "host": "here", "pid": 1, "clock": clock, "wall_clock_ns": 0, "monotonic_ns": shift}
+    facts = {
+        "format": "mpistrat-timeline-part",
+        "format_version": 1,
+        "rank": rank,
+        "size": size,
+        "host": "here",
+        "pid": 1,
+        "clock": clock,
+        "wall_clock_ns": 0,
+        "monotonic_ns": shift,
+    }
     lines = [json.dumps(facts | header)]
     for step in range(3):
         begin = shift + step * 10 * MS
@@ -145,7 +154,9 @@ def test_without_matplotlib(target, monkeypatch, capsys):
     assert "matplotlib" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"traceEvents": []}', '{"otherData": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 100_000, '{"traceEvents": []}', '{"otherData": 3}']
+)
 def test_unusable_traces(target, capsys, text):
     target.write_text(text)
     assert main(["timeline", str(target)]) == 2
