@@ -43,6 +43,7 @@ class _Process:
         self.pid = os.getpid()
         self.channels: list[Channel] = []
         self.is_over: Callable[[], bool] = bool
+        self.world_size = 1
         self.open_channel: Callable[[float], Channel | None] | None = None
         self.abort: Callable[[int], None] = os._exit
         self.previous_hook: Any = None
@@ -73,7 +74,7 @@ def install(open_channel: Callable[[float], Channel | None], abort: Callable[[in
         sys.excepthook = _on_uncaught
 
 
-def watch(channel: Channel, is_over: Callable[[], bool]) -> None:
+def watch(channel: Channel, is_over: Callable[[], bool], world_size: int) -> None:
     """Have this process say farewell on `channel` when it ends. Local.
 
     Parameters
@@ -81,10 +82,12 @@ def watch(channel: Channel, is_over: Callable[[], bool]) -> None:
     channel : Channel
     is_over : callable
         Returns whether the transport can no longer be used (MPI is finalized).
+    world_size : int
+        How many ranks the job has.
     """
     if not _process.channels:
         atexit.register(_at_exit)
-        _process.is_over = is_over
+        _process.is_over, _process.world_size = is_over, world_size
     _process.channels.append(channel)
 
 
@@ -140,6 +143,7 @@ def _part(
         cause = bool(facts.get("cause"))
         report = channel.report(what, site, ended=True, cause=cause) | facts
         partings.append(Parting(channel, report, stuck is not None))
+    among = channels[0].flight.channel if channels[0].size < _process.world_size else ""
     limit_s = _grace_s() + _extra_s(channels[0], stuck)
     try:
         ends_alone = not _others_end(partings, text is not None, limit_s, interruption)
@@ -149,12 +153,14 @@ def _part(
     logs.close()
     if ends_alone:
         if not any(channel.is_told for channel in channels):
-            print_failures(partings[0], text)
+            print_failures(partings[0], text, among)
             if text is None:
                 _explain_the_end(channels)
             _tell_the_others(channels)
         partings[0].channel.transport.abort(1)
-    print_failures(partings[0], text)
+    has_printed = print_failures(partings[0], text, among)
+    if has_printed and among:
+        _process.abort(1)  # ranks of no channel of this one would go on, and never hear of it
     for channel in channels:
         if not channel.pending:
             channel.transport.drain()

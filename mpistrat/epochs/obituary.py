@@ -44,24 +44,39 @@ def describe_failure(
     return facts, "".join(lines)
 
 
-def print_failures(parting: Parting, text: str | None) -> None:
-    """Print the traceback `text` of this rank if it is the one to speak for all. Local."""
+def print_failures(parting: Parting, text: str | None, among: str) -> bool:
+    """Print the traceback `text` of this rank if it is the one to speak for all. Local.
+
+    Parameters
+    ----------
+    parting : Parting
+    text : str or None
+    among : str
+        Which ranks of the job the channel is of, where these are not all.
+
+    Returns
+    -------
+    bool
+        Whether it was.
+    """
     failed = {rank: each for rank, each in parting.reports.items() if "failed" in each}
     causes = {rank: each for rank, each in failed.items() if each["cause"]} or failed
     if text is None or parting.channel.rank != min(causes):
-        return
+        return False
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, each in causes.items():
         groups.setdefault(tuple(each["key"]), []).append(rank)
     (_, ranks), *others = groups.items()
     sites = list(dict.fromkeys(causes[rank]["site"] for rank in ranks))
     size = parting.channel.size
-    lines = [f"mpistrat: {rank_list(ranks)} of {size} failed at {', '.join(sites[:3])}:"]
+    who = f"{rank_list(ranks)} of {size}" + (f" (among {among} of the job)" if among else "")
+    lines = [f"mpistrat: {who} failed at {', '.join(sites[:3])}:"]
     lines += _shortened(text.rstrip("\n").split("\n"))
     for _, ranks in others[:_MAX_OTHERS]:
         each = causes[ranks[0]]
         lines.append(f"mpistrat: {rank_list(ranks)} failed at {each['site']}: {each['summary']}")
     print("\n".join(lines), file=sys.stderr, flush=True)
+    return True
 
 
 def _shortened(lines: list[str]) -> list[str]:

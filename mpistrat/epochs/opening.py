@@ -10,7 +10,7 @@ from mpistrat.epochs.companions import meet
 from mpistrat.epochs.farewell import watch
 from mpistrat.epochs.logs import speak_on
 from mpistrat.errors import EpochTimeoutError
-from mpistrat.world import attached, detach, started_world
+from mpistrat.world import attached, detach, started_world, world_size
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,7 +40,7 @@ def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
         if channel.size > 1:
             meet(channel)
         speak_on(channel)
-        watch(channel, MPI.Is_finalized)
+        watch(channel, MPI.Is_finalized, world_size())
         return channel
 
     channel: Channel = attached(comm, "channel", make)

@@ -301,3 +301,31 @@ strategy.reduce("sum", 1)
     )
     assert text.startswith("mpistrat: rank 1 of 3 failed at program.py:15:")
     assert text.endswith("Wordless: <exception str() failed>")
+
+
+@pytest.mark.parametrize("group", ["MPI.COMM_WORLD.Split(rank % 2)", "MPI.COMM_SELF"])
+def test_a_failure_in_a_part_of_the_job_ends_all_of_it(tmp_path, group):
+    script = tmp_path / "program.py"
+    script.write_text(
+        f"""
+import time
+import mpistrat as ms
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+part = ms.MPIStrategy({group})
+part.reduce("sum", 1)
+if rank == 2:
+    raise KeyError("here")
+while rank != 2:
+    part.reduce("sum", 1)
+    time.sleep(0.05)
+"""
+    )
+    result = launch.run([script], 3, 20)
+    assert result.returncode != 0, result.stdout
+    text = ours(result.stderr)
+    size, among = (1, "rank 2") if "SELF" in group else (2, "ranks 0, 2")
+    assert text.startswith(
+        f"mpistrat: rank {size - 1} of {size} (among {among} of the job) failed at program.py:9:"
+    )
+    assert text.count("Traceback") == 1
