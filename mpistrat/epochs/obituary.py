@@ -16,6 +16,8 @@ from mpistrat.errors import EpochError, MpistratError
 __all__ = ["describe_failure", "print_failures"]
 
 _MAX_LINES = 30
+_MAX_LINES_OF_MESSAGE = 24
+_MAX_CHARACTERS = 2000
 _MAX_OTHERS = 5
 
 
@@ -37,11 +39,17 @@ def describe_failure(
     if isinstance(error, MpistratError | KeyboardInterrupt):
         # It says what the user did. Where this package noticed is of no use to them.
         told.stack[:] = [frame for frame in told.stack if not is_inside(frame.filename)]
+    message = list(told.format_exception_only())
     lines = list(told.format(chain=False))
+    stack = lines[: -len(message)]
+    if [*stack, *message] != lines:  # a group, whose errors have stacks of their own
+        stack, message = lines, []
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
-        lines.append(f"caused by {type(cause).__name__}: {text_of(cause)}\n")
-    return facts, "".join(lines)
+        message.append(f"caused by {type(cause).__name__}: {text_of(cause)}\n")
+    # A long message must not hide where it comes from, nor what its first line says.
+    told_lines = _shortened(_lines(message), _MAX_LINES_OF_MESSAGE, _MAX_LINES_OF_MESSAGE // 2)
+    return facts, "\n".join([*_shortened(_lines(stack), _MAX_LINES - len(told_lines)), *told_lines])
 
 
 def print_failures(parting: Parting, text: str | None, among: str) -> bool:
@@ -71,7 +79,7 @@ def print_failures(parting: Parting, text: str | None, among: str) -> bool:
     size = parting.channel.size
     who = f"{rank_list(ranks)} of {size}" + (f" (among {among} of the job)" if among else "")
     lines = [f"mpistrat: {who} failed at {', '.join(sites[:3])}:"]
-    lines += _shortened(text.rstrip("\n").split("\n"))
+    lines.append(text)
     for _, ranks in others[:_MAX_OTHERS]:
         each = causes[ranks[0]]
         lines.append(f"mpistrat: {rank_list(ranks)} failed at {each['site']}: {each['summary']}")
@@ -79,9 +87,13 @@ def print_failures(parting: Parting, text: str | None, among: str) -> bool:
     return True
 
 
-def _shortened(lines: list[str]) -> list[str]:
-    if len(lines) <= _MAX_LINES:
+def _lines(texts: list[str]) -> list[str]:
+    joined = "".join(texts).rstrip("\n")
+    return [each[:_MAX_CHARACTERS] for each in joined.split("\n")] if joined else []
+
+
+def _shortened(lines: list[str], limit: int, head: int = 3) -> list[str]:
+    if len(lines) <= limit:
         return lines
-    head = 3
-    omitted = len(lines) - _MAX_LINES
+    omitted = len(lines) - limit
     return [*lines[:head], f"  ... {omitted} lines ...", *lines[head + omitted :]]

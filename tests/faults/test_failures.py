@@ -329,3 +329,11 @@ while rank != 2:
         f"mpistrat: rank {size - 1} of {size} (among {among} of the job) failed at program.py:9:"
     )
     assert text.count("Traceback") == 1
+
+
+def test_a_long_message_hides_neither_its_class_nor_its_place(tmp_path):
+    text = fail(tmp_path, 'raise ValueError("first " + "x" * 5000 + "\\n" * 200 + "last")')
+    assert "failed at program.py:10:" in text
+    assert "\nValueError: first xxx" in text
+    assert text.endswith("\nlast")
+    assert len(text) < 4000
