@@ -71,7 +71,8 @@ LAUNCHERS = re.compile(
 
 def ours(text):
     """Return the lines of a standard error that are not the launcher's."""
-    lines = LAUNCHERS.sub("", text).split("\n")
+    # Open MPI ends what it says of an abort with a NUL.
+    lines = LAUNCHERS.sub("", text.replace("\0", "")).split("\n")
     return "\n".join(line for line in lines if line.strip())
 
 
