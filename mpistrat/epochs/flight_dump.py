@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import json
 import os
 import platform
@@ -106,7 +106,7 @@ def document(
 def _versions() -> dict[str, str]:
     found = {"mpistrat": __version__, "python": platform.python_version()}
     for package in ("numpy", "mpi4py"):
-        found[package] = importlib.metadata.version(package)
+        found[package] = importlib.import_module("importlib.metadata").version(package)
     return found
 
 

@@ -22,6 +22,12 @@ from mpistrat import settings
 
 # What a launcher leaves in the environment of its ranks, and must not reach the next launcher.
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_")
+_UNWANTED = (
+    # An unbuffered Python writes a line and its end apart, and the lines of the ranks mix.
+    "PYTHONUNBUFFERED",
+    # Every rank would compile the package again.
+    "PYTHONDONTWRITEBYTECODE",
+)
 _RANK_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 
 
@@ -56,8 +62,8 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a new world: one thread a rank, no old launcher. Local."""
     own = settings.environment().items()
     variables = {k: v for k, v in own if not k.startswith(_LAUNCHER_PREFIXES)}
-    # An unbuffered Python writes a line and its end apart, and the lines of the ranks mix.
-    variables.pop("PYTHONUNBUFFERED", None)
+    for name in _UNWANTED:
+        variables.pop(name, None)
     variables |= {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
