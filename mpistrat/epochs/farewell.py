@@ -32,6 +32,7 @@ __all__ = ["install", "watch"]
 
 _POLL_S = 0.0005
 _TURN_S = 1.0
+_SHORT_TURN_S = 0.3
 _SOON_S = 1.0
 _MAX_TURNS = 3
 
@@ -220,4 +221,6 @@ def _extra_s(largest: Channel, stuck: Channel | None) -> float:
         return _TURN_S * min(largest.rank, _MAX_TURNS)
     if stuck.companions.lowest_here() < stuck.rank:
         return _TURN_S
-    return min(0.0, _SOON_S - _grace_s())
+    # Other groups may be stuck at the same time, each with a lowest rank of its own.
+    soon_s = _SOON_S + _SHORT_TURN_S * min(largest.rank, _MAX_TURNS)
+    return min(0.0, soon_s - _grace_s())
