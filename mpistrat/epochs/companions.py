@@ -81,9 +81,9 @@ class Companions:
         ranks = list(ranks)
         return dict(zip(ranks, _at_once(self.ask, ranks), strict=True))
 
-    def tell_all(self, ask: str, **details: Any) -> None:
+    def tell_all(self, ask: str, limit_s: float = _SHORT_LIMIT_S, **details: Any) -> None:
         """Tell every other rank something, without insisting. Local."""
-        _at_once(lambda rank: self.ask(rank, ask, _SHORT_LIMIT_S, **details), self.others())
+        _at_once(lambda rank: self.ask(rank, ask, limit_s, **details), self.others())
 
     def lowest_here(self) -> int:
         """Return the lowest rank that waits in the same collective as this one. Local."""

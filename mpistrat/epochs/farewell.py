@@ -34,6 +34,7 @@ _POLL_S = 0.0005
 _TURN_S = 1.0
 _SHORT_TURN_S = 0.3
 _SOON_S = 1.0
+_TELL_S = 2.0
 _MAX_TURNS = 3
 
 
@@ -153,7 +154,10 @@ def _part(
         ends_alone = True
     logs.close()
     if ends_alone:
-        if not any(channel.is_told for channel in channels):
+        if any(channel.is_told for channel in channels):
+            # Whoever told it ends the job for all, once the others have left their records.
+            time.sleep(_TELL_S)
+        else:
             print_failures(partings[0], text, among)
             if text is None:
                 _explain_the_end(channels)
@@ -208,7 +212,8 @@ def _tell_the_others(channels: Sequence[Channel]) -> None:
     """Let ranks that fail with this one be quiet, and end at once. Local."""
     for channel in channels:
         if channel.companions is not None:
-            channel.companions.tell_all("told", teller=channel.rank)
+            # Time enough for them to leave their flight records.
+            channel.companions.tell_all("told", _TELL_S, teller=channel.rank)
 
 
 def _extra_s(largest: Channel, stuck: Channel | None) -> float:
