@@ -8,7 +8,7 @@ copyright = author
 release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "benchmarks"]
+exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"mpistrat {release}"
 
