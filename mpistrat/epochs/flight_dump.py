@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import platform
@@ -104,9 +103,11 @@ def document(
 
 
 def _versions() -> dict[str, str]:
+    from importlib import metadata  # takes longer than the rest of this module
+
     found = {"mpistrat": __version__, "python": platform.python_version()}
     for package in ("numpy", "mpi4py"):
-        found[package] = importlib.import_module("importlib.metadata").version(package)
+        found[package] = metadata.version(package)
     return found
 
 

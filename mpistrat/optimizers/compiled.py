@@ -14,7 +14,7 @@ from mpistrat.arrays import address_of
 from mpistrat.optimizers.kernels import Kernel, digest
 from mpistrat.optimizers.rule import Target
 
-__all__ = ["compiled_kernel"]
+__all__ = ["HostKernel", "compiled_kernel"]
 
 _NUMBERS = {"f": ctypes.c_float, "d": ctypes.c_double, "g": ctypes.c_longdouble}
 

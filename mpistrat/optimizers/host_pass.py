@@ -6,11 +6,11 @@ to float32 and back, NumPy works on blocks that stay in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpistrat.optimizers.compiled import compiled_kernel
+from mpistrat.optimizers.compiled import HostKernel, compiled_kernel
 from mpistrat.optimizers.rule import Rule, Step, Target, compute_dtype, flat_real
 
 __all__ = ["sum_of_squares", "update"]
@@ -41,15 +41,24 @@ def update(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None
         compiled(target, flat_gradient, numbers)
         return
     length = min(_BLOCK, weight.size)
-    engine = _numpy_engine(rule, step, length, dtype)
-    if compiled is not None:
-        engine = lambda target, gradient: compiled(target, gradient, numbers)  # noqa: E731
+    engine: Engine
+    if compiled is None:
+        engine = _numpy_engine(rule, step, length, dtype)
+    else:
+        engine = _compiled_engine(compiled, numbers)
     if weight.dtype != dtype:
         engine = _widening(engine, length, dtype)
     for start in range(0, weight.size, _BLOCK):
         part = slice(start, start + _BLOCK)
         block = Target(weight[part], [slot[part] for slot in target.flat_slots])
         engine(block, flat_gradient[part])
+
+
+def _compiled_engine(compiled: HostKernel, numbers: Sequence[float]) -> Engine:
+    def engine(target: Target, gradient: np.ndarray) -> None:
+        compiled(target, gradient, numbers)
+
+    return engine
 
 
 def _numpy_engine(rule: Rule, step: Step, length: int, dtype: np.dtype) -> Engine:
