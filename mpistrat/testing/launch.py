@@ -148,21 +148,26 @@ class Launched:
     def ask_for_stacks(self, patience_s: float = 2) -> None:
         """Have every Python process of the program print its stacks, and end by that."""
         own = os.path.realpath(sys.executable)
-        asked = [pid for pid in self.pids() if _program_of(pid) == own]
-        for sign in (signal.SIGCONT, signal.SIGABRT):
-            for pid in asked:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, sign)
+        pids = self.pids()
+        asked = [pid for pid in pids if _program_of(pid) == own]
+        launchers = [pid for pid in pids if pid not in asked]
+        # One after the other, or their lines mix; and without the launcher, which would kill the
+        # others as soon as one has ended.
+        _send(signal.SIGSTOP, launchers)
+        for pid in asked:
+            _send(signal.SIGCONT, [pid])
+            _send(signal.SIGABRT, [pid])
+            end = time.monotonic() + patience_s
+            while _is_running(pid) and time.monotonic() < end:
+                time.sleep(0.01)
+        _send(signal.SIGCONT, launchers)
         # The launcher brings to us what the ranks have printed until it ends.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience_s)
 
     def kill(self) -> None:
         """Kill the launcher and all its ranks at once with SIGKILL."""
-        pids = self.pids()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _send(signal.SIGKILL, self.pids())
         self._wait(None)
 
     def wait_for_output(self, text: str, limit_s: float = 60) -> None:
@@ -225,6 +230,20 @@ def run(
         If the program did not end within `limit_s`.
     """
     return Launched(arguments, ranks, cwd, env).finish(limit_s)
+
+
+def _send(sign: signal.Signals, pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sign)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether there is such a process, and not only its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _program_of(pid: int) -> str:
