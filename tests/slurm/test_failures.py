@@ -33,7 +33,7 @@ def fail(srun, protocol, program, *flags):
     ended = time.time()
     assert done.returncode != 0, done.stdout
     began = [float(line.split()[-1]) for line in done.stdout.split("\n") if line]
-    assert len(began) == 4
+    assert began  # not all: Slurm may kill a rank before it has brought us its line
     assert ended - max(began) < LIMIT_S
     return done.stderr
 
