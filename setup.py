@@ -1,8 +1,9 @@
-"""The host kernels, made from ``mpistrat/optimizers/kernels.py``; metadata is in pyproject.toml.
+"""What is compiled from C; metadata is in pyproject.toml.
 
-The library is optional: without a C compiler the package works all the same, more slowly.
+The libraries are optional: without a C compiler the package works all the same, more slowly.
 """
 
+import hashlib
 import runpy
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from setuptools.command.build_ext import build_ext
 KERNELS = Path("mpistrat/optimizers/kernels.py")
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 SOURCE = Path("build/host_kernels.c")
+NODE = Path("mpistrat/comm/node.c")
+NODE_DIGEST = hashlib.sha256(NODE.read_bytes()).hexdigest()
 
 
 class BuildKernels(build_ext):
-    """Writes the C source before it is compiled. The library is no Python module."""
+    """Writes the source of the kernels first. The libraries are no Python modules."""
 
     def run(self):
         """Make the source, then build."""
@@ -38,6 +41,13 @@ setup(
             extra_compile_args=FLAGS,
             libraries=["m"],
             optional=True,
-        )
+        ),
+        Extension(
+            "mpistrat.comm._node",
+            [str(NODE)],
+            define_macros=[("MPISTRAT_DIGEST", f'"{NODE_DIGEST}"')],
+            extra_compile_args=FLAGS,
+            optional=True,
+        ),
     ],
 )

@@ -16,6 +16,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
 from mpistrat.comm.choose import check_options, choose_reducer, spell_options
+from mpistrat.comm.message import Message
 from mpistrat.comm.packing import Packing, placed_like
 from mpistrat.comm.reducer import Reducer
 from mpistrat.comm.solo import SoloTransport
@@ -70,21 +71,22 @@ class CollectiveCall(Call):
         arrays: Sequence[Array],
         *details: object,
         wires: Sequence[np.dtype] | None = None,
+        copy: bool = False,
     ) -> Packing:
         self._check_options()
-        packing = Packing(op, arrays, self.options, wires)
+        packing = Packing(op, arrays, self.options, self.channel.pool, wires, copy)
         names = () if wires is None else tuple(_dtype_name(dtype) for dtype in wires)
         self.agree(op.name, _shapes(arrays), *details, names, spell_options(self.options))
         return packing
 
-    def _reducer(self, buffer: np.ndarray) -> Reducer:
-        reducer = choose_reducer(self.channel.transport, self.options, buffer)
+    def _reducer(self, op: ReduceOp, message: Message) -> Reducer:
+        reducer = choose_reducer(self.channel.transport, self.options, op, message.dtype)
         way = type(reducer).__name__
-        self._note_moved(buffer.nbytes, way)
+        self._note_moved(message.num_bytes, way)
         if _logger.isEnabledFor(logging.DEBUG):
             where = type(self.channel.transport).__name__
             _logger.debug(
-                "%s: %d x %s by %s over %s", self.kind, buffer.size, buffer.dtype, way, where
+                "%s: %d x %s by %s over %s", self.kind, message.size, message.dtype, way, where
             )
         return reducer
 
@@ -123,16 +125,17 @@ class CollectiveCall(Call):
             If `op` cannot reduce a dtype.
         """
         packing = self._agreed_packing(op, arrays, structure, wires=wires)
-        for buffer in packing.buffers:
-            self._reducer(buffer).all_reduce(op, buffer)
+        for message in packing.messages:
+            self._reducer(op, message).all_reduce(op, message)
         return packing.unpack()
 
     def start_all_reduce(
         self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()
     ) -> Callable[[], list[Array]]:
         """Begin `all_reduce`, and return the function that ends it. **Collective**."""
-        packing = self._agreed_packing(op, arrays, structure)
-        ends = [self._reducer(each).start_all_reduce(op, each) for each in packing.buffers]
+        # The program may write to its arrays before the end.
+        packing = self._agreed_packing(op, arrays, structure, copy=True)
+        ends = [self._reducer(op, each).start_all_reduce(op, each) for each in packing.messages]
 
         def end() -> list[Array]:
             for end_one in ends:
@@ -146,8 +149,8 @@ class CollectiveCall(Call):
     ) -> list[Array] | None:
         """Reduce each array to `root`; ``None`` on the other ranks. **Collective**."""
         packing = self._agreed_packing(op, arrays, f"to rank {root}", structure)
-        for buffer in packing.buffers:
-            self._reducer(buffer).reduce(op, buffer, root)
+        for message in packing.messages:
+            self._reducer(op, message).reduce(op, message, root)
         return packing.unpack() if self.channel.rank == root else None
 
     def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:

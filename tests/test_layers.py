@@ -9,10 +9,13 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpistrat"
 
 # Lowest first. A module imports from lower layers, and from its own folder.
 LAYERS = [
-    {"deprecation", "errors", "files", "options", "settings", "sharding", "spelling", "version"},
-    {"arrays", "hdf5", "launcher", "nests", "pending", "tensors", "tracking"},
+    {
+        *("compiled", "deprecation", "errors", "files", "options"),
+        *("processes", "settings", "sharding", "spelling", "version"),
+    },
+    {"arrays", "hdf5", "launcher", "launching", "nests", "pending", "tensors", "tracking"},
     {"arguments", "comm", "spans", "values", "world"},
-    {"epochs"},
+    {"cuda_awareness", "epochs"},
     {"collectives", "faults", "timeline"},
     {"axis_reductions", "context", "reductions"},
     {"data", "pullbacks", "variables"},

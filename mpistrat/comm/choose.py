@@ -8,26 +8,28 @@ import numpy as np
 
 from mpistrat.comm.dtypes import is_narrow
 from mpistrat.comm.reducer import Reducer
+from mpistrat.comm.shared import SharedReducer
 from mpistrat.comm.sliced import SlicedReducer
 from mpistrat.comm.transport import Transport
 from mpistrat.comm.whole import WholeReducer
-from mpistrat.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 
 __all__ = ["check_options", "choose_reducer", "spell_options"]
 
 _BUILT = (
     CommunicationImplementation.AUTO,
     CommunicationImplementation.MPI,
+    CommunicationImplementation.SHARED,
     CommunicationImplementation.STAGED,
 )
+_SHARING = (CommunicationImplementation.AUTO, CommunicationImplementation.SHARED)
 
 
 @functools.lru_cache
 def check_options(options: CommunicationOptions, device_kind: str) -> None:
     """Refuse the options that reductions on `device_kind` cannot honour. Local.
 
-    Host arrays are reduced by MPI on their own memory. Device arrays travel through host
-    copies, which is right under every MPI library.
+    Device arrays travel through host copies, which is right under every MPI library.
 
     Raises
     ------
@@ -55,11 +57,18 @@ def check_options(options: CommunicationOptions, device_kind: str) -> None:
 
 
 def choose_reducer(
-    transport: Transport, options: CommunicationOptions, buffer: np.ndarray
+    transport: Transport, options: CommunicationOptions, op: ReduceOp, dtype: np.dtype
 ) -> Reducer:
-    """Return what reduces `buffer`: MPI, unless the order or a narrow dtype is ours. Local."""
-    if options.deterministic or is_narrow(buffer.dtype):
+    """Return what reduces messages of `dtype` by `op`. Local, and the same on every rank.
+
+    Shared memory where all ranks have some and the compiled code knows the numbers, else MPI;
+    but neither where the order or a narrow dtype is ours.
+    """
+    if options.deterministic or is_narrow(dtype):
         return SlicedReducer(transport)
+    node = transport.node
+    if node is not None and options.implementation in _SHARING and node.knows(op, dtype):
+        return SharedReducer(node)
     return WholeReducer(transport)
 
 

@@ -11,6 +11,10 @@ from itertools import accumulate
 import numpy as np
 from mpi4py import MPI
 
+from mpistrat.comm.node import NodeMemory, open_node_memory
+from mpistrat.comm.rounds import NonblockingRound, PersistentRound, SharedRound
+from mpistrat.comm.shared import SharedMemoryReducer
+from mpistrat.comm.transport import NodeReducer, Round
 from mpistrat.options import ReduceOp
 
 __all__ = ["MpiTransport"]
@@ -21,33 +25,6 @@ _OPS = {
     ReduceOp.MAX: MPI.MAX,
     ReduceOp.PROD: MPI.PROD,
 }
-
-
-class _PersistentRound:
-    """A round over a persistent collective (MPI 4.1, section 6.13), set up once."""
-
-    def __init__(self, comm: MPI.Intracomm, num_words: int) -> None:
-        self.send = np.zeros(num_words, np.uint64)
-        self.receive = np.zeros(num_words, np.uint64)
-        self._request = comm.Allreduce_init(self.send, self.receive, MPI.MAX)
-        self.start = self._request.Start
-        self.done = self._request.Test
-
-
-class _NonblockingRound:
-    """The same for libraries older than MPI 4.0."""
-
-    def __init__(self, comm: MPI.Intracomm, num_words: int) -> None:
-        self.send = np.zeros(num_words, np.uint64)
-        self.receive = np.zeros(num_words, np.uint64)
-        self._comm = comm
-        self._request = MPI.REQUEST_NULL
-
-    def start(self) -> None:
-        self._request = self._comm.Iallreduce(self.send, self.receive, MPI.MAX)
-
-    def done(self) -> bool:
-        return self._request.Test()
 
 
 class MpiTransport:
@@ -61,27 +38,35 @@ class MpiTransport:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
-        self._under_way: list[tuple[MPI.Request, np.ndarray]] = []
+        self._under_way: list[tuple[MPI.Request, np.ndarray, np.ndarray]] = []
         self.rank = comm.rank
         self.size = comm.size
+        self._memory = _shared_memory(comm)
+        self.node: NodeReducer | None = None
+        if self._memory is not None:
+            self.node = SharedMemoryReducer(self._memory)
 
-    def all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> None:
-        """Reduce `buffer` in place. **Collective**."""
-        self.comm.Allreduce(MPI.IN_PLACE, buffer, _OPS[op])
+    def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
+        """Reduce `source` into `target`. **Collective**."""
+        self.comm.Allreduce(_unless_same(source, target), target, _OPS[op])
 
-    def start_all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> Callable[[], object]:
-        """Begin to reduce `buffer` in place; the function returned waits for the end."""
-        # MPI writes to the buffer until the end, also where the user has dropped the handle.
+    def start_all_reduce(
+        self, op: ReduceOp, source: np.ndarray, target: np.ndarray
+    ) -> Callable[[], object]:
+        """Begin to reduce `source` into `target`; the function returned waits for the end."""
+        # MPI writes to the target until the end, also where the user has dropped the handle.
         self._under_way = [entry for entry in self._under_way if not entry[0].Test()]
-        request = self.comm.Iallreduce(MPI.IN_PLACE, buffer, _OPS[op])
-        self._under_way.append((request, buffer))
+        request = self.comm.Iallreduce(_unless_same(source, target), target, _OPS[op])
+        self._under_way.append((request, source, target))
         return request.Wait
 
     def drain(self) -> None:
         """Wait for every reduction that is under way. **Collective**."""
-        for request, _ in self._under_way:
+        for request, *_ in self._under_way:
             request.Wait()
         self._under_way.clear()
+        if self.node is not None:
+            self.node.drain()
 
     def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
         """Reduce `buffer` in place on `root`. **Collective**."""
@@ -118,16 +103,33 @@ class MpiTransport:
         )
         return received
 
-    def round(self, num_words: int) -> _PersistentRound | _NonblockingRound:
+    def round(self, num_words: int) -> Round:
         """Return a new round. **Collective**, without waiting."""
+        if self._memory is not None and num_words == SharedRound.NUM_WORDS:
+            return SharedRound(self._memory)
         try:
-            return _PersistentRound(self.comm, num_words)
+            return PersistentRound(self.comm, num_words)
         except NotImplementedError:
-            return _NonblockingRound(self.comm, num_words)
+            return NonblockingRound(self.comm, num_words)
 
     def abort(self, exit_code: int) -> None:
         """End every process of the job. Local."""
         self.comm.Abort(exit_code)
+
+
+def _shared_memory(comm: MPI.Intracomm) -> NodeMemory | None:
+    """Return memory that all ranks share, if they are several on one node. **Collective**."""
+    if comm.size == 1:
+        return None
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    # The number of nodes is the same on every rank, but not every rank's node need hold all.
+    memory = open_node_memory(comm) if comm.allreduce(node.size, MPI.MIN) == comm.size else None
+    node.Free()
+    return memory
+
+
+def _unless_same(source: np.ndarray, target: np.ndarray) -> np.ndarray | object:
+    return MPI.IN_PLACE if source is target else source
 
 
 def _as_bytes(buffer: np.ndarray) -> np.ndarray:

@@ -10,9 +10,14 @@ import numpy as np
 
 from mpistrat.options import ReduceOp
 
-__all__ = ["as_floats", "as_ordered_integers"]
+__all__ = ["as_floats", "as_ordered_integers", "is_reordered"]
 
 _INTEGERS = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
+
+
+def is_reordered(op: ReduceOp, dtype: np.dtype) -> bool:
+    """Return whether numbers of `dtype` travel as integers under `op`. Local."""
+    return dtype in _INTEGERS and op in (ReduceOp.MIN, ReduceOp.MAX)
 
 
 def as_ordered_integers(op: ReduceOp, buffer: np.ndarray) -> np.ndarray:
@@ -20,23 +25,24 @@ def as_ordered_integers(op: ReduceOp, buffer: np.ndarray) -> np.ndarray:
 
     Other dtypes, and `longdouble`, for which there is no integer, stay as they are.
     """
-    integer = _INTEGERS.get(buffer.dtype)
-    if integer is None or op not in (ReduceOp.MIN, ReduceOp.MAX):
+    if not is_reordered(op, buffer.dtype):
         return buffer
     is_nan = np.isnan(buffer)
-    keys = buffer.view(integer)
+    keys = buffer.view(_INTEGERS[buffer.dtype])
     _flip_negatives(keys)
     keys[is_nan] = _beyond(op, keys.dtype)
     return keys
 
 
-def as_floats(op: ReduceOp, keys: np.ndarray, dtype: np.dtype) -> None:
-    """Turn what `as_ordered_integers` returned back into floats of `dtype`, in place. Local."""
+def as_floats(op: ReduceOp, keys: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Turn what `as_ordered_integers` returned back in place; return it as `dtype`. Local."""
     if keys.dtype == dtype:
-        return
+        return keys
     is_nan = keys == _beyond(op, keys.dtype)
     _flip_negatives(keys)
-    keys.view(dtype)[is_nan] = np.nan
+    floats = keys.view(dtype)
+    floats[is_nan] = np.nan
+    return floats
 
 
 def _flip_negatives(keys: np.ndarray) -> None:

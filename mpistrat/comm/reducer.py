@@ -1,30 +1,28 @@
-"""What a way of reducing can do. Each buffer of a call gets the one that `choose` picks for it."""
+"""What a way of reducing can do. Each message of a call gets the one that `choose` picks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-
+from mpistrat.comm.message import Message
 from mpistrat.options import ReduceOp
 
 __all__ = ["Reducer"]
 
 
 class Reducer(Protocol):
-    """Reduces buffers over the ranks of one transport, in place.
+    """Reduces messages over the ranks of one transport.
 
-    Every method is **Collective**, with equal arguments on all ranks but for the numbers in
-    `buffer`, a NumPy array in C order and native byte order. MEAN divides by the number of
-    ranks.
+    Every method is **Collective**, with messages of equal dtype and lengths on all ranks. MEAN
+    divides by the number of ranks.
     """
 
-    def all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> None:
-        """Replace `buffer` on every rank by its reduction."""
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        """Write the reductions to the targets of `message`, on every rank."""
 
-    def start_all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> Callable[[], object]:
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
         """Begin `all_reduce`. The function returned ends it, is local, and is called once."""
 
-    def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
-        """Replace `buffer` on `root` by its reduction. Elsewhere its numbers are lost."""
+    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
+        """Write the reductions to the targets on `root`. Elsewhere anything may be in them."""

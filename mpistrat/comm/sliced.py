@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrat.comm.casts import cast
 from mpistrat.comm.dtypes import accumulator_dtype
+from mpistrat.comm.message import Message
 from mpistrat.comm.slices import plan_blocks, slice_lengths
 from mpistrat.comm.transport import Transport
 from mpistrat.comm.tree import combine
@@ -26,8 +27,8 @@ class SlicedReducer:
     """Combines the elements of all ranks in a fixed tree in rank order.
 
     The bits of a result depend on the number of ranks and the values alone, because nothing but
-    the element itself enters into it. Buffers of 16-bit floats travel as they are, both ways, and
-    are summed in float32. Large buffers go in blocks, so that a few MiB of memory suffice.
+    the element itself enters into it. Messages of 16-bit floats travel as they are, both ways, and
+    are summed in float32. Large ones go in blocks, so that a few MiB of memory suffice.
 
     Parameters
     ----------
@@ -37,28 +38,32 @@ class SlicedReducer:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> None:
-        """Reduce `buffer` in place. **Collective**."""
-        for block in self._blocks(buffer):
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        """Reduce each array of `message`. **Collective**."""
+        joined, split = message.joined()
+        for block in self._blocks(joined):
             lengths = slice_lengths(block.size, self._transport.size)
             block[...] = self._transport.all_gather(self._own_slice(op, block, lengths), lengths)
+        split()
 
-    def start_all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> Callable[[], object]:
-        """Reduce `buffer` in place, before this returns. **Collective**.
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
+        """Reduce each array of `message`, before this returns. **Collective**.
 
         The all-gather cannot be left to the wait: ranks may wait for several reductions in
         different orders, but must come to collectives in one.
         """
-        self.all_reduce(op, buffer)
+        self.all_reduce(op, message)
         return bool
 
-    def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
-        """Reduce `buffer` in place on `root`. **Collective**."""
-        for block in self._blocks(buffer):
+    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
+        """Reduce each array of `message` to `root`. **Collective**."""
+        joined, split = message.joined()
+        for block in self._blocks(joined):
             lengths = slice_lengths(block.size, self._transport.size)
             gathered = self._transport.gather(self._own_slice(op, block, lengths), lengths, root)
             if gathered is not None:
                 block[...] = gathered
+        split()
 
     def _blocks(self, buffer: np.ndarray) -> list[np.ndarray]:
         flat = buffer.reshape(-1)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpistrat.comm.transport import NodeReducer
 from mpistrat.options import ReduceOp
 
 __all__ = ["SoloTransport"]
@@ -22,18 +23,27 @@ class _SoloRound:
     def done(self) -> bool:
         return True
 
+    def meet(self) -> bool:
+        return True
+
 
 class SoloTransport:
     """One rank without MPI."""
 
     rank = 0
     size = 1
+    node: NodeReducer | None = None
 
-    def all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> None:
-        """Leave `buffer` as it is. Local."""
+    def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy `source` to `target`. Local."""
+        if target is not source:
+            np.copyto(target, source)
 
-    def start_all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> Callable[[], object]:
-        """Leave `buffer` as it is. Local."""
+    def start_all_reduce(
+        self, op: ReduceOp, source: np.ndarray, target: np.ndarray
+    ) -> Callable[[], object]:
+        """Copy `source` to `target`. Local."""
+        self.all_reduce(op, source, target)
         return bool
 
     def drain(self) -> None:

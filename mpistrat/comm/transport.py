@@ -7,9 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
+from mpistrat.comm.message import Message
 from mpistrat.options import ReduceOp
 
-__all__ = ["Round", "Transport"]
+__all__ = ["NodeReducer", "Round", "Transport"]
 
 
 class Round(Protocol):
@@ -20,11 +21,33 @@ class Round(Protocol):
     receive: np.ndarray
     """The largest of each word over all ranks, valid once `done` has returned True."""
 
-    def start(self) -> None:
-        """Contribute `send`. Local."""
+    @property
+    def start(self) -> Callable[[], object]:
+        """Contributes `send`. Local."""
 
-    def done(self) -> bool:
-        """Return whether every rank has started this round. Local."""
+    @property
+    def done(self) -> Callable[[], bool]:
+        """Tells whether every rank has started this round. Local."""
+
+    @property
+    def meet(self) -> Callable[[], bool]:
+        """Does `start`, and then `done` again and again for some 100 us. Local."""
+
+
+class NodeReducer(Protocol):
+    """Reduces messages of dtypes and reductions that it knows, in memory that all ranks share."""
+
+    def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
+        """Return whether it can reduce `dtype` by `op`, MEAN included. Local."""
+
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        """Write the reductions to the targets of `message`. **Collective**."""
+
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
+        """Begin `all_reduce`, and return the function that waits for its end. **Collective**."""
+
+    def drain(self) -> None:
+        """Wait for every reduction that was begun. Local."""
 
 
 class Transport(Protocol):
@@ -38,10 +61,19 @@ class Transport(Protocol):
     rank: int
     size: int
 
-    def all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> None:
-        """Replace `buffer` on every rank by its reduction over ranks. MEAN is not known here."""
+    @property
+    def node(self) -> NodeReducer | None:
+        """What reduces in memory that all ranks share, where there is such memory. Local."""
 
-    def start_all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> Callable[[], object]:
+    def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
+        """Write the reduction of `source` over ranks to `target`, which may be the same array.
+
+        MEAN is not known here.
+        """
+
+    def start_all_reduce(
+        self, op: ReduceOp, source: np.ndarray, target: np.ndarray
+    ) -> Callable[[], object]:
         """Begin `all_reduce`, and return the function that waits for its end. Local."""
 
     def drain(self) -> None:

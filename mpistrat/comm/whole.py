@@ -1,4 +1,4 @@
-"""Reduction of whole buffers by the transport: the MPI library chooses how."""
+"""Reduction of whole messages by the transport: the MPI library chooses how."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mpistrat.comm.message import Message
 from mpistrat.comm.transport import Transport
 from mpistrat.comm.tree import divide
 from mpistrat.options import ReduceOp
@@ -18,7 +19,7 @@ _MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}
 class WholeReducer:
     """Leaves the order of the operands to the MPI library.
 
-    It may depend on the size of the buffer and on where the ranks run.
+    It may depend on the size of the message and on where the ranks run.
 
     Parameters
     ----------
@@ -28,27 +29,33 @@ class WholeReducer:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> None:
-        """Reduce `buffer` in place. **Collective**."""
-        self._transport.all_reduce(_MOVES_AS[op], buffer)
-        self._finish(op, buffer)
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        """Reduce each array of `message`. **Collective**."""
+        source, target, split = message.whole()
+        self._transport.all_reduce(_MOVES_AS[op], source, target)
+        self._finish(op, target)
+        split()
 
-    def start_all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> Callable[[], object]:
-        """Begin to reduce `buffer` in place. **Collective**, without waiting."""
-        wait = self._transport.start_all_reduce(_MOVES_AS[op], buffer)
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
+        """Begin to reduce each array of `message`. **Collective**, without waiting."""
+        source, target, split = message.whole()
+        wait = self._transport.start_all_reduce(_MOVES_AS[op], source, target)
 
         def end() -> None:
             wait()
-            self._finish(op, buffer)
+            self._finish(op, target)
+            split()
 
         return end
 
-    def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
-        """Reduce `buffer` in place on `root`. **Collective**."""
-        self._transport.reduce(_MOVES_AS[op], buffer, root)
+    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
+        """Reduce each array of `message` to `root`. **Collective**."""
+        joined, split = message.joined()
+        self._transport.reduce(_MOVES_AS[op], joined, root)
         if self._transport.rank == root:
-            self._finish(op, buffer)
+            self._finish(op, joined)
+            split()
 
-    def _finish(self, op: ReduceOp, buffer: np.ndarray) -> None:
+    def _finish(self, op: ReduceOp, array: np.ndarray) -> None:
         if op is ReduceOp.MEAN:
-            divide(buffer, self._transport.size)
+            divide(array, self._transport.size)

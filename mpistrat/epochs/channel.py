@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
 from mpistrat.epochs.callsite import call_site
 from mpistrat.epochs.flight import FlightRecord
@@ -38,8 +39,6 @@ _logger = logging.getLogger("mpistrat")
 
 _MASK = 2**64 - 1
 _WORDS = struct.Struct("=4Q")
-_SPINS = 200
-"""Polls before a waiting rank starts to give the core away: about 100 us."""
 
 
 class Status(enum.IntEnum):
@@ -99,6 +98,8 @@ class Channel:
         Whether another rank ends the job and has said why.
     waiting : tuple or None
         The collective in which this rank waits for others, and since when.
+    pool : Pool
+        Memory for results.
     thread : int
         Identifier of the thread that has waited in a collective last.
     """
@@ -122,6 +123,7 @@ class Channel:
         self.is_told = False
         self.waiting: tuple[str, float] | None = None
         self.thread = threading.get_ident()
+        self.pool = Pool()
         self._round = transport.round(4)
 
     def check_open(self) -> None:
@@ -175,15 +177,13 @@ class Channel:
         """
         if self.on_collective is not None:
             self.on_collective(self.ledger.sequence + 1)
-        ledger, done = self.ledger, self._round.done
+        ledger, meeting = self.ledger, self._round
         digest = ledger.digest(signature) ^ extra
+        _WORDS.pack_into(meeting.send.data, 0, status, _MASK - status, digest, _MASK - digest)
+        self.pending = True
         try:
-            self.start_round(status, digest)
             ledger.sequence += 1
-            for _ in range(_SPINS):
-                if done():
-                    break
-            else:
+            if not meeting.meet():
                 self._wait(signature, timeout_s)
         except BaseException as error:
             # The round stays open, so nothing can be agreed upon any more.

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat.comm.dtypes import is_narrow
-from mpistrat.comm.transport import Transport
+from mpistrat.comm.message import Message
+from mpistrat.comm.transport import NodeReducer, Transport
 from mpistrat.epochs.channel import Channel
 from mpistrat.options import ReduceOp
 
@@ -48,16 +49,23 @@ class _CorruptingTransport:
             bits[place % bits.size] ^= 1 << bit
             self._channel.transport = self._transport
 
-    def all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> None:
-        self._transport.all_reduce(op, buffer)
-        self._corrupt(buffer)
+    @property
+    def node(self) -> NodeReducer | None:
+        node = self._transport.node
+        return None if node is None else _CorruptingNode(node, self._corrupt)
 
-    def start_all_reduce(self, op: ReduceOp, buffer: np.ndarray) -> Callable[[], object]:
-        wait = self._transport.start_all_reduce(op, buffer)
+    def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
+        self._transport.all_reduce(op, source, target)
+        self._corrupt(target)
+
+    def start_all_reduce(
+        self, op: ReduceOp, source: np.ndarray, target: np.ndarray
+    ) -> Callable[[], object]:
+        wait = self._transport.start_all_reduce(op, source, target)
 
         def end() -> None:
             wait()
-            self._corrupt(buffer)
+            self._corrupt(target)
 
         return end
 
@@ -69,3 +77,25 @@ class _CorruptingTransport:
         gathered = self._transport.all_gather(part, counts)
         self._corrupt(gathered)
         return gathered
+
+
+class _CorruptingNode:
+    """Passes everything on to `node`."""
+
+    def __init__(self, node: NodeReducer, corrupt: Callable[[np.ndarray], None]) -> None:
+        self._node = node
+        self._corrupt = corrupt
+        self.knows, self.drain = node.knows, node.drain
+
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        self._node.all_reduce(op, message)
+        self._corrupt(message.targets[0])
+
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
+        wait = self._node.start_all_reduce(op, message)
+
+        def end() -> None:
+            wait()
+            self._corrupt(message.targets[0])
+
+        return end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mpistrat.arrays import address_of
+from mpistrat.compiled import find_library
 from mpistrat.optimizers.kernels import Kernel, digest
 from mpistrat.optimizers.rule import Target
 
@@ -46,12 +46,5 @@ def compiled_kernel(kernel: Kernel, dtype: np.dtype) -> HostKernel | None:
 
 @functools.lru_cache
 def _library() -> ctypes.CDLL | None:
-    """Return the library, ``None`` where none was made for this machine from today's source."""
-    made_from = ctypes.c_char * len(digest())
-    for path in sorted(Path(__file__).parent.glob("_host_kernels*.so")):
-        # A folder that machines of several kinds share holds libraries for each of them.
-        with contextlib.suppress(OSError, ValueError):
-            library = ctypes.CDLL(str(path))
-            if made_from.in_dll(library, "mpistrat_digest").value == digest().encode():
-                return library
-    return None
+    path = find_library(Path(__file__).parent, "_host_kernels", digest())
+    return None if path is None else ctypes.CDLL(path)

@@ -14,14 +14,21 @@ def counts(strategy, monkeypatch):
 
 
 class CountingTransport:
-    """Counts the calls of each method of a transport, and does them."""
+    """Counts the calls of each method of a transport or of its node reducer, and does them."""
 
-    def __init__(self, transport):
+    def __init__(self, transport, counts=None):
         self._transport = transport
-        self.counts = collections.Counter()
+        self.counts = collections.Counter() if counts is None else counts
+
+    @property
+    def node(self):
+        node = self._transport.node
+        return node and CountingTransport(node, self.counts)
 
     def __getattr__(self, name):
         attribute = getattr(self._transport, name)
+        if name == "knows":
+            return attribute
         if not callable(attribute):
             return attribute
 

@@ -85,7 +85,7 @@ def test_options_that_cannot_be_honoured_are_refused(strategy, size):
     implementation = ms.CommunicationImplementation
     for options, error in (
         (ms.CommunicationOptions(implementation=implementation.NCCL), ValueError),
-        (ms.CommunicationOptions(implementation=implementation.SHARED), NotImplementedError),
+        ("fast", TypeError),
         ({"bytes_per_pack": 1}, TypeError),
     ):
         with pytest.raises(error):

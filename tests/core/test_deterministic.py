@@ -7,6 +7,8 @@ import pytest
 from ml_dtypes import bfloat16
 
 import mpistrat as ms
+from mpistrat.comm.message import Message
+from mpistrat.comm.pool import Pool
 from mpistrat.comm.sliced import SlicedReducer
 from tests.core.conftest import as_bytes, result_of, triangle
 from tests.core.trees import expected_reduction, values_of
@@ -79,9 +81,10 @@ def test_blocks_do_not_matter_and_bound_the_memory(strategy, all_reduce, rank, m
     monkeypatch.setattr("mpistrat.comm.slices._BYTES_PER_BLOCK", 2**15)
     monkeypatch.setattr("mpistrat.comm.slices._BYTES_PER_SLICE", 16)
     reducer = SlicedReducer(strategy.extended.collectives.channel.transport)
+    message = Message([whole], [whole], Pool())
     tracemalloc.start()
     try:
-        reducer.all_reduce(ms.ReduceOp.SUM, whole)
+        reducer.all_reduce(ms.ReduceOp.SUM, message)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -1,0 +1,272 @@
+/* Collectives of the ranks of one node in memory that they share. See comm/node.py.
+
+   A lane is one sequence of steps. Each rank has a line in it: a counter of the steps that it has
+   come to, which only this rank writes, and two halves for data, used in turn. Who has come to step
+   k has left step k - 1, so a half is free again as soon as every rank has come to the step after
+   the one that used it. The counter is written with release and read with acquire order: whoever
+   sees a step of another rank sees all that the rank wrote before.
+
+   No function keeps state outside of its lane. What can wait without end (reduce) is to be called
+   only when every rank has agreed to call it. */
+
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+
+const char mpistrat_digest[] = MPISTRAT_DIGEST;
+
+struct lane {
+    int64_t size, own;  /* ranks, and the number of this one */
+    int64_t step;       /* steps that this rank has come to */
+    int64_t half;       /* bytes of each half */
+    char *line[];       /* of each rank: counter at 0, halves from LINE_HEAD on */
+};
+
+struct piece {
+    const char *source;
+    char *target;
+    int64_t num_bytes;
+};
+
+enum { LINE_HEAD = 128, GRAIN = 64, CHUNK = 8192, WORDS = 4 };
+
+/* ---- waiting ---- */
+
+static void come(struct lane *lane)
+{
+    lane->step++;
+    __atomic_store_n((int64_t *)lane->line[lane->own], lane->step, __ATOMIC_RELEASE);
+}
+
+static int all_have_come(const struct lane *lane)
+{
+    for (int64_t q = 0; q < lane->size; q++)
+        if (__atomic_load_n((int64_t *)lane->line[q], __ATOMIC_ACQUIRE) < lane->step)
+            return 0;
+    return 1;
+}
+
+/* Wait a moment; after some, give the core to a rank that may need it. */
+static void relax(int64_t turn)
+{
+    if (turn % 32 == 31)
+        sched_yield();
+#if defined(__x86_64__) || defined(__i386__)
+    else
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    else
+        __asm__ volatile("yield");
+#endif
+}
+
+static void wait_for_all(const struct lane *lane)
+{
+    for (int64_t turn = 0; !all_have_come(lane); turn++)
+        relax(turn);
+}
+
+static char *half_of(const struct lane *lane, int64_t rank, int64_t use)
+{
+    return lane->line[rank] + LINE_HEAD + (use & 1) * lane->half;
+}
+
+/* ---- rounds: the largest of a few words ---- */
+
+/* Bring `words` to the next round. */
+void mpistrat_round_start(struct lane *lane, const uint64_t *words)
+{
+    memcpy(half_of(lane, lane->own, lane->step + 1), words, WORDS * sizeof *words);
+    come(lane);
+}
+
+/* Look up to `turns` times whether every rank has come; then write the largest of each word. */
+int mpistrat_round_done(const struct lane *lane, uint64_t *largest, int64_t turns)
+{
+    for (int64_t turn = 0; !all_have_come(lane); turn++) {
+        if (turn + 1 >= turns)
+            return 0;
+        relax(turn);
+    }
+    for (int64_t q = 0; q < lane->size; q++) {
+        const uint64_t *words = (const uint64_t *)half_of(lane, q, lane->step);
+        for (int i = 0; i < WORDS; i++)
+            if (q == 0 || words[i] > largest[i])
+                largest[i] = words[i];
+    }
+    return 1;
+}
+
+/* ---- arithmetic ---- */
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define EACH_MACHINE __attribute__((target_clones("avx2", "default")))
+#else
+#define EACH_MACHINE
+#endif
+
+typedef void combine_function(char *total, const char *other, int64_t num_bytes);
+
+#define COMBINE(NAME, TYPE, VALUE)                                                        \
+    EACH_MACHINE static void NAME(char *total, const char *other, int64_t num_bytes)      \
+    {                                                                                     \
+        TYPE *restrict a = (TYPE *)total;                                                 \
+        const TYPE *restrict b = (const TYPE *)other;                                     \
+        for (int64_t i = 0; i < num_bytes / (int64_t)sizeof(TYPE); i++)                   \
+            a[i] = (TYPE)(VALUE);                                                         \
+    }
+
+#define SUM_AND_PROD(NAME, TYPE)                    \
+    COMBINE(sum_##NAME, TYPE, a[i] + b[i])          \
+    COMBINE(prod_##NAME, TYPE, a[i] * b[i])
+#define MIN_AND_MAX(NAME, TYPE)                     \
+    COMBINE(min_##NAME, TYPE, b[i] < a[i] ? b[i] : a[i]) \
+    COMBINE(max_##NAME, TYPE, b[i] > a[i] ? b[i] : a[i])
+
+/* Unsigned arithmetic wraps, and gives the bits of signed sums and products too. */
+SUM_AND_PROD(f4, float)
+SUM_AND_PROD(f8, double)
+SUM_AND_PROD(u1, uint8_t)
+SUM_AND_PROD(u4, uint32_t)
+SUM_AND_PROD(u8, uint64_t)
+COMBINE(sum_u2, uint16_t, a[i] + b[i])
+COMBINE(prod_u2, uint16_t, (uint32_t)a[i] * b[i])
+MIN_AND_MAX(i1, int8_t)
+MIN_AND_MAX(i2, int16_t)
+MIN_AND_MAX(i4, int32_t)
+MIN_AND_MAX(i8, int64_t)
+MIN_AND_MAX(u1, uint8_t)
+MIN_AND_MAX(u2, uint16_t)
+MIN_AND_MAX(u4, uint32_t)
+MIN_AND_MAX(u8, uint64_t)
+
+/* By number: comm/node.py gives them the same ones. */
+static combine_function *const combine_functions[] = {
+    sum_f4, sum_f8, sum_u1, sum_u2, sum_u4, sum_u8,
+    prod_f4, prod_f8, prod_u1, prod_u2, prod_u4, prod_u8,
+    min_i1, min_i2, min_i4, min_i8, min_u1, min_u2, min_u4, min_u8,
+    max_i1, max_i2, max_i4, max_i8, max_u1, max_u2, max_u4, max_u8,
+};
+
+EACH_MACHINE static void divide_f4(float *a, int64_t count, float divisor)
+{
+    for (int64_t i = 0; i < count; i++)
+        a[i] /= divisor;
+}
+
+EACH_MACHINE static void divide_f8(double *a, int64_t count, double divisor)
+{
+    for (int64_t i = 0; i < count; i++)
+        a[i] /= divisor;
+}
+
+static void divide(char *total, int64_t num_bytes, int64_t itemsize, int64_t divisor)
+{
+    if (itemsize == 4)
+        divide_f4((float *)total, num_bytes / 4, (float)divisor);
+    else
+        divide_f8((double *)total, num_bytes / 8, (double)divisor);
+}
+
+/* ---- reductions ---- */
+
+struct task {
+    combine_function *combine;
+    int64_t divisor;   /* 1, or what floats are divided by */
+    int64_t itemsize;  /* of these floats */
+};
+
+/* Reduce bytes [start, stop) of the halves of all ranks, in rank order, and write them to `target`,
+   which may be the same place of this rank's own half. */
+static void reduce_range(const struct lane *lane, const struct task *task, int64_t use,
+                         int64_t start, int64_t stop, char *target)
+{
+    char total[CHUNK] __attribute__((aligned(64)));
+    for (int64_t at = start; at < stop; at += CHUNK) {
+        int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
+        memcpy(total, half_of(lane, 0, use) + at, num_bytes);
+        for (int64_t q = 1; q < lane->size; q++)
+            task->combine(total, half_of(lane, q, use) + at, num_bytes);
+        if (task->divisor != 1)
+            divide(total, num_bytes, task->itemsize, task->divisor);
+        memcpy(target + (at - start), total, num_bytes);
+    }
+}
+
+/* A place in a sequence of pieces. */
+struct place {
+    const struct piece *piece;
+    int64_t offset;
+};
+
+static void copy_in(struct place *from, char *to, int64_t num_bytes)
+{
+    while (num_bytes > 0) {
+        int64_t left = from->piece->num_bytes - from->offset;
+        int64_t part = left < num_bytes ? left : num_bytes;
+        memcpy(to, from->piece->source + from->offset, part);
+        to += part, num_bytes -= part, from->offset += part;
+        if (part == left)
+            from->piece++, from->offset = 0;
+    }
+}
+
+static void copy_out(struct place *to, const char *from, int64_t num_bytes)
+{
+    while (num_bytes > 0) {
+        int64_t left = to->piece->num_bytes - to->offset;
+        int64_t part = left < num_bytes ? left : num_bytes;
+        memcpy(to->piece->target + to->offset, from, part);
+        from += part, num_bytes -= part, to->offset += part;
+        if (part == left)
+            to->piece++, to->offset = 0;
+    }
+}
+
+/* Where the slice of rank `rank` in a block begins, at a multiple of GRAIN. */
+static int64_t slice_start(int64_t num_bytes, int64_t size, int64_t rank)
+{
+    int64_t grains = (num_bytes + GRAIN - 1) / GRAIN;
+    int64_t start = grains * rank / size * GRAIN;
+    return start < num_bytes ? start : num_bytes;
+}
+
+/* Reduce the concatenation of pieces over the ranks; results go to the targets of the pieces.
+
+   Blocks of up to `block` bytes (at most a half) go through the lane one after the other. A block
+   up to `small` bytes is reduced by every rank for itself: one wait in place of two. */
+void mpistrat_reduce(struct lane *lane, int64_t function, int64_t divisor, int64_t itemsize,
+                     int64_t block, int64_t small, const struct piece *pieces, int64_t total)
+{
+    const struct task task = {combine_functions[function], divisor, itemsize};
+    struct place in = {pieces, 0}, out = {pieces, 0};
+    for (int64_t done = 0; done < total; done += block) {
+        int64_t num_bytes = total - done < block ? total - done : block;
+        int64_t use = lane->step / 2; /* each block is two steps */
+        char *own = half_of(lane, lane->own, use);
+        copy_in(&in, own, num_bytes);
+        come(lane);
+        wait_for_all(lane);
+        if (num_bytes <= small) {
+            /* The second step is for free: nobody waits for it. */
+            come(lane);
+            for (int64_t at = 0; at < num_bytes; at += CHUNK) {
+                char part[CHUNK] __attribute__((aligned(64)));
+                int64_t length = num_bytes - at < CHUNK ? num_bytes - at : CHUNK;
+                reduce_range(lane, &task, use, at, at + length, part);
+                copy_out(&out, part, length);
+            }
+            continue;
+        }
+        int64_t start = slice_start(num_bytes, lane->size, lane->own);
+        int64_t stop = slice_start(num_bytes, lane->size, lane->own + 1);
+        reduce_range(lane, &task, use, start, stop, own + start);
+        come(lane);
+        wait_for_all(lane);
+        for (int64_t q = 0; q < lane->size; q++) {
+            int64_t from = slice_start(num_bytes, lane->size, q);
+            int64_t to = slice_start(num_bytes, lane->size, q + 1);
+            copy_out(&out, half_of(lane, q, use) + from, to - from);
+        }
+    }
+}
