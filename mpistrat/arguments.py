@@ -22,6 +22,8 @@ def as_array(kind: str, leaf: Any) -> Array:
     TypeError
         If it is no array, tensor or number.
     """
+    if type(leaf) is np.ndarray:
+        return leaf
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(f"{kind} does not know masked arrays. Fill it first: array.filled(value).")
     if is_tensor(leaf):

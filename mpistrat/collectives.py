@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ import numpy as np
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
 from mpistrat.comm.choose import check_options, choose_reducer, spell_options
 from mpistrat.comm.message import Message
-from mpistrat.comm.packing import Packing, placed_like
+from mpistrat.comm.packing import Packing, Single, pack, placed_like
+from mpistrat.comm.plan import Plan, plan_reduction
 from mpistrat.comm.reducer import Reducer
 from mpistrat.comm.solo import SoloTransport
 from mpistrat.epochs.call import Call, Together
@@ -30,6 +32,17 @@ __all__ = ["CollectiveCall", "Collectives"]
 _logger = logging.getLogger("mpistrat")
 
 
+_MAX_PREPARED = 1024
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is equal in all reductions of the same arguments but for the numbers."""
+
+    plan: Plan
+    signature: tuple[Any, ...]
+
+
 class CollectiveCall(Call):
     """A collective call and the ways in which it can move arrays.
 
@@ -39,22 +52,19 @@ class CollectiveCall(Call):
 
     def __init__(
         self,
-        channel: Channel,
+        collectives: Collectives,
         kind: str,
         name: str | None,
         options: CommunicationOptions,
-        device_kind: str,
-        owner: int,
     ) -> None:
-        super().__init__(channel, kind, name, getattr(options, "timeout_seconds", None), owner)
+        timeout_s = getattr(options, "timeout_seconds", None)
+        super().__init__(collectives.channel, kind, name, timeout_s, collectives.number)
         self.options = options
-        self._device_kind = device_kind
-        self._options_are_good = False
+        self._collectives = collectives
 
     def agree(self, *details: object) -> None:
         """Make sure that the options can be honoured, then agree. **Collective**."""
-        if not self._options_are_good:
-            self._check_options()
+        self._check_options()
         super().agree(*details)
 
     def _check_options(self) -> None:
@@ -62,8 +72,7 @@ class CollectiveCall(Call):
             raise TypeError(
                 f"{self.kind}: options must be CommunicationOptions, not {self.options!r}."
             )
-        check_options(self.options, self._device_kind)
-        self._options_are_good = True
+        check_options(self.options, self._collectives.device.kind)
 
     def _agreed_packing(
         self,
@@ -72,12 +81,36 @@ class CollectiveCall(Call):
         *details: object,
         wires: Sequence[np.dtype] | None = None,
         copy: bool = False,
-    ) -> Packing:
-        self._check_options()
-        packing = Packing(op, arrays, self.options, self.channel.pool, wires, copy)
-        names = () if wires is None else tuple(_dtype_name(dtype) for dtype in wires)
-        self.agree(op.name, _shapes(arrays), *details, names, spell_options(self.options))
+    ) -> Packing | Single:
+        prepared = self._prepared(op, arrays, details, None if wires is None else tuple(wires))
+        packing = pack(prepared.plan, arrays, self.channel.pool, copy)
+        self.agree_on(prepared.signature)
         return packing
+
+    def _prepared(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        details: tuple[object, ...],
+        wires: tuple[np.dtype, ...] | None,
+    ) -> _Prepared:
+        """Return what is equal in all calls like this one, checked the first time."""
+        known = self._collectives.prepared
+        if type(self.options) is not CommunicationOptions:
+            self._check_options()
+        kinds = tuple([(array.dtype, array.shape) for array in arrays])
+        key = (self.kind, self.name, op, kinds, details, wires, self.options)
+        prepared = known.get(key)
+        if prepared is None:
+            self._check_options()
+            plan = plan_reduction(op, kinds, wires, self.options)
+            names = () if wires is None else tuple(_dtype_name(dtype) for dtype in wires)
+            spelt = spell_options(self.options)
+            signature = self.signature(op.name, _shapes(arrays), *details, names, spelt)
+            if len(known) >= _MAX_PREPARED:
+                known.clear()
+            prepared = known[key] = _Prepared(plan, signature)
+        return prepared
 
     def _reducer(self, op: ReduceOp, message: Message) -> Reducer:
         reducer = choose_reducer(self.channel.transport, self.options, op, message.dtype)
@@ -219,6 +252,11 @@ class Collectives:
         Where the replica of this rank computes.
     options : CommunicationOptions
         For calls that bring none of their own.
+
+    Attributes
+    ----------
+    prepared : dict
+        What `CollectiveCall` has prepared for its next calls: a training loop repeats a few.
     """
 
     def __init__(self, channel: Channel, device: Device, options: CommunicationOptions) -> None:
@@ -227,6 +265,7 @@ class Collectives:
         self.device = device
         self.options = options
         self._lossless_options = dataclasses.replace(options, wire_dtype=None)
+        self.prepared: dict[Any, _Prepared] = {}
         self.rank = channel.rank
         self.size = channel.size
         # Strategies are made collectively, so their numbers on the channel are equal on all ranks.
@@ -255,7 +294,7 @@ class Collectives:
         """
         if options is None:
             options = self.options if name is None else self._lossless_options
-        return CollectiveCall(self.channel, kind, name, options, self.device.kind, self.number)
+        return CollectiveCall(self, kind, name, options)
 
     def together(self, kind: str, name: str | None = None) -> Together:
         """Return a context manager: where its body fails on any rank, it fails on all.

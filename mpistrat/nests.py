@@ -149,6 +149,8 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
 
 def map_nest(fn: Callable[[Any], Any], nest: Any, atoms: tuple[type, ...] = ()) -> Any:
     """Return `nest` with `fn` applied to each leaf, `atoms` as for `flatten`. Local."""
+    if type(nest) in _COMMON_LEAVES:
+        return fn(nest)
     leaves, structure = flatten(nest, atoms)
     return unflatten(structure, [fn(leaf) for leaf in leaves])
 

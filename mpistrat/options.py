@@ -42,16 +42,17 @@ class ReduceOp(enum.Enum):
         """
         if isinstance(op, cls):
             return op
+        if isinstance(op, str):
+            member = cls.__members__.get(op.upper())
+            if member is not None:
+                return member
         known = ", ".join(cls.__members__)
-        if not isinstance(op, str):
-            raise TypeError(
-                f"The reduction must be a ReduceOp or one of the strings {known}, "
-                f"not {op!r} of type {type(op).__name__}."
-            )
-        try:
-            return cls[op.upper()]
-        except KeyError:
-            raise ValueError(f"Unknown reduction {op!r}. Use one of {known}.") from None
+        if isinstance(op, str):
+            raise ValueError(f"Unknown reduction {op!r}. Use one of {known}.")
+        raise TypeError(
+            f"The reduction must be a ReduceOp or one of the strings {known}, "
+            f"not {op!r} of type {type(op).__name__}."
+        )
 
 
 class VariableSynchronization(enum.Enum):

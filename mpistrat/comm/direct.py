@@ -14,6 +14,7 @@ from mpi4py import MPI
 from mpistrat.comm.node import NodeMemory, open_node_memory
 from mpistrat.comm.rounds import NonblockingRound, PersistentRound, SharedRound
 from mpistrat.comm.shared import SharedMemoryReducer
+from mpistrat.comm.solo import SoloRound
 from mpistrat.comm.transport import NodeReducer, Round
 from mpistrat.options import ReduceOp
 
@@ -105,6 +106,8 @@ class MpiTransport:
 
     def round(self, num_words: int) -> Round:
         """Return a new round. **Collective**, without waiting."""
+        if self.size == 1:
+            return SoloRound(num_words)
         if self._memory is not None and num_words == SharedRound.NUM_WORDS:
             return SharedRound(self._memory)
         try:

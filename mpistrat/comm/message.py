@@ -29,9 +29,13 @@ class Message:
         self.sources = sources
         self.targets = targets
         self.dtype = sources[0].dtype
-        self.size = sum([source.size for source in sources])
-        self.num_bytes = self.size * self.dtype.itemsize
+        self.num_bytes = sum([source.nbytes for source in sources])
         self._pool = pool
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are."""
+        return self.num_bytes // self.dtype.itemsize
 
     def whole(self) -> tuple[np.ndarray, np.ndarray, Callable[[], object]]:
         """Return one source, one target, and what is to be called when that is written. Local."""

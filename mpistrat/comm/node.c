@@ -97,6 +97,13 @@ int mpistrat_round_done(const struct lane *lane, uint64_t *largest, int64_t turn
     return 1;
 }
 
+/* Do both. */
+int mpistrat_round_meet(struct lane *lane, const uint64_t *words, uint64_t *largest, int64_t turns)
+{
+    mpistrat_round_start(lane, words);
+    return mpistrat_round_done(lane, largest, turns);
+}
+
 /* ---- arithmetic ---- */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)

@@ -42,6 +42,7 @@ class Library:
 
     start_round: Any
     round_done: Any
+    meet: Any
     reduce: Any
 
 
@@ -56,16 +57,13 @@ def node_library() -> Library | None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     # What returns at once keeps the interpreter lock; what may wait lets other threads run.
     quick, waiting = ctypes.PyDLL(path), ctypes.CDLL(path)
-    start, done, reduce = (
-        quick.mpistrat_round_start,
-        quick.mpistrat_round_done,
-        waiting.mpistrat_reduce,
-    )
+    start, done = quick.mpistrat_round_start, quick.mpistrat_round_done
+    meet, reduce = quick.mpistrat_round_meet, waiting.mpistrat_reduce
     start.argtypes, start.restype = [pointer, pointer], None
     done.argtypes, done.restype = [pointer, pointer, integer], ctypes.c_int
-    reduce.argtypes = [pointer, *[integer] * 5, pointer, integer]
-    reduce.restype = None
-    return Library(start, done, reduce)
+    meet.argtypes, meet.restype = [pointer, pointer, pointer, integer], ctypes.c_int
+    reduce.argtypes, reduce.restype = [pointer, *[integer] * 5, pointer, integer], None
+    return Library(start, done, meet, reduce)
 
 
 class Lane:

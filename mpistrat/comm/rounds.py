@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -72,12 +73,7 @@ class SharedRound:
         self.receive = np.zeros(self.NUM_WORDS, np.uint64)
         self._lane = node.rounds
         lane, send, receive = node.rounds.pointer, self.send.ctypes.data, self.receive.ctypes.data
-        start, done = node.library.start_round, node.library.round_done
-
-        def meet() -> bool:
-            start(lane, send)
-            return bool(done(lane, receive, _TURNS))
-
-        self.start = lambda: start(lane, send)
-        self.done = lambda: bool(done(lane, receive, 1))
-        self.meet = meet
+        library = node.library
+        self.start = lambda: library.start_round(lane, send)
+        self.done = lambda: bool(library.round_done(lane, receive, 1))
+        self.meet = functools.partial(library.meet, lane, send, receive, _TURNS)

@@ -21,6 +21,9 @@ __all__ = ["Call", "Together"]
 
 _C = TypeVar("_C", bound="Call")
 
+_CALL, _ALL_CALL, _AGREED, _DONE = Status.CALL, Outcome.ALL_CALL, State.AGREED, State.DONE
+"""Not looked up in their classes at each collective."""
+
 
 class Call:
     """Context manager around a collective call.
@@ -92,17 +95,24 @@ class Call:
         EpochError
             On every rank, if any rank is elsewhere, brings other details or has ended.
         """
+        self.agree_on(self.signature(*details))
+
+    def signature(self, *details: object) -> tuple[Any, ...]:
+        """Return all that the ranks compare. Local."""
+        return (self.kind, self.name, self.owner, *details)
+
+    def agree_on(self, signature: tuple[Any, ...]) -> None:
+        """Do `agree` for a signature that is known already. **Collective**."""
         self._agreed = True
-        if not self.channel.checks:
+        channel = self.channel
+        if not channel.checks:
             return
-        signature = (self.kind, self.name, self.owner, *details)
         entry = self.begin(signature)
-        outcome = self.channel.vote(Status.CALL, signature, self.timeout_s, self._extra)
-        if outcome is not Outcome.ALL_CALL:
-            report = self.channel.report(self.words(*details), call_site())
-            raise self.channel.disagreement(self.channel.exchange(report))
+        if channel.vote(_CALL, signature, self.timeout_s, self._extra) is not _ALL_CALL:
+            report = channel.report(self.words(*signature[3:]), call_site())
+            raise channel.disagreement(channel.exchange(report))
         entry.agreed_ns = monotonic_ns()
-        entry.state = State.AGREED
+        entry.state = _AGREED
 
     def begin(self, signature: tuple[object, ...]) -> FlightEntry:
         """Note in the flight record that this rank comes to its next collective. Local."""
@@ -146,7 +156,7 @@ class Call:
             if not self._agreed and isinstance(error, Exception) and not self.channel.closed:
                 self._refuse(error)
             elif self._entry is not None:
-                self.end(self._entry, State.DONE if error is None else State.FAILED)
+                self.end(self._entry, _DONE if error is None else State.FAILED)
         finally:
             if self._end_mark is not None:
                 self._end_mark()

@@ -125,6 +125,8 @@ class Channel:
         self.thread = threading.get_ident()
         self.pool = Pool()
         self._round = transport.round(4)
+        self._outgoing = self._round.send.data.cast("B")
+        self._incoming = self._round.receive.data.cast("B")
 
     def check_open(self) -> None:
         """Raise the error that closed this channel, if one did. Local."""
@@ -137,7 +139,7 @@ class Channel:
 
     def start_round(self, status: Status, digest: int) -> None:
         """Bring `status` and `digest` to the next round. Local."""
-        _WORDS.pack_into(self._round.send.data, 0, status, _MASK - status, digest, _MASK - digest)
+        _WORDS.pack_into(self._outgoing, 0, status, _MASK - status, digest, _MASK - digest)
         self._round.start()
         self.pending = True
 
@@ -149,7 +151,7 @@ class Channel:
 
     def outcome(self) -> Outcome:
         """Return what the round that is done has shown. Local."""
-        largest, smallest, digest, complement = _WORDS.unpack_from(self._round.receive.data)
+        largest, smallest, digest, complement = _WORDS.unpack_from(self._incoming)
         if largest != _MASK - smallest or digest != _MASK - complement or largest == Status.END:
             return Outcome.MIXED
         return Outcome.ALL_CALL if largest == Status.CALL else Outcome.ALL_REFUSE
@@ -177,13 +179,13 @@ class Channel:
         """
         if self.on_collective is not None:
             self.on_collective(self.ledger.sequence + 1)
-        ledger, meeting = self.ledger, self._round
+        ledger = self.ledger
         digest = ledger.digest(signature) ^ extra
-        _WORDS.pack_into(meeting.send.data, 0, status, _MASK - status, digest, _MASK - digest)
+        _WORDS.pack_into(self._outgoing, 0, status, _MASK - status, digest, _MASK - digest)
         self.pending = True
         try:
             ledger.sequence += 1
-            if not meeting.meet():
+            if not self._round.meet():
                 self._wait(signature, timeout_s)
         except BaseException as error:
             # The round stays open, so nothing can be agreed upon any more.
@@ -196,7 +198,7 @@ class Channel:
             raise
         self.pending = False
         # Where all brought the same, the largest of each word is that word.
-        if status is _CALL and self._round.receive.tobytes() == self._round.send.tobytes():
+        if status is _CALL and self._incoming == self._outgoing:
             return _ALL_CALL
         return self.outcome()
 

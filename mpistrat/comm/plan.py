@@ -1,0 +1,91 @@
+"""The plan of a reduction: which arrays travel together, and as what. Pure arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpistrat.comm.dtypes import result_dtype, wire_dtype
+from mpistrat.comm.ordered import is_reordered
+from mpistrat.comm.packs import plan_packs
+from mpistrat.options import CommunicationOptions, ReduceOp
+
+__all__ = ["Pack", "Plan", "plan_reduction"]
+
+_SMALL_BYTES = 2**14
+"""Arrays up to this size are copied one behind the other: cheaper than to tell of each."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What travels in one message."""
+
+    wire: np.dtype
+    small: list[int]
+    """Positions of the arrays that are copied one behind the other first."""
+    places: list[tuple[int, int]]
+    """Where each of them begins and ends in that copy, in elements."""
+    small_size: int
+    large: list[int]
+    """Positions of the other arrays."""
+    is_reordered: bool
+    """Whether numbers change on the way into the message, and so need a copy."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is equal in all calls with arrays of the same dtypes and shapes."""
+
+    op: ReduceOp
+    packs: list[Pack]
+    results: list[tuple[tuple[int, ...], np.dtype]]
+    """Shape and dtype of each result."""
+    only_wire: np.dtype | None
+    """What travels where there is one array, and its numbers stay as they are."""
+
+
+def plan_reduction(
+    op: ReduceOp,
+    kinds: Sequence[tuple[np.dtype, tuple[int, ...]]],
+    wires: Sequence[np.dtype] | None,
+    options: CommunicationOptions,
+) -> Plan:
+    """Return the plan for arrays of the dtypes and shapes `kinds`. Local.
+
+    Parameters
+    ----------
+    op : ReduceOp
+    kinds : sequence of (numpy.dtype, tuple of int)
+    wires : sequence of numpy.dtype or None
+        What each array travels as, where its own dtype does not tell.
+    options : CommunicationOptions
+        For the size limit of a message of several arrays, and for what travels.
+
+    Raises
+    ------
+    TypeError
+        If `op` cannot reduce a dtype.
+    """
+    if wires is None:
+        wires = [wire_dtype(op, dtype, options.wire_dtype) for dtype, _ in kinds]
+    sizes = [math.prod(shape) for _, shape in kinds]
+    num_bytes = [size * wire.itemsize for size, wire in zip(sizes, wires, strict=True)]
+    groups = plan_packs(num_bytes, [wire.char for wire in wires], options.bytes_per_pack)
+    results = [(shape, result_dtype(op, dtype)) for dtype, shape in kinds]
+    packs = [_plan_pack(op, group, sizes, wires[group[0]]) for group in groups]
+    is_single = len(kinds) == 1 and not packs[0].is_reordered and results[0][1] == wires[0]
+    return Plan(op, packs, results, wires[0] if is_single else None)
+
+
+def _plan_pack(op: ReduceOp, group: list[int], sizes: list[int], wire: np.dtype) -> Pack:
+    is_small = [len(group) > 1 and sizes[i] * wire.itemsize <= _SMALL_BYTES for i in group]
+    small = [i for i, each in zip(group, is_small, strict=True) if each]
+    large = [i for i, each in zip(group, is_small, strict=True) if not each]
+    stops = list(itertools.accumulate(sizes[i] for i in small))
+    places = list(zip([0, *stops], stops, strict=False))
+    total = stops[-1] if stops else 0
+    return Pack(wire, small, places, total, large, is_reordered(op, wire))
