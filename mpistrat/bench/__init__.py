@@ -1,9 +1,18 @@
 """Benchmarks: this package and its peers, side by side in one run."""
 
-from mpistrat.bench import agreement, allreduce, optimizers
+from mpistrat.bench import (
+    agreement,
+    allreduce,
+    gradients,
+    optimizers,
+    overlap,
+    scaling,
+    step,
+)
 
 __all__ = ["BENCHMARKS"]
 
 BENCHMARKS = {
-    each.name: each for each in (agreement.BENCHMARK, allreduce.BENCHMARK, optimizers.BENCHMARK)
+    module.BENCHMARK.name: module.BENCHMARK
+    for module in (agreement, allreduce, gradients, optimizers, overlap, scaling, step)
 }

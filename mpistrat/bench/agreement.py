@@ -6,25 +6,34 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpistrat.bench.benchmark import Benchmark, Choices, Column, Row, ratio, time
-from mpistrat.bench.timing import median_times_s
+from mpistrat.bench.benchmark import (
+    RESULTS,
+    Benchmark,
+    Choices,
+    Findings,
+    Row,
+    Table,
+    ratio,
+    size,
+    time,
+)
+from mpistrat.bench.pictures import Lines
+from mpistrat.bench.timing import take_turns
 from mpistrat.options import ReduceOp
 from mpistrat.replica import ReplicaContext
-from mpistrat.spelling import readable_size
 from mpistrat.strategies import MPIStrategy, get_replica_context
 
 __all__ = ["BENCHMARK"]
 
-_SIZES = (8, 2**16, 2**20, 2**24)
 
-
-def measure(choices: Choices) -> list[Row]:
+def measure(choices: Choices) -> Findings:
     """Time all-reductions of a float32 array with and without checks. **Collective**."""
     strategy = MPIStrategy(device="cpu")
     collectives = strategy.extended.collectives
     channel = collectives.channel
+    rows: list[Row] = []
 
-    def measure_size(num_bytes: int) -> dict[str, float]:
+    def measure_size(num_bytes: int) -> None:
         replica = get_replica_context()
         assert isinstance(replica, ReplicaContext)
         array = np.ones(num_bytes // 4, np.float32)
@@ -38,15 +47,15 @@ def measure(choices: Choices) -> list[Row]:
             return reduce
 
         candidates = {"checked": reduced(True), "unchecked": reduced(False)}
-        return median_times_s(candidates, collectives, choices.num_samples)
+        timings = take_turns(candidates, collectives, choices.num_samples)
+        cost_s = timings.median_difference_s("checked", "unchecked")
+        row = {"num_bytes": num_bytes, "cost_s": cost_s}
+        row |= {"cost_ratio": cost_s / timings.median_s("unchecked")}
+        rows.append(row | timings.medians())
 
-    rows: list[Row] = []
-    for size in _SIZES:
-        medians = strategy.experimental_local_results(strategy.run(measure_size, args=(size,)))[0]
-        cost_s = medians["checked"] - medians["unchecked"]
-        row = {"num_bytes": size, "cost_s": cost_s, "cost_ratio": cost_s / medians["unchecked"]}
-        rows.append(row | {f"{name}_s": seconds for name, seconds in medians.items()})
-    return rows
+    for num_bytes in choices.sizes:
+        strategy.run(measure_size, args=(num_bytes,))
+    return Findings({RESULTS: rows})
 
 
 BENCHMARK = Benchmark(
@@ -54,10 +63,23 @@ BENCHMARK = Benchmark(
     "what the checks add to an all_reduce",
     measure,
     (
-        Column("array", lambda row: readable_size(row["num_bytes"])),
-        time("with checks", "checked_s"),
-        time("without", "unchecked_s"),
-        time("cost", "cost_s"),
-        ratio("cost / without", "cost_ratio"),
+        Table(
+            (
+                size("array", "num_bytes"),
+                time("with checks", "checked_s"),
+                time("without", "unchecked_s"),
+                time("cost", "cost_s"),
+                ratio("cost / without", "cost_ratio"),
+            )
+        ),
     ),
+    (
+        Lines(
+            "num_bytes",
+            {"checked_s": "with checks", "unchecked_s": "without"},
+            "bytes of the array",
+            "seconds",
+        ),
+    ),
+    sizes=(8, 2**16, 2**20, 2**24),
 )

@@ -7,9 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.bench.benchmark import Benchmark, Choices, Column, Row, ratio, time
-from mpistrat.bench.resnet50 import NUM_PARAMETERS, SHAPES
-from mpistrat.bench.timing import median_times_s
+from mpistrat.bench.benchmark import (
+    RESULTS,
+    Benchmark,
+    Choices,
+    Findings,
+    Row,
+    Table,
+    ratio,
+    text,
+    time,
+)
+from mpistrat.bench.pictures import Bars
+from mpistrat.bench.resnet50 import NUM_PARAMETERS, SHAPES, random_arrays
+from mpistrat.bench.timing import take_turns
 from mpistrat.optimizers import SGD, Adam, Optimizer
 from mpistrat.strategies import MPIStrategy, OneDeviceStrategy
 from mpistrat.tensors import import_torch
@@ -26,13 +37,13 @@ _RULES: dict[str, tuple[Callable[[], Optimizer], str, dict[str, Any]]] = {
 _LAYOUTS = {"one array": ((NUM_PARAMETERS,),), f"ResNet-50, {len(SHAPES)} arrays": SHAPES}
 
 
-def measure(choices: Choices) -> list[Row]:
+def measure(choices: Choices) -> Findings:
     """Time one step of each optimizer on 25.6 million float32 parameters. **Collective**."""
     torch = import_torch()
     collectives = MPIStrategy(device="cpu").extended.collectives
     rows: list[Row] = []
     for layout, shapes in _LAYOUTS.items():
-        gradients = _gradients(shapes)
+        gradients = random_arrays(shapes)
         for rule, (make, torch_name, options) in _RULES.items():
             candidates = {"ours": _our_step(make(), gradients)}
             if torch is not None:
@@ -40,21 +51,17 @@ def measure(choices: Choices) -> list[Row]:
                 for mode in ("fused", "foreach"):
                     candidates[mode] = _torch_step(torch, kind, {**options, mode: True}, gradients)
             candidates["copy"] = _copy_of(gradients)
-            medians = median_times_s(candidates, collectives, choices.num_samples)
+            timings = take_turns(candidates, collectives, choices.num_samples)
             row = {"optimizer": rule, "layout": layout, "num_parameters": NUM_PARAMETERS}
-            row |= {f"{name}_s": seconds for name, seconds in medians.items()}
+            row |= timings.medians()
             row |= {
-                f"ours_over_{peer}": medians["ours"] / medians[peer]
+                f"ours_over_{peer}": timings.median_ratio("ours", peer)
                 for peer in candidates
                 if peer != "ours"
             }
             rows.append(row)
-    return rows
-
-
-def _gradients(shapes: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.standard_normal(shape, np.float32) * np.float32(1e-3) for shape in shapes]
+    missing = () if torch is not None else ("PyTorch is not installed, so it is left out.",)
+    return Findings({RESULTS: rows}, missing)
 
 
 def _our_step(optimizer: Optimizer, gradients: list[np.ndarray]) -> Callable[[], object]:
@@ -91,13 +98,29 @@ BENCHMARK = Benchmark(
     "one step on 25.6 million float32 parameters, beside torch.optim where it is installed",
     measure,
     (
-        Column("optimizer", lambda row: str(row["optimizer"])),
-        Column("parameters", lambda row: str(row["layout"])),
-        time("mpistrat", "ours_s"),
-        time("torch fused", "fused_s"),
-        time("torch foreach", "foreach_s"),
-        ratio("ours / fused", "ours_over_fused"),
-        ratio("ours / foreach", "ours_over_foreach"),
-        time("one copy", "copy_s"),
+        Table(
+            (
+                text("optimizer", "optimizer"),
+                text("parameters", "layout"),
+                time("mpistrat", "ours_s"),
+                time("torch fused", "fused_s"),
+                time("torch foreach", "foreach_s"),
+                ratio("ours / fused", "ours_over_fused"),
+                ratio("ours / foreach", "ours_over_foreach"),
+                time("one copy", "copy_s"),
+            )
+        ),
+    ),
+    (
+        Bars(
+            lambda row: f"{row['optimizer']}\n{row['layout']}",
+            {
+                "ours_s": "mpistrat",
+                "fused_s": "torch fused",
+                "foreach_s": "torch foreach",
+                "copy_s": "one copy",
+            },
+            "seconds",
+        ),
     ),
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
-__all__ = ["NUM_PARAMETERS", "SHAPES"]
+import numpy as np
+
+__all__ = ["NUM_PARAMETERS", "SHAPES", "random_arrays"]
 
 _STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
 """Bottleneck blocks in each stage, and their width (He et al., 2016, table 1)."""
@@ -31,3 +34,12 @@ def _shapes() -> tuple[tuple[int, ...], ...]:
 
 SHAPES = _shapes()
 NUM_PARAMETERS = sum(prod(shape) for shape in SHAPES)
+
+
+def random_arrays(shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Return float32 arrays of `shapes` with numbers of the size of gradients. Local."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
+    for array in arrays:
+        array *= np.float32(1e-3)
+    return arrays

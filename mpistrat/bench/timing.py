@@ -4,23 +4,57 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from mpistrat.collectives import Collectives
 
-__all__ = ["median_times_s"]
+__all__ = ["Timings", "take_turns"]
 
 _TARGET_S = 0.01
 """About how long one sample takes; calls shorter than that are repeated within it."""
 
 
-def median_times_s(
-    candidates: Mapping[str, Callable[[], object]], collectives: Collectives, num_samples: int
-) -> dict[str, float]:
-    """Return the median time of one call of each candidate, in seconds. **Collective**.
+class Timings:
+    """Times of one call of each candidate, in rounds in which each had its turn.
 
-    A sample is the time of the slowest rank. The candidates take turns, so that a busy spell of
-    the machine meets them alike.
+    Ratios and differences are taken within each round, so that a spell in which the whole
+    machine is slow falls out of them; then the median is taken over rounds.
+
+    Parameters
+    ----------
+    samples : mapping of str to sequence of float
+        Seconds of each candidate, one number for each round.
+    """
+
+    def __init__(self, samples: Mapping[str, Sequence[float]]) -> None:
+        self._samples = samples
+
+    def median_s(self, name: str) -> float:
+        """Return the median time of the candidate `name`. Local."""
+        return statistics.median(self._samples[name])
+
+    def medians(self) -> dict[str, float]:
+        """Return the medians as entries of a row: ``<name>_s``. Local."""
+        return {f"{name}_s": self.median_s(name) for name in self._samples}
+
+    def median_ratio(self, above: str, *below: str) -> float:
+        """Return the median of `above` divided by the sum of `below`. Local."""
+        below_s = map(sum, zip(*(self._samples[each] for each in below), strict=True))
+        rounds = zip(self._samples[above], below_s, strict=True)
+        return statistics.median(first / second for first, second in rounds)
+
+    def median_difference_s(self, first: str, second: str) -> float:
+        """Return the median of `first` minus `second`. Local."""
+        rounds = zip(self._samples[first], self._samples[second], strict=True)
+        return statistics.median(a - b for a, b in rounds)
+
+
+def take_turns(
+    candidates: Mapping[str, Callable[[], object]], collectives: Collectives, num_samples: int
+) -> Timings:
+    """Time one call of each candidate in each round, after a warm-up. **Collective**.
+
+    A sample is the time of the slowest rank, so all ranks get equal numbers.
 
     Parameters
     ----------
@@ -28,6 +62,7 @@ def median_times_s(
         Each is called by all ranks together.
     collectives : Collectives
     num_samples : int
+        The number of rounds.
     """
     repeats = {}
     for name, call in candidates.items():
@@ -39,7 +74,7 @@ def median_times_s(
         for name, call in candidates.items():
             collectives.gather_json(None)
             samples[name].append(max(collectives.gather_json(_time(call, repeats[name]))))
-    return {name: statistics.median(times) for name, times in samples.items()}
+    return Timings(samples)
 
 
 def _time(call: Callable[[], object], repeats: int) -> float:

@@ -4,65 +4,133 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.cli.command import Command
-from mpistrat.cli.output import print_json, print_line, print_table
+from mpistrat.cli.output import print_error, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from mpistrat.bench.benchmark import Benchmark, Choices
 
 __all__ = ["COMMAND"]
 
-_NAMES = ("agreement", "allreduce", "optimizers")
-_SIZES = (8, 2**10, 2**16, 2**20, 2**22, 2**24, 2**26)
+_NAMES = ("agreement", "allreduce", "gradients", "optimizers", "overlap", "scaling", "step")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="?", choices=_NAMES, default="allreduce")
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=_SIZES, metavar="BYTES", help="array sizes"
+        "--sizes",
+        type=int,
+        nargs="+",
+        metavar="BYTES",
+        help="sizes of float32 arrays, for agreement, allreduce, overlap and scaling",
     )
     parser.add_argument("--samples", type=int, default=15, help="samples for each median")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON to it")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw it into this file")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     # MPI starts here, not when the command line is read.
     from mpistrat.bench import BENCHMARKS
-    from mpistrat.bench.benchmark import Choices
-    from mpistrat.world import library_version, open_world
+    from mpistrat.bench.machine import describe_machine
+    from mpistrat.strategies import MPIStrategy
+    from mpistrat.world import open_world
 
     benchmark = BENCHMARKS[arguments.what]
-    rows = benchmark.measure(Choices(arguments.samples, tuple(arguments.sizes)))
-    world = open_world(None)
-    if world.rank != 0:
+    collectives = MPIStrategy(device="cpu").extended.collectives
+    try:
+        with collectives.together("bench"):
+            choices = _choices(benchmark, arguments)
+            if collectives.rank == 0:
+                _check_files(arguments)
+    except (ValueError, OSError) as error:
+        if collectives.rank == 0:
+            print_error("bench", error)
+        return 2
+    findings = benchmark.measure(choices)
+    if collectives.rank != 0:
         return 0
-    report = {
-        "benchmark": arguments.what,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "mpi_library": library_version(),
-        "num_ranks": world.size,
-        "num_nodes": len(world.hosts),
-        "samples": arguments.samples,
-        "results": rows,
-    }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    report: dict[str, Any] = {"benchmark": benchmark.name, **describe_machine(open_world(None))}
+    report |= {"samples": choices.num_samples, "notes": findings.notes, **findings.tables}
     if arguments.json:
         print_json(report)
-        return 0
-    print_line(f"{report['mpi_library']}; {world.size} ranks on {report['machine']}; medians")
-    print_table(
-        [column.title for column in benchmark.columns],
-        [[column.spell(row) for column in benchmark.columns] for row in rows],
-    )
+    else:
+        _print(benchmark, report)
+    try:
+        _write_files(benchmark, report, arguments)
+    except OSError as error:
+        print_error("bench", f"{error.filename} cannot be written: {error.strerror}.")
+        return 2
     return 0
+
+
+def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
+    from mpistrat.bench.benchmark import Choices
+
+    if arguments.samples < 1:
+        raise ValueError(f"--samples must be at least 1, not {arguments.samples}.")
+    sizes = tuple(arguments.sizes or ())
+    if sizes and not benchmark.sizes:
+        raise ValueError(f"{benchmark.name} does not sweep over sizes: leave out --sizes.")
+    for size in sizes:
+        if size < 4 or size % 4:
+            raise ValueError(f"--sizes are bytes of float32 arrays, multiples of 4, not {size}.")
+    return Choices(arguments.samples, sizes or benchmark.sizes)
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be written before anything is measured."""
+    from mpistrat.bench.pictures import is_available
+
+    if arguments.plot and not is_available():
+        hint = 'Install it with: pip install "mpistrat[jobs]".'
+        raise ValueError(f"--plot needs matplotlib, which is not installed. {hint}")
+    for path in filter(None, (arguments.output, arguments.plot)):
+        if path.is_dir() or not path.parent.is_dir():
+            raise ValueError(f"{path} cannot be written: its folder must exist, and it be a file.")
+
+
+def _print(benchmark: Benchmark, report: dict[str, Any]) -> None:
+    print_line(f"{_heading(report)}; medians")
+    for table in benchmark.tables:
+        rows = report.get(table.key)
+        if not rows:
+            continue
+        if table.title:
+            print_line(f"\n{table.title}:")
+        titles = [column.title for column in table.columns]
+        print_table(titles, [[column.spell(row) for column in table.columns] for row in rows])
+    for note in report["notes"]:
+        print_line(note)
+
+
+def _heading(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    return (
+        f"{report['mpi_library']}; {report['num_ranks']} ranks on {report['num_nodes']} node(s) "
+        f"of {machine['cores']} cores ({machine['cpu']})"
+    )
+
+
+def _write_files(
+    benchmark: Benchmark, report: dict[str, Any], arguments: argparse.Namespace
+) -> None:
+    from mpistrat.bench.pictures import draw
+
+    if arguments.output:
+        arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    if arguments.plot:
+        heading = f"mpistrat bench {benchmark.name}\n{_heading(report)}"
+        draw(benchmark.pictures, report, heading, arguments.plot)
 
 
 COMMAND = Command(
     "bench",
-    "Time collectives and optimizers beside peers, under mpiexec.",
+    "Time collectives, steps and optimizers beside peers, under mpiexec.",
     _add_arguments,
     _run,
 )
