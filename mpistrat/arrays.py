@@ -24,6 +24,7 @@ __all__ = [
     "Array",
     "Device",
     "address_of",
+    "count_gpus",
     "elementwise_kernel",
     "host_copy",
     "host_view",
@@ -36,6 +37,7 @@ __all__ = [
     "place",
     "profiler_marks",
     "resolve_device",
+    "synchronize",
 ]
 
 Array = Any
@@ -59,7 +61,8 @@ def _cupy() -> Any:
     return importlib.import_module("cupy")
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
+    """Return how many GPUs cupy sees in this process, 0 without cupy. Local."""
     try:
         return int(_cupy().cuda.runtime.getDeviceCount())
     except Exception:  # cupy raises its own types for a missing driver, library or device
@@ -91,7 +94,7 @@ def resolve_device(device: str, local_rank: int) -> Device:
         raise ValueError(f'Unknown device {device!r}. Use "auto", "cpu", "gpu" or "gpu:K".')
     if device.lower().startswith("cpu"):
         return Device("cpu")
-    num_gpus = _count_gpus()
+    num_gpus = count_gpus()
     if match[1]:
         return Device("gpu", local_rank % num_gpus) if num_gpus else Device("cpu")
     index = int(match[2]) if match[2] else local_rank % max(num_gpus, 1)
@@ -158,7 +161,7 @@ def profiler_marks() -> tuple[Callable[[str], object], Callable[[], object]] | t
 
     ``(None, None)`` where the program does not use CuPy.
     """
-    if "cupy" not in sys.modules or not _count_gpus():
+    if "cupy" not in sys.modules or not count_gpus():
         return None, None
     nvtx = _cupy().cuda.nvtx
     return nvtx.RangePush, nvtx.RangePop
@@ -189,3 +192,15 @@ def place(array: Array, device: Device) -> Array:
     if device.kind == "gpu":
         return namespace(device).asarray(array)
     return host_view(array)
+
+
+def synchronize(array: Array) -> None:
+    """Wait until the device has done what this thread has queued for `array`. Local.
+
+    MPI knows no streams: it reads and writes memory at once. So device memory passes here before
+    MPI sees it, as source or as target. Work on other streams than the current one is not waited
+    for. Host arrays are always ready.
+    """
+    if not is_on_host(array):
+        with array.device:
+            _cupy().cuda.get_current_stream().synchronize()

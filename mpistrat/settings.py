@@ -51,6 +51,15 @@ def _level(text: str) -> str:
     return text.upper()
 
 
+def _on_off_or_auto(text: str) -> bool | None:
+    if text.lower() == "auto":
+        return None
+    try:
+        return _on_or_off(text)
+    except KeyError:
+        raise _UnknownChoiceError("Use on, off or auto.") from None
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the library, each from the variable ``MPISTRAT_<NAME>``."""
@@ -63,6 +72,8 @@ class Settings:
     """After how long a wait one line says who is missing."""
     watch: bool = True
     """Whether ranks may ask each other over sockets why one does not come."""
+    cuda_aware: bool | None = None
+    """Whether MPI may be given device memory; ``None`` (auto): where it is proved to work."""
     exit_grace_s: float = 5.0
     """How long a rank that has failed waits for the others before it ends the job."""
     log: str | None = None
@@ -90,6 +101,7 @@ class Settings:
             "checks": _on_or_off,
             "wait_notice_s": float,
             "watch": _on_or_off,
+            "cuda_aware": _on_off_or_auto,
             "exit_grace_s": float,
             "log": _level,
             "flight_dir": _text_or_none,

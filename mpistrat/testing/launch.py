@@ -9,19 +9,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpistrat import settings
+from mpistrat.launching import mpiexec, without_launcher
+from mpistrat.processes import Program, send_signal
 
-# What a launcher leaves in the environment of its ranks, and must not reach the next launcher.
-_LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_")
 _UNWANTED = (
     # An unbuffered Python writes a line and its end apart, and the lines of the ranks mix.
     "PYTHONUNBUFFERED",
@@ -40,19 +38,6 @@ def rank_and_size() -> tuple[int, int] | None:
     return None
 
 
-def mpiexec(ranks: int) -> list[str]:
-    """Return the command that starts `ranks` ranks of a program on this machine. Local."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    program = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if program is None:
-        raise FileNotFoundError(f"There is no mpiexec beside {sys.executable} or on PATH.")
-    version = subprocess.run(
-        [program, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
-    ).stdout
-    flags = ["--oversubscribe"] if "Open MPI" in version else []
-    return [program, *flags, "-n", str(ranks)]
-
-
 def is_open_mpi() -> bool:
     """Return whether `mpiexec` is that of Open MPI. Local."""
     return "--oversubscribe" in mpiexec(1)
@@ -60,8 +45,7 @@ def is_open_mpi() -> bool:
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a new world: one thread a rank, no old launcher. Local."""
-    own = settings.environment().items()
-    variables = {k: v for k, v in own if not k.startswith(_LAUNCHER_PREFIXES)}
+    variables = without_launcher()
     for name in _UNWANTED:
         variables.pop(name, None)
     variables |= {
@@ -69,33 +53,12 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         # A rank that crashes, or is asked by SIGABRT because it hangs, prints where it is.
         "PYTHONFAULTHANDLER": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
     return variables | dict(changes or {})
 
 
-class _Capture:
-    """A file that a program writes to, and what is in it."""
-
-    def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115
-        self._final: str | None = None
-
-    def text(self) -> str:
-        if self._final is not None:
-            return self._final
-        # The program writes at the same offset: read without moving it.
-        handle = self.file.fileno()
-        return os.pread(handle, os.fstat(handle).st_size, 0).decode(errors="replace")
-
-    def close(self) -> None:
-        self._final = self.text()
-        self.file.close()
-
-
-class Launched:
-    """A running program.
+class Launched(Program):
+    """A running Python program.
 
     Attributes
     ----------
@@ -116,34 +79,7 @@ class Launched:
             sys.executable,
             *(os.fspath(each) for each in arguments),
         ]
-        # Files, not pipes: a process that outlives the launcher cannot keep a reader waiting.
-        self._out = _Capture() if capture else None
-        self._err = _Capture() if capture else None
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._out.file if self._out else None,
-            stderr=self._err.file if self._err else None,
-            cwd=cwd,
-            env=environment(env),
-            start_new_session=True,
-        )
-
-    def stdout(self) -> str:
-        """Return what the program has printed so far."""
-        return self._out.text() if self._out else ""
-
-    def stderr(self) -> str:
-        """Return what the program has printed to standard error so far."""
-        return self._err.text() if self._err else ""
-
-    def pids(self) -> list[int]:
-        """Return the process ids of the launcher and all it started, the launcher first."""
-        found = [self.process.pid]
-        parents = dict(_parents())
-        for pid in found:
-            found += [child for child, parent in parents.items() if parent == pid]
-        return found
+        super().__init__(command, environment(env), cwd, capture)
 
     def ask_for_stacks(self, patience_s: float = 2) -> None:
         """Have every Python process of the program print its stacks, and end by that."""
@@ -153,22 +89,17 @@ class Launched:
         launchers = [pid for pid in pids if pid not in asked]
         # One after the other, or their lines mix; and without the launcher, which would kill the
         # others as soon as one has ended.
-        _send(signal.SIGSTOP, launchers)
+        send_signal(signal.SIGSTOP, launchers)
         for pid in asked:
-            _send(signal.SIGCONT, [pid])
-            _send(signal.SIGABRT, [pid])
+            send_signal(signal.SIGCONT, [pid])
+            send_signal(signal.SIGABRT, [pid])
             end = time.monotonic() + patience_s
             while _is_running(pid) and time.monotonic() < end:
                 time.sleep(0.01)
-        _send(signal.SIGCONT, launchers)
+        send_signal(signal.SIGCONT, launchers)
         # The launcher brings to us what the ranks have printed until it ends.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience_s)
-
-    def kill(self) -> None:
-        """Kill the launcher and all its ranks at once with SIGKILL."""
-        _send(signal.SIGKILL, self.pids())
-        self._wait(None)
 
     def wait_for_output(self, text: str, limit_s: float = 60) -> None:
         """Wait until the program has printed `text`."""
@@ -179,12 +110,6 @@ class Launched:
                 raise AssertionError(f"{text!r} was not printed:\n{self.stdout()}{self.stderr()}")
             time.sleep(0.02)
 
-    def _wait(self, limit_s: float | None) -> int:
-        code = self.process.wait(limit_s)
-        for capture in filter(None, (self._out, self._err)):
-            capture.close()
-        return code
-
     def finish(self, limit_s: float) -> subprocess.CompletedProcess[str]:
         """Wait for the end, at most `limit_s` seconds; return code and output.
 
@@ -194,7 +119,7 @@ class Launched:
             At the limit, with what has been printed and the Python stacks of all ranks.
         """
         try:
-            code = self._wait(limit_s)
+            code = self.wait(limit_s)
         except subprocess.TimeoutExpired:
             self.ask_for_stacks()
             self.kill()
@@ -232,12 +157,6 @@ def run(
     return Launched(arguments, ranks, cwd, env).finish(limit_s)
 
 
-def _send(sign: signal.Signals, pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, sign)
-
-
 def _is_running(pid: int) -> bool:
     """Return whether there is such a process, and not only its exit code."""
     try:
@@ -251,13 +170,6 @@ def _program_of(pid: int) -> str:
         return os.path.realpath(f"/proc/{pid}/exe")
     except OSError:  # it has ended
         return ""
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # The second field, in parentheses, is the name and may hold anything.
-            yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
 
 
 def main() -> int:

@@ -1,0 +1,10 @@
+"""Whether the MPI library may be given device memory: claims, a trial, and one answer for all.
+
+The only place that knows. What it must not do is believe: a wrong yes ends the job with a
+segmentation fault, or with wrong numbers.
+"""
+
+from mpistrat.cuda_awareness.agreement import cuda_awareness
+from mpistrat.cuda_awareness.answer import Answer, CudaAwareness
+
+__all__ = ["Answer", "CudaAwareness", "cuda_awareness"]

@@ -1,0 +1,163 @@
+"""The trial: an exchange of device memory in child processes, within a limit.
+
+The children are a world of their own. ``mpiexec`` starts two of them on this node; where there is
+none, or it cannot start them from here, one alone shows at least whether MPI dies of a device
+pointer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mpistrat.cuda_awareness.answer import Outcome, Trial
+from mpistrat.launching import mpiexec, without_launcher
+from mpistrat.processes import Program
+
+__all__ = ["exchange_command", "run_trial", "try_exchange"]
+
+_LIMIT_S = 60.0
+_PATIENCE_S = 5.0
+"""How long to wait for a killed process: one that is stuck in a driver does not die."""
+
+_LENGTH = 200
+"""How much is shown of a line that the children have printed."""
+
+_REPORT = {"exchange": str, "num_processes": int, "words": str}
+"""What a report holds."""
+
+_FROM_OUTSIDE = {"SIGHUP", "SIGINT", "SIGTERM", "SIGKILL"}
+"""Who ends by these did not die of the exchange."""
+
+
+def exchange_command(device_index: int, memory: str, limit_s: float) -> list[str]:
+    """Return the command of one process of the exchange. Local."""
+    return [
+        *(sys.executable, "-m", "mpistrat.cuda_awareness"),
+        *("--memory", memory, "--device", str(device_index)),
+        *("--limit", str(math.ceil(limit_s))),
+    ]
+
+
+@functools.cache
+def try_exchange(
+    device_index: int, memory: str = "device", limit_s: float = _LIMIT_S
+) -> tuple[Trial, ...]:
+    """Exchange memory between two child processes, or else in one alone. Local, once a process.
+
+    Parameters
+    ----------
+    device_index : int
+        The GPU of the first process; the second one takes the next where there are several.
+    memory : str
+        ``"device"``; ``"host"`` tries this function itself.
+    limit_s : float
+        Seconds for all of it, but for some to end processes.
+    """
+    end = time.monotonic() + limit_s
+    command = exchange_command(device_index, memory, limit_s)
+    try:
+        trials = [run_trial([*mpiexec(2, limit_s), *command], end - time.monotonic())]
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        trials = [Trial(Outcome.OPEN, f"no exchange between two processes: {error}")]
+    remaining_s = end - time.monotonic()
+    if trials[0].outcome is Outcome.OPEN and remaining_s > 0:
+        trials.append(run_trial(command, remaining_s))
+    return tuple(trials)
+
+
+def run_trial(command: Sequence[str], limit_s: float) -> Trial:
+    """Run a command that makes the exchange, and return what it has shown. Local.
+
+    It raises nothing, whatever the command does, and leaves no process behind.
+    """
+    try:
+        program = Program(command, _variables())
+    except (OSError, ValueError, TypeError) as error:
+        return Trial(Outcome.OPEN, f"the exchange could not be started: {error}")
+    code = None
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = program.wait(limit_s)
+    finally:
+        if code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.kill(_PATIENCE_S)
+    return _read(program, code, limit_s)
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment of a child: that of this process, as before its launcher."""
+    # It shall find the same packages in the same places.
+    return without_launcher() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def _read(program: Program, code: int | None, limit_s: float) -> Trial:
+    """Return what the reports and the end of a program show."""
+    reports = _reports(program.stdout())
+    stages = {report["exchange"]: report for report in reports}
+    num_processes = min((report["num_processes"] for report in reports), default=0)
+    who = _count(num_processes)
+    if "failed" in stages:
+        words = f"an exchange {who} failed: {stages['failed']['words']}"
+        return Trial(Outcome.FAILED, words, num_processes)
+    if code is None:
+        words = f"an exchange {who} did not end within {limit_s:.0f} s"
+        return Trial(Outcome.OPEN, words, num_processes)
+    if "unable" in stages:
+        words = f"an exchange {who} could not be tried: {stages['unable']['words']}"
+        return Trial(Outcome.OPEN, words, num_processes)
+    if "passed" in stages and code == 0:
+        words = f"an exchange {who} has passed: {stages['passed']['words']}"
+        return Trial(Outcome.PASSED, words, num_processes)
+    ending = _spell_end(code, program.stdout() + program.stderr())
+    if "begun" in stages and "passed" not in stages and ending not in _FROM_OUTSIDE:
+        words = f"an exchange {who} ended the process with {ending}"
+        return Trial(Outcome.FAILED, words, num_processes)
+    details = ", ".join([ending, *_last_line(program.stderr() or program.stdout())])
+    return Trial(Outcome.OPEN, f"an exchange {who} shows nothing: {details}", num_processes)
+
+
+def _last_line(text: str) -> list[str]:
+    """Return the last line that has a word in it, if there is one."""
+    lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
+    return [line[:_LENGTH] for line in lines[-1:]]
+
+
+def _count(num_processes: int) -> str:
+    if num_processes == 1:
+        return "in a process alone"
+    return f"between {num_processes} processes" if num_processes else "in child processes"
+
+
+def _reports(text: str) -> list[dict[str, Any]]:
+    """Return the lines that are reports; whatever else is printed is passed over."""
+    reports = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(line)
+            if isinstance(value, dict) and all(
+                isinstance(value.get(key), kind) for key, kind in _REPORT.items()
+            ):
+                reports.append(value)
+    return reports
+
+
+def _spell_end(code: int, text: str) -> str:
+    """Return the signal that a process has died of, or its exit code."""
+    # Launchers and shells add 128 to the signal; Hydra does not, and says so in words.
+    number = -code if code < 0 else code - 128
+    if f"(signal {code})" in text:
+        number = code
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"exit code {code}"
