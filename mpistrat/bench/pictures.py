@@ -103,7 +103,7 @@ def draw(
             _draw_bars(axes, picture, rows)
         axes.set_title(picture.title, fontsize="medium")
         axes.set_ylabel(picture.y_label)
-        axes.legend(frameon=False, fontsize="small")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
     figure.savefig(path, format="png", dpi=150)
 
 

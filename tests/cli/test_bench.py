@@ -25,7 +25,9 @@ OPTIONS = {
 
 
 def bench(*arguments, ranks=2, env=None):
-    return launch.run(["-m", "mpistrat", "bench", *arguments], ranks, 120, env=env)
+    # Open MPI gives rank 0 a terminal, where tables are folded.
+    variables = {"COLUMNS": "1000", **(env or {})}
+    return launch.run(["-m", "mpistrat", "bench", *arguments], ranks, 120, env=variables)
 
 
 def numbers(value, path=()):
@@ -157,8 +159,7 @@ def test_optimizers_are_measured():
     ("arguments", "complaint"),
     [
         (["--samples", "0"], "--samples must be at least 1, not 0."),
-        (["--sizes", "6"], "multiples of 4, not 6."),
-        (["--sizes", "-8"], "multiples of 4, not -8."),
+        (["--sizes", "8", "6"], "multiples of 4, not 6."),
         (["gradients", "--sizes", "8"], "gradients does not sweep over sizes"),
         (["--output", "no/such/folder/x.json"], "x.json cannot be written"),
         (["--plot", "/"], "/ cannot be written"),
@@ -171,6 +172,6 @@ def test_bad_arguments_are_refused_by_all_ranks_and_told_once(arguments, complai
     assert not done.stdout
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_is_a_choice_of_the_command(name):
-    assert name in launch.run(["-m", "mpistrat", "bench", "--help"], limit_s=60).stdout
+def test_every_benchmark_is_a_choice_of_the_command():
+    choices = ",".join(sorted(BENCHMARKS))
+    assert f"{{{choices}}}" in launch.run(["-m", "mpistrat", "bench", "--help"]).stdout
