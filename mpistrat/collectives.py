@@ -113,13 +113,16 @@ class CollectiveCall(Call):
         return prepared
 
     def _reducer(self, op: ReduceOp, message: Message) -> Reducer:
-        reducer = choose_reducer(self.channel.transport, self.options, op, message.dtype)
-        way = type(reducer).__name__
-        self._note_moved(message.num_bytes, way)
-        if _logger.isEnabledFor(logging.DEBUG):
-            where = type(self.channel.transport).__name__
+        reducer, why = choose_reducer(
+            self.channel.transport, self.options, op, message.dtype, message.num_bytes
+        )
+        if active() is not None or _logger.isEnabledFor(logging.DEBUG):
+            way = type(reducer).__name__
+            self._note_moved(message.num_bytes, way)
             _logger.debug(
-                "%s: %d x %s by %s over %s", self.kind, message.size, message.dtype, way, where
+                "%s: %d x %s by %s over %s (%s)",
+                *(self.kind, message.size, message.dtype, way),
+                *(type(self.channel.transport).__name__, why),
             )
         return reducer
 

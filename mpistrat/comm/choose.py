@@ -57,19 +57,27 @@ def check_options(options: CommunicationOptions, device_kind: str) -> None:
 
 
 def choose_reducer(
-    transport: Transport, options: CommunicationOptions, op: ReduceOp, dtype: np.dtype
-) -> Reducer:
-    """Return what reduces messages of `dtype` by `op`. Local, and the same on every rank.
-
-    Shared memory where all ranks have some and the compiled code knows the numbers, else MPI;
-    but neither where the order or a narrow dtype is ours.
-    """
-    if options.deterministic or is_narrow(dtype):
-        return SlicedReducer(transport)
-    node = transport.node
-    if node is not None and options.implementation in _SHARING and node.knows(op, dtype):
-        return SharedReducer(node)
-    return WholeReducer(transport)
+    transport: Transport,
+    options: CommunicationOptions,
+    op: ReduceOp,
+    dtype: np.dtype,
+    num_bytes: int,
+) -> tuple[Reducer, str]:
+    """Return what reduces a message by `op`, and why. Local, and the same on every rank."""
+    if options.deterministic:
+        return SlicedReducer(transport), "deterministic: the order of the operands is ours"
+    if is_narrow(dtype):
+        return SlicedReducer(transport), f"MPI cannot add {dtype}"
+    asked, node = options.implementation, transport.node
+    if asked not in _SHARING:
+        return WholeReducer(transport), f"asked for: {asked.name}"
+    if node is None:
+        return WholeReducer(transport), "no ranks share memory"
+    if not node.knows(op, dtype):
+        return WholeReducer(transport), f"no compiled {op.name} of {dtype}"
+    if asked is CommunicationImplementation.AUTO and num_bytes < node.min_bytes:
+        return WholeReducer(transport), f"MPI was faster below {node.min_bytes} bytes"
+    return SharedReducer(node), "ranks share memory"
 
 
 @functools.lru_cache

@@ -11,11 +11,11 @@ from itertools import accumulate
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.comm.node import NodeMemory, open_node_memory
 from mpistrat.comm.rounds import NonblockingRound, PersistentRound, SharedRound
-from mpistrat.comm.shared import SharedMemoryReducer
+from mpistrat.comm.sharing import share_memory
 from mpistrat.comm.solo import SoloRound
 from mpistrat.comm.transport import NodeReducer, Round
+from mpistrat.comm.whole import WholeReducer
 from mpistrat.options import ReduceOp
 
 __all__ = ["MpiTransport"]
@@ -42,10 +42,10 @@ class MpiTransport:
         self._under_way: list[tuple[MPI.Request, np.ndarray, np.ndarray]] = []
         self.rank = comm.rank
         self.size = comm.size
-        self._memory = _shared_memory(comm)
         self.node: NodeReducer | None = None
-        if self._memory is not None:
-            self.node = SharedMemoryReducer(self._memory)
+        self._sharing = share_memory(comm, WholeReducer(self))
+        if self._sharing is not None:
+            self.node = self._sharing.reducer
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Reduce `source` into `target`. **Collective**."""
@@ -108,8 +108,8 @@ class MpiTransport:
         """Return a new round. **Collective**, without waiting."""
         if self.size == 1:
             return SoloRound(num_words)
-        if self._memory is not None and num_words == SharedRound.NUM_WORDS:
-            return SharedRound(self._memory)
+        if self._sharing is not None and self._sharing.holds_all:
+            return SharedRound(self._sharing.memory)
         try:
             return PersistentRound(self.comm, num_words)
         except NotImplementedError:
@@ -118,17 +118,6 @@ class MpiTransport:
     def abort(self, exit_code: int) -> None:
         """End every process of the job. Local."""
         self.comm.Abort(exit_code)
-
-
-def _shared_memory(comm: MPI.Intracomm) -> NodeMemory | None:
-    """Return memory that all ranks share, if they are several on one node. **Collective**."""
-    if comm.size == 1:
-        return None
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    # The number of nodes is the same on every rank, but not every rank's node need hold all.
-    memory = open_node_memory(comm) if comm.allreduce(node.size, MPI.MIN) == comm.size else None
-    node.Free()
-    return memory
 
 
 def _unless_same(source: np.ndarray, target: np.ndarray) -> np.ndarray | object:

@@ -183,23 +183,6 @@ struct task {
     int64_t itemsize;  /* of these floats */
 };
 
-/* Reduce bytes [start, stop) of the halves of all ranks, in rank order, and write them to `target`,
-   which may be the same place of this rank's own half. */
-static void reduce_range(const struct lane *lane, const struct task *task, int64_t use,
-                         int64_t start, int64_t stop, char *target)
-{
-    char total[CHUNK] __attribute__((aligned(64)));
-    for (int64_t at = start; at < stop; at += CHUNK) {
-        int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
-        memcpy(total, half_of(lane, 0, use) + at, num_bytes);
-        for (int64_t q = 1; q < lane->size; q++)
-            task->combine(total, half_of(lane, q, use) + at, num_bytes);
-        if (task->divisor != 1)
-            divide(total, num_bytes, task->itemsize, task->divisor);
-        memcpy(target + (at - start), total, num_bytes);
-    }
-}
-
 /* A place in a sequence of pieces. */
 struct place {
     const struct piece *piece;
@@ -230,12 +213,59 @@ static void copy_out(struct place *to, const char *from, int64_t num_bytes)
     }
 }
 
-/* Where the slice of rank `rank` in a block begins, at a multiple of GRAIN. */
-static int64_t slice_start(int64_t num_bytes, int64_t size, int64_t rank)
+static void skip(struct place *place, int64_t num_bytes)
+{
+    while (num_bytes > 0) {
+        int64_t left = place->piece->num_bytes - place->offset;
+        int64_t part = left < num_bytes ? left : num_bytes;
+        num_bytes -= part, place->offset += part;
+        if (part == left)
+            place->piece++, place->offset = 0;
+    }
+}
+
+/* The next bytes of the sources: where they are, or copied to `room` if they are in several. */
+static const char *next_of(struct place *from, char *room, int64_t num_bytes)
+{
+    if (from->piece->num_bytes - from->offset > num_bytes) {
+        from->offset += num_bytes;
+        return from->piece->source + from->offset - num_bytes;
+    }
+    copy_in(from, room, num_bytes);
+    return room;
+}
+
+/* Where slice `number` of `owners` in a block begins, at a multiple of GRAIN. The ranks below
+   `owners` have one each; those behind have none, and begin at the end. */
+static int64_t slice_start(int64_t num_bytes, int64_t owners, int64_t number)
 {
     int64_t grains = (num_bytes + GRAIN - 1) / GRAIN;
-    int64_t start = grains * rank / size * GRAIN;
+    int64_t start = number < owners ? grains * number / owners * GRAIN : num_bytes;
     return start < num_bytes ? start : num_bytes;
+}
+
+/* Reduce bytes [start, stop) of a block, in rank order. Those of this rank are read at `in`, those
+   of the others in their halves. The results go to `out`, and to this rank's half if `shares`. */
+static void reduce_range(const struct lane *lane, const struct task *task, int64_t use,
+                         int64_t start, int64_t stop, struct place in, struct place out, int shares)
+{
+    char total[CHUNK] __attribute__((aligned(64))), room[CHUNK] __attribute__((aligned(64)));
+    for (int64_t at = start; at < stop; at += CHUNK) {
+        int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
+        for (int64_t q = 0; q < lane->size; q++) {
+            const char *part = q == lane->own ? next_of(&in, room, num_bytes)
+                                              : half_of(lane, q, use) + at;
+            if (q == 0)
+                memcpy(total, part, num_bytes);
+            else
+                task->combine(total, part, num_bytes);
+        }
+        if (task->divisor != 1)
+            divide(total, num_bytes, task->itemsize, task->divisor);
+        copy_out(&out, total, num_bytes);
+        if (shares)
+            memcpy(half_of(lane, lane->own, use) + at, total, num_bytes);
+    }
 }
 
 /* Reduce the concatenation of pieces over the ranks; results go to the targets of the pieces.
@@ -251,29 +281,71 @@ void mpistrat_reduce(struct lane *lane, int64_t function, int64_t divisor, int64
         int64_t num_bytes = total - done < block ? total - done : block;
         int64_t use = lane->step / 2; /* each block is two steps */
         char *own = half_of(lane, lane->own, use);
-        copy_in(&in, own, num_bytes);
-        come(lane);
-        wait_for_all(lane);
+        struct place own_in = in, own_out = out;
         if (num_bytes <= small) {
-            /* The second step is for free: nobody waits for it. */
+            copy_in(&in, own, num_bytes);
             come(lane);
-            for (int64_t at = 0; at < num_bytes; at += CHUNK) {
-                char part[CHUNK] __attribute__((aligned(64)));
-                int64_t length = num_bytes - at < CHUNK ? num_bytes - at : CHUNK;
-                reduce_range(lane, &task, use, at, at + length, part);
-                copy_out(&out, part, length);
-            }
+            wait_for_all(lane);
+            come(lane); /* nobody waits for this step */
+            reduce_range(lane, &task, use, 0, num_bytes, own_in, own_out, 0);
+            skip(&out, num_bytes);
             continue;
         }
         int64_t start = slice_start(num_bytes, lane->size, lane->own);
         int64_t stop = slice_start(num_bytes, lane->size, lane->own + 1);
-        reduce_range(lane, &task, use, start, stop, own + start);
+        copy_in(&in, own, start);
+        own_in = in;
+        skip(&in, stop - start);
+        copy_in(&in, own + stop, num_bytes - stop);
+        come(lane);
+        wait_for_all(lane);
+        skip(&own_out, start);
+        reduce_range(lane, &task, use, start, stop, own_in, own_out, 1);
         come(lane);
         wait_for_all(lane);
         for (int64_t q = 0; q < lane->size; q++) {
             int64_t from = slice_start(num_bytes, lane->size, q);
             int64_t to = slice_start(num_bytes, lane->size, q + 1);
-            copy_out(&out, half_of(lane, q, use) + from, to - from);
+            if (q == lane->own)
+                skip(&out, to - from);
+            else
+                copy_out(&out, half_of(lane, q, use) + from, to - from);
         }
+    }
+}
+
+/* The same for one block in two calls, so that the caller can reduce the slice further, with other
+   nodes, in between. Only the first `owners` ranks have slices. `slice` gets the address of that of
+   this rank and its length in bytes. */
+void mpistrat_reduce_slice(struct lane *lane, int64_t function, int64_t owners, const char *source,
+                           int64_t num_bytes, int64_t slice[2])
+{
+    const struct task task = {combine_functions[function], 1, 0};
+    int64_t use = lane->step / 2;
+    char *own = half_of(lane, lane->own, use);
+    int64_t start = slice_start(num_bytes, owners, lane->own);
+    int64_t stop = slice_start(num_bytes, owners, lane->own + 1);
+    memcpy(own, source, num_bytes);
+    come(lane);
+    wait_for_all(lane);
+    const struct piece there = {source + start, own + start, stop - start};
+    if (stop > start)
+        reduce_range(lane, &task, use, start, stop, (struct place){&there, 0},
+                     (struct place){&there, 0}, 0);
+    slice[0] = (int64_t)(own + start);
+    slice[1] = stop - start;
+}
+
+void mpistrat_collect_slices(struct lane *lane, int64_t owners, char *target, int64_t num_bytes)
+{
+    const struct piece piece = {0, target, num_bytes};
+    struct place out = {&piece, 0};
+    int64_t use = (lane->step - 1) / 2;
+    come(lane);
+    wait_for_all(lane);
+    for (int64_t q = 0; q < owners; q++) {
+        int64_t from = slice_start(num_bytes, owners, q);
+        int64_t to = slice_start(num_bytes, owners, q + 1);
+        copy_out(&out, half_of(lane, q, use) + from, to - from);
     }
 }

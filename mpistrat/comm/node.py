@@ -44,6 +44,8 @@ class Library:
     round_done: Any
     meet: Any
     reduce: Any
+    reduce_slice: Any
+    collect_slices: Any
 
 
 @functools.lru_cache
@@ -63,7 +65,11 @@ def node_library() -> Library | None:
     done.argtypes, done.restype = [pointer, pointer, integer], ctypes.c_int
     meet.argtypes, meet.restype = [pointer, pointer, pointer, integer], ctypes.c_int
     reduce.argtypes, reduce.restype = [pointer, *[integer] * 5, pointer, integer], None
-    return Library(start, done, meet, reduce)
+    part, collect = waiting.mpistrat_reduce_slice, waiting.mpistrat_collect_slices
+    part.argtypes = [pointer, integer, integer, pointer, integer, pointer]
+    collect.argtypes = [pointer, integer, pointer, integer]
+    part.restype = collect.restype = None
+    return Library(start, done, meet, reduce, part, collect)
 
 
 class Lane:
@@ -91,20 +97,32 @@ class NodeMemory:
     rank, size : int
         Of this process among those that share it.
     library : Library
+
+    Attributes
+    ----------
+    rounds, reductions, background : Lane
+        For what goes on at the same time.
     """
 
     def __init__(self, memory: np.ndarray, rank: int, size: int, library: Library) -> None:
         self.rank = rank
         self.size = size
         self.library = library
-        base = memory.ctypes.data
-        lines = [base + each * bytes_per_rank() for each in range(size)]
+        self._memory = memory
+        self._base: int = memory.ctypes.data
+        lines = [self._base + each * bytes_per_rank() for each in range(size)]
         halves = (_ROUND_HALF, HALF_BYTES, HALF_BYTES)
         starts = _lane_starts()
         self.rounds, self.reductions, self.background = (
             Lane(rank, half, [line + start for line in lines], memory)
             for half, start in zip(halves, starts, strict=True)
         )
+
+
+    def view(self, address: int, num_bytes: int) -> np.ndarray:
+        """Return a part of the memory, which shall change with it. Local."""
+        start = address - self._base
+        return self._memory[start : start + num_bytes]
 
 
 def _lane_starts() -> tuple[int, int, int]:
@@ -117,7 +135,7 @@ def bytes_per_rank() -> int:
     return 3 * _PAGE + 4 * HALF_BYTES
 
 
-def open_node_memory(comm: MPI.Intracomm) -> NodeMemory | None:
+def open_node_memory(comm: MPI.Comm) -> NodeMemory | None:
     """Return memory that all ranks of `comm` share, ``None`` where that is not to be had.
 
     **Collective** over `comm`, whose ranks are on one node. It is None on all ranks, or on none.

@@ -120,7 +120,8 @@ class Packing:
 
 def _is_plain(array: np.ndarray, dtype: np.dtype) -> bool:
     """Return whether `array` can travel as it lies in memory."""
-    return array.dtype == dtype and array.flags.c_contiguous
+    flags = array.flags
+    return array.dtype == dtype and flags.c_contiguous and flags.aligned
 
 
 def placed_like(result: np.ndarray, array: Array) -> Array:

@@ -13,29 +13,17 @@ import numpy as np
 
 from mpistrat.arrays import address_of
 from mpistrat.comm.background import Background
+from mpistrat.comm.functions import compiled_function
 from mpistrat.comm.message import Message
-from mpistrat.comm.node import HALF_BYTES, Lane, NodeMemory
+from mpistrat.comm.node import Lane, NodeMemory
 from mpistrat.comm.transport import NodeReducer
 from mpistrat.options import ReduceOp
 
 __all__ = ["SharedMemoryReducer", "SharedReducer"]
 
-_BLOCK_BYTES = 2**18
-_SMALL_BYTES = 2**13
-"""Up to here one wait costs more than to reduce all of it on every rank."""
-
-# As node.c numbers them.
-_ARITHMETIC = ("f4", "f8", "u1", "u2", "u4", "u8")
-_ORDER = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
-_FUNCTIONS = {
-    name: number
-    for number, name in enumerate(
-        [(op, each) for op in (ReduceOp.SUM, ReduceOp.PROD) for each in _ARITHMETIC]
-        + [(op, each) for op in (ReduceOp.MIN, ReduceOp.MAX) for each in _ORDER]
-    )
-}
-_ROOM = 64
-"""Pieces for which there is a table at hand."""
+_BLOCK_BYTES = 2**19
+_SMALL_BYTES = 2**15
+"""Up to here, over all ranks, a wait costs more than to reduce everything on every rank."""
 
 
 class SharedMemoryReducer:
@@ -46,15 +34,16 @@ class SharedMemoryReducer:
     memory : NodeMemory
     """
 
+    min_bytes = 0
+
     def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
         self._background = Background("mpistrat-reductions")
-        self._tables = np.empty((_ROOM, 3), np.int64)
-        self._tables_address: int = self._tables.ctypes.data
+        self._last_table = self._table_of_one = np.empty((1, 3), np.int64)
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
         """Return whether the compiled code reduces `dtype` by `op`. Local."""
-        return _function(op, dtype) is not None
+        return compiled_function(op, dtype) is not None
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
@@ -73,17 +62,17 @@ class SharedMemoryReducer:
 
     def _pieces(self, message: Message) -> int:
         """Return the address of a table of the arrays, valid until the next call."""
-        if len(message.sources) == 1:
-            source, target = message.sources[0], message.targets[0]
-            start = address_of(target)
-            first = start if source is target else address_of(source)
-            self._tables[0] = first, start, source.nbytes
-            return self._tables_address
-        self._last_table = _table(message)
-        return int(self._last_table.ctypes.data)
+        if len(message.sources) > 1:
+            self._last_table = _table(message)
+            return address_of(self._last_table)
+        source, target = message.sources[0], message.targets[0]
+        goal = address_of(target)
+        start = goal if source is target else address_of(source)
+        self._table_of_one[0] = start, goal, source.nbytes
+        return address_of(self._table_of_one)
 
     def _reduce(self, lane: Lane, op: ReduceOp, message: Message, pieces: int) -> None:
-        function = _function(op, message.dtype)
+        function = compiled_function(op, message.dtype)
         assert function is not None
         number, itemsize = function
         divisor = self._memory.size if op is ReduceOp.MEAN else 1
@@ -92,8 +81,8 @@ class SharedMemoryReducer:
             number,
             divisor,
             itemsize,
-            min(_BLOCK_BYTES, HALF_BYTES),
-            _SMALL_BYTES,
+            _BLOCK_BYTES,
+            _SMALL_BYTES // self._memory.size,
             pieces,
             message.num_bytes,
         )
@@ -106,31 +95,6 @@ def _table(message: Message) -> np.ndarray:
         for source, target in zip(message.sources, message.targets, strict=True)
     ]
     return np.array(rows, np.int64)
-
-
-def _function(op: ReduceOp, dtype: np.dtype) -> tuple[int, int] | None:
-    """Return the number of the compiled function, and the bytes of what it divides for MEAN."""
-    found = _known.get((op, dtype))
-    if found is None and (op, dtype) not in _known:
-        found = _known[op, dtype] = _find_function(op, dtype)
-    return found
-
-
-_known: dict[tuple[ReduceOp, np.dtype], tuple[int, int] | None] = {}
-
-
-def _find_function(op: ReduceOp, dtype: np.dtype) -> tuple[int, int] | None:
-    kind, itemsize = dtype.kind, dtype.itemsize
-    if op is ReduceOp.MEAN:
-        op = ReduceOp.SUM
-        if kind not in "fc":
-            return None
-    if kind == "c" and op is ReduceOp.SUM:
-        kind, itemsize = "f", itemsize // 2  # the parts are added one by one
-    if kind == "i" and op in (ReduceOp.SUM, ReduceOp.PROD):
-        kind = "u"
-    number = _FUNCTIONS.get((op, f"{kind}{itemsize}"))
-    return None if number is None else (number, itemsize)
 
 
 class SharedReducer:

@@ -35,7 +35,10 @@ class Round(Protocol):
 
 
 class NodeReducer(Protocol):
-    """Reduces messages of dtypes and reductions that it knows, in memory that all ranks share."""
+    """Reduces messages of dtypes and reductions that it knows, in memory that ranks share."""
+
+    min_bytes: int
+    """Below, a message is reduced faster by MPI."""
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
         """Return whether it can reduce `dtype` by `op`, MEAN included. Local."""
@@ -63,7 +66,7 @@ class Transport(Protocol):
 
     @property
     def node(self) -> NodeReducer | None:
-        """What reduces in memory that all ranks share, where there is such memory. Local."""
+        """What reduces in the memory that ranks of a node share, where there is some. Local."""
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Write the reduction of `source` over ranks to `target`, which may be the same array.
