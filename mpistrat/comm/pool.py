@@ -8,6 +8,7 @@ gets it again.
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 
 import numpy as np
@@ -21,14 +22,16 @@ _ALIGNMENT = 64
 
 
 class Pool:
-    """Hands out arrays.
+    """Hands out arrays, to any thread.
 
     What it holds, in use or not, is never more than was in use at one time.
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = {}
-        self._returned: deque[np.ndarray] = deque()
+        self._lock = threading.Lock()
+        self._free: dict[int, list[_Memory]] = {}
+        """By size; no list is empty."""
+        self._returned: deque[_Memory] = deque()
         self._num_bytes = 0
         self._used_bytes = 0
         self._most_used_bytes = 0
@@ -41,13 +44,18 @@ class Pool:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _SMALLEST:
             return np.empty(shape, dtype)
-        self._take_back()
-        self._used_bytes += num_bytes
-        self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
-        fitting = self._free.get(num_bytes)
-        memory = fitting.pop() if fitting else self._new(num_bytes)
-        lease = _Lease(memory, num_bytes, self._returned)
-        return np.asarray(lease).view(dtype).reshape(shape)
+        with self._lock:
+            self._take_back()
+            used_bytes = self._used_bytes + num_bytes
+            most_used_bytes = max(self._most_used_bytes, used_bytes)
+            if num_bytes in self._free:
+                memory = self._pop_free(num_bytes)
+            else:
+                self._make_room(most_used_bytes - num_bytes)
+                memory = _Memory(num_bytes)
+                self._num_bytes += num_bytes
+            self._used_bytes, self._most_used_bytes = used_bytes, most_used_bytes
+        return np.asarray(_Lease(memory, self._returned)).view(dtype).reshape(shape)
 
     def _take_back(self) -> None:
         while self._returned:
@@ -55,30 +63,43 @@ class Pool:
             self._used_bytes -= memory.size
             self._free.setdefault(memory.size, []).append(memory)
 
-    def _new(self, num_bytes: int) -> np.ndarray:
-        """Return fresh memory, in place of free memory of other sizes where that is too much."""
-        for size in sorted(self._free, reverse=True):
-            while self._free[size] and self._num_bytes + num_bytes > self._most_used_bytes:
-                self._free[size].pop()
-                self._num_bytes -= size
-        self._num_bytes += num_bytes
-        fresh = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-        start = -fresh.ctypes.data % _ALIGNMENT
-        return fresh[start : start + num_bytes]
+    def _pop_free(self, size: int) -> _Memory:
+        fitting = self._free[size]
+        memory = fitting.pop()
+        if not fitting:
+            del self._free[size]
+        return memory
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Give free memory back to the system until no more than `num_bytes` are held."""
+        while self._free and self._num_bytes > num_bytes:
+            self._num_bytes -= self._pop_free(max(self._free)).size
+
+
+class _Memory:
+    """Memory that is lent again and again."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.size = num_bytes
+        self._array = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+        address = self._array.ctypes.data
+        self.interface = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (num_bytes,),
+            "data": (address + -address % _ALIGNMENT, False),
+        }
 
 
 class _Lease:
     """What all views of an array refer to in the end. NumPy keeps it alive as their base."""
 
-    def __init__(self, memory: np.ndarray, num_bytes: int, returned: deque[np.ndarray]) -> None:
+    __slots__ = ("__array_interface__", "_memory", "_returned")
+
+    def __init__(self, memory: _Memory, returned: deque[_Memory]) -> None:
         self._memory = memory
         self._returned = returned
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (num_bytes,),
-            "data": (memory.ctypes.data, False),
-        }
+        self.__array_interface__ = memory.interface
 
     def __del__(self) -> None:
         # Any thread may drop the last view, at any time: the pool takes it when it is asked next.
