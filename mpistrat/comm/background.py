@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -27,17 +28,27 @@ class Background:
     def submit(self, function: Callable[[], object]) -> Callable[[], None]:
         """Have `function` called; return what waits for its end, and raises what it raised."""
         task = _Task(function)
+        if self._thread is None and not self._start():
+            task.run()  # without a thread nothing is lost but time
+            return task.wait
         self._tasks.put(task)
         self._last = task
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
         return task.wait
 
     def drain(self) -> None:
         """Wait until everything is done. Local."""
         if self._last is not None:
-            self._last.done.wait()
+            self._last.wait_for_end()
+
+    def _start(self) -> bool:
+        """Start the thread, and return whether that was possible."""
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many, or the interpreter ends
+            return False
+        self._thread = thread
+        return True
 
     def _work(self) -> None:
         while True:
@@ -48,7 +59,8 @@ class _Task:
     def __init__(self, function: Callable[[], object]) -> None:
         self._function: Callable[[], object] | None = function
         self._error: BaseException | None = None
-        self.done = threading.Event()
+        self._done = threading.Event()
+        self._pid = os.getpid()
 
     def run(self) -> None:
         try:
@@ -59,10 +71,19 @@ class _Task:
         finally:
             # What the function holds is held no longer than needed.
             self._function = None
-            self.done.set()
+            self._done.set()
+
+    def wait_for_end(self) -> None:
+        if not self._done.is_set():
+            if os.getpid() != self._pid:
+                raise RuntimeError(
+                    "This process is a fork, and what it waits for is done in the process that "
+                    "it was forked from. Wait there, before the fork or instead of here."
+                )
+            self._done.wait()
 
     def wait(self) -> None:
         """Wait for the end, and raise what was raised."""
-        self.done.wait()
+        self.wait_for_end()
         if self._error is not None:
             raise self._error
