@@ -28,7 +28,7 @@ struct piece {
     int64_t num_bytes;
 };
 
-enum { LINE_HEAD = 128, GRAIN = 64, CHUNK = 8192, WORDS = 4 };
+enum { LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, WORDS = 4 };
 
 /* ---- waiting ---- */
 
@@ -266,6 +266,23 @@ static void reduce_range(const struct lane *lane, const struct task *task, int64
         if (shares)
             memcpy(half_of(lane, lane->own, use) + at, total, num_bytes);
     }
+}
+
+/* A few numbers may travel with the words of a round. Bring them to the next one. */
+void mpistrat_round_board(struct lane *lane, const char *source, int64_t num_bytes)
+{
+    memcpy(half_of(lane, lane->own, lane->step + 1) + ROUND_HEAD, source, num_bytes);
+}
+
+/* Reduce what all ranks have brought to the round that is done. */
+void mpistrat_round_collect(struct lane *lane, int64_t function, int64_t divisor, int64_t itemsize,
+                            char *target, int64_t num_bytes)
+{
+    const struct task task = {combine_functions[function], divisor, itemsize};
+    char *own = half_of(lane, lane->own, lane->step) + ROUND_HEAD;
+    const struct piece piece = {own, target, num_bytes};
+    reduce_range(lane, &task, lane->step, ROUND_HEAD, ROUND_HEAD + num_bytes,
+                 (struct place){&piece, 0}, (struct place){&piece, 0}, 0);
 }
 
 /* Reduce the concatenation of pieces over the ranks; results go to the targets of the pieces.

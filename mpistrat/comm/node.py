@@ -25,14 +25,26 @@ from mpistrat.compiled import find_library
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HALF_BYTES", "Lane", "Library", "NodeMemory", "node_library", "open_node_memory"]
+__all__ = [
+    "HALF_BYTES",
+    "ROUND_BYTES",
+    "Lane",
+    "Library",
+    "NodeMemory",
+    "node_library",
+    "open_node_memory",
+]
 
 HALF_BYTES = 2**20
 """The largest block of a reduction. Pages that no reduction needs are never touched."""
 
 _LINE_HEAD = 128
-_ROUND_HALF = 64
+ROUND_BYTES = 2**14
+"""What may travel with a round."""
+
+_ROUND_HEAD = 64
 _PAGE = 4096
+_ROUND_LANE_BYTES = 2 * ROUND_BYTES + _PAGE
 _TOKEN_BYTES = 16
 
 
@@ -43,6 +55,8 @@ class Library:
     start_round: Any
     round_done: Any
     meet: Any
+    board: Any
+    collect: Any
     reduce: Any
     reduce_slice: Any
     collect_slices: Any
@@ -65,11 +79,14 @@ def node_library() -> Library | None:
     done.argtypes, done.restype = [pointer, pointer, integer], ctypes.c_int
     meet.argtypes, meet.restype = [pointer, pointer, pointer, integer], ctypes.c_int
     reduce.argtypes, reduce.restype = [pointer, *[integer] * 5, pointer, integer], None
-    part, collect = waiting.mpistrat_reduce_slice, waiting.mpistrat_collect_slices
+    board, collect = quick.mpistrat_round_board, quick.mpistrat_round_collect
+    board.argtypes, board.restype = [pointer, pointer, integer], None
+    collect.argtypes, collect.restype = [pointer, *[integer] * 3, pointer, integer], None
+    part, gather = waiting.mpistrat_reduce_slice, waiting.mpistrat_collect_slices
     part.argtypes = [pointer, integer, integer, pointer, integer, pointer]
-    collect.argtypes = [pointer, integer, pointer, integer]
-    part.restype = collect.restype = None
-    return Library(start, done, meet, reduce, part, collect)
+    gather.argtypes = [pointer, integer, pointer, integer]
+    part.restype = gather.restype = None
+    return Library(start, done, meet, board, collect, reduce, part, gather)
 
 
 class Lane:
@@ -111,7 +128,7 @@ class NodeMemory:
         self._memory = memory
         self._base: int = memory.ctypes.data
         lines = [self._base + each * bytes_per_rank() for each in range(size)]
-        halves = (_ROUND_HALF, HALF_BYTES, HALF_BYTES)
+        halves = (_ROUND_HEAD + ROUND_BYTES, HALF_BYTES, HALF_BYTES)
         starts = _lane_starts()
         self.rounds, self.reductions, self.background = (
             Lane(rank, half, [line + start for line in lines], memory)
@@ -127,12 +144,13 @@ class NodeMemory:
 
 def _lane_starts() -> tuple[int, int, int]:
     """Return where each lane begins in the memory of a rank."""
-    return 0, _PAGE, 2 * _PAGE + 2 * HALF_BYTES
+    rounds = _ROUND_LANE_BYTES
+    return 0, rounds, rounds + _PAGE + 2 * HALF_BYTES
 
 
 def bytes_per_rank() -> int:
     """Return how much memory each rank has. Local."""
-    return 3 * _PAGE + 4 * HALF_BYTES
+    return _ROUND_LANE_BYTES + 2 * (_PAGE + 2 * HALF_BYTES)
 
 
 def open_node_memory(comm: MPI.Comm) -> NodeMemory | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
 
-if TYPE_CHECKING:
-    from mpistrat.comm.node import NodeMemory
+from mpistrat.arrays import address_of
+from mpistrat.comm.functions import compiled_function
+from mpistrat.comm.node import ROUND_BYTES, NodeMemory
+from mpistrat.options import ReduceOp
 
 __all__ = ["NonblockingRound", "PersistentRound", "SharedRound"]
 
@@ -19,6 +20,9 @@ _POLLS = 200
 
 _TURNS = 4096
 """The same, counted in looks at shared memory."""
+
+_ROOM_OF_ALL = 2**15
+"""Every rank reads the numbers of all: more of them are reduced faster slice by slice."""
 
 
 class _MpiRound:
@@ -64,7 +68,17 @@ class NonblockingRound(_MpiRound):
 
 
 class SharedRound:
-    """A round in memory that all ranks share."""
+    """A round in memory that all ranks share, with room for a few numbers.
+
+    Parameters
+    ----------
+    node : NodeMemory
+
+    Attributes
+    ----------
+    room : int
+        How many bytes may travel with it.
+    """
 
     NUM_WORDS = 4
 
@@ -77,3 +91,18 @@ class SharedRound:
         self.start = lambda: library.start_round(lane, send)
         self.done = lambda: bool(library.round_done(lane, receive, 1))
         self.meet = functools.partial(library.meet, lane, send, receive, _TURNS)
+        self.room = min(ROUND_BYTES, _ROOM_OF_ALL // node.size)
+        self._size = node.size
+        self._board = functools.partial(library.board, lane)
+        self._collect = functools.partial(library.collect, lane)
+
+    def board(self, source: np.ndarray) -> None:
+        """Have `source` travel with the next round. Local."""
+        self._board(address_of(source), source.nbytes)
+
+    def collect(self, op: ReduceOp, target: np.ndarray) -> None:
+        """Write the reduction of what travelled with the last round to `target`. Local."""
+        function = compiled_function(op, target.dtype)
+        assert function is not None
+        divisor = self._size if op is ReduceOp.MEAN else 1
+        self._collect(function[0], divisor, function[1], address_of(target), target.nbytes)

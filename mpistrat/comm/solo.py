@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpistrat.comm.transport import NodeReducer
+from mpistrat.comm.transport import Carrier, NodeReducer
 from mpistrat.options import ReduceOp
 
 __all__ = ["SoloRound", "SoloTransport"]
@@ -29,6 +29,7 @@ class SoloTransport:
     rank = 0
     size = 1
     node: NodeReducer | None = None
+    carrier: Carrier | None = None
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Copy `source` to `target`. Local."""

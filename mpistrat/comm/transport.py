@@ -10,7 +10,7 @@ import numpy as np
 from mpistrat.comm.message import Message
 from mpistrat.options import ReduceOp
 
-__all__ = ["NodeReducer", "Round", "Transport"]
+__all__ = ["Carrier", "NodeReducer", "Round", "Transport"]
 
 
 class Round(Protocol):
@@ -32,6 +32,19 @@ class Round(Protocol):
     @property
     def meet(self) -> Callable[[], bool]:
         """Does `start`, and then `done` again and again for some 100 us. Local."""
+
+
+class Carrier(Round, Protocol):
+    """A round that has room for a few numbers: a small reduction costs no message of its own."""
+
+    room: int
+    """How many bytes may travel with a round."""
+
+    def board(self, source: np.ndarray) -> None:
+        """Have `source` travel with the next round. Local."""
+
+    def collect(self, op: ReduceOp, target: np.ndarray) -> None:
+        """Write the reduction of what travelled with the last round to `target`. Local."""
 
 
 class NodeReducer(Protocol):
@@ -67,6 +80,10 @@ class Transport(Protocol):
     @property
     def node(self) -> NodeReducer | None:
         """What reduces in the memory that ranks of a node share, where there is some. Local."""
+
+    @property
+    def carrier(self) -> Carrier | None:
+        """The rounds that `round` has returned last, where they have room for numbers. Local."""
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Write the reduction of `source` over ranks to `target`, which may be the same array.

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat.comm.dtypes import is_narrow
 from mpistrat.comm.message import Message
-from mpistrat.comm.transport import NodeReducer, Transport
+from mpistrat.comm.transport import Carrier, NodeReducer, Transport
 from mpistrat.epochs.channel import Channel
 from mpistrat.options import ReduceOp
 
@@ -53,6 +53,11 @@ class _CorruptingTransport:
     def node(self) -> NodeReducer | None:
         node = self._transport.node
         return None if node is None else _CorruptingNode(node, self._corrupt)
+
+    @property
+    def carrier(self) -> Carrier | None:
+        carrier = self._transport.carrier
+        return None if carrier is None else _CorruptingCarrier(carrier, self._corrupt)
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         self._transport.all_reduce(op, source, target)
@@ -99,3 +104,18 @@ class _CorruptingNode:
             self._corrupt(message.targets[0])
 
         return end
+
+
+class _CorruptingCarrier:
+    """Passes everything on to `carrier`."""
+
+    def __init__(self, carrier: Carrier, corrupt: Callable[[np.ndarray], None]) -> None:
+        self._carrier = carrier
+        self._corrupt = corrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carrier, name)
+
+    def collect(self, op: ReduceOp, target: np.ndarray) -> None:
+        self._carrier.collect(op, target)
+        self._corrupt(target)

@@ -16,6 +16,8 @@ def counts(strategy, monkeypatch):
 class CountingTransport:
     """Counts the calls of each method of a transport or of its node reducer, and does them."""
 
+    carrier = None
+
     def __init__(self, transport, counts=None):
         self._transport = transport
         self.counts = collections.Counter() if counts is None else counts
