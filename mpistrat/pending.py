@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,15 @@ __all__ = ["PendingReduction"]
 
 
 class PendingReduction:
-    """A reduction that `ReplicaContext.start_all_reduce` has begun."""
+    """A reduction that `ReplicaContext.start_all_reduce` has begun.
 
-    def __init__(self, end: Callable[[], Any]) -> None:
+    To drop it without `wait` is an error: the reduction goes on in memory that the program has
+    given up, and what it brings is lost. The next collective of this rank raises it.
+    """
+
+    def __init__(self, end: Callable[[], Any], when_dropped: Callable[[], object]) -> None:
         self._end: Callable[[], Any] | None = end
+        self._when_dropped = when_dropped
         self._result: Any = None
 
     def wait(self) -> Any:
@@ -22,5 +28,11 @@ class PendingReduction:
         every rank has begun the reduction.
         """
         if self._end is not None:
-            self._result, self._end = self._end(), None
+            # Not after the end: who catches what that raises need not wait again.
+            end, self._end = self._end, None
+            self._result = end()
         return self._result
+
+    def __del__(self) -> None:
+        if self._end is not None and not sys.is_finalizing():
+            self._when_dropped()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,7 +11,7 @@ from mpistrat import context
 from mpistrat.collectives import CollectiveCall, Collectives
 from mpistrat.deprecation import warn_deprecated
 from mpistrat.differentiable import MakeCall, all_gather_tensors, all_reduce_tensors, has_tensors
-from mpistrat.epochs.callsite import failure_site
+from mpistrat.epochs.callsite import call_site, failure_site
 from mpistrat.errors import ContextError
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.pending import PendingReduction
@@ -192,7 +193,8 @@ class ReplicaContext:
         Returns
         -------
         PendingReduction
-            Its ``wait()`` gives the result.
+            Its ``wait()`` gives the result. To drop it without is an error, which the next
+            collective of this rank raises.
 
         Raises
         ------
@@ -210,7 +212,8 @@ class ReplicaContext:
                     "Use all_reduce, or give tensor.detach().numpy()."
                 )
             end = start_all_reduce_nest(call, op, nest)
-        return PendingReduction(end)
+            when_dropped = functools.partial(call.channel.close_for_dropped, call_site())
+        return PendingReduction(end, when_dropped)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate `value` over replicas along `axis`, in rank order.

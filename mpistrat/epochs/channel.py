@@ -314,6 +314,17 @@ class Channel:
         self.closed = error
         return error
 
+    def close_for_dropped(self, site: str) -> None:
+        """Let no more collectives be made: the handle of a reduction was dropped. Local.
+
+        It is logged too, because there may be no further collective to raise it.
+        """
+        words = f"The handle that start_all_reduce at {site} has returned was dropped without wait()"
+        remedy = "Keep it, and call wait() on every rank."
+        _logger.error("%s. %s", words, remedy)
+        if self.closed is None:
+            self.closed = EpochError(f"{words} on rank {self.rank} of {self.size}. {remedy}")
+
     def note_failure(self, error: BaseException, site: str) -> None:
         """Record that a replica or merge function raised on this rank. Local."""
         self.ledger.failures += 1

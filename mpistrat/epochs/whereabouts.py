@@ -77,7 +77,10 @@ def whereabouts(channel: Channel, channels: Sequence[Channel], has_left: bool) -
 def is_moving_data(channel: Channel) -> bool:
     """Return whether the thread that uses `channel` is inside the transport. Local, any thread."""
     frame = sys._current_frames().get(channel.thread)
-    return frame is not None and frame.f_code.co_filename.startswith(_TRANSPORTS)
+    # A transport may wait in the standard library, but calls nothing of the user's.
+    while frame is not None and not frame.f_code.co_filename.startswith(_TRANSPORTS):
+        frame = frame.f_back
+    return frame is not None
 
 
 def describe_whereabouts(found: Whereabouts) -> str:

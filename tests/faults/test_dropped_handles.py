@@ -1,0 +1,58 @@
+"""A handle of start_all_reduce that nobody waits for."""
+
+import time
+
+import pytest
+
+from mpistrat.testing import launch
+
+pytestmark = pytest.mark.launches
+
+PROGRAM = """
+import numpy as np
+import mpistrat as ms
+strategy = ms.MPIStrategy(device="cpu")
+rank = strategy.cluster_resolver.task_id
+def step(drops, goes_on):
+    replica = ms.get_replica_context()
+    handle = replica.start_all_reduce("sum", np.ones(10))
+    if not drops:
+        handle.wait()
+    del handle
+    if goes_on:
+        replica.all_reduce("sum", 1)
+"""
+WORDS = "The handle that start_all_reduce at program.py:8 has returned was dropped without wait()"
+
+
+def run(tmp_path, call):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM + f"strategy.run(step, args=({call}))\n")
+    return launch.run([program], 3, 30)
+
+
+def test_the_next_collective_raises(tmp_path):
+    done = run(tmp_path, "True, True")
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback") == 1
+    assert f"EpochError: {WORDS} on rank 0 of 3. Keep it" in done.stderr
+    assert "ranks 0-2 of 3 failed at program.py:13" in done.stderr
+
+
+def test_one_rank_that_drops_its_handle_ends_the_job(tmp_path):
+    began = time.monotonic()
+    done = run(tmp_path, "rank == 1, True")
+    assert time.monotonic() - began < 25
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback") == 1
+    assert f"EpochError: {WORDS} on rank 1 of 3. Keep it" in done.stderr
+
+
+def test_it_is_said_where_no_collective_follows(tmp_path):
+    done = run(tmp_path, "True, False")
+    assert done.stderr == f"mpistrat: ranks 0-2: {WORDS}. Keep it, and call wait() on every rank.\n"
+
+
+def test_who_waits_hears_nothing(tmp_path):
+    done = run(tmp_path, "False, True")
+    assert (done.returncode, done.stderr) == (0, "")
