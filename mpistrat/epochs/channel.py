@@ -319,7 +319,7 @@ class Channel:
 
         It is logged too, because there may be no further collective to raise it.
         """
-        words = f"The handle that start_all_reduce at {site} has returned was dropped without wait()"
+        words = f"The handle that start_all_reduce at {site} returned was dropped without wait()"
         remedy = "Keep it, and call wait() on every rank."
         _logger.error("%s. %s", words, remedy)
         if self.closed is None:

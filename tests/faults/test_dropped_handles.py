@@ -22,7 +22,7 @@ def step(drops, goes_on):
     if goes_on:
         replica.all_reduce("sum", 1)
 """
-WORDS = "The handle that start_all_reduce at program.py:8 has returned was dropped without wait()"
+WORDS = "The handle that start_all_reduce at program.py:8 returned was dropped without wait()"
 
 
 def run(tmp_path, call):
