@@ -17,6 +17,14 @@ _PREFIX = "MPISTRAT_"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
+@dataclass(frozen=True)
+class _Reader:
+    """How the text of a variable is read, and what may stand in it."""
+
+    read: Callable[[str], Any]
+    remedy: str
+
+
 def _seconds_or_none(text: str) -> float | None:
     if text.lower() == "none":
         return None
@@ -26,8 +34,19 @@ def _seconds_or_none(text: str) -> float | None:
     return seconds
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:
+        raise ValueError
+    return seconds
+
+
 def _on_or_off(text: str) -> bool:
     return {"on": True, "1": True, "off": False, "0": False}[text.lower()]
+
+
+def _on_off_or_auto(text: str) -> bool | None:
+    return None if text.lower() == "auto" else _on_or_off(text)
 
 
 def _positive_integer(text: str) -> int:
@@ -37,27 +56,38 @@ def _positive_integer(text: str) -> int:
     return number
 
 
-def _text_or_none(text: str) -> str | None:
-    return text or None
-
-
-class _UnknownChoiceError(ValueError):
-    """Says which choices there are."""
+def _integer_or_auto(text: str) -> int | None:
+    if text.lower() == "auto":
+        return None
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
 
 
 def _level(text: str) -> str:
     if text.upper() not in _LEVELS:
-        raise _UnknownChoiceError(f"Use one of {', '.join(_LEVELS)}.")
+        raise ValueError
     return text.upper()
 
 
-def _on_off_or_auto(text: str) -> bool | None:
-    if text.lower() == "auto":
-        return None
-    try:
-        return _on_or_off(text)
-    except KeyError:
-        raise _UnknownChoiceError("Use on, off or auto.") from None
+_SECONDS = _Reader(_seconds, "Use a number of seconds, at least 0.")
+_SWITCH = _Reader(_on_or_off, "Use on or off.")
+_PATH = _Reader(lambda text: text or None, "Use a path.")
+_READERS = {
+    "timeout_s": _Reader(_seconds_or_none, "Use a number of seconds above 0, or none."),
+    "checks": _SWITCH,
+    "wait_notice_s": _SECONDS,
+    "watch": _SWITCH,
+    "cuda_aware": _Reader(_on_off_or_auto, "Use on, off or auto."),
+    "shared_min_bytes": _Reader(_integer_or_auto, "Use a number of bytes, at least 0, or auto."),
+    "exit_grace_s": _SECONDS,
+    "log": _Reader(_level, f"Use one of {', '.join(_LEVELS)}."),
+    "flight_dir": _PATH,
+    "flight_length": _Reader(_positive_integer, "Use a whole number, at least 1."),
+    "timeline": _PATH,
+    "fault": _Reader(str, ""),
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +104,8 @@ class Settings:
     """Whether ranks may ask each other over sockets why one does not come."""
     cuda_aware: bool | None = None
     """Whether MPI may be given device memory; ``None`` (auto): where it is proved to work."""
+    shared_min_bytes: int | None = None
+    """From which size on arrays are reduced in shared memory; ``None`` (auto): it is measured."""
     exit_grace_s: float = 5.0
     """How long a rank that has failed waits for the others before it ends the job."""
     log: str | None = None
@@ -96,32 +128,21 @@ class Settings:
         ValueError
             For an unknown name or a value that cannot be read.
         """
-        readers: dict[str, Callable[[str], Any]] = {
-            "timeout_s": _seconds_or_none,
-            "checks": _on_or_off,
-            "wait_notice_s": float,
-            "watch": _on_or_off,
-            "cuda_aware": _on_off_or_auto,
-            "exit_grace_s": float,
-            "log": _level,
-            "flight_dir": _text_or_none,
-            "flight_length": _positive_integer,
-            "timeline": _text_or_none,
-            "fault": str,
-        }
         values: dict[str, Any] = {}
         for variable, text in variables.items():
             if not variable.startswith(_PREFIX):
                 continue
             name = variable[len(_PREFIX) :].lower()
-            if name not in readers:
+            if name not in _READERS:
                 known = ", ".join(_PREFIX + field.name.upper() for field in fields(cls))
                 raise ValueError(f"Unknown setting {variable}={text!r}. Known settings: {known}.")
+            reader = _READERS[name]
             try:
-                values[name] = readers[name](text)
-            except (ValueError, KeyError) as error:
-                remedy = f" {error}" if isinstance(error, _UnknownChoiceError) else ""
-                raise ValueError(f"The setting {variable} cannot be {text!r}.{remedy}") from None
+                values[name] = reader.read(text)
+            except (ValueError, KeyError):
+                raise ValueError(
+                    f"The setting {variable} cannot be {text!r}. {reader.remedy}"
+                ) from None
         return cls(**values)
 
 

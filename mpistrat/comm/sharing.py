@@ -17,6 +17,7 @@ from mpistrat.comm.reducer import Reducer
 from mpistrat.comm.shared import SharedMemoryReducer
 from mpistrat.comm.transport import NodeReducer
 from mpistrat.options import ReduceOp
+from mpistrat.settings import settings_at_the_end
 
 __all__ = ["Sharing", "share_memory"]
 
@@ -59,8 +60,15 @@ def share_memory(comm: MPI.Intracomm, otherwise: Reducer) -> Sharing | None:
         reducer = SharedMemoryReducer(memory)
     else:
         reducer = NodewiseReducer(memory, comm, min(sizes), otherwise)
-    reducer.min_bytes = _measure(comm, reducer.all_reduce, otherwise.all_reduce)
+    reducer.min_bytes = _min_bytes(comm, reducer.all_reduce, otherwise.all_reduce)
     return Sharing(memory, reducer, holds_all)
+
+
+def _min_bytes(comm: MPI.Intracomm, shared: _Way, otherwise: _Way) -> int:
+    """Return from which size on shared memory is used, the same on every rank."""
+    asked = settings_at_the_end().shared_min_bytes
+    given: int = comm.allreduce(-1 if asked is None else asked, MPI.MAX)
+    return _measure(comm, shared, otherwise) if given < 0 else given
 
 
 def _measure(comm: MPI.Intracomm, shared: _Way, otherwise: _Way) -> int:
