@@ -6,6 +6,7 @@ array-api-compat), and asks here where host and device differ.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import numbers
@@ -24,8 +25,11 @@ __all__ = [
     "Array",
     "Device",
     "address_of",
+    "copy_on",
     "count_gpus",
+    "current_stream",
     "elementwise_kernel",
+    "gpu_identity",
     "host_copy",
     "host_view",
     "is_array",
@@ -34,8 +38,14 @@ __all__ = [
     "namespace",
     "namespace_of",
     "native",
+    "nccl_library",
+    "new_stream",
+    "on_device",
+    "on_device_of",
+    "pinned_empty",
     "place",
     "profiler_marks",
+    "record",
     "resolve_device",
     "synchronize",
 ]
@@ -189,9 +199,11 @@ def host_copy(array: Array) -> np.ndarray:
 
 def place(array: Array, device: Device) -> Array:
     """Return `array` on `device`, itself where it already is there. Local."""
-    if device.kind == "gpu":
-        return namespace(device).asarray(array)
-    return host_view(array)
+    if device.kind != "gpu":
+        return host_view(array)
+    if not is_on_host(array) and array.device.id == device.index:
+        return array
+    return namespace(device).asarray(array)
 
 
 def synchronize(array: Array) -> None:
@@ -204,3 +216,72 @@ def synchronize(array: Array) -> None:
     if not is_on_host(array):
         with array.device:
             _cupy().cuda.get_current_stream().synchronize()
+
+
+def on_device(device: Device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which `device` is the current one. Local."""
+    if device.kind != "gpu":
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = _cupy().cuda.Device(device.index)
+    return context
+
+
+def on_device_of(array: Array) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the device where `array` lies is the current one. Local."""
+    return contextlib.nullcontext() if is_on_host(array) else array.device
+
+
+def gpu_identity(device: Device) -> str:
+    """Return what no other GPU of the job has. Local."""
+    cuda = _cupy().cuda
+    uuid = cuda.runtime.getDeviceProperties(device.index)["uuid"]
+    return f"{cuda.Device(device.index).pci_bus_id} {uuid.hex()}"
+
+
+def new_stream() -> Any:
+    """Return a stream of the current device that no other one is ordered with. Local."""
+    return _cupy().cuda.Stream(non_blocking=True)
+
+
+def current_stream() -> Any:
+    """Return the stream on which this thread queues work for the current device. Local."""
+    return _cupy().cuda.get_current_stream()
+
+
+def record(stream: Any) -> Any:
+    """Return an event that comes when all has been done that `stream` holds now. Local."""
+    event = _cupy().cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event
+
+
+def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
+    """Return a 1-d host array in page-locked memory, which CuPy's own pool recycles. Local."""
+    num_bytes = size * dtype.itemsize
+    return np.frombuffer(_cupy().cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes).view(
+        dtype
+    )
+
+
+def copy_on(stream: Any, target: Array, source: Array) -> None:
+    """Queue on `stream` a copy between the host and the device. Local.
+
+    Both arrays must live until it is done. They are in C order and of equal length and dtype.
+    """
+    runtime = _cupy().cuda.runtime
+    kind = runtime.memcpyDeviceToHost if is_on_host(target) else runtime.memcpyHostToDevice
+    runtime.memcpyAsync(address_of(target), address_of(source), source.nbytes, kind, stream.ptr)
+
+
+def nccl_library() -> Any:
+    """Return CuPy's module of NCCL. Local.
+
+    Raises
+    ------
+    ImportError
+        If CuPy does not find the library.
+    """
+    library = _cupy().cuda.nccl
+    if not getattr(library, "available", False):
+        raise ImportError("cupy does not find NCCL (python -c 'from cupy.cuda import nccl')")
+    return library

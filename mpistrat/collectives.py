@@ -16,12 +16,20 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
-from mpistrat.comm.choose import check_options, choose_reducer, spell_options
+from mpistrat.comm.choose import (
+    check_options,
+    check_plan,
+    choose_reducer,
+    is_shareable,
+    spell_options,
+)
+from mpistrat.comm.device_ways import DeviceWays, solo_ways
 from mpistrat.comm.message import Message
 from mpistrat.comm.packing import Packing, Single, pack, placed_like
 from mpistrat.comm.plan import Plan, plan_reduction
 from mpistrat.comm.reducer import Reducer
 from mpistrat.comm.solo import SoloTransport
+from mpistrat.comm.transport import Carrier
 from mpistrat.epochs.call import Call, Together
 from mpistrat.epochs.channel import Channel
 from mpistrat.options import CommunicationOptions, ReduceOp
@@ -41,6 +49,7 @@ class _Prepared:
 
     plan: Plan
     signature: tuple[Any, ...]
+    may_be_carried: bool
 
 
 class CollectiveCall(Call):
@@ -72,17 +81,16 @@ class CollectiveCall(Call):
             raise TypeError(
                 f"{self.kind}: options must be CommunicationOptions, not {self.options!r}."
             )
-        check_options(self.options, self._collectives.device.kind)
+        check_options(self.options, self._collectives.ways)
 
     def _agreed_packing(
         self,
         op: ReduceOp,
         arrays: Sequence[Array],
         *details: object,
-        wires: Sequence[np.dtype] | None = None,
         copy: bool = False,
     ) -> Packing | Single:
-        prepared = self._prepared(op, arrays, details, None if wires is None else tuple(wires))
+        prepared = self._prepared(op, arrays, details)
         packing = pack(prepared.plan, arrays, self.channel.pool, copy)
         self.agree_on(prepared.signature)
         return packing
@@ -92,39 +100,50 @@ class CollectiveCall(Call):
         op: ReduceOp,
         arrays: Sequence[Array],
         details: tuple[object, ...],
-        wires: tuple[np.dtype, ...] | None,
+        wires: Sequence[np.dtype] | None = None,
     ) -> _Prepared:
         """Return what is equal in all calls like this one, checked the first time."""
         known = self._collectives.prepared
         if type(self.options) is not CommunicationOptions:
             self._check_options()
         kinds = tuple([(array.dtype, array.shape) for array in arrays])
-        key = (self.kind, self.name, op, kinds, details, wires, self.options)
+        travel_as = None if wires is None else tuple(wires)
+        places = self._collectives.ways.places(arrays)
+        key = (self.kind, self.name, op, kinds, details, travel_as, places, self.options)
         prepared = known.get(key)
         if prepared is None:
             self._check_options()
-            plan = plan_reduction(op, kinds, wires, self.options)
+            plan = plan_reduction(op, kinds, wires, self.options, places)
+            check_plan(self.options, plan)
             names = () if wires is None else tuple(_dtype_name(dtype) for dtype in wires)
             spelt = spell_options(self.options)
-            signature = self.signature(op.name, _shapes(arrays), *details, names, spelt)
+            where = _spell_places(places)
+            signature = self.signature(op.name, _shapes(arrays), *details, names, where, spelt)
             if len(known) >= _MAX_PREPARED:
                 known.clear()
-            prepared = known[key] = _Prepared(plan, signature)
+            carried = len(plan.packs) == 1 and is_shareable(self.options, op, plan.packs[0])
+            prepared = known[key] = _Prepared(plan, signature, carried)
         return prepared
 
     def _reducer(self, op: ReduceOp, message: Message) -> Reducer:
+        ways = self._collectives.ways if message.on_device else None
         reducer, why = choose_reducer(
-            self.channel.transport, self.options, op, message.dtype, message.num_bytes
+            self.channel.transport, self.options, op, message.dtype, message.num_bytes, ways
         )
-        if active() is not None or _logger.isEnabledFor(logging.DEBUG):
-            way = type(reducer).__name__
-            self._note_moved(message.num_bytes, way)
-            _logger.debug(
-                "%s: %d x %s by %s over %s (%s)",
-                *(self.kind, message.size, message.dtype, way),
-                *(type(self.channel.transport).__name__, why),
-            )
+        self._note(message, type(reducer).__name__, why)
         return reducer
+
+    def _note(self, message: Message, way: str, why: str) -> None:
+        """Tell the timeline and the log what moves `message`."""
+        if active() is None and not _logger.isEnabledFor(logging.DEBUG):
+            return
+        self._note_moved(message.num_bytes, way)
+        self.moved["why"] = why
+        where = type(self.channel.transport).__name__
+        _logger.debug(
+            "%s: %d x %s by %s over %s (%s)",
+            *(self.kind, message.size, message.dtype, way, where, why),
+        )
 
     def _note_moved(self, num_bytes: int, implementation: str) -> None:
         if active() is not None:
@@ -160,10 +179,29 @@ class CollectiveCall(Call):
         TypeError
             If `op` cannot reduce a dtype.
         """
-        packing = self._agreed_packing(op, arrays, structure, wires=wires)
-        for message in packing.messages:
-            self._reducer(op, message).all_reduce(op, message)
+        prepared = self._prepared(op, arrays, (structure,), wires)
+        packing = pack(prepared.plan, arrays, self.channel.pool)
+        with_checks = prepared.may_be_carried and self.channel.checks
+        carrier = self.channel.transport.carrier if with_checks else None
+        if carrier is not None and packing.messages[0].num_bytes <= carrier.room:
+            self._carry(carrier, op, packing.messages[0], prepared.signature)
+        else:
+            self.agree_on(prepared.signature)
+            for message in packing.messages:
+                self._reducer(op, message).all_reduce(op, message)
         return packing.unpack()
+
+    def _carry(
+        self, carrier: Carrier, op: ReduceOp, message: Message, signature: tuple[Any, ...]
+    ) -> None:
+        """Have `message` travel with the agreement itself."""
+        source, target, split = message.whole()
+        carrier.board(source)
+        self.agree_on(signature)
+        self._note(message, "Carrier", "small enough to travel with the agreement")
+        carrier = self.channel.transport.carrier or carrier  # faults may have replaced it
+        carrier.collect(op, target)
+        split()
 
     def start_all_reduce(
         self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()
@@ -251,8 +289,8 @@ class Collectives:
     Parameters
     ----------
     channel : Channel
-    device : Device
-        Where the replica of this rank computes.
+    ways : DeviceWays
+        Where the replica of this rank computes, and what can be done with device memory.
     options : CommunicationOptions
         For calls that bring none of their own.
 
@@ -262,10 +300,11 @@ class Collectives:
         What `CollectiveCall` has prepared for its next calls: a training loop repeats a few.
     """
 
-    def __init__(self, channel: Channel, device: Device, options: CommunicationOptions) -> None:
-        check_options(options, device.kind)
+    def __init__(self, channel: Channel, ways: DeviceWays, options: CommunicationOptions) -> None:
+        check_options(options, ways)
         self.channel = channel
-        self.device = device
+        self.ways = ways
+        self.device = ways.device
         self.options = options
         self._lossless_options = dataclasses.replace(options, wire_dtype=None)
         self.prepared: dict[Any, _Prepared] = {}
@@ -278,7 +317,7 @@ class Collectives:
     @classmethod
     def solo(cls, device: Device) -> Collectives:
         """Return the collectives of a world of one rank without MPI. Local."""
-        return cls(Channel(SoloTransport(), None), device, CommunicationOptions())
+        return cls(Channel(SoloTransport(), None), solo_ways(device), CommunicationOptions())
 
     def call(
         self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
@@ -329,6 +368,15 @@ def _dtype_name(dtype: np.dtype) -> str:
 
 def _shapes(arrays: Sequence[Array]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((_dtype_name(array.dtype), array.shape) for array in arrays)
+
+
+def _spell_places(places: tuple[bool, ...]) -> str | tuple[()]:
+    """Return which arrays are in device memory, as the ranks agree on it."""
+    if not places:
+        return ()
+    numbers = [number for number, on_device in enumerate(places) if on_device]
+    which = "" if all(places) else f" (arrays {', '.join(map(str, numbers))})"
+    return f"in device memory{which}"
 
 
 def _check_gatherable(kind: str, shapes: Sequence[Sequence[int]], axis: int) -> None:

@@ -1,4 +1,4 @@
-"""The transport over MPI, on host memory.
+"""The transport over MPI, on host memory; blocking reductions also on that of devices.
 
 This module starts MPI when it is imported, so only an MPI strategy imports it.
 """
@@ -11,10 +11,11 @@ from itertools import accumulate
 import numpy as np
 from mpi4py import MPI
 
+from mpistrat.arrays import synchronize
 from mpistrat.comm.rounds import NonblockingRound, PersistentRound, SharedRound
 from mpistrat.comm.sharing import share_memory
 from mpistrat.comm.solo import SoloRound
-from mpistrat.comm.transport import NodeReducer, Round
+from mpistrat.comm.transport import Carrier, NodeReducer, Round
 from mpistrat.comm.whole import WholeReducer
 from mpistrat.options import ReduceOp
 
@@ -43,12 +44,14 @@ class MpiTransport:
         self.rank = comm.rank
         self.size = comm.size
         self.node: NodeReducer | None = None
+        self.carrier: Carrier | None = None
         self._sharing = share_memory(comm, WholeReducer(self))
         if self._sharing is not None:
             self.node = self._sharing.reducer
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Reduce `source` into `target`. **Collective**."""
+        synchronize(source)
         self.comm.Allreduce(_unless_same(source, target), target, _OPS[op])
 
     def start_all_reduce(
@@ -71,6 +74,7 @@ class MpiTransport:
 
     def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
         """Reduce `buffer` in place on `root`. **Collective**."""
+        synchronize(buffer)
         if self.rank == root:
             self.comm.Reduce(MPI.IN_PLACE, buffer, _OPS[op], root)
         else:
@@ -109,7 +113,8 @@ class MpiTransport:
         if self.size == 1:
             return SoloRound(num_words)
         if self._sharing is not None and self._sharing.holds_all:
-            return SharedRound(self._sharing.memory)
+            self.carrier = SharedRound(self._sharing.memory)
+            return self.carrier
         try:
             return PersistentRound(self.comm, num_words)
         except NotImplementedError:

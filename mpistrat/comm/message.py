@@ -23,6 +23,9 @@ class Message:
         For reducers that need the arrays one behind the other.
     """
 
+    on_device = False
+    """Whether the arrays are in device memory. Then there is one."""
+
     def __init__(
         self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], pool: Pool
     ) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, Device, host_view, place
 from mpistrat.comm.casts import cast, cast_into
+from mpistrat.comm.device_packing import DevicePack
 from mpistrat.comm.message import Message
 from mpistrat.comm.ordered import as_floats, as_ordered_integers
 from mpistrat.comm.plan import Pack, Plan
@@ -64,9 +65,14 @@ class Packing:
         self._copy = copy
         self._targets: dict[int, np.ndarray] = {}
         self._joined: list[np.ndarray] = []
+        self._device_packs: list[DevicePack] = []
         self.messages = [self._message(pack, pool) for pack in plan.packs]
 
     def _message(self, pack: Pack, pool: Pool) -> Message:
+        if pack.on_device:
+            part = DevicePack(self._plan, pack, self._arrays, pool, self._copy)
+            self._device_packs.append(part)
+            return part.message
         sources, targets = [], []
         if pack.small:
             joined = pool.take((pack.small_size,), pack.wire)
@@ -101,14 +107,18 @@ class Packing:
         """Return the results, each where its array lies. Local."""
         results: list[Array] = [None] * len(self._arrays)
         joined_ones = iter(self._joined)
+        for part in self._device_packs:
+            part.unpack(results)
         for pack in self._plan.packs:
+            if pack.on_device:
+                continue
             if pack.small:
                 joined = as_floats(self._op, next(joined_ones), pack.wire)
                 for position, (start, stop) in zip(pack.small, pack.places, strict=True):
                     shape, dtype = self._plan.results[position]
                     # Copied out, so that one result keeps no other alive.
-                    part = cast(joined[start:stop], dtype, copy=True)
-                    results[position] = part if len(shape) == 1 else part.reshape(shape)
+                    flat = cast(joined[start:stop], dtype, copy=True)
+                    results[position] = flat if len(shape) == 1 else flat.reshape(shape)
             for position in pack.large:
                 reduced = as_floats(self._op, self._targets[position], pack.wire)
                 results[position] = cast(reduced, self._plan.results[position][1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpistrat.comm.dtypes import result_dtype, wire_dtype
+from mpistrat.comm.dtypes import is_narrow, result_dtype, wire_dtype
 from mpistrat.comm.ordered import is_reordered
 from mpistrat.comm.packs import plan_packs
 from mpistrat.options import CommunicationOptions, ReduceOp
@@ -34,6 +34,8 @@ class Pack:
     """Positions of the other arrays."""
     is_reordered: bool
     """Whether numbers change on the way into the message, and so need a copy."""
+    on_device: bool = False
+    """Whether all of it is in device memory. Then it is one array, copied together or as it is."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def plan_reduction(
     kinds: Sequence[tuple[np.dtype, tuple[int, ...]]],
     wires: Sequence[np.dtype] | None,
     options: CommunicationOptions,
+    on_device: Sequence[bool] = (),
 ) -> Plan:
     """Return the plan for arrays of the dtypes and shapes `kinds`. Local.
 
@@ -64,6 +67,9 @@ def plan_reduction(
         What each array travels as, where its own dtype does not tell.
     options : CommunicationOptions
         For the size limit of a message of several arrays, and for what travels.
+    on_device : sequence of bool
+        Which arrays are in device memory; empty if none is. Our own arithmetic is done on the host,
+        so the arrays that need it travel as host arrays.
 
     Raises
     ------
@@ -74,18 +80,27 @@ def plan_reduction(
         wires = [wire_dtype(op, dtype, options.wire_dtype) for dtype, _ in kinds]
     sizes = [math.prod(shape) for _, shape in kinds]
     num_bytes = [size * wire.itemsize for size, wire in zip(sizes, wires, strict=True)]
-    groups = plan_packs(num_bytes, [wire.char for wire in wires], options.bytes_per_pack)
+    places = [False] * len(kinds) if options.deterministic or not on_device else on_device
+    keys = [
+        (wire.char, place and not is_narrow(wire))
+        for wire, place in zip(wires, places, strict=True)
+    ]
+    groups = plan_packs(num_bytes, keys, options.bytes_per_pack)
     results = [(shape, result_dtype(op, dtype)) for dtype, shape in kinds]
-    packs = [_plan_pack(op, group, sizes, wires[group[0]]) for group in groups]
-    is_single = len(kinds) == 1 and not packs[0].is_reordered and results[0][1] == wires[0]
-    return Plan(op, packs, results, wires[0] if is_single else None)
+    packs = [_plan_pack(op, group, sizes, wires[group[0]], keys[group[0]][1]) for group in groups]
+    is_plain = len(kinds) == 1 and not (packs[0].is_reordered or packs[0].on_device)
+    return Plan(op, packs, results, wires[0] if is_plain and results[0][1] == wires[0] else None)
 
 
-def _plan_pack(op: ReduceOp, group: list[int], sizes: list[int], wire: np.dtype) -> Pack:
-    is_small = [len(group) > 1 and sizes[i] * wire.itemsize <= _SMALL_BYTES for i in group]
+def _plan_pack(
+    op: ReduceOp, group: list[int], sizes: list[int], wire: np.dtype, on_device: bool
+) -> Pack:
+    is_small = [
+        len(group) > 1 and (on_device or sizes[i] * wire.itemsize <= _SMALL_BYTES) for i in group
+    ]
     small = [i for i, each in zip(group, is_small, strict=True) if each]
     large = [i for i, each in zip(group, is_small, strict=True) if not each]
     stops = list(itertools.accumulate(sizes[i] for i in small))
     places = list(zip([0, *stops], stops, strict=False))
     total = stops[-1] if stops else 0
-    return Pack(wire, small, places, total, large, is_reordered(op, wire))
+    return Pack(wire, small, places, total, large, is_reordered(op, wire), on_device)

@@ -60,9 +60,10 @@ def _multiply_complex(target: np.ndarray, other: np.ndarray) -> None:
 
 
 def divide(buffer: np.ndarray, size: int) -> None:
-    """Divide `buffer` by the number of ranks, in place. Local."""
+    """Divide `buffer` by the number of ranks, in place; complex numbers part by part. Local."""
     with np.errstate(all="ignore"):
-        np.true_divide(buffer, size, out=buffer)
+        for part in (buffer.real, buffer.imag) if buffer.dtype.kind == "c" else (buffer,):
+            np.true_divide(part, size, out=part)
 
 
 def _unify_nan(result: np.ndarray) -> None:

@@ -11,9 +11,10 @@ from mpistrat.comm.transport import Transport
 from mpistrat.comm.tree import divide
 from mpistrat.options import ReduceOp
 
-__all__ = ["WholeReducer"]
+__all__ = ["MOVES_AS", "WholeReducer"]
 
-_MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}
+MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}
+"""What the numbers are reduced by on their way."""
 
 
 class WholeReducer:
@@ -32,14 +33,14 @@ class WholeReducer:
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
         source, target, split = message.whole()
-        self._transport.all_reduce(_MOVES_AS[op], source, target)
+        self._transport.all_reduce(MOVES_AS[op], source, target)
         self._finish(op, target)
         split()
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
         """Begin to reduce each array of `message`. **Collective**, without waiting."""
         source, target, split = message.whole()
-        wait = self._transport.start_all_reduce(_MOVES_AS[op], source, target)
+        wait = self._transport.start_all_reduce(MOVES_AS[op], source, target)
 
         def end() -> None:
             wait()
@@ -51,7 +52,7 @@ class WholeReducer:
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
         """Reduce each array of `message` to `root`. **Collective**."""
         joined, split = message.joined()
-        self._transport.reduce(_MOVES_AS[op], joined, root)
+        self._transport.reduce(MOVES_AS[op], joined, root)
         if self._transport.rank == root:
             self._finish(op, joined)
             split()

@@ -62,7 +62,7 @@ class StrategyExtended(ExtendedV1):
         old = self.collectives
         twin = copy.copy(self)
         twin.container = container
-        twin.collectives = Collectives(old.channel, old.device, old.options)
+        twin.collectives = Collectives(old.channel, old.ways, old.options)
         twin.variable_numbers = itertools.count()
         return twin
 

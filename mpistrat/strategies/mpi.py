@@ -16,6 +16,7 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.settings import Settings, settings
 from mpistrat.strategies.base import Strategy
 from mpistrat.strategies.cluster_resolver import ClusterResolver
+from mpistrat.strategies.device_ways import open_device_ways
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.timeline import session as timeline
 from mpistrat.world import communicator, library_version, open_world, world_ranks, world_size
@@ -84,8 +85,10 @@ class MPIStrategy(Strategy):
         world = open_world(comm)
         with Together(channel, "MPIStrategy"):
             own_device = resolve_device(device, world.local_rank)
-            check_options(options, own_device.kind)
-        super().__init__(StrategyExtended(Collectives(channel, own_device, options)))
+        ways = open_device_ways(world, own_device, chosen.cuda_aware)
+        with Together(channel, "MPIStrategy"):
+            check_options(options, ways)
+        super().__init__(StrategyExtended(Collectives(channel, ways, options)))
         self._cluster_resolver = ClusterResolver(
             task_id=world.rank,
             num_workers=world.size,

@@ -1,0 +1,188 @@
+"""Reduction of device arrays by NCCL, between GPUs of which each rank has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mpistrat.arrays import (
+    Array,
+    Device,
+    address_of,
+    current_stream,
+    namespace,
+    nccl_library,
+    new_stream,
+    on_device,
+    on_device_of,
+    record,
+)
+from mpistrat.comm.message import Message
+from mpistrat.comm.tree import divide
+from mpistrat.comm.whole import MOVES_AS
+from mpistrat.options import ReduceOp
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["NcclLink", "NcclReducer", "connect_nccl", "nccl_knows"]
+
+_NUMBERS = ("i1", "u1", "i4", "u4", "i8", "u8", "f4", "f8")
+_TRIED_LENGTH = 1000
+
+
+def nccl_knows(op: ReduceOp, dtype: np.dtype) -> bool:
+    """Return whether NCCL can reduce what travels as `dtype` by `op`. Local.
+
+    Complex numbers are added part by part.
+    """
+    if dtype.kind == "c":
+        return dtype.itemsize <= 16 and MOVES_AS[op] is ReduceOp.SUM
+    return f"{dtype.kind}{dtype.itemsize}" in _NUMBERS
+
+
+class Link(Protocol):
+    """Reduces real numbers between devices. **Collective**, in one order on all ranks.
+
+    What these methods return has the program wait, on the device, for the end; it is local, and
+    called once.
+    """
+
+    size: int
+
+    def all_reduce(self, op: ReduceOp, source: Array, target: Array) -> Callable[[], object]:
+        """Begin to write the reduction of `source` to `target`, which may be the same array."""
+
+    def reduce(self, op: ReduceOp, source: Array, target: Array, root: int) -> Callable[[], object]:
+        """Begin to do so on `root` alone."""
+
+
+class NcclLink:
+    """A communicator of NCCL, and the stream on which it works.
+
+    Parameters
+    ----------
+    device : Device
+    communicator : cupy.cuda.nccl.NcclCommunicator
+    size : int
+        The number of ranks.
+    """
+
+    def __init__(self, device: Device, communicator: Any, size: int) -> None:
+        self.size = size
+        self._device = device
+        self._communicator = communicator
+        self._library = nccl_library()
+        with on_device(device):
+            self._stream = new_stream()
+        self._under_way: list[tuple[Any, Array, Array]] = []
+
+    def all_reduce(self, op: ReduceOp, source: Array, target: Array) -> Callable[[], object]:
+        """Begin to reduce `source` into `target`. **Collective**."""
+        return self._queue(self._communicator.allReduce, op, source, target)
+
+    def reduce(self, op: ReduceOp, source: Array, target: Array, root: int) -> Callable[[], object]:
+        """Begin to reduce `source` into `target` on `root`. **Collective**."""
+        return self._queue(self._communicator.reduce, op, source, target, root)
+
+    def _queue(
+        self, function: Any, op: ReduceOp, source: Array, target: Array, *root: int
+    ) -> Callable[[], object]:
+        library, stream = self._library, self._stream
+        dtype = getattr(library, f"NCCL_{source.dtype.name.upper()}")
+        with on_device(self._device):
+            stream.wait_event(record(current_stream()))
+            function(
+                *(address_of(source), address_of(target), source.size, dtype),
+                *(getattr(library, f"NCCL_{op.name}"), *root, stream.ptr),
+            )
+            done = record(stream)
+        # CuPy would use the memory again at once, where the user has dropped the handle.
+        self._under_way = [entry for entry in self._under_way if not entry[0].done]
+        self._under_way.append((done, source, target))
+
+        def end() -> None:
+            with on_device(self._device):
+                current_stream().wait_event(done)
+
+        return end
+
+
+class NcclReducer:
+    """Leaves a message to NCCL, without waiting for it on the host.
+
+    Parameters
+    ----------
+    link : Link
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        """Reduce the array of `message`. **Collective**."""
+        self.start_all_reduce(op, message)()
+
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
+        """Begin to reduce the array of `message`. **Collective**, without waiting."""
+        source, target = message.sources[0], message.targets[0]
+        wait = self._link.all_reduce(MOVES_AS[op], _as_real(source), _as_real(target))
+        return lambda: self._finish(wait, op, target)
+
+    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
+        """Reduce the array of `message` to `root`. **Collective**."""
+        source, target = message.sources[0], message.targets[0]
+        wait = self._link.reduce(MOVES_AS[op], _as_real(source), _as_real(target), root)
+        self._finish(wait, op, target)
+
+    def _finish(self, wait: Callable[[], object], op: ReduceOp, target: Array) -> None:
+        wait()
+        if op is ReduceOp.MEAN:
+            with on_device_of(target):
+                divide(_as_real(target), self._link.size)
+
+
+def _as_real(array: Array) -> Array:
+    """Return the numbers of `array` as a 1-d view, complex ones as two."""
+    flat = array.reshape(-1)
+    return flat.view(np.dtype(f"f{flat.itemsize // 2}")) if flat.dtype.kind == "c" else flat
+
+
+def connect_nccl(comm: MPI.Intracomm, device: Device) -> NcclLink | str:
+    """Return a link between the devices of all ranks, or why there is none.
+
+    **Collective** over `comm`; raises nothing, and returns a link on all ranks or on none. NCCL
+    waits for ever where a rank has no GPU of its own: that is known before.
+    """
+    own = _attempt(lambda: nccl_library().get_unique_id() if comm.rank == 0 else None)
+    unique = comm.bcast(own)
+    if isinstance(unique, str):
+        return f"rank 0: {unique}"
+    link = _attempt(lambda: _connect(device, unique, comm.size, comm.rank))
+    failures = comm.allgather(link if isinstance(link, str) else None)
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            return f"rank {rank}: {failure}"
+    connected: NcclLink = link
+    return connected
+
+
+def _connect(device: Device, unique: tuple[int, ...], size: int, rank: int) -> NcclLink:
+    """Return a link that has been tried. **Collective**."""
+    xp = namespace(device)
+    link = NcclLink(device, nccl_library().NcclCommunicator(size, unique, rank), size)
+    numbers = xp.full(_TRIED_LENGTH, rank + 1, dtype=np.int32)
+    link.all_reduce(ReduceOp.SUM, numbers, numbers)()
+    if not bool((numbers == size * (size + 1) // 2).all()):
+        raise RuntimeError("NCCL has returned wrong numbers")
+    return link
+
+
+def _attempt(function: Callable[[], Any]) -> Any:
+    """Return what `function` returns, or the words of what it raises."""
+    try:
+        return function()
+    except Exception as error:  # the others wait for an answer, whatever happens here
+        return f"{type(error).__name__}: {error}"
