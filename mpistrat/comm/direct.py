@@ -5,13 +5,17 @@ This module starts MPI when it is imported, so only an MPI strategy imports it.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import synchronize
+from mpistrat.comm.operators import operator
+from mpistrat.comm.parts import in_parts, plan_windows
 from mpistrat.comm.rounds import NonblockingRound, PersistentRound, SharedRound
 from mpistrat.comm.sharing import share_memory
 from mpistrat.comm.solo import SoloRound
@@ -20,13 +24,6 @@ from mpistrat.comm.whole import WholeReducer
 from mpistrat.options import ReduceOp
 
 __all__ = ["MpiTransport"]
-
-_OPS = {
-    ReduceOp.SUM: MPI.SUM,
-    ReduceOp.MIN: MPI.MIN,
-    ReduceOp.MAX: MPI.MAX,
-    ReduceOp.PROD: MPI.PROD,
-}
 
 
 class MpiTransport:
@@ -40,7 +37,7 @@ class MpiTransport:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
-        self._under_way: list[tuple[MPI.Request, np.ndarray, np.ndarray]] = []
+        self._under_way: list[tuple[list[MPI.Request], np.ndarray, np.ndarray]] = []
         self.rank = comm.rank
         self.size = comm.size
         self.node: NodeReducer | None = None
@@ -52,22 +49,24 @@ class MpiTransport:
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Reduce `source` into `target`. **Collective**."""
         synchronize(source)
-        self.comm.Allreduce(_unless_same(source, target), target, _OPS[op])
+        for part, goal in _pairs(source, target):
+            self.comm.Allreduce(part, goal, operator(op, goal))
 
     def start_all_reduce(
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
     ) -> Callable[[], object]:
         """Begin to reduce `source` into `target`; the function returned waits for the end."""
         # MPI writes to the target until the end, also where the user has dropped the handle.
-        self._under_way = [entry for entry in self._under_way if not entry[0].Test()]
-        request = self.comm.Iallreduce(_unless_same(source, target), target, _OPS[op])
-        self._under_way.append((request, source, target))
-        return request.Wait
+        self._under_way = [each for each in self._under_way if not MPI.Request.Testall(each[0])]
+        pairs = _pairs(source, target)
+        requests = [self.comm.Iallreduce(part, goal, operator(op, goal)) for part, goal in pairs]
+        self._under_way.append((requests, source, target))
+        return functools.partial(MPI.Request.Waitall, requests)
 
     def drain(self) -> None:
         """Wait for every reduction that is under way. **Collective**."""
-        for request, *_ in self._under_way:
-            request.Wait()
+        for requests, *_ in self._under_way:
+            MPI.Request.Waitall(requests)
         self._under_way.clear()
         if self.node is not None:
             self.node.drain()
@@ -75,30 +74,50 @@ class MpiTransport:
     def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
         """Reduce `buffer` in place on `root`. **Collective**."""
         synchronize(buffer)
-        if self.rank == root:
-            self.comm.Reduce(MPI.IN_PLACE, buffer, _OPS[op], root)
-        else:
-            self.comm.Reduce(buffer, None, _OPS[op], root)
+        for part in in_parts(buffer):
+            if self.rank == root:
+                self.comm.Reduce(MPI.IN_PLACE, part, operator(op, part), root)
+            else:
+                self.comm.Reduce(part, None, operator(op, part), root)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Overwrite `buffer` with that of `root`. **Collective**."""
-        self.comm.Bcast([_as_bytes(buffer), MPI.BYTE], root)
+        for part in in_parts(buffer):
+            self.comm.Bcast([_as_bytes(part), MPI.BYTE], root)
 
     def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return the parts of all ranks, one behind the other. **Collective**."""
         gathered = np.empty(sum(counts), part.dtype)
-        self.comm.Allgatherv([_as_bytes(part), MPI.BYTE], _as_parts(gathered, counts))
+        self._collect(self.comm.Allgatherv, part, counts, gathered)
         return gathered
 
     def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
         """Return the parts of all ranks on `root`, one behind the other. **Collective**."""
-        send = [_as_bytes(part), MPI.BYTE]
-        if self.rank != root:
-            self.comm.Gatherv(send, None, root)
-            return None
-        gathered = np.empty(sum(counts), part.dtype)
-        self.comm.Gatherv(send, _as_parts(gathered, counts), root)
+        gathered = np.empty(sum(counts), part.dtype) if self.rank == root else None
+        self._collect(functools.partial(self.comm.Gatherv, root=root), part, counts, gathered)
         return gathered
+
+    def _collect(
+        self,
+        move: Callable[[Any, Any], object],
+        part: np.ndarray,
+        counts: Sequence[int],
+        gathered: np.ndarray | None,
+    ) -> None:
+        """Fill `gathered` with the parts of all ranks, by as many calls of `move` as it takes."""
+        windows = plan_windows(counts, part.itemsize)
+        for start, lengths in windows:
+            send = [_as_bytes(part[start : start + lengths[self.rank]]), MPI.BYTE]
+            if gathered is None:
+                move(send, None)
+            elif len(windows) == 1:
+                move(send, _as_parts(gathered, lengths))
+            else:
+                received = np.empty(sum(lengths), part.dtype)
+                move(send, _as_parts(received, lengths))
+                pieces = _split(received, lengths)
+                for place, piece in zip(_split(gathered, counts), pieces, strict=True):
+                    place[start : start + piece.size] = piece
 
     def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Send each rank its part of `buffer`, and return what comes. **Collective**."""
@@ -125,8 +144,12 @@ class MpiTransport:
         self.comm.Abort(exit_code)
 
 
-def _unless_same(source: np.ndarray, target: np.ndarray) -> np.ndarray | object:
-    return MPI.IN_PLACE if source is target else source
+def _pairs(source: np.ndarray, target: np.ndarray) -> list[tuple[Any, np.ndarray]]:
+    """Return what MPI takes to reduce `source` into `target`, in parts."""
+    parts = in_parts(target)
+    if source is target:
+        return [(MPI.IN_PLACE, part) for part in parts]
+    return list(zip(in_parts(source), parts, strict=True))
 
 
 def _as_bytes(buffer: np.ndarray) -> np.ndarray:
@@ -136,4 +159,8 @@ def _as_bytes(buffer: np.ndarray) -> np.ndarray:
 def _as_parts(buffer: np.ndarray, counts: Sequence[int]) -> list[object]:
     """Return `buffer` as mpi4py takes it for parts of `counts` elements."""
     num_bytes = [count * buffer.itemsize for count in counts]
-    return [_as_bytes(buffer), num_bytes, [0, *accumulate(num_bytes)][:-1], MPI.BYTE]
+    return [_as_bytes(buffer), num_bytes, [0, *itertools.accumulate(num_bytes)][:-1], MPI.BYTE]
+
+
+def _split(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    return np.split(buffer, np.cumsum(counts)[:-1])

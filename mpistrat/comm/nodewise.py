@@ -17,19 +17,12 @@ from mpistrat.arrays import address_of
 from mpistrat.comm.functions import compiled_function
 from mpistrat.comm.message import Message
 from mpistrat.comm.node import HALF_BYTES, NodeMemory
+from mpistrat.comm.operators import operator
 from mpistrat.comm.reducer import Reducer
 from mpistrat.comm.tree import divide
 from mpistrat.options import ReduceOp
 
 __all__ = ["NodewiseReducer"]
-
-_BETWEEN = {
-    ReduceOp.SUM: MPI.SUM,
-    ReduceOp.MEAN: MPI.SUM,
-    ReduceOp.MIN: MPI.MIN,
-    ReduceOp.MAX: MPI.MAX,
-    ReduceOp.PROD: MPI.PROD,
-}
 
 
 class NodewiseReducer:
@@ -92,7 +85,7 @@ class NodewiseReducer:
         library.reduce_slice(lane, function[0], slices, source, num_bytes, place.ctypes.data)
         own = memory.view(int(place[0]), int(place[1])).view(dtype)
         if self._peers != MPI.COMM_NULL and own.size:
-            self._peers.Allreduce(MPI.IN_PLACE, own, _BETWEEN[op])
+            self._peers.Allreduce(MPI.IN_PLACE, own, operator(op, own))
             if op is ReduceOp.MEAN:
                 divide(own, self._size)
         library.collect_slices(lane, slices, target, num_bytes)
