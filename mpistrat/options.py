@@ -84,13 +84,15 @@ class CommunicationImplementation(enum.Enum):
     AUTO = "AUTO"
     """Let mpistrat choose."""
     MPI = "MPI"
-    """The MPI library, on the memory of the array itself."""
+    """The MPI library, on the memory of the array itself; on that of a GPU where it is proved to
+    work, else it raises `ValueError`."""
     SHARED = "SHARED"
-    """A shared-memory window within a node."""
+    """A shared-memory window within a node. Device arrays are copied to the host in parts."""
     STAGED = "STAGED"
-    """The MPI library, on host copies of device arrays."""
+    """Copies of device arrays in parts, and the reduction on the host. Host arrays: as MPI."""
     NCCL = "NCCL"
-    """NCCL, between GPUs."""
+    """NCCL, between GPUs of which each rank has its own; else it raises `ValueError`. Host arrays:
+    as AUTO."""
 
 
 @dataclass(frozen=True)

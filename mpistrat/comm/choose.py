@@ -54,7 +54,7 @@ def check_options(options: CommunicationOptions, ways: DeviceWays) -> None:
         )
     if options.implementation is _MPI and ways.why_not_mpi:
         raise ValueError(
-            "CommunicationImplementation.MPI gives device memory to the MPI library, but "
+            "CommunicationImplementation.MPI gives device memory to the MPI library itself, but "
             f"{ways.why_not_mpi}\nUse AUTO or STAGED."
         )
 
@@ -92,7 +92,9 @@ def choose_reducer(
     """
     if ways is None or ways.copier is None:
         return _choose_on_host(transport, options, op, dtype, num_bytes)
-    way, why = choose_way(options, op, dtype, ways)
+    way, why = _STAGED, "there is nothing to move"
+    if num_bytes:
+        way, why = choose_way(options, op, dtype, ways)
     if way is _NCCL and ways.link is not None:
         return NcclReducer(ways.link), why
     on_host, why_on_host = _choose_on_host(
@@ -120,8 +122,9 @@ def choose_way(
     if not why_not_nccl:
         return _NCCL, "each rank has a GPU of its own"
     if not ways.why_not_mpi:
-        return _MPI, f"MPI takes device memory, and {why_not_nccl}"
-    return _STAGED, f"{ways.why_not_mpi.splitlines()[0]}, and {why_not_nccl}"
+        return _MPI, f"MPI is proved CUDA-aware, and {why_not_nccl}"
+    why_not_mpi = ways.why_not_mpi.splitlines()[0].rstrip(":")
+    return _STAGED, f"{why_not_mpi}, and {why_not_nccl}"
 
 
 def _choose_on_host(

@@ -40,11 +40,9 @@ class DeviceCopier:
             return pinned_empty(size, dtype)
 
     def begin(self) -> None:
-        """Have the copies that follow wait for the current stream. Local."""
+        """Have every `fetch` that follows wait for the current stream. Local."""
         with on_device(self._device):
-            ready = record(current_stream())
-            self._fetching.wait_event(ready)
-            self._putting.wait_event(ready)
+            self._fetching.wait_event(record(current_stream()))
 
     def fetch(self, target: np.ndarray, source: Array, after: Any = None) -> Any:
         """Begin to copy `source` to the host. Local."""

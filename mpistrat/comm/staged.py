@@ -41,7 +41,10 @@ class Copier(Protocol):
         """Return a 1-d host array with anything in it, from which copies are fast."""
 
     def begin(self) -> None:
-        """Have the copies that follow wait for what the program has queued on the device."""
+        """Have each `fetch` that follows wait for what the program has queued on the device.
+
+        What is `put` after it has waited for one, so it needs no more.
+        """
 
     def fetch(self, target: np.ndarray, source: Array, after: Event | None = None) -> Event:
         """Begin to copy `source`, on the device, to the host; not before `after`, a `put`."""

@@ -10,11 +10,11 @@ from mpistrat.arrays import Device, gpu_identity, nccl_library
 from mpistrat.comm.device_copier import DeviceCopier
 from mpistrat.comm.device_ways import DeviceWays
 from mpistrat.comm.nccl import NcclLink, connect_nccl
-from mpistrat.cuda_awareness import Answer, cuda_awareness
+from mpistrat.cuda_awareness import Answer, CudaAwareness, cuda_awareness
 from mpistrat.epochs.report import rank_list
 from mpistrat.world import World, attached
 
-__all__ = ["Gpu", "open_device_ways", "why_not_nccl"]
+__all__ = ["Gpu", "open_device_ways", "why_not_mpi", "why_not_nccl"]
 
 _logger = logging.getLogger("mpistrat")
 
@@ -53,12 +53,17 @@ def open_device_ways(world: World, device: Device, override: bool | None) -> Dev
         return DeviceWays(device, why_not_mpi=why_not, why_not_nccl=why_not)
     awareness = cuda_awareness(world, device, override)
     link, no_nccl = _open_nccl(world, device, [gpu for gpu in gpus if gpu is not None])
-    is_proved = awareness.answer is Answer.PROVED
-    ways = DeviceWays(
-        device, DeviceCopier(device), "" if is_proved else str(awareness), no_nccl, link
-    )
     _logger.debug("%s\nNCCL: %s", awareness, no_nccl or "connected")
-    return ways
+    return DeviceWays(device, DeviceCopier(device), why_not_mpi(awareness), no_nccl, link)
+
+
+def why_not_mpi(awareness: CudaAwareness) -> str:
+    """Return why MPI may not be given device memory, empty where it may. Local."""
+    if awareness.answer is Answer.PROVED:
+        return ""
+    answer = awareness.answer.name.lower()
+    first = f"MPI is not proved CUDA-aware ({answer}, as rank {awareness.rank} has found):"
+    return "\n  ".join([first, *awareness.reasons])
 
 
 def why_not_nccl(gpus: Sequence[Gpu]) -> str:

@@ -3,6 +3,7 @@
 They keep to what the protocols promise and to nothing more: what may be late is late.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,14 +38,14 @@ class Ways(DeviceWays):
         return isinstance(array, OnDevice)
 
 
-def ways_of(name, comm):
+def ways_of(name):
     """Return ways of which AUTO takes the one with `name`."""
     return Ways(
         Device("cpu"),
         LateCopier(),
         why_not_mpi="MPI is not proved" if name == "staged" else "",
         why_not_nccl="" if name == "nccl" else "there is no NCCL",
-        link=MpiLink(comm) if name == "nccl" else None,
+        link=MpiLink() if name == "nccl" else None,
     )
 
 
@@ -97,19 +98,40 @@ class LateCopier:
             self._last_put.synchronize()
 
 
-class MpiLink:
-    """Reduces real numbers as NCCL does; the results are there when they are waited for."""
+@functools.cache
+def private_world():
+    return MPI.COMM_WORLD.Dup()
 
-    def __init__(self, comm):
-        self.size = comm.size
-        self._comm = comm
+
+class MpiLink:
+    """Reduces real numbers in the order given, as NCCL does, but not before the first wait."""
+
+    def __init__(self):
+        self._comm = private_world()
+        self.size = self._comm.size
+        self._queue = []
 
     def all_reduce(self, op, source, target):
-        reduced = np.empty_like(source, subok=False)
-        self._comm.Allreduce(np.array(source), reduced, OPS[op])
-        return lambda: np.copyto(target, reduced)
+        def work():
+            reduced = np.empty_like(source, subok=False)
+            self._comm.Allreduce(np.array(source), reduced, OPS[op])
+            target[...] = reduced
+
+        return self._queued(work)
 
     def reduce(self, op, source, target, root):
-        reduced = np.empty_like(source, subok=False)
-        self._comm.Reduce(np.array(source), reduced, OPS[op], root)
-        return lambda: np.copyto(target, reduced)
+        def work():
+            reduced = np.empty_like(source, subok=False)
+            self._comm.Reduce(np.array(source), reduced, OPS[op], root)
+            target[...] = reduced
+
+        return self._queued(work)
+
+    def _queued(self, work):
+        self._queue.append(work)
+
+        def end():
+            while work in self._queue:
+                self._queue.pop(0)()
+
+        return end
