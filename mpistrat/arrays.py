@@ -234,8 +234,8 @@ def on_device_of(array: Array) -> contextlib.AbstractContextManager[Any]:
 def gpu_identity(device: Device) -> str:
     """Return what no other GPU of the job has. Local."""
     cuda = _cupy().cuda
-    uuid = cuda.runtime.getDeviceProperties(device.index)["uuid"]
-    return f"{cuda.Device(device.index).pci_bus_id} {uuid.hex()}"
+    uuid = bytes(cuda.runtime.getDeviceProperties(device.index)["uuid"]).hex()
+    return f"{cuda.Device(device.index).pci_bus_id} {uuid}"
 
 
 def new_stream() -> Any:

@@ -15,7 +15,7 @@ from mpistrat.comm.plan import Pack, Plan
 from mpistrat.comm.reducer import Reducer
 from mpistrat.comm.shared import SharedReducer
 from mpistrat.comm.sliced import SlicedReducer
-from mpistrat.comm.staged import StagedReducer, part_bytes
+from mpistrat.comm.staged import StagedReducer
 from mpistrat.comm.transport import Transport
 from mpistrat.comm.whole import WholeReducer
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
@@ -97,9 +97,8 @@ def choose_reducer(
         way, why = choose_way(options, op, dtype, ways)
     if way is _NCCL and ways.link is not None:
         return NcclReducer(ways.link), why
-    on_host, why_on_host = _choose_on_host(
-        transport, options, op, dtype, part_bytes(num_bytes), staged=True
-    )
+    # By the size of the whole message, so that the bits are those of a host array.
+    on_host, why_on_host = _choose_on_host(transport, options, op, dtype, num_bytes, staged=True)
     staged = StagedReducer(ways.copier, on_host)
     if way is _MPI:
         return DirectReducer(transport, staged), why

@@ -13,6 +13,7 @@ from mpistrat.strategies.device_ways import open_device_ways
 from mpistrat.world import open_world
 from tests.core.conftest import as_bytes
 from tests.core.devices import WAYS, OnDevice, Ways, to_device, ways_of
+from tests.core.trees import values_of
 
 Op = ms.ReduceOp
 NUMBERS = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "F", "D"]
@@ -133,6 +134,31 @@ def test_parts_follow_each_other_through_the_buffers(strategy, rank, op, dtype):
             found = reduced(collectives, op, [to_device(array)])
             assert collectives.ways.copier.num_fetches - before == -(-length // per_part)
             assert_same(found, reduced(collectives, op, [array]))
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("dtype", ["f4", "f8", "F"])
+def test_in_shared_memory_parts_change_no_bit(strategy, rank, dtype):
+    collectives = with_ways(strategy, "staged")
+    if collectives.channel.transport.node is None:
+        pytest.skip("MPI may choose another order for another size")
+    shared = ms.CommunicationImplementation.SHARED
+    array = values_of(rank, (10_000,), dtype)
+    for op in (Op.SUM, Op.MEAN):
+        expected = reduced(collectives, op, [array], implementation=shared)
+        found = reduced(collectives, op, [to_device(array)], implementation=shared)
+        assert_same(found, expected)
+
+
+def test_in_a_world_of_one_nothing_moves(monkeypatch):
+    collectives = ms.OneDeviceStrategy().extended.collectives
+    for way in ("mpi", "staged"):
+        monkeypatch.setattr(collectives, "ways", ways_of(way))
+        arrays = nest(0, Op.SUM)
+        found = reduced(collectives, Op.SUM, [to_device(each) for each in arrays])
+        assert_same(found, [np.ascontiguousarray(each).reshape(each.shape) for each in arrays])
+        (root,) = reduced_to(collectives, Op.MEAN, [to_device(np.ones(3))], 0)
+        assert (root == 1).all()
 
 
 @pytest.mark.usefixtures("small_parts")

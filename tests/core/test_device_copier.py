@@ -1,6 +1,5 @@
 """The copies of a GPU, on streams that do everything as late as they may."""
 
-import ctypes
 import types
 
 import numpy as np
@@ -15,71 +14,7 @@ from mpistrat.comm.device_packing import DeviceMessage
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.staged import StagedReducer
 from mpistrat.comm.whole import WholeReducer
-
-
-class Stream:
-    """A queue of work; what has been done in it is never done before it must be."""
-
-    ptr = property(lambda self: self)
-
-    def __init__(self, non_blocking=False):
-        self.work = []
-
-    def wait_event(self, event):
-        self.work.append(event.synchronize)
-
-    def run(self, count):
-        while count > 0:
-            self.work.pop(0)()
-            count -= 1
-
-
-class Event:
-    """How far a stream had to come; in `done` it says no as long as it can."""
-
-    def __init__(self, disable_timing):
-        assert disable_timing
-
-    def record(self, stream):
-        marks = stream.work
-        self._stream = stream
-        self._is_reached = False
-        marks.append(self._reach)
-
-    def _reach(self):
-        self._is_reached = True
-
-    @property
-    def done(self):
-        return self._is_reached
-
-    def synchronize(self):
-        while not self._is_reached:
-            self._stream.run(1)
-
-
-class Cuda:
-    """As much of ``cupy.cuda`` as the copier uses, on the memory of the host."""
-
-    def __init__(self):
-        self.program = Stream()
-        self.pinned = []
-        self.Stream, self.Event = Stream, Event
-        self.runtime = types.SimpleNamespace(
-            memcpyDeviceToHost="to host", memcpyHostToDevice="to device", memcpyAsync=self.copy
-        )
-
-    def Device(self, index):  # noqa: N802
-        return arrays.contextlib.nullcontext()
-
-    def get_current_stream(self):
-        return self.program
-
-    def alloc_pinned_memory(self, num_bytes):
-        return bytearray(b"\xab" * num_bytes)
-
-    def copy(self, target, source, num_bytes, kind, stream):
-        stream.work.append(lambda: ctypes.memmove(target, source, num_bytes))
+from tests.core.late_cuda import Cuda
 
 
 @pytest.fixture
