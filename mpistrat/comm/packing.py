@@ -50,6 +50,7 @@ class Single:
         """Return the result. Local."""
         return self._targets
 
+
 class Packing:
     """Arrays in the form in which they are reduced. Parameters are those of `pack`."""
 
@@ -96,8 +97,9 @@ class Packing:
 
     def _fill(self, joined: np.ndarray, pack: Pack) -> None:
         """Copy the small arrays of `pack` to `joined`, one behind the other."""
-        hosts = [host_view(self._arrays[position]) for position in pack.small]
-        if all(host.dtype == pack.wire for host in hosts):
+        arrays = [self._arrays[position] for position in pack.small]
+        hosts = [each if type(each) is np.ndarray else host_view(each) for each in arrays]
+        if pack.is_uncast:
             np.concatenate([host.reshape(-1) for host in hosts], out=joined)
             return
         for host, (start, stop) in zip(hosts, pack.places, strict=True):
@@ -117,7 +119,8 @@ class Packing:
                 for position, (start, stop) in zip(pack.small, pack.places, strict=True):
                     shape, dtype = self._plan.results[position]
                     # Copied out, so that one result keeps no other alive.
-                    flat = cast(joined[start:stop], dtype, copy=True)
+                    flat = joined[start:stop]
+                    flat = flat.copy() if pack.is_uncast else cast(flat, dtype, copy=True)
                     results[position] = flat if len(shape) == 1 else flat.reshape(shape)
             for position in pack.large:
                 reduced = as_floats(self._op, self._targets[position], pack.wire)

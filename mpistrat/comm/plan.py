@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,6 +36,8 @@ class Pack:
     """Whether numbers change on the way into the message, and so need a copy."""
     on_device: bool = False
     """Whether all of it is in device memory. Then it is one array, copied together or as it is."""
+    is_uncast: bool = False
+    """Whether the small arrays and their results have the dtype that travels."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def plan_reduction(
     groups = plan_packs(num_bytes, keys, options.bytes_per_pack)
     results = [(shape, result_dtype(op, dtype)) for dtype, shape in kinds]
     packs = [_plan_pack(op, group, sizes, wires[group[0]], keys[group[0]][1]) for group in groups]
+    packs = [_noting_casts(pack, kinds, results) for pack in packs]
     is_plain = len(kinds) == 1 and not (packs[0].is_reordered or packs[0].on_device)
     return Plan(op, packs, results, wires[0] if is_plain and results[0][1] == wires[0] else None)
 
@@ -104,3 +107,12 @@ def _plan_pack(
     places = list(zip([0, *stops], stops, strict=False))
     total = stops[-1] if stops else 0
     return Pack(wire, small, places, total, large, is_reordered(op, wire), on_device)
+
+
+def _noting_casts(
+    pack: Pack,
+    kinds: Sequence[tuple[np.dtype, tuple[int, ...]]],
+    results: Sequence[tuple[tuple[int, ...], np.dtype]],
+) -> Pack:
+    is_uncast = all(kinds[i][0] == pack.wire == results[i][1] for i in pack.small)
+    return replace(pack, is_uncast=is_uncast)

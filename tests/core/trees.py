@@ -35,7 +35,7 @@ def expected_reduction(op, rows):
     total = fold_in_tree(FUNCTIONS[op], rows)
     if op == "mean":  # as NumPy means it for reals; complex numbers part by part
         parts = total.view(total.real.dtype)
-        total = (parts / parts.dtype.type(len(rows))).view(total.dtype)
+        total = (parts / parts.dtype.type(len(rows))).astype(parts.dtype).view(total.dtype)
     return total
 
 
