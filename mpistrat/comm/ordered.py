@@ -6,13 +6,19 @@ NaN is beyond the end, so it wins, and the result is the same on every library.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
+from mpistrat.arrays import Array, is_on_host
 from mpistrat.options import ReduceOp
 
 __all__ = ["as_floats", "as_ordered_integers", "is_reordered"]
 
 _INTEGERS = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
+
+_PART = 2**17
+"""Elements at a time, so that what is made of them besides stays in the cache."""
 
 
 def is_reordered(op: ReduceOp, dtype: np.dtype) -> bool:
@@ -20,32 +26,49 @@ def is_reordered(op: ReduceOp, dtype: np.dtype) -> bool:
     return dtype in _INTEGERS and op in (ReduceOp.MIN, ReduceOp.MAX)
 
 
-def as_ordered_integers(op: ReduceOp, buffer: np.ndarray) -> np.ndarray:
+def as_ordered_integers(op: ReduceOp, buffer: Array) -> Array:
     """Rewrite the floats of `buffer` in place, and return it as integers to reduce. Local.
 
     Other dtypes, and `longdouble`, for which there is no integer, stay as they are.
+
+    Parameters
+    ----------
+    op : ReduceOp
+    buffer : array
+        In C order, on the host or the device.
     """
     if not is_reordered(op, buffer.dtype):
         return buffer
-    is_nan = np.isnan(buffer)
     keys = buffer.view(_INTEGERS[buffer.dtype])
-    _flip_negatives(keys)
-    keys[is_nan] = _beyond(op, keys.dtype)
+    for part in _parts(keys):
+        is_nan = np.isnan(part.view(buffer.dtype))
+        _flip_negatives(part)
+        part[is_nan] = _beyond(op, keys.dtype)
     return keys
 
 
-def as_floats(op: ReduceOp, keys: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def as_floats(op: ReduceOp, keys: Array, dtype: np.dtype) -> Array:
     """Turn what `as_ordered_integers` returned back in place; return it as `dtype`. Local."""
     if keys.dtype == dtype:
         return keys
-    is_nan = keys == _beyond(op, keys.dtype)
-    _flip_negatives(keys)
-    floats = keys.view(dtype)
-    floats[is_nan] = np.nan
-    return floats
+    for part in _parts(keys):
+        is_nan = part == _beyond(op, keys.dtype)
+        _flip_negatives(part)
+        part.view(dtype)[is_nan] = np.nan
+    return keys.view(dtype)
 
 
-def _flip_negatives(keys: np.ndarray) -> None:
+def _parts(keys: Array) -> Iterator[Array]:
+    """Yield parts of `keys`, all of it where that is on a device."""
+    if keys.size <= _PART or not is_on_host(keys):
+        yield keys
+        return
+    flat = keys.reshape(-1)
+    for start in range(0, flat.size, _PART):
+        yield flat[start : start + _PART]
+
+
+def _flip_negatives(keys: Array) -> None:
     # The bits of negative floats fall as the float rises: flip all but the sign. Twice is once.
     keys ^= (keys >> (8 * keys.itemsize - 1)) & np.iinfo(keys.dtype).max
 

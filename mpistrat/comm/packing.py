@@ -57,26 +57,25 @@ class Packing:
     messages: list[Message]
     """What is to be reduced."""
 
-    def __init__(
-        self, plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) -> None:
         self._plan = plan
         self._op = plan.op
         self._arrays = arrays
         self._copy = copy
+        self._pool = pool
         self._targets: dict[int, np.ndarray] = {}
         self._joined: list[np.ndarray] = []
         self._device_packs: list[DevicePack] = []
-        self.messages = [self._message(pack, pool) for pack in plan.packs]
+        self.messages = [self._message(pack) for pack in plan.packs]
 
-    def _message(self, pack: Pack, pool: Pool) -> Message:
+    def _message(self, pack: Pack) -> Message:
         if pack.on_device:
-            part = DevicePack(self._plan, pack, self._arrays, pool, self._copy)
+            part = DevicePack(self._plan, pack, self._arrays, self._pool, self._copy)
             self._device_packs.append(part)
             return part.message
         sources, targets = [], []
         if pack.small:
-            joined = pool.take((pack.small_size,), pack.wire)
+            joined = self._pool.take((pack.small_size,), pack.wire)
             self._fill(joined, pack)
             joined = as_ordered_integers(self._op, joined)
             self._joined.append(joined)
@@ -84,7 +83,7 @@ class Packing:
             targets.append(joined)
         for position in pack.large:
             array = host_view(self._arrays[position])
-            target = pool.take(array.shape, pack.wire)
+            target = self._pool.take(array.shape, pack.wire)
             if not (self._copy or pack.is_reordered) and _is_plain(array, pack.wire):
                 source = array.view(pack.wire)  # C has two names for one integer
             else:
@@ -93,7 +92,7 @@ class Packing:
             sources.append(source)
             targets.append(target)
             self._targets[position] = target
-        return Message(sources, targets, pool)
+        return Message(sources, targets, self._pool)
 
     def _fill(self, joined: np.ndarray, pack: Pack) -> None:
         """Copy the small arrays of `pack` to `joined`, one behind the other."""
@@ -124,7 +123,12 @@ class Packing:
                     results[position] = flat if len(shape) == 1 else flat.reshape(shape)
             for position in pack.large:
                 reduced = as_floats(self._op, self._targets[position], pack.wire)
-                results[position] = cast(reduced, self._plan.results[position][1])
+                shape, dtype = self._plan.results[position]
+                if reduced.dtype != dtype:
+                    narrow = self._pool.take(shape, dtype)
+                    cast_into(narrow, reduced)
+                    reduced = narrow
+                results[position] = reduced
         return [
             result if isinstance(array, np.ndarray) else placed_like(result, array)
             for result, array in zip(results, self._arrays, strict=True)

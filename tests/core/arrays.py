@@ -6,6 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
+from mpistrat import nests
+
 CHARS = "?bhilqBHILQefdgFDG"
 DTYPES = [*map(np.dtype, CHARS), np.dtype(bfloat16)]
 OPS = ["sum", "mean", "prod", "min", "max"]
@@ -56,6 +58,7 @@ LAYOUTS = {
 }
 
 
+@nests.leaf_type
 @dataclass(frozen=True)
 class Spec:
     """What an array is like, but for its numbers."""
