@@ -28,6 +28,7 @@ from mpistrat.comm.message import Message
 from mpistrat.comm.packing import Packing, Single, pack, placed_like
 from mpistrat.comm.plan import Plan, plan_reduction
 from mpistrat.comm.reducer import Reducer
+from mpistrat.comm.shared import SharedReducer
 from mpistrat.comm.solo import SoloTransport
 from mpistrat.comm.transport import Carrier
 from mpistrat.epochs.call import Call, Together
@@ -49,7 +50,8 @@ class _Prepared:
 
     plan: Plan
     signature: tuple[Any, ...]
-    may_be_carried: bool
+    may_share: bool
+    """Whether shared memory may be used for the first message."""
 
 
 class CollectiveCall(Call):
@@ -121,8 +123,8 @@ class CollectiveCall(Call):
             signature = self.signature(op.name, _shapes(arrays), *details, names, where, spelt)
             if len(known) >= _MAX_PREPARED:
                 known.clear()
-            carried = len(plan.packs) == 1 and is_shareable(self.options, op, plan.packs[0])
-            prepared = known[key] = _Prepared(plan, signature, carried)
+            may_share = bool(plan.packs) and is_shareable(self.options, op, plan.packs[0])
+            prepared = known[key] = _Prepared(plan, signature, may_share)
         return prepared
 
     def _reducer(self, op: ReduceOp, message: Message) -> Reducer:
@@ -181,15 +183,25 @@ class CollectiveCall(Call):
         """
         prepared = self._prepared(op, arrays, (structure,), wires)
         packing = pack(prepared.plan, arrays, self.channel.pool)
-        with_checks = prepared.may_be_carried and self.channel.checks
-        carrier = self.channel.transport.carrier if with_checks else None
-        if carrier is not None and packing.messages[0].num_bytes <= carrier.room:
-            self._carry(carrier, op, packing.messages[0], prepared.signature)
-        else:
-            self.agree_on(prepared.signature)
-            for message in packing.messages:
-                self._reducer(op, message).all_reduce(op, message)
+        messages, signature = packing.messages, prepared.signature
+        if prepared.may_share and self.channel.checks:
+            carrier = self.channel.transport.carrier
+            if carrier and len(messages) == 1 and messages[0].num_bytes <= carrier.room:
+                self._carry(carrier, op, messages[0], signature)
+                return packing.unpack()
+            self._board(op, messages[0])
+        self.agree_on(signature)
+        for message in messages:
+            self._reducer(op, message).all_reduce(op, message)
         return packing.unpack()
+
+    def _board(self, op: ReduceOp, message: Message) -> None:
+        """Begin with `message` as far as no other rank is needed: the round is a wait saved."""
+        reducer, _ = choose_reducer(
+            self.channel.transport, self.options, op, message.dtype, message.num_bytes
+        )
+        if isinstance(reducer, SharedReducer):
+            reducer.board(message)
 
     def _carry(
         self, carrier: Carrier, op: ReduceOp, message: Message, signature: tuple[Any, ...]

@@ -285,24 +285,60 @@ void mpistrat_round_collect(struct lane *lane, int64_t function, int64_t divisor
                  (struct place){&piece, 0}, (struct place){&piece, 0}, 0);
 }
 
+/* What a rank does for a block before it waits for the others: copy in what they need of it, and
+   come. `in` is at the block, and then behind it. Returns where the slice of this rank begins. */
+static struct place bring_block(struct lane *lane, struct place *in, int64_t num_bytes,
+                                int64_t small, int boarded)
+{
+    int64_t size = num_bytes > small ? lane->size : 1; /* of small blocks, all need everything */
+    int64_t number = num_bytes > small ? lane->own : 1;
+    int64_t start = slice_start(num_bytes, size, number);
+    int64_t stop = slice_start(num_bytes, size, number + 1);
+    struct place slice = *in;
+    if (boarded) {
+        if (num_bytes > small)
+            skip(&slice, start);
+        skip(in, num_bytes);
+        return slice;
+    }
+    char *own = half_of(lane, lane->own, lane->step / 2);
+    copy_in(in, own, start);
+    if (num_bytes > small)
+        slice = *in;
+    skip(in, stop - start);
+    copy_in(in, own + stop, num_bytes - stop);
+    come(lane);
+    return slice;
+}
+
+/* Do for the first block of a reduction what needs no other rank. If the ranks then meet elsewhere,
+   the reduction finds that all have come. */
+void mpistrat_reduce_board(struct lane *lane, int64_t block, int64_t small,
+                           const struct piece *pieces, int64_t total)
+{
+    struct place in = {pieces, 0};
+    if (total > 0)
+        bring_block(lane, &in, total < block ? total : block, small, 0);
+}
+
 /* Reduce the concatenation of pieces over the ranks; results go to the targets of the pieces.
 
    Blocks of up to `block` bytes (at most a half) go through the lane one after the other. A block
-   up to `small` bytes is reduced by every rank for itself: one wait in place of two. */
+   up to `small` bytes is reduced by every rank for itself: one wait in place of two. `boarded` says
+   that mpistrat_reduce_board was called with the same arguments. */
 void mpistrat_reduce(struct lane *lane, int64_t function, int64_t divisor, int64_t itemsize,
-                     int64_t block, int64_t small, const struct piece *pieces, int64_t total)
+                     int64_t block, int64_t small, const struct piece *pieces, int64_t total,
+                     int64_t boarded)
 {
     const struct task task = {combine_functions[function], divisor, itemsize};
     struct place in = {pieces, 0}, out = {pieces, 0};
     for (int64_t done = 0; done < total; done += block) {
         int64_t num_bytes = total - done < block ? total - done : block;
         int64_t use = lane->step / 2; /* each block is two steps */
-        char *own = half_of(lane, lane->own, use);
-        struct place own_in = in, own_out = out;
+        struct place own_in = bring_block(lane, &in, num_bytes, small, boarded && done == 0);
+        struct place own_out = out;
+        wait_for_all(lane);
         if (num_bytes <= small) {
-            copy_in(&in, own, num_bytes);
-            come(lane);
-            wait_for_all(lane);
             come(lane); /* nobody waits for this step */
             reduce_range(lane, &task, use, 0, num_bytes, own_in, own_out, 0);
             skip(&out, num_bytes);
@@ -310,12 +346,6 @@ void mpistrat_reduce(struct lane *lane, int64_t function, int64_t divisor, int64
         }
         int64_t start = slice_start(num_bytes, lane->size, lane->own);
         int64_t stop = slice_start(num_bytes, lane->size, lane->own + 1);
-        copy_in(&in, own, start);
-        own_in = in;
-        skip(&in, stop - start);
-        copy_in(&in, own + stop, num_bytes - stop);
-        come(lane);
-        wait_for_all(lane);
         skip(&own_out, start);
         reduce_range(lane, &task, use, start, stop, own_in, own_out, 1);
         come(lane);

@@ -57,6 +57,7 @@ class Library:
     meet: Any
     board: Any
     collect: Any
+    reduce_board: Any
     reduce: Any
     reduce_slice: Any
     collect_slices: Any
@@ -78,7 +79,10 @@ def node_library() -> Library | None:
     start.argtypes, start.restype = [pointer, pointer], None
     done.argtypes, done.restype = [pointer, pointer, integer], ctypes.c_int
     meet.argtypes, meet.restype = [pointer, pointer, pointer, integer], ctypes.c_int
-    reduce.argtypes, reduce.restype = [pointer, *[integer] * 5, pointer, integer], None
+    reduce.argtypes = [pointer, *[integer] * 5, pointer, integer, integer]
+    reduce_board = waiting.mpistrat_reduce_board
+    reduce_board.argtypes = [pointer, integer, integer, pointer, integer]
+    reduce.restype = reduce_board.restype = None
     board, collect = quick.mpistrat_round_board, quick.mpistrat_round_collect
     board.argtypes, board.restype = [pointer, pointer, integer], None
     collect.argtypes, collect.restype = [pointer, *[integer] * 3, pointer, integer], None
@@ -86,7 +90,7 @@ def node_library() -> Library | None:
     part.argtypes = [pointer, integer, integer, pointer, integer, pointer]
     gather.argtypes = [pointer, integer, pointer, integer]
     part.restype = gather.restype = None
-    return Library(start, done, meet, board, collect, reduce, part, gather)
+    return Library(start, done, meet, board, collect, reduce_board, reduce, part, gather)
 
 
 class Lane:

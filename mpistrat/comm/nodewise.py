@@ -57,6 +57,9 @@ class NodewiseReducer:
         """Return whether the compiled code reduces `dtype` by `op`. Local."""
         return compiled_function(op, dtype) is not None
 
+    def board(self, message: Message) -> None:
+        """Do nothing: the agreement goes over MPI, and is no wait for this memory. Local."""
+
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
         source, target, split = message.whole()

@@ -39,15 +39,32 @@ class SharedMemoryReducer:
     def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
         self._background = Background("mpistrat-reductions")
-        self._last_table = self._table_of_one = np.empty((1, 3), np.int64)
+        self._table_of_one = np.empty((1, 3), np.int64)
+        self._last_table = self._table_of_one
+        self._boarded: Message | None = None
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
         """Return whether the compiled code reduces `dtype` by `op`. Local."""
         return compiled_function(op, dtype) is not None
 
+    def board(self, message: Message) -> None:
+        """Copy in what others need of the first block of `message`. Local."""
+        self._boarded = message
+        self._memory.library.reduce_board(
+            self._memory.reductions.pointer,
+            _BLOCK_BYTES,
+            _SMALL_BYTES // self._memory.size,
+            self._pieces(message),
+            message.num_bytes,
+        )
+
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
-        self._reduce(self._memory.reductions, op, message, self._pieces(message))
+        is_boarded = self._boarded is message
+        # Its table is still at hand then.
+        pieces = address_of(self._last_table) if is_boarded else self._pieces(message)
+        self._boarded = None
+        self._reduce(self._memory.reductions, op, message, pieces, is_boarded)
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
         """Have a thread reduce each array of `message`; return what waits for it."""
@@ -66,12 +83,15 @@ class SharedMemoryReducer:
             self._last_table = _table(message)
             return address_of(self._last_table)
         source, target = message.sources[0], message.targets[0]
+        self._last_table = self._table_of_one
         goal = address_of(target)
         start = goal if source is target else address_of(source)
         self._table_of_one[0] = start, goal, source.nbytes
         return address_of(self._table_of_one)
 
-    def _reduce(self, lane: Lane, op: ReduceOp, message: Message, pieces: int) -> None:
+    def _reduce(
+        self, lane: Lane, op: ReduceOp, message: Message, pieces: int, is_boarded: bool = False
+    ) -> None:
         function = compiled_function(op, message.dtype)
         assert function is not None
         number, itemsize = function
@@ -85,6 +105,7 @@ class SharedMemoryReducer:
             _SMALL_BYTES // self._memory.size,
             pieces,
             message.num_bytes,
+            is_boarded,
         )
 
 
@@ -109,6 +130,10 @@ class SharedReducer:
 
     def __init__(self, node: NodeReducer) -> None:
         self._node = node
+
+    def board(self, message: Message) -> None:
+        """Do of `all_reduce` what can be done before the ranks agree on it. Local."""
+        self._node.board(message)
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""

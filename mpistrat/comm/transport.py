@@ -56,6 +56,12 @@ class NodeReducer(Protocol):
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
         """Return whether it can reduce `dtype` by `op`, MEAN included. Local."""
 
+    def board(self, message: Message) -> None:
+        """Do of `all_reduce` what can be done before the ranks agree on it. Local.
+
+        If they do, the same message must be reduced next; else nothing may be reduced any more.
+        """
+
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Write the reductions to the targets of `message`. **Collective**."""
 

@@ -90,7 +90,8 @@ class _CorruptingNode:
     def __init__(self, node: NodeReducer, corrupt: Callable[[np.ndarray], None]) -> None:
         self._node = node
         self._corrupt = corrupt
-        self.knows, self.drain, self.min_bytes = node.knows, node.drain, node.min_bytes
+        self.knows, self.board, self.drain = node.knows, node.board, node.drain
+        self.min_bytes = node.min_bytes
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         self._node.all_reduce(op, message)

@@ -29,7 +29,7 @@ class CountingTransport:
 
     def __getattr__(self, name):
         attribute = getattr(self._transport, name)
-        if name == "knows":
+        if name in ("knows", "board"):
             return attribute
         if not callable(attribute):
             return attribute
