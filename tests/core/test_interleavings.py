@@ -140,16 +140,15 @@ class Workload:
             self.expect(handle.wait(), expected)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_thousands_of_operations_under_way_at_the_same_time(strategy, seed):
-    workload = Workload(strategy, seed)
-    workload.run(1000)
+def test_hundreds_of_operations_under_way_at_the_same_time(strategy):
+    workload = Workload(strategy, seed=0)
+    workload.run(600)
     assert min(workload.counts.values()) > 10
 
 
 def test_with_many_large_ones(strategy, monkeypatch):
     monkeypatch.setattr(f"{__name__}.LENGTHS", [100, 70_000, 140_000, 300_001])
-    Workload(strategy, 7).run(150)
+    Workload(strategy, 7).run(60)
 
 
 @pytest.mark.skipif(node_library() is None, reason="nothing is compiled for this machine")

@@ -42,7 +42,7 @@ def build(nest, rank):
     return nests.unflatten(structure, arrays)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(call=calls())
 def test_a_nest_is_reduced_leaf_by_leaf(strategy, rank, size, call):
     op, nest, options, when = call
