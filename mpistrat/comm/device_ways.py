@@ -29,6 +29,11 @@ class DeviceWays:
     link: Link | None = None
     """What NCCL is reached by, where it can be used."""
 
+    @property
+    def some_have_devices(self) -> bool:
+        """Whether any rank computes on a device, the same on all ranks."""
+        return self.copier is not None or bool(self.why_not_mpi)
+
     def places(self, arrays: Sequence[Array]) -> tuple[bool, ...]:
         """Return which of `arrays` are in device memory, and travel as such; ``()``: none. Local.
 

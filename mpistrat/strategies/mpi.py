@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mpistrat.arrays import resolve_device
 from mpistrat.collectives import Collectives
 from mpistrat.comm.choose import check_options
+from mpistrat.comm.device_ways import DeviceWays
 from mpistrat.epochs import flight_triggers, leaving
 from mpistrat.epochs.call import Together
 from mpistrat.epochs.opening import open_channel
@@ -85,9 +86,12 @@ class MPIStrategy(Strategy):
         world = open_world(comm)
         with Together(channel, "MPIStrategy"):
             own_device = resolve_device(device, world.local_rank)
+            if own_device.kind != "gpu":
+                check_options(options, DeviceWays(own_device))
         ways = open_device_ways(world, own_device, chosen.cuda_aware)
-        with Together(channel, "MPIStrategy"):
-            check_options(options, ways)
+        if ways.some_have_devices:
+            with Together(channel, "MPIStrategy"):
+                check_options(options, ways)
         super().__init__(StrategyExtended(Collectives(channel, ways, options)))
         self._cluster_resolver = ClusterResolver(
             task_id=world.rank,

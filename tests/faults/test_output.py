@@ -139,8 +139,8 @@ strategy.reduce("sum", np.ones(5))
     assert "device cpu:0, " in made
     assert re.search(r"^mpistrat: rank 0: Checkpoint \S*x.h5 written in \d+\.\d\d s$", text, re.M)
     assert re.search(r"^mpistrat: rank 0: Checkpoint \S*x.h5 restored in \d+\.\d\d s$", text, re.M)
-    path = "mpistrat: ranks 0-2: reduce: 5 x float64 by SharedReducer over MpiTransport"
-    assert (path in rest) == (level == "debug")
+    path = "mpistrat: ranks 0-2: reduce: 5 x float64 by "
+    assert any(line.startswith(path) for line in rest) == (level == "debug")
 
 
 def test_a_bad_level_ends_the_job_with_the_names_of_the_good_ones(tmp_path):
