@@ -189,19 +189,28 @@ class CollectiveCall(Call):
             if carrier and len(messages) == 1 and messages[0].num_bytes <= carrier.room:
                 self._carry(carrier, op, messages[0], signature)
                 return packing.unpack()
-            self._board(op, messages[0])
-        self.agree_on(signature)
+            self._agree_on_board(op, messages[0], signature)
+        else:
+            self.agree_on(signature)
         for message in messages:
             self._reducer(op, message).all_reduce(op, message)
         return packing.unpack()
 
-    def _board(self, op: ReduceOp, message: Message) -> None:
-        """Begin with `message` as far as no other rank is needed: the round is a wait saved."""
+    def _agree_on_board(self, op: ReduceOp, message: Message, signature: tuple[Any, ...]) -> None:
+        """Agree, with `message` begun as far as no other rank is needed: it saves a wait."""
+        node = self.channel.transport.node
         reducer, _ = choose_reducer(
             self.channel.transport, self.options, op, message.dtype, message.num_bytes
         )
-        if isinstance(reducer, SharedReducer):
-            reducer.board(message)
+        try:
+            if isinstance(reducer, SharedReducer):
+                reducer.board(message)
+            self.agree_on(signature)
+        except BaseException:
+            # The channel may stay open, as after an interruption that came before the round.
+            if node is not None:
+                node.unboard()
+            raise
 
     def _carry(
         self, carrier: Carrier, op: ReduceOp, message: Message, signature: tuple[Any, ...]

@@ -321,6 +321,13 @@ void mpistrat_reduce_board(struct lane *lane, int64_t block, int64_t small,
         bring_block(lane, &in, total < block ? total : block, small, 0);
 }
 
+/* Take back what mpistrat_reduce_board has done, as the ranks have not agreed: nobody has used it. */
+void mpistrat_reduce_unboard(struct lane *lane)
+{
+    lane->step--;
+    __atomic_store_n((int64_t *)lane->line[lane->own], lane->step, __ATOMIC_RELEASE);
+}
+
 /* Reduce the concatenation of pieces over the ranks; results go to the targets of the pieces.
 
    Blocks of up to `block` bytes (at most a half) go through the lane one after the other. A block

@@ -58,6 +58,7 @@ class Library:
     board: Any
     collect: Any
     reduce_board: Any
+    reduce_unboard: Any
     reduce: Any
     reduce_slice: Any
     collect_slices: Any
@@ -82,7 +83,9 @@ def node_library() -> Library | None:
     reduce.argtypes = [pointer, *[integer] * 5, pointer, integer, integer]
     reduce_board = waiting.mpistrat_reduce_board
     reduce_board.argtypes = [pointer, integer, integer, pointer, integer]
-    reduce.restype = reduce_board.restype = None
+    unboard = quick.mpistrat_reduce_unboard
+    unboard.argtypes = [pointer]
+    reduce.restype = reduce_board.restype = unboard.restype = None
     board, collect = quick.mpistrat_round_board, quick.mpistrat_round_collect
     board.argtypes, board.restype = [pointer, pointer, integer], None
     collect.argtypes, collect.restype = [pointer, *[integer] * 3, pointer, integer], None
@@ -90,7 +93,7 @@ def node_library() -> Library | None:
     part.argtypes = [pointer, integer, integer, pointer, integer, pointer]
     gather.argtypes = [pointer, integer, pointer, integer]
     part.restype = gather.restype = None
-    return Library(start, done, meet, board, collect, reduce_board, reduce, part, gather)
+    return Library(start, done, meet, board, collect, reduce_board, unboard, reduce, part, gather)
 
 
 class Lane:

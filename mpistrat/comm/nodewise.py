@@ -60,6 +60,9 @@ class NodewiseReducer:
     def board(self, message: Message) -> None:
         """Do nothing: the agreement goes over MPI, and is no wait for this memory. Local."""
 
+    def unboard(self) -> None:
+        """Do nothing: nothing is boarded. Local."""
+
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
         source, target, split = message.whole()

@@ -58,6 +58,12 @@ class SharedMemoryReducer:
             message.num_bytes,
         )
 
+    def unboard(self) -> None:
+        """Take back what was boarded last. Local."""
+        if self._boarded is not None and self._boarded.num_bytes:
+            self._memory.library.reduce_unboard(self._memory.reductions.pointer)
+        self._boarded = None
+
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
         is_boarded = self._boarded is message

@@ -59,8 +59,12 @@ class NodeReducer(Protocol):
     def board(self, message: Message) -> None:
         """Do of `all_reduce` what can be done before the ranks agree on it. Local.
 
-        If they do, the same message must be reduced next; else nothing may be reduced any more.
+        If they do, the same message must be reduced next; else it must be taken back by `unboard`
+        before this rank agrees on anything else.
         """
+
+    def unboard(self) -> None:
+        """Take back what was boarded last, if it was not reduced. Local."""
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Write the reductions to the targets of `message`. **Collective**."""

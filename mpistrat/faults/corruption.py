@@ -90,7 +90,8 @@ class _CorruptingNode:
     def __init__(self, node: NodeReducer, corrupt: Callable[[np.ndarray], None]) -> None:
         self._node = node
         self._corrupt = corrupt
-        self.knows, self.board, self.drain = node.knows, node.board, node.drain
+        self.knows, self.drain = node.knows, node.drain
+        self.board, self.unboard = node.board, node.unboard
         self.min_bytes = node.min_bytes
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:

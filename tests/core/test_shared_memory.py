@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.testing import inject
 from tests.core.arrays import DTYPES, NARROW, OPS, can_reduce, expected_of
 from tests.core.conftest import result_of
 
@@ -133,3 +134,23 @@ def test_narrow_floats_are_no_business_of_shared_memory(strategy, size):
             result = strategy.reduce("sum", np.ones(30_000, dtype))
             assert result.dtype == dtype
             assert (result == size).all()
+
+
+@pytest.mark.parametrize("length", [3, 3_000, 100_000, 400_000])
+def test_who_is_interrupted_before_the_agreement_may_try_again(strategy, rank, size, length):
+    """Ranks copy into shared memory before they agree, and must take that back."""
+
+    def reduce(number):
+        result = strategy.reduce("sum", np.full(length, rank + number, np.float32))
+        assert (result == size * (size - 1) // 2 + size * number).all()
+
+    for who in (None, 0, size - 1):
+        for other in (length, 100_000):
+            reduce(1)
+            with inject(KeyError("interrupted"), rank=who, collective=1, strategy=strategy):
+                try:
+                    reduce(2)
+                except KeyError:
+                    reduce(2)
+            strategy.extended.reduce_to("sum", np.ones(other), "/job:worker/task:0/device:CPU:0")
+            reduce(3)
