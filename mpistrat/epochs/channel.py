@@ -319,11 +319,19 @@ class Channel:
 
         It is logged too, because there may be no further collective to raise it.
         """
+        if self.closed is not None:
+            return  # it may well be the consequence
         words = f"The handle that start_all_reduce at {site} returned was dropped without wait()"
         remedy = "Keep it, and call wait() on every rank."
         _logger.error("%s. %s", words, remedy)
-        if self.closed is None:
-            self.closed = EpochError(f"{words} on rank {self.rank} of {self.size}. {remedy}")
+        self.closed = EpochError(f"{words} on rank {self.rank} of {self.size}. {remedy}")
+
+    def close_in_fork(self) -> None:
+        """Let this process, which is a fork of a rank, make no collectives. Local."""
+        self.closed = EpochError(
+            f"This process is a fork of rank {self.rank} of {self.size}, and no rank itself. Make "
+            "collective calls in the process that it was forked from."
+        )
 
     def note_failure(self, error: BaseException, site: str) -> None:
         """Record that a replica or merge function raised on this rank. Local."""

@@ -89,8 +89,14 @@ def watch(channel: Channel, is_over: Callable[[], bool], world_size: int) -> Non
     """
     if not _process.channels:
         atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_on_fork)
         _process.is_over, _process.world_size = is_over, world_size
     _process.channels.append(channel)
+
+
+def _on_fork() -> None:
+    for channel in _process.channels:
+        channel.close_in_fork()
 
 
 def _at_exit() -> None:

@@ -9,6 +9,7 @@ from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.companions import meet
 from mpistrat.epochs.farewell import watch
 from mpistrat.epochs.logs import speak_on
+from mpistrat.epochs.stalls import watch_data
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.world import attached, detach, started_world, world_size
 
@@ -41,6 +42,7 @@ def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
             meet(channel)
         speak_on(channel)
         watch(channel, MPI.Is_finalized, world_size())
+        watch_data(channel)
         return channel
 
     channel: Channel = attached(comm, "channel", make)
