@@ -164,27 +164,34 @@ class Dataset:
             raise NotImplementedError("Batches of batches are not supported: call batch() once.")
         return self._then(Batch(batch_size, bool(drop_remainder)))
 
-    def map(self, fn: Callable[..., Any]) -> Dataset:
+    def map(self, fn: Callable[..., Any], seed: int = 0) -> Dataset:
         """Return `fn` of each element. Local.
 
         Before `batch`, `fn` gets one example; after it, this rank's slice of the batch, which
         may have the length 0. A tuple is passed as several arguments. `fn` must be pure: how
-        often and in which order it is called is not defined.
+        often and in which order it is called is not defined. Random numbers it takes from
+        `mpistrat.data.example_rng`, so that they depend on the example and not on the rank.
 
         Where `fn` comes before `batch`, all examples get the dtype of the first one of the data
         set, as it is without shuffling, whatever the number of ranks.
 
+        Parameters
+        ----------
+        fn : callable
+        seed : int
+            Of `example_rng` and `example_rngs` in `fn`.
+
         Raises
         ------
-        TypeError
-            If `fn` is not callable.
+        TypeError, ValueError
+            If `fn` is not callable, or `seed` no integer of at least 0.
         DataError
             While iterating, if the results for a batch do not stack, or do not fit the dtype of
             the first one.
         """
         if not callable(fn):
             raise TypeError(f"map needs a function, not {fn!r}.")
-        return self._then(Map(fn))
+        return self._then(Map(fn, integer("seed", seed, 0)))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return the elements `count` times over; endlessly for ``None`` or -1. Local."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def distribute(
     check_same(entries, collectives, kind)
     with collectives.together(kind):
         feed = _feed(pipeline, policy, collectives.size, collectives.rank)
-    return DistributedDataset(feed, _target(options, device))
+    return DistributedDataset(feed, _target(options, device), collectives)
 
 
 def distribute_from_function(
@@ -95,6 +96,7 @@ def distribute_from_function(
         call.agree()
     with collectives.together(kind):
         pipeline = _checked_pipeline(dataset_fn(InputContext(size, rank, size)), kind)
+        pipeline = dataclasses.replace(pipeline, branch=rank)
         own = [pipeline.length, _is_certain(pipeline), order_digest(pipeline)]
         own_spec = pipeline.found_spec
     shares = collectives.gather_json(own, kind)
@@ -110,7 +112,7 @@ def distribute_from_function(
         digest([order for _, _, order in shares]),
         None if is_certain else _take_together(collectives),
     )
-    return DistributedDataset(feed, _target(options, device))
+    return DistributedDataset(feed, _target(options, device), collectives)
 
 
 def _checked_options(options: InputOptions | None) -> InputOptions:
@@ -147,7 +149,10 @@ def _feed(pipeline: Pipeline, policy: AutoShardPolicy, size: int, rank: int) -> 
         raise ValueError(
             "AutoShardPolicy.FILE needs a data set made by from_hdf5. Use AutoShardPolicy.DATA."
         )
-    shares = [Pipeline(source.share_of_rank(size, each), rebatched.steps) for each in range(size)]
+    shares = [
+        Pipeline(source.share_of_rank(size, each), rebatched.steps, branch=each)
+        for each in range(size)
+    ]
     length = _longest([share.length for share in shares])
     return OwnFeed(shares[rank], size, length, found_spec, order, None)
 

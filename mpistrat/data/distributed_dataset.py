@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat import nests, values
 from mpistrat.arrays import Device, is_array, is_number, place
 from mpistrat.data.feeds import Feed
 from mpistrat.data.iterators import ElementIterator
 from mpistrat.data.position import Position
+from mpistrat.errors import EpochError
+
+if TYPE_CHECKING:
+    from mpistrat.collectives import Collectives
 
 __all__ = ["DistributedDataset"]
 
@@ -21,19 +26,26 @@ class DistributedDataset:
     `Strategy.distribute_datasets_from_function`. Each element is a nest of `PerReplica`.
     Iterating again starts the next pass; passes are counted from 0, broken-off ones too.
 
+    Where an element cannot be made on one rank, because its part of a file is damaged or a
+    function given to `Dataset.map` raises, that rank gets the error and the others an
+    `EpochMismatchError` that names it, at their next collective.
+
     Parameters
     ----------
     feed : Feed
         The elements of this rank.
     device : Device, optional
         Where to place them; ``None`` leaves them in host memory.
+    collectives : Collectives
+        Through which the other ranks hear of an error.
     """
 
-    def __init__(self, feed: Feed, device: Device | None) -> None:
+    def __init__(self, feed: Feed, device: Device | None, collectives: Collectives) -> None:
         self.strategy: Any = None
         """The strategy that divides it, for a checkpoint that saves the position."""
         self._feed = feed
         self._device = device
+        self._collectives = collectives
         self._position = Position()
 
     @property
@@ -50,8 +62,25 @@ class DistributedDataset:
         return ElementIterator(self._placed(pass_number, start), on_step)
 
     def _placed(self, pass_number: int, start: int) -> Generator[Any, None, None]:
-        for element in self._feed.elements(pass_number, start):
-            yield values.per_replica(nests.map_nest(self._place, element))
+        elements = self._feed.elements(pass_number, start)
+        with contextlib.closing(elements):
+            while True:
+                try:
+                    element = nests.map_nest(self._place, next(elements))
+                except StopIteration:
+                    return
+                except EpochError:
+                    raise
+                except Exception as error:
+                    self._tell(error)
+                    raise
+                yield values.per_replica(element)
+
+    def _tell(self, error: Exception) -> None:
+        """Let the other ranks know of an error here: they would wait for this rank. Collective."""
+        # What comes of it on this rank is no news beside the error itself.
+        with contextlib.suppress(Exception), self._collectives.call("next batch"):
+            raise error
 
     def _place(self, leaf: Any) -> Any:
         if self._device is None or not (is_array(leaf) or is_number(leaf)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from mpistrat import nests
 from mpistrat.arrays import host_view, is_array, is_number
 from mpistrat.data.casting import fitted
 from mpistrat.data.order import Block, Reader
+from mpistrat.data.random_numbers import MapCall, PassStream
 from mpistrat.data.spec import ArraySpec
+from mpistrat.data.transforms import Map
 from mpistrat.errors import DataError
 
 __all__ = ["ElementMaker"]
@@ -27,34 +30,39 @@ class ElementMaker:
     Parameters
     ----------
     reader : Reader
-    example_fns : sequence of callables
+    example_maps : sequence of Map
         Applied to each example, in this order.
-    batch_fns : sequence of callables
+    batch_maps : sequence of Map
         Applied to each part of a batch, in this order.
     example_spec : callable
-        Returns the nest of `ArraySpec` of one example after `example_fns`, whose dtypes all
+        Returns the nest of `ArraySpec` of one example after `example_maps`, whose dtypes all
         examples get. Asked only where there are such functions.
+    stream : PassStream
+        Where the functions get random numbers from.
     """
 
     def __init__(
         self,
         reader: Reader,
-        example_fns: Sequence[Callable[..., Any]],
-        batch_fns: Sequence[Callable[..., Any]],
+        example_maps: Sequence[Map],
+        batch_maps: Sequence[Map],
         example_spec: Callable[[], Any],
+        stream: PassStream,
     ) -> None:
         self._reader = reader
-        self._example_fns = example_fns
-        self._batch_fns = batch_fns
+        self._example_maps = list(enumerate(example_maps))
+        self._batch_maps = list(enumerate(batch_maps, len(example_maps)))
         self._example_spec = example_spec
+        self._stream = stream
 
-    def examples(self, block: Block) -> Iterator[Any]:
-        """Yield the example of each item of `block`. Local."""
+    def examples(self, block: Block, position: int) -> Iterator[Any]:
+        """Yield the example of each item of `block`, the first at `position` of the pass. Local."""
         for start in range(0, len(block), _READ_AHEAD):
-            for example in _rows(self._reader.read(block[start : start + _READ_AHEAD])):
-                yield _apply(self._example_fns, example)
+            rows = _rows(self._reader.read(block[start : start + _READ_AHEAD]))
+            for number, example in enumerate(rows, position + start):
+                yield self._apply(self._example_maps, example, (number,), is_batch=False)
 
-    def batch(self, block: Block, part: slice) -> Any:
+    def batch(self, block: Block, part: slice, position: int) -> Any:
         """Return the nest of arrays of the items ``block[part]``; only these are read. Local.
 
         Parameters
@@ -63,6 +71,8 @@ class ElementMaker:
             The items of a global batch, at least one.
         part : slice
             May be empty: then the arrays have length 0.
+        position : int
+            Of the first example of the batch in the pass.
 
         Raises
         ------
@@ -70,20 +80,24 @@ class ElementMaker:
             If a map gives examples that do not stack, or do not fit the first of the data set.
         """
         mine = block[part]
-        if self._example_fns:
-            nest = _stack(self.examples(mine), self._example_spec())
+        first = position + part.indices(len(block))[0]
+        if self._example_maps:
+            nest = _stack(self.examples(mine, first), self._example_spec())
         elif block.dtype == object and not len(mine):
             # Items that are examples cost nothing to look at, and know their shapes best.
             nest = nests.map_nest(lambda leaf: leaf[:0], self._reader.read(block[:1]))
         else:
             nest = self._reader.read(mine)
-        return _apply(self._batch_fns, nest)
+        positions = range(first, first + len(mine))
+        return self._apply(self._batch_maps, nest, positions, is_batch=True)
 
-
-def _apply(fns: Sequence[Callable[..., Any]], element: Any) -> Any:
-    for fn in fns:
-        element = fn(*element) if isinstance(element, tuple) else fn(element)
-    return element
+    def _apply(
+        self, maps: list[tuple[int, Map]], element: Any, positions: Sequence[int], is_batch: bool
+    ) -> Any:
+        for number, each in maps:
+            make_rng = partial(self._stream.generator, each.seed, number)
+            element = MapCall(make_rng, positions, is_batch).run(each.fn, element)
+        return element
 
 
 def _rows(nest: Any) -> Iterator[Any]:

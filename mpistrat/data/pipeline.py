@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +15,7 @@ from mpistrat import sharding
 from mpistrat.data.background import in_background
 from mpistrat.data.elements import ElementMaker
 from mpistrat.data.order import Block, Order, Reader, Source, Step, skip_items
+from mpistrat.data.random_numbers import PassStream
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import batched, open_batch, spec_of
 from mpistrat.data.transforms import Batch, Map, Prefetch
@@ -22,31 +23,26 @@ from mpistrat.errors import DataError
 
 __all__ = ["Pipeline"]
 
-_Fns = list[Callable[..., Any]]
-
-
 @dataclass(frozen=True)
 class Pipeline:
     """A source and the steps applied to it, in order."""
 
     source: Source
     steps: tuple[Step, ...] = ()
+    branch: int = 0
+    """The rank where each rank has examples of its own; for random numbers of maps."""
 
     def then(self, step: Step) -> Pipeline:
         """Return the pipeline with one more step. Local."""
-        return Pipeline(self.source, (*self.steps, step))
+        return dataclasses.replace(self, steps=(*self.steps, step))
 
     def with_batch_size(self, batch_size: int) -> Pipeline:
         """Return the pipeline with other batches. Local."""
-        return Pipeline(
-            self.source,
-            tuple(
-                dataclasses.replace(step, batch_size=batch_size)
-                if isinstance(step, Batch)
-                else step
-                for step in self.steps
-            ),
+        steps = tuple(
+            dataclasses.replace(step, batch_size=batch_size) if isinstance(step, Batch) else step
+            for step in self.steps
         )
+        return dataclasses.replace(self, steps=steps)
 
     @property
     def batch(self) -> Batch | None:
@@ -78,26 +74,26 @@ class Pipeline:
     @cached_property
     def found_spec(self) -> Any:
         """As `element_spec`, but ``None`` where there is no example."""
-        _, batch_fns = self._fns()
+        _, batch_maps = self._maps()
         spec, batch = self._example_spec, self.batch
         if spec is None or batch is None:
             return spec
-        if not batch_fns:
+        if not batch_maps:
             return batched(spec, batch.batch_size if batch.drop_remainder else None)
         with closing(self.source.open(0)) as reader:
             first = self._first_item
             if not len(first):
                 return None
-            return open_batch(spec_of(self._maker(reader).batch(first, slice(1))))
+            return open_batch(spec_of(self._maker(reader, 0).batch(first, slice(1), 0)))
 
     @cached_property
     def _example_spec(self) -> Any:
         """The nest of `ArraySpec` of one example after its maps; ``None`` without an example."""
-        example_fns, _ = self._fns()
-        if not example_fns:
+        example_maps, _ = self._maps()
+        if not example_maps:
             return self.source.element_spec
         with closing(self.source.open(0)) as reader:
-            for example in self._maker(reader).examples(self._first_item):
+            for example in self._maker(reader, 0).examples(self._first_item, 0):
                 return spec_of(example)
         return None
 
@@ -139,23 +135,27 @@ class Pipeline:
         )
         order = Order(self.source, self.steps)
         with closing(self.source.open(window_rows)) as reader:
-            make = self._maker(reader)
+            make = self._maker(reader, pass_number)
+            number = start
             for block in skip_items(order.blocks((pass_number,), None), start):
                 if self.batch is None:
-                    yield from make.examples(block)
-                    continue
-                for items in block:
-                    yield make.batch(items, sharding.slice_of_rank(len(items), size, rank))
+                    yield from make.examples(block, number)
+                else:
+                    for batch_number, items in enumerate(block, number):
+                        part = sharding.slice_of_rank(len(items), size, rank)
+                        yield make.batch(items, part, batch_number * self.batch.batch_size)
+                number += len(block)
 
-    def _maker(self, reader: Reader) -> ElementMaker:
-        return ElementMaker(reader, *self._fns(), lambda: self._example_spec)
+    def _maker(self, reader: Reader, pass_number: int) -> ElementMaker:
+        stream = PassStream(pass_number, self.branch)
+        return ElementMaker(reader, *self._maps(), lambda: self._example_spec, stream)
 
-    def _fns(self) -> tuple[_Fns, _Fns]:
-        """Return the functions to map over examples, and those over batches."""
+    def _maps(self) -> tuple[list[Map], list[Map]]:
+        """Return the maps of examples, and those of batches."""
         middle = len(self._example_steps)
         return (
-            [step.fn for step in self.steps[:middle] if isinstance(step, Map)],
-            [step.fn for step in self.steps[middle:] if isinstance(step, Map)],
+            [step for step in self.steps[:middle] if isinstance(step, Map)],
+            [step for step in self.steps[middle:] if isinstance(step, Map)],
         )
 
     @property

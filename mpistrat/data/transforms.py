@@ -164,12 +164,14 @@ class SameOrder:
 
 @dataclass(frozen=True, repr=False)
 class Map(SameOrder):
-    """`fn` of each element."""
+    """`fn` of each element, with random numbers that `seed` begins."""
 
     fn: Callable[..., Any]
+    seed: int = 0
 
     def __repr__(self) -> str:
-        return f"Map(fn={function_name(self.fn)})"
+        seed = f", seed={self.seed}" if self.seed else ""
+        return f"Map(fn={function_name(self.fn)}{seed})"
 
 
 @dataclass(frozen=True)

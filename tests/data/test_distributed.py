@@ -197,6 +197,44 @@ def test_an_error_in_the_data_of_one_rank_reaches_the_others(strategy, rank, siz
         list(batches)
 
 
+def fails_on(guilty):
+    def generate():
+        yield from range(3)
+        if guilty:
+            raise KeyError("no more")
+
+    generated = ms.data.Dataset.from_generator(generate, ms.data.ArraySpec((), np.int64))
+
+    def stumble(x):
+        if guilty and len(x) and x[-1] >= 8:
+            raise KeyError("no more")
+        return x
+
+    numbers = ms.data.Dataset.range(9).batch(3)
+    return {
+        "generator": generated.batch(2),
+        "map": numbers.map(stumble),
+        "prefetched map": numbers.map(stumble).prefetch(2),
+    }
+
+
+@pytest.mark.parametrize("case", fails_on(False))
+@pytest.mark.parametrize("guilty", ["last", "all"])
+def test_an_error_while_reading_closes_what_the_others_wait_in(strategy, rank, size, case, guilty):
+    is_guilty = guilty == "all" or rank == size - 1
+    dataset = fails_on(is_guilty)[case]
+    if case != "generator":
+        # Each rank iterates over everything, so that every rank meets what it stumbles over.
+        dataset = dataset.with_options(auto_shard_policy=OFF)
+    batches = strategy.experimental_distribute_dataset(dataset)
+    with pytest.raises(KeyError if is_guilty else EpochMismatchError, match="no more"):
+        for batch in batches:
+            strategy.reduce("sum", batch, axis=0)
+        strategy.reduce("sum", 1)
+    if guilty == "all":
+        assert strategy.reduce("sum", 1) == size
+
+
 def test_ranks_without_an_example_to_map(strategy, rank, size):
     def dataset_fn(context):
         numbers = ms.data.Dataset.range(3 if rank == size - 1 else 0)

@@ -1,0 +1,139 @@
+"""Random numbers for the functions that `Dataset.map` applies, a stream for each example.
+
+A stream is a pure function of the seed, the pass, the position of the example in the pass and the
+number of the map. So neither the number of ranks, nor threads, nor a restart changes what an
+example gets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpistrat.errors import ContextError
+
+__all__ = ["MapCall", "PassStream", "example_rng", "example_rngs"]
+
+_MAP_NUMBERS = 2**32 - 1
+"""Keeps these streams apart from those that a shuffle of the same seed draws from."""
+
+
+@dataclass(frozen=True)
+class PassStream:
+    """What tells the random numbers of one iteration from those of another."""
+
+    pass_number: int = 0
+    branch: int = 0
+    """The rank where each has examples of its own, 0 where all share one order."""
+
+    def generator(self, seed: int, map_number: int, position: int) -> np.random.Generator:
+        """Return the numbers for one example in one map. Local."""
+        key = (_MAP_NUMBERS, self.pass_number, self.branch, position, map_number)
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
+
+
+class MapCall:
+    """One call of a function given to `map`, which may ask for random numbers.
+
+    Parameters
+    ----------
+    make_rng : callable
+        Takes the position of an example, returns its generator.
+    positions : sequence of int
+        Of the examples that the function gets.
+    is_batch : bool
+        Whether it gets them stacked.
+    """
+
+    def __init__(
+        self,
+        make_rng: Callable[[int], np.random.Generator],
+        positions: Sequence[int],
+        is_batch: bool,
+    ) -> None:
+        self._make_rng = make_rng
+        self._positions = positions
+        self.is_batch = is_batch
+
+    @cached_property
+    def rngs(self) -> tuple[np.random.Generator, ...]:
+        """A generator for each example; most functions never ask."""
+        return tuple(map(self._make_rng, self._positions))
+
+    def run(self, fn: Callable[..., Any], element: Any) -> Any:
+        """Return ``fn(element)``, with the items of a tuple as several arguments. Local."""
+        outer, _current.call = _current.call, self
+        try:
+            return fn(*element) if isinstance(element, tuple) else fn(element)
+        finally:
+            _current.call = outer
+
+
+class _Current(threading.local):
+    """The call that each thread is in."""
+
+    call: MapCall | None = None
+
+
+_current = _Current()
+
+
+def example_rng() -> np.random.Generator:
+    """Return the random numbers of the example that `Dataset.map` has called a function with.
+
+    Local. For functions that are applied before `batch`. Each call within one call of the
+    function returns the same generator, which goes on where it was.
+
+    Returns
+    -------
+    numpy.random.Generator
+        It depends on the seed given to `Dataset.map`, the pass, the position of the example in
+        the pass, and the number of the map alone: not on the number of ranks, nor on threads,
+        nor on whether the pass was resumed.
+
+    Raises
+    ------
+    ContextError
+        Outside of a function that `Dataset.map` calls, and in one that gets batches.
+    """
+    call = _call("example_rng")
+    if call.is_batch:
+        raise ContextError(
+            "example_rng() was called by a function that gets a slice of a batch. Use "
+            "example_rngs(), which has a generator for each of its examples, or map before batch."
+        )
+    (rng,) = call.rngs
+    return rng
+
+
+def example_rngs() -> tuple[np.random.Generator, ...]:
+    """Return the random numbers of each example that `Dataset.map` has called a function with.
+
+    Local. For functions that are applied after `batch`; before it there is one example.
+
+    Returns
+    -------
+    tuple of numpy.random.Generator
+        As many as the slice of the batch has examples; each as `example_rng` says.
+
+    Raises
+    ------
+    ContextError
+        Outside of a function that `Dataset.map` calls.
+    """
+    return _call("example_rngs").rngs
+
+
+def _call(name: str) -> MapCall:
+    call = _current.call
+    if call is None:
+        raise ContextError(
+            f"{name}() gives random numbers to a function that Dataset.map calls, in the thread "
+            "that calls it. Elsewhere use numpy.random.default_rng(seed)."
+        )
+    return call
