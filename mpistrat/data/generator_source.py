@@ -92,6 +92,11 @@ class GeneratorSource:
             )
         return cast
 
+    lookahead_rows = 0
+
+    def expect(self, block: Block) -> None:
+        """Nothing to prepare: the items are the examples. Local."""
+
     def open(self, window_rows: int) -> GeneratorSource:
         """Return the source itself: its items are the examples. Local."""
         return self

@@ -35,6 +35,11 @@ class Hdf5Reader:
         self._cache = ChunkCache(cache_bytes)
         self._open_files: OrderedDict[int, Any] = OrderedDict()
 
+    lookahead_rows = 0
+
+    def expect(self, block: Block) -> None:
+        """Nothing to prepare. Local."""
+
     def read(self, block: Block) -> Any:
         """Return the examples `block`, as a nest of arrays of shape ``(len(block), *shape)``.
 

@@ -58,6 +58,13 @@ class ChunkLayout:
 class Reader(Protocol):
     """Turns items into arrays. One per iteration, used by one thread at a time."""
 
+    @property
+    def lookahead_rows(self) -> int:
+        """How many rows in advance it wants to know what will be read; 0 for none at all."""
+
+    def expect(self, block: Block) -> None:
+        """Note that the items `block` are going to be read, after those noted before. Local."""
+
     def read(self, block: Block) -> Any:
         """Return the nest of arrays, each of shape ``(len(block), *shape)``. Local."""
 

@@ -14,6 +14,7 @@ import numpy as np
 from mpistrat import sharding
 from mpistrat.data.background import in_background
 from mpistrat.data.elements import ElementMaker
+from mpistrat.data.lookahead import look_ahead
 from mpistrat.data.order import Block, Order, Reader, Source, Step, skip_items
 from mpistrat.data.random_numbers import PassStream
 from mpistrat.data.shuffle import Shuffle
@@ -134,10 +135,17 @@ class Pipeline:
             default=0,
         )
         order = Order(self.source, self.steps)
+
+        def rows_of(block: Block) -> list[Block]:
+            if self.batch is None:
+                return [block]
+            return [items[sharding.slice_of_rank(len(items), size, rank)] for items in block]
+
         with closing(self.source.open(window_rows)) as reader:
             make = self._maker(reader, pass_number)
             number = start
-            for block in skip_items(order.blocks((pass_number,), None), start):
+            blocks = skip_items(order.blocks((pass_number,), None), start)
+            for block in look_ahead(blocks, reader, rows_of):
                 if self.batch is None:
                     yield from make.examples(block, number)
                 else:

@@ -19,6 +19,11 @@ __all__ = ["ArraySource", "RangeSource"]
 class _InMemory:
     """What sources in memory share: rows cost the same in any order, and reading is cheap."""
 
+    lookahead_rows = 0
+
+    def expect(self, block: Block) -> None:
+        """Nothing to prepare. Local."""
+
     @property
     def layout(self) -> ChunkLayout | None:
         return None
