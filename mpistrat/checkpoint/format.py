@@ -28,7 +28,9 @@ __all__ = [
     "digest_of_array",
     "digest_of_text",
     "is_digest",
+    "is_path_part",
     "is_storable",
+    "spell_digest",
 ]
 
 FORMAT = "mpistrat-checkpoint"
@@ -133,12 +135,17 @@ def is_digest(text: object) -> bool:
 def digest_of_array(array: np.ndarray) -> str:
     """Return the digest over the bytes of `array` in C order. Local."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return f"sha256:{hashlib.sha256(flat.data).hexdigest()}"
+    return spell_digest(hashlib.sha256(flat.data))
 
 
 def digest_of_text(text: bytes) -> str:
     """Return the digest of a text in UTF-8. Local."""
-    return f"sha256:{hashlib.sha256(text).hexdigest()}"
+    return spell_digest(hashlib.sha256(text))
+
+
+def spell_digest(found: hashlib._Hash) -> str:
+    """Return a SHA-256 as the attribute ``digest`` holds it. Local."""
+    return f"sha256:{found.hexdigest()}"
 
 
 def check_path(path: str) -> None:
@@ -147,10 +154,15 @@ def check_path(path: str) -> None:
     Raises
     ------
     ValueError
-        If a part between two ``/`` is empty or ``.``, or if `path` contains a zero byte.
+        If a part between two ``/`` is empty, ``.`` or ``..``, or if `path` contains a zero byte.
     """
-    if "\0" in path or any(part in ("", ".") for part in path.split("/")):
+    if not all(map(is_path_part, path.split("/"))):
         raise ValueError(
             f"{path!r} cannot be the path of an object in a checkpoint: no part of it may be "
-            "empty or '.', and it may hold no zero byte. Rename the object or dict key."
+            "empty, '.' or '..', and it may hold no zero byte. Rename the object or dict key."
         )
+
+
+def is_path_part(name: str) -> bool:
+    """Return whether `name` can stand between two ``/`` of an object path. Local."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name

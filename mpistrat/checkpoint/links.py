@@ -1,60 +1,93 @@
-"""Walk the groups of a checkpoint file without following a link out of the tree."""
+"""Walk the groups of a file without following a link out of the tree."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
+from mpistrat.checkpoint.format import is_path_part
 from mpistrat.hdf5 import h5py
 
-__all__ = ["check_root", "find_datasets"]
+__all__ = ["Contents", "survey"]
+
+_DEEPEST = 100
+"""Levels of groups. HDF5 itself uses the stack for each, and can be made to overflow it."""
 
 
-def check_root(file: Any, names: set[str]) -> None:
-    """Refuse a file whose root group has other members than `names`. Local.
+@dataclass
+class Contents:
+    """What the groups of a file hold."""
 
-    Raises
-    ------
-    ValueError
-        If it has; the message names them.
+    datasets: dict[str, Any] = field(default_factory=dict)
+    """The data sets by their full path."""
+    groups: set[str] = field(default_factory=set)
+    """The full paths of the groups, without the root group."""
+    problems: list[str] = field(default_factory=list)
+    """What no checkpoint has: links, second names, other kinds of objects."""
+
+    def check(self, roots: set[str]) -> None:
+        """Refuse what is no tree of data sets below the groups `roots`. Local.
+
+        Raises
+        ------
+        KeyError
+            If one of these groups is missing.
+        ValueError
+            If something else is there; the message names it.
+        """
+        if self.problems:
+            raise ValueError("; ".join(self.problems))
+        tops = {path.partition("/")[0] for path in (*self.groups, *self.datasets)}
+        if tops - roots:
+            raise ValueError(f"{', '.join(sorted(tops - roots))} does not belong into a checkpoint")
+        for root in sorted(roots):
+            if root not in self.groups:
+                raise KeyError(f"there is no group {root}")
+
+    def below(self, root: str) -> dict[str, Any]:
+        """Return the data sets below the group `root` by their path there, sorted. Local."""
+        inside = f"{root}/"
+        found = {p: each for p, each in self.datasets.items() if p.startswith(inside)}
+        return {path.removeprefix(inside): found[path] for path in sorted(found)}
+
+
+def survey(file: Any) -> Contents:
+    """Return what the groups of the open `file` hold, and follow no link. Local.
+
+    Nothing is read but the groups themselves.
     """
-    unknown = sorted(set(file) - names)
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} does not belong into a checkpoint")
-
-
-def find_datasets(file: Any, root: str) -> dict[str, Any]:
-    """Return the data sets below the group `root` by path, sorted. Local.
-
-    Raises
-    ------
-    KeyError
-        If there is no such group.
-    ValueError
-        If anything but groups and data sets, each under one name, is found there.
-    """
-    found = {}
-    addresses: set[int] = set()
-    stack = [(root, file, root)]
+    contents = Contents()
+    addresses = {h5py().h5o.get_info(file.id).addr}
+    stack = [("", file.id, 1)]
     while stack:
-        path, parent, name = stack.pop()
-        node = _follow(parent, name, path)
-        address = h5py().h5o.get_info(node.id).addr
-        if address in addresses:
-            raise ValueError(f"{path} is a second name of something else")
-        addresses.add(address)
-        if isinstance(node, h5py().Group):
-            stack += [(f"{path}/{child}", node, child) for child in node]
-        elif isinstance(node, h5py().Dataset) and path != root:
-            found[path.removeprefix(f"{root}/")] = node
-        else:
-            raise ValueError(f"{path} is neither a group nor a data set")
-    return dict(sorted(found.items()))
+        above, group, depth = stack.pop()
+        for link in list(group):
+            path = above + link.decode(errors="surrogateescape")
+            problem = _problem_of_link(group, link) or (
+                f"lies below {_DEEPEST} groups" if depth > _DEEPEST else ""
+            )
+            if problem:
+                contents.problems.append(f"{path} {problem}")
+                continue
+            node = h5py().h5o.open(group, link)
+            address = h5py().h5o.get_info(node).addr
+            if address in addresses:
+                contents.problems.append(f"{path} is a second name of something else")
+                continue
+            addresses.add(address)
+            if isinstance(node, h5py().h5g.GroupID):
+                contents.groups.add(path)
+                stack.append((f"{path}/", node, depth + 1))
+            elif isinstance(node, h5py().h5d.DatasetID):
+                contents.datasets[path] = h5py().Dataset(node)
+            else:
+                contents.problems.append(f"{path} is neither a group nor a data set")
+    return contents
 
 
-def _follow(parent: Any, name: str, path: str) -> Any:
-    link = parent.get(name, getlink=True)
-    if link is None:
-        raise KeyError(f"there is no group {path}")
-    if not isinstance(link, h5py().HardLink):
-        raise ValueError(f"{path} is a link to another place, which is never followed")
-    return parent[name]
+def _problem_of_link(group: Any, link: bytes) -> str:
+    if not is_path_part(link.decode(errors="surrogateescape")):
+        return "has a name that no object can have"
+    if group.links.get_info(link).type != h5py().h5l.TYPE_HARD:
+        return "is a link to another place, which is never followed"
+    return ""

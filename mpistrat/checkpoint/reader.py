@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpistrat import hdf5
+from mpistrat.checkpoint.attributes import read_attribute, read_names
 from mpistrat.checkpoint.format import (
     FORMAT,
     FORMAT_VERSION,
@@ -18,18 +20,22 @@ from mpistrat.checkpoint.format import (
     VARIABLES,
     Header,
     VariableInfo,
-    digest_of_array,
     digest_of_text,
+    spell_digest,
 )
 from mpistrat.checkpoint.heaps import check_heaps
 from mpistrat.checkpoint.json_text import load_json
-from mpistrat.checkpoint.links import check_root, find_datasets
+from mpistrat.checkpoint.layout import (
+    check_expansion,
+    check_layout,
+    check_streams,
+    unpacked_bytes,
+)
+from mpistrat.checkpoint.links import survey
+from mpistrat.checkpoint.selections import selections
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["CheckpointReader", "open_checkpoint"]
-
-_HIGHEST_COMPRESSION = 1100
-"""Deflate reaches 1032 (RFC 1951); what claims more is a bomb or damaged."""
 
 
 class CheckpointReader:
@@ -47,28 +53,38 @@ class CheckpointReader:
 
     def __init__(self, file: Any, path: Path) -> None:
         self.path = path
+        with _naming_damage(path, "the tree"):
+            contents = survey(file)
         with _naming_damage(path, "its texts"):
-            check_heaps(file, path)
+            self._longest_bytes = check_heaps(contents.datasets.values(), path)
         self.header = _read_header(file, path)
         with _naming_damage(path, "the tree"):
-            check_root(file, {VARIABLES, STATE})
-            self._variables = find_datasets(file, VARIABLES)
-            self._state = find_datasets(file, STATE)
-        size_bytes = path.stat().st_size
+            contents.check({VARIABLES, STATE})
+        self._variables = contents.below(VARIABLES)
+        self._state = contents.below(STATE)
+        self._check_storage()
         self.variables = {}
         for name, dataset in self._variables.items():
             with _naming_damage(path, name):
-                self.variables[name] = _read_info(dataset, size_bytes)
+                self.variables[name] = _read_info(dataset)
         self.state_paths = list(self._state)
         for name, dataset in self._state.items():
             with _naming_damage(path, name):
-                self._check_state(name, dataset, size_bytes)
+                self._check_state(name, dataset)
 
-    def _check_state(self, name: str, dataset: Any, size_bytes: int) -> None:
+    def _check_storage(self) -> None:
+        """Refuse what could fill the memory, before any value is read."""
+        file_bytes = self.path.stat().st_size
+        unpacked = 0
+        for name, dataset in (*self._variables.items(), *self._state.items()):
+            with _naming_damage(self.path, name):
+                check_layout(dataset, file_bytes)
+                unpacked += unpacked_bytes(dataset)
+                check_expansion(unpacked, file_bytes)
+
+    def _check_state(self, name: str, dataset: Any) -> None:
         """Check that a state has its arrays, all of them and no others."""
-        if dataset.dtype.itemsize > _HIGHEST_COMPRESSION * size_bytes:
-            raise ValueError("the text is longer than the file can hold")
-        arrays = dataset.attrs.get("arrays")
+        arrays = read_names(dataset, "arrays", self._longest_bytes)
         if arrays is None:  # a file that another program has made
             return
         expected = {f"{name}/{each}" for each in arrays}
@@ -88,10 +104,35 @@ class CheckpointReader:
         """
         info = self.variables[name]
         with _naming_damage(self.path, name):
-            array = np.asarray(self._variables[name][()])
-            if digest_of_array(array) != info.digest:
+            values = np.empty(info.shape, info.dtype)
+        flat, begin = values.reshape(-1), 0
+        for piece in self.read_pieces(name):
+            flat[begin : begin + piece.size] = piece
+            begin += piece.size
+        return values
+
+    def read_pieces(self, name: str) -> Iterator[np.ndarray]:
+        """Yield the values of a variable in C order, flat, in native byte order. Local.
+
+        The memory this takes does not depend on the size of the variable.
+
+        Raises
+        ------
+        CheckpointCorruptError
+            At the end, if they do not have the digest that the file gives.
+        """
+        info, dataset = self.variables[name], self._variables[name]
+        digest = hashlib.sha256()
+        with _naming_damage(self.path, name):
+            check_streams(dataset)
+        for selection in selections(info.shape, info.dtype.itemsize, dataset.chunks):
+            with _naming_damage(self.path, name):
+                piece = np.asarray(dataset[selection], dataset.dtype).reshape(-1)
+                digest.update(piece.view(np.uint8))
+            yield piece.astype(info.dtype, copy=False)
+        with _naming_damage(self.path, name):
+            if spell_digest(digest) != info.digest:
                 raise ValueError("the values do not have the digest that was stored with them")
-        return array.astype(info.dtype, copy=False)
 
     def read_state(self, name: str) -> Any:
         """Return the JSON state of an object. Local.
@@ -103,10 +144,10 @@ class CheckpointReader:
         """
         with _naming_damage(self.path, name):
             dataset = self._state[name]
-            text = dataset[()] if dataset.shape == () else None
+            text = dataset[()] if dataset.shape == () and dataset.dtype.kind in "OS" else None
             if not isinstance(text, bytes):
                 raise ValueError("a UTF-8 text was expected here")
-            if digest_of_text(text) != dataset.attrs["digest"]:
+            if digest_of_text(text) != read_attribute(dataset, "digest"):
                 raise ValueError("the text does not have the digest that was stored with it")
             return load_json(text)
 
@@ -118,9 +159,24 @@ class CheckpointReader:
         CheckpointCorruptError
             At the end, if anything is damaged; the message names all of it.
         """
+        yield from self._go_through(self.read_variable)
+
+    def verify(self) -> None:
+        """Read everything piece by piece and forget it; raise as `read_each` does. Local."""
+
+        def read(name: str) -> None:
+            for _ in self.read_pieces(name):
+                pass
+
+        for _ in self._go_through(read):
+            pass
+
+    def _go_through(
+        self, read_variable: Callable[[str], object]
+    ) -> Iterator[tuple[str, str, Any]]:
         damage = []
         for group, names, read in (
-            (VARIABLES, self.variables, self.read_variable),
+            (VARIABLES, self.variables, read_variable),
             (STATE, self.state_paths, self.read_state),
         ):
             for name in names:
@@ -132,11 +188,6 @@ class CheckpointReader:
                     yield group, name, value
         if damage:
             raise CheckpointCorruptError("\n".join(damage))
-
-    def verify(self) -> None:
-        """Read everything and forget it; raise as `read_each` does. Local."""
-        for _ in self.read_each():
-            pass
 
 
 @contextlib.contextmanager
@@ -158,22 +209,22 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[CheckpointReader]:
 
 
 def _read_header(file: Any, path: Path) -> Header:
+    known = Header.__dataclass_fields__
     with _naming_damage(path, "the attributes of the root group"):
-        given = {name: _plain(value) for name, value in file.attrs.items()}
-    if given.get("format") != FORMAT:
+        given = {name: read_attribute(file, name) for name in (*known, "digest")}
+    if given["format"] != FORMAT:
         raise CheckpointError(
             f"{path} is an HDF5 file but no checkpoint of mpistrat: its attribute 'format' is "
-            f"{given.get('format')!r}, expected {FORMAT!r}."
+            f"{given['format']!r}, expected {FORMAT!r}."
         )
-    version = given.get("format_version")
+    version = given["format_version"]
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint {path} has format version {version!r}, but this mpistrat reads "
             f"version {FORMAT_VERSION}. Install the mpistrat that wrote it "
-            f"({given.get('mpistrat_version')!r}), or a newer one."
+            f"({given['mpistrat_version']!r}), or a newer one."
         )
-    known = Header.__dataclass_fields__
-    missing = [name for name in known if type(given.get(name)) is not type(getattr(Header, name))]
+    missing = [name for name in known if type(given[name]) is not type(getattr(Header, name))]
     if missing:
         raise CheckpointCorruptError(
             f"The checkpoint {path} is damaged: the root group lacks good attributes "
@@ -183,36 +234,23 @@ def _read_header(file: Any, path: Path) -> Header:
     with _naming_damage(path, "the attributes of the root group"):
         header.check()
         # Files that other programs make need not have it; damage does not take it away.
-        if given.get("digest", header.digest) != header.digest:
+        if given["digest"] not in (None, header.digest):
             raise ValueError("they do not have the digest that was stored with them")
     return header
 
 
-def _read_info(dataset: Any, file_size_bytes: int) -> VariableInfo:
-    attributes = {name: _plain(value) for name, value in dataset.attrs.items()}
-    trainable = attributes.get("trainable")
+def _read_info(dataset: Any) -> VariableInfo:
+    trainable = read_attribute(dataset, "trainable")
     if not isinstance(trainable, bool):
         raise ValueError(f"the attribute trainable is {trainable!r}")
-    info = VariableInfo(
+    return VariableInfo(
         shape=dataset.shape,
         dtype=dataset.dtype.newbyteorder("="),
-        synchronization=str(attributes.get("synchronization")),
-        aggregation=str(attributes.get("aggregation")),
+        synchronization=str(read_attribute(dataset, "synchronization")),
+        aggregation=str(read_attribute(dataset, "aggregation")),
         trainable=trainable,
-        digest=str(attributes.get("digest")),
+        digest=str(read_attribute(dataset, "digest")),
     )
-    if dataset.is_virtual or dataset.external:
-        raise ValueError("its values lie in other files")
-    if info.size_bytes > _HIGHEST_COMPRESSION * file_size_bytes:
-        raise ValueError(f"the shape {info.shape} is larger than the file can hold")
-    return info
-
-
-def _plain(value: Any) -> Any:
-    """Return NumPy scalars as Python's own; None for what no attribute of ours is."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    return value if isinstance(value, bool | int | str) else None
 
 
 @contextlib.contextmanager

@@ -142,7 +142,7 @@ def test_what_does_not_belong_there_is_named(file, edit, words):
             lambda f, o: f["variables"].create_dataset(
                 "x", shape=(2**40,), dtype="f8", chunks=(1024,)
             ),
-            "larger than the file",
+            "more than the file",
         ),
     ],
 )

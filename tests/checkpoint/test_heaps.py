@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from mpistrat.checkpoint.heaps import check_heap, check_heaps
+from mpistrat.checkpoint.links import survey
 
 
 def heap_object(number, content):
@@ -59,7 +60,7 @@ def file(tmp_path):
 
 def check(path):
     with h5py.File(path) as opened:
-        check_heaps(opened, path)
+        check_heaps(survey(opened).datasets.values(), path)
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": (100,)}, {"chunks": (64,), "fletcher32": True}])

@@ -1,0 +1,67 @@
+"""Read the attributes of a file: numbers, booleans and texts, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpistrat.hdf5 import h5py
+
+__all__ = ["read_attribute", "read_names"]
+
+_LONGEST_BYTES = 2**28
+"""Of all texts of one attribute, which could all be the same long one in the file."""
+
+
+def read_attribute(node: Any, name: str) -> bool | int | str | None:
+    """Return one value; ``None`` if it is missing, or of a kind that no checkpoint has. Local."""
+    found = _open(node, name)
+    if found is None or found.shape != ():
+        return None
+    value = _read(found).item()
+    if isinstance(value, bytes):
+        value = value.decode()
+    return value if isinstance(value, bool | int | str) else None
+
+
+def read_names(node: Any, name: str, longest_bytes: int) -> list[str] | None:
+    """Return the texts of an attribute, ``None`` if it is missing. Local.
+
+    Parameters
+    ----------
+    node : h5py.Group or h5py.Dataset
+    name : str
+    longest_bytes : int
+        No text of the file is longer.
+
+    Raises
+    ------
+    ValueError
+        If it is no list of texts, or if they are too long.
+    """
+    if not h5py().h5a.exists(node.id, name.encode()):
+        return None
+    found = _open(node, name)
+    if found is None or len(found.shape) != 1 or found.dtype.kind not in "OS":
+        raise ValueError(f"the attribute {name} is no list of names")
+    if math.prod(found.shape) * max(longest_bytes, found.dtype.itemsize) > _LONGEST_BYTES:
+        raise ValueError(f"the attribute {name} has {found.shape[0]} names, which are too long")
+    return [each.decode() for each in _read(found).tolist()]
+
+
+def _open(node: Any, name: str) -> Any:
+    """Return the low-level attribute if it is of one of our kinds."""
+    h5a, h5t = h5py().h5a, h5py().h5t
+    if not h5a.exists(node.id, name.encode()):
+        return None
+    found = h5a.open(node.id, name.encode())
+    kinds = (h5t.TypeStringID, h5t.TypeIntegerID, h5t.TypeEnumID)
+    return found if isinstance(found.get_type(), kinds) else None
+
+
+def _read(attribute: Any) -> np.ndarray:
+    values = np.empty(attribute.shape, attribute.dtype)
+    attribute.read(values)
+    return values

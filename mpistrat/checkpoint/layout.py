@@ -1,0 +1,130 @@
+"""Check how the values of a data set lie in a file, before HDF5 unpacks them.
+
+What a checkpoint declares is bounded by what its file holds: a small file cannot make a reader
+fill the memory, neither with a shape nor with compressed zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+from mpistrat.hdf5 import h5py
+from mpistrat.spelling import readable_size
+
+__all__ = ["check_expansion", "check_layout", "check_streams", "stored_chunks", "unpacked_bytes"]
+
+_HARMLESS_BYTES = 2**28
+"""So much any machine can hold, however small the file."""
+_HIGHEST_COMPRESSION = 100
+"""Above it, values of numbers are no compressed model but a bomb. Deflate reaches 1032."""
+_PIECE_BYTES = 2**20
+_REPACK = "h5repack -f NONE -l CONTI IN OUT"
+
+
+def check_layout(dataset: Any, file_bytes: int) -> None:
+    """Refuse values that lie in other files, or behind filters that could run wild. Local.
+
+    Raises
+    ------
+    ValueError
+        If that is so.
+    """
+    if dataset.shape is None:
+        raise ValueError("it has no values")
+    properties = dataset.id.get_create_plist()
+    layout = properties.get_layout()
+    if layout == h5py().h5d.VIRTUAL or properties.get_external_count():
+        raise ValueError("its values lie in other files, which are never opened")
+    if layout == h5py().h5d.CHUNKED:
+        chunks = [
+            -(-length // of_chunk)
+            for length, of_chunk in zip(dataset.shape, properties.get_chunk(), strict=True)
+        ]
+        if math.prod(chunks) > file_bytes:
+            raise ValueError(f"it has {math.prod(chunks)} chunks, more than the file has bytes")
+    _check_filters(_filters(properties))
+
+
+def _check_filters(filters: list[tuple[int, str]]) -> None:
+    h5z = h5py().h5z
+    known = [h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32]
+    numbers = [number for number, _ in filters]
+    if numbers != sorted(set(numbers) & set(known), key=known.index):
+        raise ValueError(
+            f"its values went through the filters {', '.join(name for _, name in filters)}, but "
+            "of a file that may come from anywhere only shuffle, deflate and fletcher32 are "
+            f"undone, in this order. Rewrite it where you trust it: {_REPACK}"
+        )
+
+
+def _filters(properties: Any) -> list[tuple[int, str]]:
+    """Return number and name of each filter, in the order of writing."""
+    found = [properties.get_filter(i) for i in range(properties.get_nfilters())]
+    return [(each[0], each[3].decode(errors="replace") or str(each[0])) for each in found]
+
+
+def unpacked_bytes(dataset: Any) -> int:
+    """Return how much memory HDF5 takes at most to read all of `dataset`. Local."""
+    chunk = math.prod(dataset.chunks) if dataset.chunks else 0
+    return int(max(math.prod(dataset.shape), chunk) * dataset.dtype.itemsize)
+
+
+def check_expansion(unpacked: int, file_bytes: int) -> None:
+    """Refuse a file whose values are out of all proportion to its size. Local.
+
+    Raises
+    ------
+    ValueError
+        If they are.
+    """
+    if unpacked > max(_HARMLESS_BYTES, _HIGHEST_COMPRESSION * file_bytes):
+        raise ValueError(
+            f"its values take {readable_size(unpacked)}, which is larger than the file of "
+            f"{readable_size(file_bytes)} can hold, unless they are compressed more than "
+            f"{_HIGHEST_COMPRESSION} times. Where you trust it, rewrite it: {_REPACK}"
+        )
+
+
+def check_streams(dataset: Any) -> None:
+    """Refuse compressed chunks that go on behind their end: HDF5 would unpack all of it. Local.
+
+    Raises
+    ------
+    ValueError
+        If there is one.
+    """
+    filters = [number for number, _ in _filters(dataset.id.get_create_plist())]
+    if h5py().h5z.FILTER_DEFLATE not in filters:
+        return
+    bit = 1 << filters.index(h5py().h5z.FILTER_DEFLATE)
+    chunk_bytes = math.prod(dataset.chunks) * dataset.dtype.itemsize
+    for chunk in stored_chunks(dataset):
+        mask, stream = dataset.id.read_direct_chunk(chunk.chunk_offset)
+        if not mask & bit and _is_longer(stream, chunk_bytes):
+            raise ValueError(
+                f"the chunk at {chunk.chunk_offset} unpacks to more than its {chunk_bytes} bytes"
+            )
+
+
+def stored_chunks(dataset: Any) -> list[Any]:
+    """Return what h5py knows of each chunk that is in the file: its place and size. Local."""
+    if dataset.chunks is None or dataset.is_virtual:
+        return []
+    if hasattr(dataset.id, "chunk_iter"):  # HDF5 1.10.10, 1.12.3 and later
+        found: list[Any] = []
+        dataset.id.chunk_iter(found.append)
+        return found
+    return [dataset.id.get_chunk_info(i) for i in range(dataset.id.get_num_chunks())]
+
+
+def _is_longer(stream: bytes, size_bytes: int) -> bool:
+    """Return whether a deflate stream has more than `size_bytes`, in little memory."""
+    inflater = zlib.decompressobj()
+    while stream and not inflater.eof:
+        size_bytes -= len(inflater.decompress(stream, _PIECE_BYTES))
+        if size_bytes < 0:
+            return True
+        stream = inflater.unconsumed_tail
+    return False
