@@ -111,8 +111,10 @@ class Step(Protocol):
     def rows(self, rows: range) -> range | None:
         """Return the rows that leave where `rows` enter; ``None`` if they form no range. Local."""
 
-    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
-        """Return the items of the pass `key`. Local."""
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`. Local."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Order:
             rows = None if rows is None else step.rows(rows)
         return rows
 
-    def blocks(self, key: PassKey, batch_size: int | None) -> Iterator[Block]:
+    def blocks(self, key: PassKey, batch_size: int | None, start: int = 0) -> Iterator[Block]:
         """Return the items of the pass `key`. Local.
 
         Parameters
@@ -148,13 +150,16 @@ class Order:
         key : tuple of int
         batch_size : int, optional
             The global batch size that the items will be grouped by, which a shuffle may use.
+        start : int
+            How many items to leave out; where possible they are not even counted one by one.
         """
         rows = self.rows
         if rows is not None:
-            return _blocks_of_range(rows)
+            return _blocks_of_range(rows[start:])
         if not self.steps:
-            return self.source.stream()
-        return self.steps[-1].blocks(Order(self.source, self.steps[:-1]), key, batch_size)
+            return skip_items(self.source.stream(), start)
+        upstream = Order(self.source, self.steps[:-1])
+        return self.steps[-1].blocks(upstream, key, batch_size, start)
 
 
 def _blocks_of_range(rows: range) -> Iterator[Block]:

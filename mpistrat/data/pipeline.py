@@ -15,7 +15,7 @@ from mpistrat import sharding
 from mpistrat.data.background import in_background
 from mpistrat.data.elements import ElementMaker
 from mpistrat.data.lookahead import look_ahead
-from mpistrat.data.order import Block, Order, Reader, Source, Step, skip_items
+from mpistrat.data.order import Block, Order, Reader, Source, Step
 from mpistrat.data.random_numbers import PassStream
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import batched, open_batch, spec_of
@@ -144,7 +144,7 @@ class Pipeline:
         with closing(self.source.open(window_rows)) as reader:
             make = self._maker(reader, pass_number)
             number = start
-            blocks = skip_items(order.blocks((pass_number,), None), start)
+            blocks = order.blocks((pass_number,), None, start)
             for block in look_ahead(blocks, reader, rows_of):
                 if self.batch is None:
                     yield from make.examples(block, number)

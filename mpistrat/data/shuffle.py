@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpistrat import sharding
-from mpistrat.data.order import ENDLESS, Block, ChunkLayout, Order, PassKey, regroup
+from mpistrat.data.order import ENDLESS, Block, ChunkLayout, Order, PassKey, regroup, skip_items
 
 __all__ = ["Shuffle"]
 
@@ -47,29 +47,35 @@ class Shuffle:
         window = self.window or _WINDOW_BYTES // max(layout.bytes_per_row, 1)
         return max(window, layout.rows_per_chunk)
 
-    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
-        """Return the items in the order of the pass `key`. Local."""
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`. Local."""
         drawn_for = key if self.reshuffle_each_iteration else ()
         rows, layout = upstream.rows, upstream.source.layout
         if rows is not None and layout is not None:
-            return self._chunk_blocks(rows, layout, drawn_for, batch_size or 1)
+            blocks = self._chunk_blocks(rows, layout, drawn_for, batch_size or 1)
+            return skip_items(blocks, start)
         window = self.window if layout is None else self.window_rows(layout)
         if window is None and upstream.length == ENDLESS:
             raise ValueError(
                 "shuffle needs a window where the data set before it is endless: give window=..., "
                 "or shuffle before repeat."
             )
-        return self._window_blocks(upstream.blocks(key, batch_size), window, drawn_for)
+        first, rest = (0, start) if window is None else divmod(start, window)
+        begun = upstream.blocks(key, batch_size, first * (window or 0))
+        return skip_items(self._window_blocks(begun, window, drawn_for, first), rest)
 
     def _window_blocks(
-        self, blocks: Iterator[Block], window: int | None, key: PassKey
+        self, blocks: Iterator[Block], window: int | None, key: PassKey, first: int
     ) -> Iterator[Block]:
+        """Return the blocks from window number `first` on, each in an order of its own."""
         if window is None:
             everything = list(blocks)
             blocks = iter([np.concatenate(everything)] if everything else [])
         else:
             blocks = regroup(blocks, window)
-        for number, block in enumerate(blocks):
+        for number, block in enumerate(blocks, first):
             yield block[self._permutation(len(block), *key, number)]
 
     def _chunk_blocks(

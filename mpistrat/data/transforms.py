@@ -32,12 +32,14 @@ class Take:
         """Return the rows that leave. Local."""
         return rows[: self.count]
 
-    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
-        """Return the items of the pass `key`. Local."""
-        missing = self.count
-        if not missing:
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`. Local."""
+        missing = self.count - start
+        if missing <= 0:
             return
-        for block in upstream.blocks(key, batch_size):
+        for block in upstream.blocks(key, batch_size, start):
             yield block[:missing]
             missing -= len(block)
             # Asking for one block more could cost a generator's time, or never return.
@@ -59,9 +61,11 @@ class Skip:
         """Return the rows that leave. Local."""
         return rows[self.count :]
 
-    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
-        """Return the items of the pass `key`. Local."""
-        return skip_items(upstream.blocks(key, batch_size), self.count)
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`. Local."""
+        return upstream.blocks(key, batch_size, self.count + start)
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,12 @@ class Shard:
         """Return the rows that leave. Local."""
         return rows[self.index :: self.num_shards]
 
-    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
-        """Return the items of the pass `key`. Local."""
-        position = 0
-        for block in upstream.blocks(key, batch_size):
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`. Local."""
+        position = start * self.num_shards
+        for block in upstream.blocks(key, batch_size, position):
             yield block[(self.index - position) % self.num_shards :: self.num_shards]
             position += len(block)
 
@@ -107,16 +113,28 @@ class Repeat:
         """Return the rows that leave. Local."""
         return rows if self.count == 1 else None
 
-    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
-        """Return the items of the pass `key`. Local."""
-        rounds = itertools.count() if self.count is None else range(self.count)
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`. Local."""
+        length = upstream.length
+        if length <= 0:  # how many repetitions to leave out is found by repeating
+            return skip_items(self._repetitions(upstream, key, batch_size, 0, 0), start)
+        return self._repetitions(upstream, key, batch_size, *divmod(start, length))
+
+    def _repetitions(
+        self, upstream: Order, key: PassKey, batch_size: int | None, first: int, start: int
+    ) -> Iterator[Block]:
+        """Return the repetitions from number `first` on, that one without its first `start`."""
+        rounds = itertools.count(first) if self.count is None else range(first, self.count)
         for repetition in rounds:
             empty = True
-            for block in upstream.blocks((*key, repetition), batch_size):
+            for block in upstream.blocks((*key, repetition), batch_size, start):
                 empty = empty and not len(block)
                 yield block
             if empty:
                 return
+            start = 0
 
 
 @dataclass(frozen=True)
@@ -136,9 +154,12 @@ class Batch:
         """No range of rows any more. Local."""
         return None
 
-    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
         """Return one item, a block, for each batch of the pass `key`. Local."""
-        for group in regroup(upstream.blocks(key, self.batch_size), self.batch_size):
+        blocks = upstream.blocks(key, self.batch_size, start * self.batch_size)
+        for group in regroup(blocks, self.batch_size):
             if self.drop_remainder and len(group) < self.batch_size:
                 return
             item = np.empty(1, object)
@@ -157,9 +178,11 @@ class SameOrder:
         """Return the same rows. Local."""
         return rows
 
-    def blocks(self, upstream: Order, key: PassKey, batch_size: int | None) -> Iterator[Block]:
-        """Return the items of the pass `key`. Local."""
-        return upstream.blocks(key, batch_size)
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`. Local."""
+        return upstream.blocks(key, batch_size, start)
 
 
 @dataclass(frozen=True, repr=False)

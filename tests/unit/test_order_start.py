@@ -1,0 +1,89 @@
+"""An order that starts in the middle of a pass is the end of the one that starts at its beginning."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.data.generator_source import GeneratorSource
+from mpistrat.data.order import ENDLESS, ChunkLayout, Order
+from mpistrat.data.shuffle import Shuffle
+from mpistrat.data.sources import RangeSource
+from mpistrat.data.spec import ArraySpec
+from mpistrat.data.transforms import Batch, Prefetch, Repeat, Shard, Skip, Take
+
+_LIMIT = 60
+"""Items compared of an endless pass."""
+
+
+class Chunked(RangeSource):
+    """Rows that lie in chunks, as those of a file."""
+
+    layout = ChunkLayout(np.array([0, 3, 6, 7, 11, 14]), 8)
+
+
+def counting(n):
+    return GeneratorSource(lambda: range(n), ArraySpec((), np.int64))
+
+
+SOURCES = st.sampled_from([RangeSource(14), RangeSource(0), Chunked(14), counting(14), counting(0)])
+COUNTS = st.integers(0, 9)
+BEFORE = st.one_of(
+    st.builds(Take, st.integers(0, 20)),
+    st.builds(Skip, COUNTS),
+    st.builds(lambda n, i: Shard(n, i % n), st.integers(1, 4), COUNTS),
+    st.builds(Repeat, st.one_of(st.none(), st.integers(0, 3))),
+    st.builds(Shuffle, COUNTS, st.booleans(), st.integers(1, 9)),
+    st.just(Prefetch(2)),
+)
+STEPS = st.tuples(
+    st.lists(BEFORE, max_size=3),
+    st.lists(st.builds(Batch, st.integers(1, 6), st.booleans()), max_size=1),
+    st.lists(BEFORE, max_size=2),
+).map(lambda parts: tuple(itertools.chain(*parts)))
+
+
+def is_slow_to_find_empty(order):
+    """Return whether taking one item might go on for ever: a selection of nothing, endlessly."""
+    lengths = [Order(order.source, order.steps[:n]).length for n in range(len(order.steps) + 1)]
+    return ENDLESS in lengths and order.source.num_examples < 0
+
+
+def spell(item):
+    return tuple(map(spell, item)) if np.ndim(item) else int(np.asarray(item))
+
+
+def items(order, start):
+    blocks = order.blocks((2,), None, start)
+    flat = itertools.chain.from_iterable(blocks)
+    return [spell(item) for item in itertools.islice(flat, _LIMIT)]
+
+
+@given(SOURCES, STEPS, st.integers(0, 50))
+def test_a_later_start_gives_the_rest(source, steps, start):
+    order = Order(source, steps)
+    if is_slow_to_find_empty(order):
+        return
+    flat = itertools.chain.from_iterable(order.blocks((2,), None))
+    expected = [spell(item) for item in itertools.islice(flat, start + _LIMIT)][start:]
+    assert items(order, start) == expected
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (Batch(3, False),),
+        (Repeat(None), Batch(3, False)),
+        (Shuffle(0, True, None), Repeat(None), Batch(64, True)),
+        (Repeat(None), Shuffle(0, True, 50), Skip(10**9), Shard(10, 3), Batch(10, False)),
+    ],
+)
+def test_a_start_far_away_takes_no_time(steps):
+    source = RangeSource(10**15 if len(steps) == 1 else 1000)
+    begun = time.perf_counter()
+    block = next(Order(source, steps).blocks((0,), None, 10**8))
+    assert len(block)
+    assert time.perf_counter() - begun < 1.0
