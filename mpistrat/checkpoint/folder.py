@@ -13,9 +13,9 @@ from mpistrat.checkpoint.objects import Tree
 from mpistrat.checkpoint.paths import agree_on_path
 from mpistrat.checkpoint.ranks import collectives_for
 from mpistrat.checkpoint.reader import open_checkpoint
-from mpistrat.errors import CheckpointCorruptError, CheckpointError
+from mpistrat.errors import CheckpointError
 
-__all__ = ["Entry", "file_name", "find_to_resume", "latest_checkpoint", "list_folder"]
+__all__ = ["Entry", "file_name", "latest_checkpoint", "list_folder", "warn_of_damage"]
 
 PREFIX = "checkpoint-"
 _WHAT = "latest_checkpoint"
@@ -92,42 +92,24 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     found: str | None = None
     with ranks.together(_WHAT, folder):
         if ranks.rank == 0:
-            found, _ = _find_sound(folder)
+            found = _find_sound(folder)
     answer: str | None = ranks.broadcast_json(found)
     return answer
 
 
-def find_to_resume(directory: str) -> str | None:
-    """Return the newest checkpoint that verifies, ``None`` in a folder without any. Local.
-
-    Raises
-    ------
-    CheckpointError
-        If there are checkpoints but none verifies: to start again in silence would lose what
-        the program had reached, and later checkpoints would take the places of these.
-    """
-    found, errors = _find_sound(directory)
-    if found is None and errors:
-        corrupt = any(isinstance(error, CheckpointCorruptError) for error in errors)
-        raise (CheckpointCorruptError if corrupt else CheckpointError)(
-            f"The folder {directory} has checkpoints, but none of them can be restored:\n"
-            + "\n".join(f"  {error}" for error in errors)
-            + "\nPut a sound copy in place of one, or move these files away to start from the "
-            "beginning."
-        )
-    return found
-
-
-def _find_sound(directory: str) -> tuple[str | None, list[CheckpointError]]:
-    """Return the newest checkpoint that verifies, and what is wrong with those after it."""
-    errors: list[CheckpointError] = []
+def _find_sound(directory: str) -> str | None:
+    """Return the newest checkpoint that verifies."""
     for entry in reversed(list_folder(directory)):
         try:
             with open_checkpoint(entry.path) as reader:
                 reader.verify()
         except CheckpointError as error:
-            _logger.warning("Passing over a checkpoint that is not sound. %s", error)
-            errors.append(error)
+            warn_of_damage(error)
         else:
-            return entry.path, errors
-    return None, errors
+            return entry.path
+    return None
+
+
+def warn_of_damage(error: CheckpointError) -> None:
+    """Log that a checkpoint is passed over because of `error`. Local."""
+    _logger.warning("Passing over a checkpoint that is not sound. %s", error)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import numbers
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from mpistrat import hdf5
+from mpistrat.checkpoint.background_saver import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint
-from mpistrat.checkpoint.folder import PREFIX, Entry, file_name, find_to_resume, list_folder
+from mpistrat.checkpoint.folder import PREFIX, Entry, file_name, list_folder
 from mpistrat.checkpoint.objects import walk
 from mpistrat.checkpoint.paths import checked_path
 from mpistrat.checkpoint.ranks import collectives_for
-from mpistrat.checkpoint.restoring import restore
+from mpistrat.checkpoint.resuming import restore_newest
 from mpistrat.checkpoint.retention import Retention
 from mpistrat.checkpoint.saving import save
 from mpistrat.collectives import Collectives
@@ -46,7 +48,8 @@ class CheckpointManager:
     step_counter : Variable or callable, optional
         Gives the step where `save` is called without one.
     asynchronous : bool
-        Not available yet.
+        Whether `save` returns once it has copied the state, and rank 0 writes the copy while the
+        program goes on. Rank 0 keeps the memory of the copy for the next one.
 
     Raises
     ------
@@ -72,11 +75,11 @@ class CheckpointManager:
             _check_counter(step_counter)
             _check_limit("max_to_keep", max_to_keep, numbers.Integral)
             _check_limit("keep_every_n_hours", keep_every_n_hours, numbers.Real)
-            if asynchronous:
-                raise NotImplementedError(
-                    "Saving in the background is not available yet. Use asynchronous=False."
-                )
-            call.agree(self._directory, max_to_keep, keep_every_n_hours)
+            if not isinstance(asynchronous, bool):
+                raise TypeError(f"asynchronous must be True or False, not {asynchronous!r}.")
+            call.agree(self._directory, max_to_keep, keep_every_n_hours, asynchronous)
+        self._saver = BackgroundSaver() if asynchronous else None
+        self._planned: Retention | None = None
         keep_every_s = None if keep_every_n_hours is None else keep_every_n_hours * 3600.0
         now_s, found = self._from_root("CheckpointManager", self._look_through)
         entries = [Entry(*each) for each in found]
@@ -94,18 +97,23 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of all files in the folder, oldest first. Local."""
+        """The paths of all files in the folder, oldest first. Local.
+
+        One that is being written in the background comes with the next `save` or `wait`.
+        """
         return [entry.path for entry in self._retention.entries]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest file, sound or not, ``None`` if there is none. Local."""
+        """The path of the newest of `checkpoints`, sound or not, ``None`` without any. Local."""
         return self.checkpoints[-1] if self.checkpoints else None
 
     def save(self, step: int | None = None) -> str:
         """Write ``<directory>/checkpoint-<step>.h5``, and return the path. **Collective**.
 
-        Older files that are not to be kept have been removed when it returns on any rank.
+        Older files that are not to be kept have been removed when it returns on any rank. With
+        ``asynchronous=True`` it waits for the file before, and returns once the state has been
+        copied; the new file then appears later, and older ones go after that.
 
         Parameters
         ----------
@@ -115,28 +123,36 @@ class CheckpointManager:
         Raises
         ------
         CheckpointError
-            As `Checkpoint.write` does.
+            As `Checkpoint.write` does. With ``asynchronous=True`` that of the save before, which
+            is then forgotten, and nothing is saved.
         ValueError
             For a negative step.
         """
+        self.wait()
         given = self._step(step)
         ranks = self._collectives()
         with ranks.call("CheckpointManager.save") as call:
             number = _checked_step(given)
             call.agree(number)
         objects = self._checkpoint.checkpoint_children()
-        path = save(objects, os.path.join(self._directory, file_name(number)), number)
+        path = os.path.join(self._directory, file_name(number))
         # Rank 0's clock decides, so that all ranks remove the same files.
-        now_s = self._from_root("CheckpointManager.save", time.time)
-        surplus = self._retention.add(Entry(now_s, number, path))
+        entry = Entry(self._from_root("CheckpointManager.save", time.time), number, path)
+        planned = copy.copy(self._retention)
+        surplus = planned.add(entry)
+        if self._saver is not None:
+            self._saver.begin(objects, path, number, lambda: _remove_all(surplus))
+            self._planned = planned
+            return path
+        save(objects, path, number)
+        self._retention = planned
         with ranks.together("CheckpointManager.save", path):
             if ranks.rank == 0:
-                for entry in surplus:
-                    _remove(entry.path)
+                _remove_all(surplus)
         return path
 
     def restore_or_initialize(self, init_fn: Callable[[], object] | None = None) -> str | None:
-        """Restore the newest file that verifies, else call `init_fn`. **Collective**.
+        """Restore the newest file that is sound, else call `init_fn`. **Collective**.
 
         Damaged files are passed over with a warning. Every object that the program has must be
         in the file; use `Checkpoint.restore` to restore in part.
@@ -149,7 +165,7 @@ class CheckpointManager:
         Raises
         ------
         CheckpointCorruptError
-            If the folder has checkpoints but none verifies: nothing starts from the beginning
+            If the folder has checkpoints but none is sound: nothing starts from the beginning
             in silence. Move the files away where that is meant.
         CheckpointMismatchError
             If the file lacks an object of the program, or shapes or dtypes differ; the program
@@ -160,15 +176,28 @@ class CheckpointManager:
             if init_fn is not None and not callable(init_fn):
                 raise TypeError(f"init_fn must be a function or None, not {init_fn!r}.")
             call.agree()
-        path: str | None = self._from_root(what, lambda: find_to_resume(self._directory))
-        if path is not None:
-            restore(self._checkpoint, path, allow_missing=False)
-        elif init_fn is not None:
+        self.wait()
+        found = self._from_root(what, lambda: [e.path for e in list_folder(self._directory)])
+        path = restore_newest(self._checkpoint, self._directory, found)
+        if path is None and init_fn is not None:
             init_fn()
         return path
 
     def wait(self) -> None:
-        """Wait until the last `save` is on disk: at once, since `save` waits itself. Local."""
+        """Wait until the last `save` is on disk. **Collective** with ``asynchronous=True``.
+
+        Without, `save` itself waits, and this returns at once.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if the last file could not be written.
+        """
+        if self._saver is None:
+            return
+        planned, self._planned = self._planned, None
+        if self._saver.end(self._collectives()) and planned is not None:
+            self._retention = planned
 
     def _step(self, step: int | None) -> Any:
         """Return the step that is given, counted or next. **Collective** as the counter is."""
@@ -222,6 +251,11 @@ def _check_limit(name: str, value: Any, kind: type[Any]) -> None:
         raise TypeError(f"{name} must be a number or None, not {value!r}.")
     if not value > 0:
         raise ValueError(f"{name} must be positive or None, but it is {value!r}.")
+
+
+def _remove_all(entries: Iterable[Entry]) -> None:
+    for entry in entries:
+        _remove(entry.path)
 
 
 def _remove(path: str) -> None:

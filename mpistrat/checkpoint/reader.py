@@ -13,6 +13,7 @@ import numpy as np
 
 from mpistrat import hdf5
 from mpistrat.checkpoint.attributes import read_attribute, read_names
+from mpistrat.checkpoint.contiguous import offset_of, read_at
 from mpistrat.checkpoint.format import (
     FORMAT,
     FORMAT_VERSION,
@@ -110,6 +111,30 @@ class CheckpointReader:
             flat[begin : begin + piece.size] = piece
             begin += piece.size
         return values
+
+    def is_plain(self, name: str) -> bool:
+        """Return whether the file holds the bytes of a variable as `read_plain` wants them. Local.
+
+        They then are those that its digest is over.
+        """
+        info, dataset = self.variables[name], self._variables[name]
+        plain = dataset.dtype == info.dtype and offset_of(dataset, info.size_bytes) is not None
+        return plain or not info.size_bytes
+
+    def read_plain(self, name: str, piece: np.ndarray, at: int) -> None:
+        """Fill `piece` with the bytes of a variable from number `at` on, unchecked. Local.
+
+        Raises
+        ------
+        CheckpointCorruptError
+            If the file cannot give them.
+        """
+        dataset = self._variables[name]
+        with _naming_damage(self.path, name):
+            offset = offset_of(dataset, self.variables[name].size_bytes)
+            if offset is None:
+                raise ValueError("the values have no place in the file")
+            read_at(dataset.file, offset + at, piece)
 
     def read_pieces(self, name: str) -> Iterator[np.ndarray]:
         """Yield the values of a variable in C order, flat, in native byte order. Local.

@@ -1,24 +1,24 @@
-"""Restore a tree of objects: rank 0 reads and checks, all ranks assign, or none does."""
+"""Restore a tree of objects: rank 0 reads, all ranks check and assign, or none does."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from mpistrat.checkpoint.format import VARIABLES
+from mpistrat.checkpoint.distribution import Stored, distribute, stored_in
 from mpistrat.checkpoint.objects import Tree, walk
 from mpistrat.checkpoint.paths import agree_on_path
 from mpistrat.checkpoint.ranks import collectives_for
-from mpistrat.checkpoint.reader import open_checkpoint
+from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
 from mpistrat.checkpoint.restoration import Restoration
 from mpistrat.checkpoint.shapes import check_shapes
 from mpistrat.checkpoint.status import RestoreStatus, check_nothing_missing
 from mpistrat.collectives import Collectives
+from mpistrat.errors import CheckpointCorruptError
 from mpistrat.spans import spanned
 from mpistrat.tracking import Trackable
 
@@ -46,22 +46,22 @@ def restore(
     began_s = time.perf_counter()
     tree = walk(root.checkpoint_children())
     ranks = collectives_for(tree, _WHAT)
-    arrays: dict[str, np.ndarray] = {}
-    state: dict[str, Any] = {}
     file = agree_on_path(ranks, _WHAT, path)
-    with ranks.together(_WHAT, file):
-        if ranks.rank == 0:
-            arrays, state = _read(file)
-    state = ranks.broadcast_json(state)
-    types = ranks.broadcast_json([[p, a.shape, a.dtype.str] for p, a in arrays.items()])
-    stored = {name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in types}
-    with ranks.together(_WHAT, file):
-        check_shapes(file, tree, stored)
-        if not allow_missing:
-            check_nothing_missing(file, tree, {*stored, *state})
-    for name, (shape, dtype) in stored.items():
-        own = arrays.get(name)
-        arrays[name] = ranks.broadcast(np.empty(shape, dtype) if own is None else own)
+    with contextlib.ExitStack() as stack:
+        reader: CheckpointReader | None = None
+        contents: dict[str, Any] = {}
+        with ranks.together(_WHAT, file):
+            if ranks.rank == 0:
+                reader = stack.enter_context(open_checkpoint(file))
+                contents = _contents(reader)
+        contents = ranks.broadcast_json(contents)
+        state = contents["state"]
+        stored = {name: Stored.from_json(each) for name, each in contents["arrays"].items()}
+        with ranks.together(_WHAT, file):
+            check_shapes(file, tree, {name: (s.shape, s.dtype) for name, s in stored.items()})
+            if not allow_missing:
+                check_nothing_missing(file, tree, {*stored, *state})
+        arrays = distribute(ranks, _WHAT, file, stored, reader)
     restoration = Restoration(file, arrays, state)
     _load(ranks, restoration, tree)
     restoration.take(tree)
@@ -71,13 +71,17 @@ def restore(
     return RestoreStatus(root, restoration, warns=ranks.rank == 0)
 
 
-def _read(path: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    arrays: dict[str, np.ndarray] = {}
-    state: dict[str, Any] = {}
-    with open_checkpoint(path) as reader:
-        for group, name, value in reader.read_each():
-            (arrays if group == VARIABLES else state)[name] = value
-    return arrays, state
+def _contents(reader: CheckpointReader) -> dict[str, Any]:
+    """Return all of a file but the values of its arrays."""
+    try:
+        state = {name: reader.read_state(name) for name in reader.state_paths}
+    except CheckpointCorruptError:
+        reader.verify()  # names what else is damaged
+        raise
+    return {
+        "state": state,
+        "arrays": {name: each.as_json() for name, each in stored_in(reader).items()},
+    }
 
 
 def _load(ranks: Collectives, restoration: Restoration, tree: Tree) -> None:

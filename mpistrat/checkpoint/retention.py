@@ -42,6 +42,12 @@ class Retention:
         if not self._kept:
             self._count_from_s = found[0].created_s if found else now_s
 
+    def __copy__(self) -> Retention:
+        twin = object.__new__(Retention)
+        vars(twin).update(vars(self))
+        twin._recent, twin._kept = list(self._recent), list(self._kept)
+        return twin
+
     @property
     def entries(self) -> list[Entry]:
         """All files, oldest first. Local."""

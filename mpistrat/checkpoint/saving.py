@@ -9,13 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from mpistrat.checkpoint.format import Header, is_storable
-from mpistrat.checkpoint.json_state import split_state
-from mpistrat.checkpoint.objects import Tree, walk
-from mpistrat.checkpoint.paths import agree_on_path
-from mpistrat.checkpoint.ranks import collectives_for, mpi_library
+from mpistrat.arrays import Array
+from mpistrat.checkpoint.format import Header
+from mpistrat.checkpoint.gathering import Gathering
 from mpistrat.checkpoint.writer import CheckpointWriter, create_checkpoint
 from mpistrat.collectives import Collectives
 from mpistrat.spans import spanned
@@ -34,57 +30,13 @@ def save(objects: Mapping[str, object], path: str | os.PathLike[str], step: int 
     rest, and the error is raised on every rank at the end.
     """
     began_s = time.perf_counter()
-    tree = walk(objects)
-    ranks = collectives_for(tree, _WHAT)
-    target = agree_on_path(ranks, _WHAT, path)
-    with ranks.together(_WHAT, target):
-        _check_savable(tree)
-        states = {p: split_state(each.state_dict(), p) for p, each in tree.stateful.items()}
-    _check_same_on_all_ranks(ranks, target, tree)
-    header = Header(step=step, num_replicas=ranks.size, mpi_library=mpi_library(ranks))
-    with _file_of_root(ranks, target, header) as file:
-        for name, variable in tree.variables.items():
-            value = variable.save_value()
-            modes = {
-                "synchronization": variable.synchronization.name,
-                "aggregation": variable.aggregation.name,
-                "trainable": variable.trainable,
-            }
-            file.add_variable(name, value, modes)
-        for name, (state, arrays) in states.items():
-            file.add_state(name, state, list(arrays))
-            for key, array in arrays.items():
-                file.add_variable(f"{name}/{key}", array, {})
+    gathering = Gathering(objects, _WHAT, path)
+    ranks, target = gathering.ranks, gathering.path
+    with _file_of_root(ranks, target, gathering.header(step)) as file:
+        gathering.send_to(file)
     if ranks.rank == 0:
         _logger.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - began_s)
     return target
-
-
-def _check_savable(tree: Tree) -> None:
-    if tree.empty:
-        raise TypeError(
-            f"A checkpoint found nothing to save in {', '.join(map(repr, tree.empty))}: such "
-            "objects need variables among their attributes, or state_dict() and "
-            "load_state_dict()."
-        )
-    for name, variable in tree.variables.items():
-        if not is_storable(variable.dtype):
-            raise TypeError(
-                f"A checkpoint cannot save the variable {name!r}: HDF5 has no type for its dtype "
-                f"{variable.dtype}. Keep a float32 variable beside it, and save that."
-            )
-
-
-def _check_same_on_all_ranks(ranks: Collectives, path: str, tree: Tree) -> None:
-    own = tree.paths()
-    first = ranks.broadcast_json(own)
-    with ranks.together(_WHAT, path):
-        if own != first:
-            differing = sorted(set(own) ^ set(first)) or "only in their order"
-            raise ValueError(
-                f"{_WHAT}: the objects on rank {ranks.rank} of {ranks.size} differ from those on "
-                f"rank 0: {differing}. Every rank must save the same objects in the same order."
-            )
 
 
 @contextlib.contextmanager
@@ -111,10 +63,14 @@ class _RootFile:
         except Exception as error:
             self._failure = error
 
-    def add_variable(self, path: str, array: np.ndarray | None, modes: dict[str, Any]) -> None:
+    def add_variable(
+        self, path: str, array: Array | None, modes: dict[str, Any], lives_on: bool
+    ) -> None:
         """Write `array`, which rank 0 always has."""
         if array is not None:
-            self._attempt(lambda writer: writer.add_variable(path, array, **modes))
+            self._attempt(
+                lambda writer: writer.add_variable(path, array, **modes, lives_on=lives_on)
+            )
 
     def add_state(self, path: str, state: dict[str, Any], arrays: Sequence[str]) -> None:
         """Write JSON state, and the names of the arrays that belong to it."""

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
+from mpistrat.arrays import Array, host_view, is_on_host
+from mpistrat.checkpoint.contiguous import create_unwritten, offset_of, write_at
+from mpistrat.checkpoint.digesting import Digester, Digests
 from mpistrat.checkpoint.format import (
     STATE,
     VARIABLES,
@@ -20,9 +23,14 @@ from mpistrat.checkpoint.format import (
     digest_of_text,
 )
 from mpistrat.checkpoint.json_text import dump_json
+from mpistrat.checkpoint.pieces import pieces_on_host
 from mpistrat.errors import CheckpointError
 
 __all__ = ["CheckpointWriter", "create_checkpoint"]
+
+
+_BYTES_WORTH_A_THREAD = 2**18
+"""Smaller arrays are written by HDF5, and their digests computed at once."""
 
 
 class CheckpointWriter:
@@ -34,32 +42,63 @@ class CheckpointWriter:
     header : Header
     path : path
         The final name, for messages.
+    digests : Digests
     """
 
-    def __init__(self, file: Any, header: Header, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, file: Any, header: Header, path: str | os.PathLike[str], digests: Digests
+    ) -> None:
         self._path = path
         for name, value in asdict(header).items():
             file.attrs[name] = value
         file.attrs["digest"] = header.digest
+        self._file = file
         self._variables = file.create_group(VARIABLES)
         self._state = file.create_group(STATE)
+        self._digests = digests
+        self._unfinished: list[tuple[Any, Digester]] = []
 
     def add_variable(
         self,
         path: str,
-        array: np.ndarray,
+        array: Array,
         *,
         synchronization: str = "NONE",
         aggregation: str = "NONE",
         trainable: bool = False,
+        lives_on: bool = False,
     ) -> None:
-        """Add the values of one variable, or an array of an object's state. Local."""
+        """Add the values of one variable, or an array of an object's state. Local.
+
+        Where `lives_on`, nobody changes or drops `array` before `finish`, so that its digest
+        need not be complete when this returns.
+        """
         with _explaining(self._path):
-            dataset = self._variables.create_dataset(path, data=array)
+            if array.nbytes < _BYTES_WORTH_A_THREAD:
+                host = host_view(array)
+                dataset = self._variables.create_dataset(path, data=host)
+                dataset.attrs["digest"] = digest_of_array(host)
+            else:
+                dataset = self._write_large(path, array, lives_on)
             dataset.attrs["synchronization"] = synchronization
             dataset.attrs["aggregation"] = aggregation
             dataset.attrs["trainable"] = trainable
-            dataset.attrs["digest"] = digest_of_array(array)
+
+    def _write_large(self, path: str, array: Array, lives_on: bool) -> Any:
+        dataset = create_unwritten(self._variables, path, array)
+        offset = offset_of(dataset, array.nbytes)
+        if offset is None:
+            raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {path}")
+        digester = self._digests.begin()
+        for piece in pieces_on_host(array):
+            digester.update(piece, is_view=is_on_host(array))
+            write_at(self._file, offset, piece)
+            offset += piece.nbytes
+        if lives_on:
+            self._unfinished.append((dataset, digester))
+        else:
+            dataset.attrs["digest"] = digester.result()
+        return dataset
 
     def add_state(self, path: str, value: Any, arrays: Sequence[str] = ()) -> None:
         """Add the JSON `value` of one object, and the names of its arrays below `path`. Local."""
@@ -71,6 +110,13 @@ class CheckpointWriter:
             dataset.attrs["digest"] = digest_of_text(text)
             names = np.array(arrays, dtype=object)
             dataset.attrs.create("arrays", names, dtype=hdf5.h5py().string_dtype())
+
+    def finish(self) -> None:
+        """Write the digests that were not complete before. Local."""
+        with _explaining(self._path):
+            for dataset, digester in self._unfinished:
+                dataset.attrs["digest"] = digester.result()
+            self._unfinished.clear()
 
 
 @contextlib.contextmanager
@@ -86,8 +132,10 @@ def create_checkpoint(path: str | os.PathLike[str], header: Header) -> Iterator[
     with contextlib.ExitStack() as stack:
         with _explaining(path):
             file = stack.enter_context(hdf5.create_atomically(path))
-            writer = CheckpointWriter(file, header, path)
+            digests = stack.enter_context(Digests())
+            writer = CheckpointWriter(file, header, path, digests)
         yield writer
+        writer.finish()
         with _explaining(path):
             stack.close()
 

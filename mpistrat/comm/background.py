@@ -21,7 +21,7 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._last: _Task | None = None
         self._thread: threading.Thread | None = None
 
@@ -40,6 +40,11 @@ class Background:
         if self._last is not None:
             self._last.wait_for_end()
 
+    def close(self) -> None:
+        """Let the thread end once everything is done; nothing may be submitted any more. Local."""
+        if self._thread is not None:
+            self._tasks.put(None)
+
     def _start(self) -> bool:
         """Start the thread, and return whether that was possible."""
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -51,8 +56,9 @@ class Background:
         return True
 
     def _work(self) -> None:
-        while True:
-            self._tasks.get().run()
+        while (task := self._tasks.get()) is not None:
+            task.run()
+            del task  # or what it has raised, and all that refers to, would live on
 
 
 class _Task:

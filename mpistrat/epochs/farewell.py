@@ -21,6 +21,7 @@ from mpistrat.epochs.callsite import failure_site
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.companions import existing_beacon
 from mpistrat.epochs.interruption import Interruption
+from mpistrat.epochs.leaving import finish_work
 from mpistrat.epochs.obituary import describe_failure, print_failures
 from mpistrat.epochs.parting import Parting
 from mpistrat.epochs.printer import print_line
@@ -160,6 +161,7 @@ def _part(
         ends_alone = True
     logs.close()
     if ends_alone:
+        finish_work()
         if any(channel.is_told for channel in channels):
             # Whoever told it ends the job for all, once the others have left their records.
             time.sleep(_TELL_S)
@@ -171,6 +173,7 @@ def _part(
         partings[0].channel.transport.abort(1)
     has_printed = print_failures(partings[0], text, among)
     if has_printed and among:
+        finish_work()
         _process.abort(1)  # ranks of no channel of this one would go on, and never hear of it
     for channel in channels:
         if not channel.pending:

@@ -13,7 +13,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Leaving", "prepare", "watch_leaving"]
+__all__ = ["Leaving", "finish_work", "prepare", "watch_leaving"]
 
 _logger = logging.getLogger("mpistrat")
 
@@ -31,6 +31,9 @@ class Leaving:
 
     def after_farewell(self) -> None:
         """Act once all ranks have ended, as far as this one knows."""
+
+    def before_abort(self) -> None:
+        """Finish what must not be lost, because this rank is about to end the job for all."""
 
 
 class _Process:
@@ -59,6 +62,14 @@ def watch_leaving(watcher: Leaving) -> None:
         _process.previous_hook = sys.excepthook
         sys.excepthook = _on_uncaught
     _process.watchers.append(watcher)
+
+
+def finish_work() -> None:
+    """Have all that must not be lost finished before this rank ends the job. Local."""
+    try:
+        _for_each("before_abort")
+    except Exception as failure:
+        _logger.warning("%s while leaving: %s", type(failure).__name__, failure)
 
 
 def _on_uncaught(

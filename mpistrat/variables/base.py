@@ -241,12 +241,13 @@ class Variable(RowWrites, ArrayLike):
     def _write_locally(self, write: Write, value: Any) -> None:
         write.apply(self._storage, write.checked(self._target, value))
 
-    def save_value(self) -> np.ndarray | None:
-        """Return what a checkpoint stores: a host array on rank 0, ``None`` elsewhere.
+    def save_value(self) -> Array | None:
+        """Return what a checkpoint stores: an array on rank 0, ``None`` elsewhere.
 
-        **Collective** for SyncOnRead variables, else **Local**.
+        It lies where the variable does and may be its storage. **Collective** for SyncOnRead
+        variables, else **Local**.
         """
-        return host_copy(self._storage)
+        return self._storage
 
     def load_value(self, array: np.ndarray) -> None:
         """Set the variable from what a checkpoint has stored. **Local**, on every rank alike."""

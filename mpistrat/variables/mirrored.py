@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from mpistrat import context
-from mpistrat.arrays import Array, host_copy
+from mpistrat.arrays import Array
 from mpistrat.collectives import Collectives
 from mpistrat.options import VariableAggregation
 from mpistrat.values import PerReplica
@@ -65,6 +63,6 @@ class MirroredVariable(Variable, on_read=False):
         collectives: Collectives = self.strategy.extended.collectives
         return collectives
 
-    def save_value(self) -> np.ndarray | None:
-        """Return a copy of rank 0's component there, ``None`` elsewhere. Local."""
-        return host_copy(self._storage) if self._collectives.rank == 0 else None
+    def save_value(self) -> Array | None:
+        """Return rank 0's component there, ``None`` elsewhere. Local."""
+        return self._storage if self._collectives.rank == 0 else None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arrays import Array, host_copy
+from mpistrat.arrays import Array
 from mpistrat.collectives import Collectives
 from mpistrat.options import ReduceOp, VariableAggregation
 from mpistrat.values import PerReplica
@@ -104,7 +104,7 @@ class SyncOnReadVariable(Variable, on_read=True):
         collectives: Collectives = self.strategy.extended.collectives
         return collectives
 
-    def save_value(self) -> np.ndarray | None:
+    def save_value(self) -> Array | None:
         """Return the aggregated value on rank 0, ``None`` elsewhere. **Collective**.
 
         Raises
@@ -116,9 +116,9 @@ class SyncOnReadVariable(Variable, on_read=True):
             self._check_can_aggregate("checkpoint")
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 call.agree(str(self.dtype), self.shape)
-                return host_copy(self._storage) if self._collectives.rank == 0 else None
+                return self._storage if self._collectives.rank == 0 else None
             reduced = call.reduce(ReduceOp[self.aggregation.name], [self._storage], 0)
-        return None if reduced is None else host_copy(reduced[0])
+        return None if reduced is None else reduced[0]
 
     def load_value(self, array: np.ndarray) -> None:
         """Set this replica's component: value / N under SUM, else the value. Local."""

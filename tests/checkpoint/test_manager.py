@@ -161,7 +161,7 @@ def test_another_programs_checkpoint_is_refused_and_changes_nothing(make, weight
         ({"keep_every_n_hours": float("nan")}, ValueError),
         ({"keep_every_n_hours": "1"}, TypeError),
         ({"step_counter": 3}, TypeError),
-        ({"asynchronous": True}, NotImplementedError),
+        ({"asynchronous": 1}, TypeError),
     ],
 )
 def test_arguments_that_cannot_be_honoured_are_refused(make, arguments, error):

@@ -1,0 +1,179 @@
+"""Checkpoints that rank 0 writes in a thread while the program goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpistrat.checkpoint.gathering import Gathering
+from mpistrat.checkpoint.snapshot import Snapshot
+from mpistrat.collectives import Collectives
+from mpistrat.comm.background import Background
+from mpistrat.epochs.leaving import Leaving, prepare, watch_leaving
+from mpistrat.errors import CheckpointError
+from mpistrat.spans import spanned
+
+__all__ = ["BackgroundSaver"]
+
+_WHAT = "CheckpointManager.save"
+_logger = logging.getLogger("mpistrat")
+
+
+class BackgroundSaver:
+    """Saves in the background, one file after the other.
+
+    A copy of the state is taken on rank 0, whose memory it keeps. A thread writes it. What the
+    thread fails at is raised on every rank by the next `end`, or logged when the program ends.
+    """
+
+    def __init__(self) -> None:
+        self._snapshot = Snapshot()
+        self._thread = Background("mpistrat-checkpoint")
+        weakref.finalize(self, self._thread.close).atexit = False
+        self._path: str | None = None
+        """What is being written, equal on all ranks."""
+        self._wait: Callable[[], None] | None = None
+        """What waits for the thread, on rank 0."""
+
+    @spanned("checkpoint", _WHAT)
+    def begin(
+        self, objects: Mapping[str, object], path: str, step: int, then: Callable[[], object]
+    ) -> None:
+        """Copy the state of `objects`, and begin to write it to `path`. **Collective**.
+
+        Parameters
+        ----------
+        objects : dict of str to object
+        path : str
+        step : int
+        then : callable
+            Called on rank 0, in the thread, once the file is on disk.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no memory for the copy on rank 0; nothing is written then.
+        TypeError, ValueError
+            As `Gathering` does.
+        """
+        began_s = time.perf_counter()
+        gathering = Gathering(objects, _WHAT, path)
+        is_root = gathering.ranks.rank == 0
+        sink = _SteadySink(self._snapshot if is_root else None)
+        gathering.send_to(sink)
+        with gathering.ranks.together(_WHAT, path):
+            sink.check()
+        self._path = path
+        if not is_root:
+            return
+        snapshot, header = self._snapshot, gathering.header(step)
+
+        def write() -> None:
+            snapshot.write(path, header)
+            then()
+            _logger.info("Checkpoint %s written in %.2f s", path, time.perf_counter() - began_s)
+
+        _unended.add(self)
+        self._wait = self._thread.submit(write)
+
+    def end(self, ranks: Collectives) -> bool:
+        """Wait for the file that is being written; return whether there was one. **Collective**.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if it could not be written; what was there before is unchanged.
+        """
+        if self._path is None:
+            return False
+        path, self._path = self._path, None
+        with ranks.together(_WHAT, path):
+            if self._wait is not None:
+                wait, self._wait = self._wait, None
+                try:
+                    wait()
+                finally:
+                    _unended.discard(self)
+        return True
+
+    def finish(self) -> None:
+        """Wait at the end of the program, and log what nobody will ask for. Local."""
+        try:
+            if self._wait is not None:
+                self._wait()
+        except Exception as error:
+            _logger.error("%s", error)
+        finally:
+            self._wait = None
+
+
+class _SteadySink:
+    """Takes the state on rank 0, in step with the others also where memory runs out."""
+
+    def __init__(self, snapshot: Snapshot | None) -> None:
+        self._snapshot = snapshot
+        self._failure: Exception | None = None
+        if snapshot is not None:
+            snapshot.clear()
+
+    def add_variable(self, *arguments: Any) -> None:
+        """Copy a variable."""
+        self._attempt("add_variable", arguments)
+
+    def add_state(self, *arguments: Any) -> None:
+        """Take JSON state."""
+        self._attempt("add_state", arguments)
+
+    def _attempt(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if self._snapshot is None or self._failure is not None:
+            return
+        try:
+            getattr(self._snapshot, name)(*arguments)
+        except Exception as error:
+            self._failure = error
+
+    def check(self) -> None:
+        """Raise what went wrong."""
+        if isinstance(self._failure, MemoryError):
+            raise CheckpointError(
+                f"There is no memory for a copy of the state on rank 0: {self._failure}. Save "
+                "with asynchronous=False."
+            ) from self._failure
+        if self._failure is not None:
+            raise self._failure
+
+
+class _AtTheEnd(Leaving):
+    """Lets no program end while one of its checkpoints is being written."""
+
+    def __init__(self) -> None:
+        self._savers: set[BackgroundSaver] = set()
+        self._is_watching = False
+
+    def add(self, saver: BackgroundSaver) -> None:
+        """Wait for `saver` at the end of the program. Local."""
+        if not self._is_watching:
+            self._is_watching = True
+            prepare()
+            watch_leaving(self)
+        self._savers.add(saver)
+
+    def discard(self, saver: BackgroundSaver) -> None:
+        """Wait for `saver` no more. Local."""
+        self._savers.discard(saver)
+
+    def before_abort(self) -> None:
+        """Wait before this rank ends the job."""
+        self.after_farewell()
+
+    def after_farewell(self) -> None:
+        """Wait, while the other ranks may already leave."""
+        for saver in list(self._savers):
+            saver.finish()
+            self.discard(saver)
+
+
+_unended = _AtTheEnd()

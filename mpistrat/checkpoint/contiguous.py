@@ -1,0 +1,70 @@
+"""Large arrays in an HDF5 file, written and read where they lie, past the HDF5 library.
+
+The library serves one thread at a time. A program that trains reads its data while a checkpoint
+is written beside it, so the bytes of large arrays take the file's own descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.hdf5 import h5py
+
+__all__ = ["create_unwritten", "offset_of", "read_at", "write_at"]
+
+
+def create_unwritten(group: Any, path: str, array: Array) -> Any:
+    """Return a new data set for `array`, which has its place in the file but no values. Local."""
+    h5p, h5d = h5py().h5p, h5py().h5d
+    plist = h5p.create(h5p.DATASET_CREATE)
+    plist.set_layout(h5d.CONTIGUOUS)
+    plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    plist.set_fill_time(h5d.FILL_TIME_NEVER)
+    return group.create_dataset(path, shape=array.shape, dtype=array.dtype, dcpl=plist)
+
+
+def offset_of(dataset: Any, num_bytes: int) -> int | None:
+    """Return at which byte of the file the values of `dataset` begin. Local.
+
+    ``None`` where they do not lie there as one block of `num_bytes` bytes in C order.
+    """
+    offset: int | None = dataset.id.get_offset()
+    if dataset.file.userblock_size or dataset.id.get_storage_size() != num_bytes:
+        return None
+    return offset
+
+
+def write_at(file: Any, offset: int, piece: np.ndarray) -> None:
+    """Write the bytes of `piece` to the open h5py `file`. Local.
+
+    Raises
+    ------
+    OSError
+        If the system refuses.
+    """
+    handle = file.id.get_vfd_handle()
+    left = memoryview(piece.reshape(-1).view(np.uint8).data)
+    while left:
+        written = os.pwrite(handle, left, offset)
+        left, offset = left[written:], offset + written
+
+
+def read_at(file: Any, offset: int, piece: np.ndarray) -> None:
+    """Fill `piece` with bytes of the open h5py `file`. Local.
+
+    Raises
+    ------
+    OSError
+        If the system refuses, or the file ends before.
+    """
+    handle = file.id.get_vfd_handle()
+    left = memoryview(piece.reshape(-1).view(np.uint8).data)
+    while left:
+        num_bytes = os.preadv(handle, [left], offset)
+        if num_bytes == 0:
+            raise OSError(f"the file ends at byte {offset}")
+        left, offset = left[num_bytes:], offset + num_bytes
