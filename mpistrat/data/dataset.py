@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mpistrat.data.arguments import integer
+from mpistrat.data.arguments import boolean, integer
 from mpistrat.data.generator_source import GeneratorSource
 from mpistrat.data.hdf5_source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator
@@ -76,7 +76,7 @@ class Dataset:
         Raises
         ------
         DataError
-            If there is no array, one is 0-d, or lengths differ.
+            If there is no array, one is 0-d or masked, or lengths differ.
         """
         return cls(Pipeline(ArraySource(nest)))
 
@@ -100,14 +100,15 @@ class Dataset:
         TypeError
             If `fn` is not callable or `element_spec` is no nest of `ArraySpec`.
         DataError
-            While iterating, if an element does not fit `element_spec`.
+            While iterating, if an element does not fit `element_spec`, or if `fn` returns no
+            iterable, or the iterator that it has returned before.
         """
         return cls(Pipeline(GeneratorSource(fn, element_spec)))
 
     @classmethod
     def range(cls, n: int) -> Dataset:
         """Return the integers 0 to `n` - 1, as int64. Local."""
-        return cls(Pipeline(RangeSource(integer("n", n, 0))))
+        return cls(Pipeline(RangeSource(integer("n", n, 0, maximum=2**63 - 1))))
 
     def shuffle(
         self, seed: int, reshuffle_each_iteration: bool = True, window: int | None = None
@@ -137,10 +138,12 @@ class Dataset:
         Raises
         ------
         TypeError, ValueError
-            If `seed` is no integer of at least 0, or `window` none of at least 1.
+            If `seed` is no integer of at least 0, `window` none of at least 1, or
+            `reshuffle_each_iteration` no bool.
         """
         window = None if window is None else integer("window", window, 1)
-        return self._then(Shuffle(integer("seed", seed, 0), bool(reshuffle_each_iteration), window))
+        reshuffles = boolean("reshuffle_each_iteration", reshuffle_each_iteration)
+        return self._then(Shuffle(integer("seed", seed, 0), reshuffles, window))
 
     def batch(self, global_batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Return the examples in batches: arrays with one more dimension in front. Local.
@@ -155,14 +158,14 @@ class Dataset:
         Raises
         ------
         TypeError, ValueError
-            If `global_batch_size` is no integer of at least 1.
+            If `global_batch_size` is no integer of at least 1, or `drop_remainder` no bool.
         NotImplementedError
             If the elements are batches already.
         """
         batch_size = integer("global_batch_size", global_batch_size, 1)
         if self.pipeline.batch is not None:
             raise NotImplementedError("Batches of batches are not supported: call batch() once.")
-        return self._then(Batch(batch_size, bool(drop_remainder)))
+        return self._then(Batch(batch_size, boolean("drop_remainder", drop_remainder)))
 
     def map(self, fn: Callable[..., Any], seed: int = 0) -> Dataset:
         """Return `fn` of each element. Local.
@@ -173,7 +176,8 @@ class Dataset:
         `mpistrat.data.example_rng`, so that they depend on the example and not on the rank.
 
         Where `fn` comes before `batch`, all examples get the dtype of the first one of the data
-        set, as it is without shuffling, whatever the number of ranks.
+        set, as it is without shuffling, whatever the number of ranks; strings are at least as wide
+        as those of the source.
 
         Parameters
         ----------

@@ -123,7 +123,8 @@ def _stack(examples: Iterable[Any], spec: Any) -> Any:
 
 
 def _cast(leaf: Any, spec: ArraySpec, place: str) -> np.ndarray:
-    if not (is_array(leaf) or is_number(leaf)):
+    is_plain = is_array(leaf) or is_number(leaf) or isinstance(leaf, np.generic)
+    if not is_plain or isinstance(leaf, np.ma.MaskedArray):
         raise DataError(
             f"map gave {leaf!r} at {place!r}, but arrays and numbers were expected, so that "
             "examples can be stacked to a batch."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class GeneratorSource:
     Raises
     ------
     TypeError
-        If `fn` is not callable or `element_spec` is no nest of `ArraySpec`.
+        If `fn` is not callable or `element_spec` is no nest of `ArraySpec` of fixed dtypes.
     """
 
     def __init__(self, fn: Callable[[], Iterable[Any]], element_spec: Any) -> None:
@@ -38,7 +39,10 @@ class GeneratorSource:
         for spec in self._specs:
             if not isinstance(spec, ArraySpec):
                 raise TypeError(f"element_spec must be a nest of ArraySpec, not of {spec!r}.")
+            if spec.dtype.hasobject:
+                raise TypeError(f"element_spec must have fixed dtypes, not object: {spec!r}.")
         self._fn = fn
+        self._last: weakref.ref[Any] | None = None
         self.element_spec = element_spec
 
     @property
@@ -63,10 +67,29 @@ class GeneratorSource:
 
     def stream(self) -> Iterator[Block]:
         """Return one item for each element of a new generator. Local."""
-        for number, element in enumerate(self._fn()):
+        for number, element in enumerate(self._begun()):
             item = np.empty(1, object)
             item[0] = self._checked(element, number)
             yield item
+
+    def _begun(self) -> Iterator[Any]:
+        """Return a new iterator."""
+        elements = self._fn()
+        try:
+            iterator = iter(elements)
+        except TypeError:
+            raise DataError(
+                f"{self.kind}: the function returned {elements!r} of type "
+                f"{type(elements).__name__}, but an iterable was expected."
+            ) from None
+        if iterator is elements and isinstance(iterator, Generator):
+            if self._last is not None and self._last() is iterator:
+                raise DataError(
+                    f"{self.kind}: the function returned the same generator as for the pass "
+                    "before, which is used up. Let it make a new one each time it is called."
+                )
+            self._last = weakref.ref(iterator)
+        return iterator
 
     def _checked(self, element: Any, number: int) -> list[np.ndarray]:
         leaves, structure = nests.flatten(element)
@@ -83,7 +106,7 @@ class GeneratorSource:
     def _checked_leaf(self, leaf: Any, spec: ArraySpec, path: str, number: int) -> np.ndarray:
         # The generator may fill the same array again, so the example keeps a copy.
         array = np.array(leaf)
-        cast = fitted(array, spec.dtype)
+        cast = None if isinstance(leaf, np.ma.MaskedArray) else fitted(array, spec.dtype)
         if cast is None or not spec.fits(cast):
             raise DataError(
                 f"from_generator: {path or 'the array'!r} of element {number} is "

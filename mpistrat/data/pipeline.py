@@ -18,7 +18,7 @@ from mpistrat.data.lookahead import look_ahead
 from mpistrat.data.order import Block, Order, Reader, Source, Step
 from mpistrat.data.random_numbers import PassStream
 from mpistrat.data.shuffle import Shuffle
-from mpistrat.data.spec import batched, open_batch, spec_of
+from mpistrat.data.spec import batched, open_batch, spec_of, with_room_for_text
 from mpistrat.data.transforms import Batch, Map, Prefetch
 from mpistrat.errors import DataError
 
@@ -95,7 +95,7 @@ class Pipeline:
             return self.source.element_spec
         with closing(self.source.open(0)) as reader:
             for example in self._maker(reader, 0).examples(self._first_item, 0):
-                return spec_of(example)
+                return with_room_for_text(spec_of(example), self.source.element_spec)
         return None
 
     @cached_property

@@ -66,7 +66,7 @@ class ArraySource(_InMemory):
     Raises
     ------
     DataError
-        If there are no arrays, one has no first dimension, or their lengths differ.
+        If there are no arrays, one has no first dimension or a mask, or their lengths differ.
     """
 
     kind = "from_arrays"
@@ -76,10 +76,15 @@ class ArraySource(_InMemory):
         self._arrays = [arrays.host_view(leaf) for leaf in leaves]
         if not leaves:
             raise DataError("from_arrays needs at least one array, but the nest is empty.")
-        for path, array in zip(paths, self._arrays, strict=True):
+        for path, leaf, array in zip(paths, leaves, self._arrays, strict=True):
             where = f"the array {path!r}" if path else "the array"
             if array.dtype.hasobject:
                 raise DataError(f"from_arrays: {where} has the dtype object; use a fixed one.")
+            if isinstance(leaf, np.ma.MaskedArray):
+                raise DataError(
+                    f"from_arrays: {where} is masked, which batches cannot be. Fill it first: "
+                    "array.filled(value)."
+                )
             if not array.ndim:
                 raise DataError(
                     f"from_arrays: {where} is 0-d ({array!r}), but a first dimension, the "

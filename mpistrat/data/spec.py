@@ -11,7 +11,15 @@ import numpy as np
 
 from mpistrat import nests
 
-__all__ = ["ArraySpec", "batched", "describe", "empty_batch", "open_batch", "spec_of"]
+__all__ = [
+    "ArraySpec",
+    "batched",
+    "describe",
+    "empty_batch",
+    "open_batch",
+    "spec_of",
+    "with_room_for_text",
+]
 
 
 @nests.leaf_type
@@ -67,6 +75,25 @@ def _spec_of_leaf(leaf: Any) -> ArraySpec:
     # Arrays on a device have a dtype, and refuse to become NumPy arrays.
     dtype: np.dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     return ArraySpec(np.shape(leaf), dtype.newbyteorder("="))
+
+
+def with_room_for_text(spec: Any, other: Any) -> Any:
+    """Return the nest `spec` with strings as wide as the widest in the nest `other`. Local.
+
+    A string of an array is only as wide as its text, so that of one example says too little.
+    """
+    widths = {kind: [0] for kind in "SU"}
+    for leaf in nests.flatten(other)[0]:
+        widths.get(leaf.dtype.kind, []).append(leaf.dtype.itemsize)
+
+    def widened(leaf: ArraySpec) -> ArraySpec:
+        kind, size = leaf.dtype.kind, leaf.dtype.itemsize
+        if leaf.shape or kind not in widths:
+            return leaf
+        length = max(*widths[kind], size) // np.dtype(f"{kind}1").itemsize
+        return ArraySpec((), f"{kind}{length}")
+
+    return nests.map_nest(widened, spec)
 
 
 def batched(spec: Any, batch_size: int | None) -> Any:

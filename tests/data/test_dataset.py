@@ -114,6 +114,15 @@ def test_map_results_that_do_not_stack():
         list(Dataset.range(3).map(lambda x: None).batch(3))
 
 
+def test_map_hands_on_whatever_sources_give():
+    rows = np.array([b"ab", b"c"]), np.array([1, 2], "M8[s]"), np.array(["x", "yz"])
+    (batch,) = Dataset.from_arrays(rows).map(lambda *row: row).batch(2)
+    assert [column.tolist() for column in batch] == [column.tolist() for column in rows]
+    assert [column.dtype for column in batch] == [column.dtype for column in rows]
+    with pytest.raises(DataError, match="masked_array"):
+        list(Dataset.range(2).map(lambda x: np.ma.array([1], mask=True)).batch(2))
+
+
 def test_map_results_have_the_dtype_of_the_first_example():
     grows = Dataset.range(4).map(lambda x: 1 if x < 2 else 2.5).batch(2)
     with pytest.raises(DataError, match=r"2\.5 of dtype float64 .* int64"):
@@ -206,7 +215,23 @@ def test_arguments_out_of_range(make):
         make()
 
 
+def test_numbers_beyond_all_data():
+    huge = 10**30
+    assert numbers(Dataset.range(3).take(huge)) == [0, 1, 2]
+    assert numbers(Dataset.range(3).shard(huge, 2)) == [2]
+    assert numbers(Dataset.range(3).skip(huge).repeat(huge)) == []
+    (batch,) = Dataset.range(3).shuffle(huge, window=huge).batch(huge).prefetch(huge)
+    assert sorted(batch) == [0, 1, 2]
+    assert Dataset.range(3).repeat(huge).cardinality() == 3 * huge
+    with pytest.raises(ValueError, match="at most"):
+        Dataset.range(huge)
+
+
 def test_other_bad_arguments():
+    with pytest.raises(TypeError, match="drop_remainder.*'no'"):
+        Dataset.range(3).batch(2, drop_remainder="no")
+    with pytest.raises(TypeError, match="reshuffle_each_iteration.*1"):
+        Dataset.range(3).shuffle(0, 1)
     with pytest.raises(NotImplementedError, match="once"):
         Dataset.range(3).batch(2).batch(2)
     with pytest.raises(TypeError, match="function"):
@@ -225,6 +250,8 @@ def test_from_arrays_refuses_what_does_not_fit():
         Dataset.from_arrays(())
     with pytest.raises(DataError, match="object"):
         Dataset.from_arrays(np.array([None]))
+    with pytest.raises(DataError, match="'x' is masked.*filled"):
+        Dataset.from_arrays({"x": np.ma.array([1, 2], mask=[0, 1])})
 
 
 def test_from_generator_checks_and_casts_its_elements():
@@ -250,6 +277,20 @@ def test_from_generator_checks_and_casts_its_elements():
         Dataset.from_generator(list, np.float32)
     with pytest.raises(TypeError, match="function"):
         Dataset.from_generator([1, 2], COUNTING)
+    with pytest.raises(TypeError, match="object"):
+        Dataset.from_generator(list, ArraySpec((), object))
+    with pytest.raises(DataError, match="returned 3 of type int"):
+        list(Dataset.from_generator(lambda: 3, COUNTING))
+    with pytest.raises(DataError, match="does not fit"):
+        list(Dataset.from_generator(lambda: [np.ma.array(1, mask=True)], COUNTING))
+
+
+def test_a_generator_that_is_used_up_is_no_empty_pass():
+    once = (number for number in range(3))
+    dataset = Dataset.from_generator(lambda: once, COUNTING)
+    assert numbers(dataset) == [0, 1, 2]
+    with pytest.raises(DataError, match="used up"):
+        list(dataset)
 
 
 @pytest.mark.parametrize(
