@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -12,8 +14,9 @@ from mpistrat.checkpoint.gathering import Gathering
 from mpistrat.checkpoint.snapshot import Snapshot
 from mpistrat.collectives import Collectives
 from mpistrat.comm.background import Background
-from mpistrat.epochs.leaving import Leaving, prepare, watch_leaving
+from mpistrat.epochs.leaving import Leaving, watch_leaving
 from mpistrat.errors import CheckpointError
+from mpistrat.hdf5 import h5py
 from mpistrat.spans import spanned
 
 __all__ = ["BackgroundSaver"]
@@ -151,13 +154,14 @@ class _AtTheEnd(Leaving):
 
     def __init__(self) -> None:
         self._savers: set[BackgroundSaver] = set()
-        self._is_watching = False
+        self._pid = 0
 
     def add(self, saver: BackgroundSaver) -> None:
         """Wait for `saver` at the end of the program. Local."""
-        if not self._is_watching:
-            self._is_watching = True
-            prepare()
+        if not self._pid:
+            self._pid = os.getpid()
+            h5py()  # which at the end undoes what writing needs, unless it is imported before
+            atexit.register(self.before_abort)
             watch_leaving(self)
         self._savers.add(saver)
 
@@ -166,14 +170,9 @@ class _AtTheEnd(Leaving):
         self._savers.discard(saver)
 
     def before_abort(self) -> None:
-        """Wait before this rank ends the job."""
-        self.after_farewell()
-
-    def after_farewell(self) -> None:
-        """Wait, while the other ranks may already leave."""
-        for saver in list(self._savers):
-            saver.finish()
-            self.discard(saver)
+        """Wait for all, and forget them."""
+        while self._savers and os.getpid() == self._pid:
+            self._savers.pop().finish()
 
 
 _unended = _AtTheEnd()
