@@ -28,6 +28,7 @@ __all__ = [
     "copy_on",
     "count_gpus",
     "current_stream",
+    "describe_gpu",
     "elementwise_kernel",
     "gpu_identity",
     "host_copy",
@@ -42,6 +43,8 @@ __all__ = [
     "new_stream",
     "on_device",
     "on_device_of",
+    "parse_device",
+    "pci_address",
     "pinned_empty",
     "place",
     "profiler_marks",
@@ -79,16 +82,37 @@ def count_gpus() -> int:
         return 0
 
 
+def parse_device(device: str) -> tuple[str, int | None]:
+    """Return kind and number in the ``device=`` argument of a strategy, ``None`` for any. Local.
+
+    Parameters
+    ----------
+    device : str
+        ``"auto"``, ``"cpu"``, ``"cpu:0"``, ``"gpu"`` or ``"gpu:K"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `device` has another form.
+    """
+    if not isinstance(device, str):
+        raise TypeError(f'device must be a string such as "auto" or "gpu:0", not {device!r}.')
+    match = re.fullmatch(r"(auto|cpu|gpu)(?:(?<=cpu):0|(?<=gpu):(\d+))?", device.lower())
+    if match is None:
+        raise ValueError(f'Unknown device {device!r}. Use "auto", "cpu", "gpu" or "gpu:K".')
+    return match[1], int(match[2]) if match[2] else None
+
+
 def resolve_device(device: str, local_rank: int) -> Device:
     """Return the device that the ``device=`` argument of a strategy means on this rank. Local.
 
     Parameters
     ----------
     device : str
-        ``"auto"`` (the GPU of this local rank where cupy sees one, else the host), ``"cpu"``,
-        ``"cpu:0"``, ``"gpu"`` (the GPU of this local rank) or ``"gpu:K"``.
+        ``"auto"`` (the GPU with this number where cupy sees one, else the host), ``"cpu"``,
+        ``"cpu:0"``, ``"gpu"`` (the GPU with this number) or ``"gpu:K"``.
     local_rank : int
-        Number of this rank among those of its node.
+        The number, taken modulo the GPUs that cupy sees.
 
     Raises
     ------
@@ -97,17 +121,13 @@ def resolve_device(device: str, local_rank: int) -> Device:
     LaunchError
         If a GPU is asked for and cupy does not see it.
     """
-    if not isinstance(device, str):
-        raise TypeError(f'device must be a string such as "auto" or "gpu:0", not {device!r}.')
-    match = re.fullmatch(r"(auto)|cpu(?::0)?|gpu(?::(\d+))?", device.lower())
-    if match is None:
-        raise ValueError(f'Unknown device {device!r}. Use "auto", "cpu", "gpu" or "gpu:K".')
-    if device.lower().startswith("cpu"):
+    kind, index = parse_device(device)
+    if kind == "cpu":
         return Device("cpu")
     num_gpus = count_gpus()
-    if match[1]:
+    if kind == "auto":
         return Device("gpu", local_rank % num_gpus) if num_gpus else Device("cpu")
-    index = int(match[2]) if match[2] else local_rank % max(num_gpus, 1)
+    index = local_rank % max(num_gpus, 1) if index is None else index
     if index >= num_gpus:
         raise LaunchError(
             f"device={device!r} asks for GPU {index}, but cupy sees {num_gpus} GPUs in this "
@@ -233,9 +253,19 @@ def on_device_of(array: Array) -> contextlib.AbstractContextManager[Any]:
 
 def gpu_identity(device: Device) -> str:
     """Return what no other GPU of the job has. Local."""
-    cuda = _cupy().cuda
-    uuid = bytes(cuda.runtime.getDeviceProperties(device.index)["uuid"]).hex()
-    return f"{cuda.Device(device.index).pci_bus_id} {uuid}"
+    uuid = bytes(_cupy().cuda.runtime.getDeviceProperties(device.index)["uuid"]).hex()
+    return f"{pci_address(device)} {uuid}"
+
+
+def pci_address(device: Device) -> str:
+    """Return the address of a GPU on its bus, such as ``"0000:3B:00.0"``. Local."""
+    return str(_cupy().cuda.Device(device.index).pci_bus_id)
+
+
+def describe_gpu(device: Device) -> str:
+    """Return model and memory of a GPU, for people. Local."""
+    properties = _cupy().cuda.runtime.getDeviceProperties(device.index)
+    return f"{properties['name'].decode()} {properties['totalGlobalMem'] / 2**30:.0f} GiB"
 
 
 def new_stream() -> Any:

@@ -16,44 +16,139 @@ class Launcher:
     """The program that started this rank."""
 
     name: str
-    """One of ``slurm``, ``openmpi``, ``mpich``, ``intel``, ``flux``, ``pals``, ``none``."""
+    """``slurm``, ``openmpi``, ``mpich``, ``intel``, ``flux``, ``pals``, ``lsf`` or ``none``."""
     num_tasks: int
-    """How many tasks `srun` started in this step; 1 where another launcher did."""
+    """How many tasks it started together with this one, as far as it says."""
     node_name: str | None
     """The node's name where the launcher gives one."""
     task: int = 0
     """Number of this task among them."""
-    mpi_flag_hint: str = "srun --mpi=pmi2 (MPICH) or srun --mpi=pmix (Open MPI)"
-    """What to type where the tasks do not find each other."""
+    local_task: int | None = None
+    """Number of this task among those of its node, ``None`` where the launcher does not say."""
+    protocol: str | None = None
+    """What ``srun --mpi`` was, by the flag or by the site's default; ``None`` where unknown."""
+    has_only_pmix: bool = False
+    """Whether a library can find the other tasks by PMIx and by nothing else."""
+
+    @property
+    def title(self) -> str:
+        """How people call it."""
+        return _TITLES[self.name]
+
+    def remedy(self, library: str) -> str:
+        """Return what to type so that tasks with the MPI library `library` find each other. Local.
+
+        Parameters
+        ----------
+        library : str
+            What ``MPI_Get_library_version`` says.
+        """
+        if self.name == "slurm":
+            flag, family = _srun_flag(library)
+            first = f"Start the job with srun {flag} ({family}). " if flag else ""
+            return f"{first}--mpi=pmi2 is for MPICH and its relatives, --mpi=pmix for Open MPI."
+        if self.name == "flux":
+            return (
+                "Start the job with flux run -o pmi=pmix (Open MPI; the plugin is called "
+                "flux-pmix), or flux run -o pmi=simple (MPICH)."
+            )
+        if self.name == "pals":
+            return "Start the job with mpiexec --pmi=pmix (Open MPI) or --pmi=cray (Cray MPICH)."
+        return f"Start the job with the mpiexec of this library, {library}."
 
 
-# mpiexec inside a batch job is mpiexec: its own variables are looked for first.
-_MARKS = (
-    ("openmpi", "OMPI_COMM_WORLD_SIZE"),
-    ("intel", "I_MPI_HYDRA_PMI_CONNECT"),
-    ("flux", "FLUX_TASK_RANK"),
+_TITLES = {
+    "slurm": "Slurm",
+    "openmpi": "mpiexec of Open MPI",
+    "mpich": "mpiexec of MPICH (Hydra)",
+    "intel": "mpiexec of Intel MPI",
+    "flux": "Flux",
+    "pals": "mpiexec of PALS",
+    "lsf": "jsrun of LSF",
+    "none": "no launcher",
+}
+
+_SRUN_FLAGS = (
+    ("Open MPI", "--mpi=pmix", "Open MPI"),
+    ("CRAY", "--mpi=cray_shasta", "Cray MPICH"),
+    ("Intel", "--mpi=pmi2", "Intel MPI"),
+    ("MVAPICH", "--mpi=pmi2", "MVAPICH"),
+    ("MPICH", "--mpi=pmi2", "MPICH"),
+)
+"""Mark in the library's version, flag, name. The others are MPICH by descent: it comes last."""
+
+
+def _srun_flag(library: str) -> tuple[str, str]:
+    for mark, flag, family in _SRUN_FLAGS:
+        if mark in library:
+            return flag, family
+    return "", ""
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """The variables of a launcher."""
+
+    name: str
+    present: tuple[str, ...]
+    """All of them are set by it, and not all by another one that is asked later."""
+    num_tasks: str
+    task: str
+    local_task: str
+
+
+_HYDRA = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID")
+_SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
+
+# mpiexec inside a batch job is mpiexec: its own variables are looked for first. jsrun starts a
+# relative of Open MPI, and sets that one's variables besides its own.
+_LAUNCHERS = (
+    _Marks(
+        "lsf",
+        ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+        *("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK"),
+    ),
+    _Marks(
+        "openmpi",
+        ("OMPI_COMM_WORLD_SIZE",),
+        *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ),
+    _Marks("intel", ("I_MPI_HYDRA_PMI_CONNECT",), *_HYDRA),
+    _Marks(
+        "flux",
+        ("FLUX_TASK_RANK",),
+        *("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+    ),
+    # Slurm's pmi2 plugin sets PMI_RANK as Hydra does, but not the other one. On several nodes of a
+    # job Hydra's ranks are in a step of Slurm too, that of its proxies.
+    _Marks("mpich", ("PMI_RANK", "MPI_LOCALNRANKS"), *_HYDRA),
+    _Marks("slurm", ("SLURM_STEP_ID", "SLURM_PROCID"), *_SLURM),
+    _Marks("pals", ("PALS_RANKID",), *("PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID")),
+    _Marks("mpich", ("PMI_RANK",), *_HYDRA),
 )
 
 
 def find_launcher(variables: Mapping[str, str] | None = None) -> Launcher:
     """Return the launcher of this process. Local."""
     variables = environment() if variables is None else variables
-    step_tasks = int(variables.get("SLURM_STEP_NUM_TASKS", "1"))
     node_name = variables.get("SLURMD_NODENAME")
-    for name, mark in _MARKS:
-        if mark in variables:
-            return Launcher(name, 1, node_name)
-    # Slurm's pmi2 plugin sets PMI_RANK as Hydra does, but not this one. On several nodes of a job
-    # Hydra's ranks are in a step of Slurm too, that of its proxies.
-    if "PMI_RANK" in variables and "MPI_LOCALNRANKS" in variables:
-        return Launcher("mpich", 1, node_name)
-    if "SLURM_STEP_ID" in variables and "SLURM_PROCID" in variables:
-        return Launcher("slurm", step_tasks, node_name, int(variables["SLURM_PROCID"]))
-    if "PALS_RANKID" in variables:
-        return Launcher("pals", 1, node_name)
-    if "PMI_RANK" in variables:
-        return Launcher("mpich", 1, node_name)
+    for marks in _LAUNCHERS:
+        if all(name in variables for name in marks.present):
+            return Launcher(
+                marks.name,
+                _number(variables, marks.num_tasks) or 1,
+                node_name,
+                _number(variables, marks.task) or 0,
+                _number(variables, marks.local_task),
+                variables.get("SLURM_MPI_TYPE") if marks.name == "slurm" else None,
+                "PMIX_NAMESPACE" in variables and "PMI_FD" not in variables,
+            )
     return Launcher("none", 1, node_name)
+
+
+def _number(variables: Mapping[str, str], name: str) -> int | None:
+    text = variables.get(name, "")
+    return int(text) if text.isdecimal() else None
 
 
 def is_one_of_several() -> bool:

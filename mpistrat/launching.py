@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mpistrat.settings import environment
 
-__all__ = ["mpiexec", "without_launcher"]
+__all__ = ["mpiexec", "mpiexec_program", "without_launcher"]
 
 # What a launcher leaves in the environment of its ranks, and must not reach the next launcher.
 _LAUNCHER_PREFIXES = (
@@ -23,7 +23,7 @@ _LAUNCHER_PREFIXES = (
     *("HYDI_", "HYDRA_", "I_MPI_HYDRA_"),
     *("OMPI_", "PRTE_"),
     *("MPIRUN_", "MPISPAWN_", "MV2_COMM_WORLD_", "MVP_COMM_WORLD_"),
-    *("SLURM_", "FLUX_", "PALS_"),
+    *("SLURM_", "FLUX_", "PALS_", "JSM_"),
 )
 # Parameters of Open MPI and its parts have such names too; those that mpiexec has set for its own
 # ranks are the exception.
@@ -55,6 +55,12 @@ def without_launcher(variables: Mapping[str, str] | None = None) -> dict[str, st
     }
 
 
+def mpiexec_program() -> str | None:
+    """Return the mpiexec beside this python, else the one on PATH, else ``None``. Local."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
 def mpiexec(ranks: int, limit_s: float = 60) -> list[str]:
     """Return the command that starts `ranks` ranks of a program on this machine. Local.
 
@@ -65,8 +71,7 @@ def mpiexec(ranks: int, limit_s: float = 60) -> list[str]:
     OSError, subprocess.TimeoutExpired
         If it does not tell its version, within `limit_s` seconds.
     """
-    beside = Path(sys.executable).with_name("mpiexec")
-    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    program = mpiexec_program()
     if program is None:
         raise FileNotFoundError(f"There is no mpiexec beside {sys.executable} or on PATH.")
     version = subprocess.run(

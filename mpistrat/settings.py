@@ -56,6 +56,10 @@ def _positive_integer(text: str) -> int:
     return number
 
 
+def _positive_integer_or_auto(text: str) -> int | None:
+    return None if text.lower() == "auto" else _positive_integer(text)
+
+
 def _integer_or_auto(text: str) -> int | None:
     if text.lower() == "auto":
         return None
@@ -86,6 +90,8 @@ _READERS = {
     "flight_dir": _PATH,
     "flight_length": _Reader(_positive_integer, "Use a whole number, at least 1."),
     "timeline": _PATH,
+    "oversubscribe": _SWITCH,
+    "data_threads": _Reader(_positive_integer_or_auto, "Use a whole number, at least 1, or auto."),
     "fault": _Reader(str, ""),
 }
 
@@ -116,6 +122,10 @@ class Settings:
     """How many collectives a flight record keeps."""
     timeline: str | None = None
     """File for the timeline of all ranks; ``None``: there is none."""
+    oversubscribe: bool = False
+    """Whether ranks may share a GPU, and cores without a warning."""
+    data_threads: int | None = None
+    """Threads that decode HDF5 chunks; ``None`` (auto): this rank's share of the cores."""
     fault: str = ""
     """What is to go wrong on purpose, as `mpistrat.testing.inject` takes it."""
 

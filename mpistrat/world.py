@@ -7,13 +7,18 @@ one sequence of collectives. After an epoch error the next strategy gets a fresh
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.affinity import cores_of_mask, mask_of_cores, own_cores
 from mpistrat.errors import LaunchError
 from mpistrat.launcher import Launcher, find_launcher, is_one_of_several
+from mpistrat.launching import mpiexec_program
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,6 +29,7 @@ __all__ = [
     "attached",
     "communicator",
     "detach",
+    "is_started",
     "library_version",
     "open_world",
     "started_world",
@@ -31,6 +37,9 @@ __all__ = [
     "world_size",
 ]
 
+
+_HEAD_START_S = 2.0
+"""How long the other tasks wait for the report of task 0 where each meets an error alone."""
 
 _keyval: int | None = None
 """MPI's key of our attribute, made with the first world."""
@@ -49,6 +58,16 @@ class World:
     hosts: tuple[str, ...]
     """One name per node, in the order of the lowest rank on each."""
     launcher: Launcher
+    node_of_rank: tuple[int, ...]
+    """For each rank the number of its node, its place in `hosts`."""
+    num_cores: int
+    """How many cores the ranks of this node may use, all of them together."""
+
+    @property
+    def ranks_of_node(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        own = self.node_of_rank[self.rank]
+        return tuple(rank for rank, node in enumerate(self.node_of_rank) if node == own)
 
 
 def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
@@ -61,12 +80,15 @@ def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     ValueError
         If this rank is not part of it.
     LaunchError
-        If the launcher started several tasks but MPI sees one.
+        If the launcher started more tasks than MPI sees.
     """
+    launcher = find_launcher()
+    if not is_started():
+        _start(launcher)
     from mpi4py import MPI
 
+    _check_launch(launcher)
     if comm is None:
-        _check_launch(MPI.COMM_WORLD.size, find_launcher())
         return MPI.COMM_WORLD
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(
@@ -90,8 +112,17 @@ def open_world(comm: MPI.Intracomm | None) -> World:
     """
     comm = communicator(comm)
     launcher = find_launcher()
-    facts = attached(comm, "node map", lambda: _map_nodes(comm, launcher))
-    return World(comm, comm.rank, comm.size, facts[0], facts[1], launcher)
+    nodes: _Nodes = attached(comm, "node map", lambda: _map_nodes(comm, launcher))
+    return World(
+        comm,
+        comm.rank,
+        comm.size,
+        nodes.local_rank,
+        nodes.hosts,
+        launcher,
+        nodes.node_of_rank,
+        nodes.num_cores,
+    )
 
 
 def started_world() -> MPI.Intracomm | None:
@@ -108,30 +139,124 @@ def started_world() -> MPI.Intracomm | None:
     return MPI.COMM_WORLD
 
 
-def _check_launch(size: int, launcher: Launcher) -> None:
-    if size == 1 and launcher.num_tasks > 1:
-        error = LaunchError(
-            f"Slurm started {launcher.num_tasks} tasks in this step, but MPI sees a world of one "
-            f"rank: every task would train alone. Start the job with {launcher.mpi_flag_hint}."
-        )
-        error.is_told_elsewhere = launcher.task != 0
-        raise error
+def is_started() -> bool:
+    """Return whether this process has started MPI. Local; does not start it."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI
+
+    return MPI.Is_initialized()
 
 
-def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> tuple[int, tuple[str, ...]]:
+def _start(launcher: Launcher) -> None:
+    """Start MPI. Raise LaunchError where MPICH would end the process for want of PMIx.
+
+    It does so inside of MPI_Init, so the library is loaded and asked first.
+    """
+    if launcher.has_only_pmix:
+        file = _load_library()
+        if library_version().startswith("MPICH") and not _has_symbol(file, "PMIx_Init"):
+            raise _launch_error(
+                launcher, "which this MPI library cannot join, because it does not speak PMIx"
+            )
+    with warnings.catch_warnings():
+        # mpi4py warns of some wrong launchers; what follows finds more, and refuses them.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        from mpi4py import MPI
+
+        if MPI.Is_initialized():
+            return
+        from mpi4py import rc
+
+        if rc.threads:
+            MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
+        else:
+            MPI.Init()
+
+
+def _load_library() -> str:
+    """Load the MPI library without starting it; return the file that is linked to it. Local."""
+    from mpi4py import rc
+
+    initialize, finalize = rc.initialize, rc.finalize
+    rc.initialize, rc.finalize = False, initialize if finalize is None else finalize
+    try:
+        from mpi4py import MPI
+    finally:
+        rc.initialize, rc.finalize = initialize, finalize
+    return MPI.__file__
+
+
+def _has_symbol(file: str, name: str) -> bool:
+    """Return whether the library in `file`, or one that it is linked to, has a function. Local."""
+    return hasattr(ctypes.CDLL(file), name)
+
+
+def _check_launch(launcher: Launcher) -> None:
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.size
+    if size >= launcher.num_tasks:
+        return
+    if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # MPI_Comm_spawn made this world
+        return
+    world = "a world of one rank" if size == 1 else f"a world of {size} ranks"
+    raise _launch_error(launcher, f"but MPI sees {world}: every task would train alone")
+
+
+def _launch_error(launcher: Launcher, what: str) -> LaunchError:
+    """Return the error that each task raises alone, and one of them reports."""
+    library = library_version().partition(",")[0]
+    where = " in this step" if launcher.name == "slurm" else ""
+    flag = f" The flag was --mpi={launcher.protocol}." if launcher.protocol else ""
+    remedy = launcher.remedy(library)
+    if launcher.name in ("openmpi", "mpich", "intel") and (program := mpiexec_program()):
+        remedy += f" The first one here is {program}."
+    error = LaunchError(
+        f"{launcher.title} started {launcher.num_tasks} tasks{where}, {what}.{flag} {remedy}"
+    )
+    if launcher.task != 0:
+        error.is_told_elsewhere = True
+        # A launcher may end all others as soon as one has failed, and task 0 has to report first.
+        time.sleep(_HEAD_START_S)
+    return error
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """Where the ranks of a communicator run."""
+
+    local_rank: int
+    hosts: tuple[str, ...]
+    node_of_rank: tuple[int, ...]
+    num_cores: int
+
+
+def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> _Nodes:
     from mpi4py import MPI
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     lowest = node.bcast(comm.rank)
     node.Free()
     # Where Slurm names the node it knows best: MPI libraries have taken ranks of one for several.
-    mark = launcher.node_name or lowest
-    marks_and_names = comm.allgather((mark, launcher.node_name or MPI.Get_processor_name()))
-    local_rank = [each for each, _ in marks_and_names[: comm.rank]].count(mark)
+    mark: Any = launcher.node_name or lowest
+    name = launcher.node_name or MPI.Get_processor_name()
+    facts = comm.allgather((mark, name, mask_of_cores(own_cores())))
+    marks = [each for each, _, _ in facts]
     names: dict[Any, str] = {}
-    for each, name in marks_and_names:
-        names.setdefault(each, name)
-    return local_rank, tuple(names.values())
+    for each, host, _ in facts:
+        names.setdefault(each, host)
+    numbers = {each: number for number, each in enumerate(names)}
+    cores = 0
+    for each, _, mask in facts:
+        if each == mark:
+            cores |= mask
+    return _Nodes(
+        local_rank=marks[: comm.rank].count(mark),
+        hosts=tuple(names.values()),
+        node_of_rank=tuple(numbers[each] for each in marks),
+        num_cores=len(cores_of_mask(cores)),
+    )
 
 
 def attached(comm: MPI.Intracomm, key: str, make: Callable[[], Any]) -> Any:
@@ -163,7 +288,7 @@ def detach(comm: MPI.Intracomm, key: str) -> None:
 
 
 def library_version() -> str:
-    """Return name and version of the MPI library in one line. Local; starts MPI."""
+    """Return name and version of the MPI library in one line. Local; loads the library."""
     from mpi4py import MPI
 
     return " ".join(MPI.Get_library_version().split("\n")[0].rstrip("\0").split())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING
 
-from mpistrat.arrays import resolve_device
+from mpistrat.arrays import Device
 from mpistrat.collectives import Collectives
 from mpistrat.comm.choose import check_options
 from mpistrat.comm.device_ways import DeviceWays
@@ -17,13 +18,23 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.settings import Settings, settings
 from mpistrat.strategies.base import Strategy
 from mpistrat.strategies.cluster_resolver import ClusterResolver
+from mpistrat.strategies.device_choice import Offer, choose_devices, make_offer, prepare_device
 from mpistrat.strategies.device_ways import open_device_ways
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.timeline import session as timeline
-from mpistrat.world import communicator, library_version, open_world, world_ranks, world_size
+from mpistrat.world import (
+    World,
+    communicator,
+    library_version,
+    open_world,
+    world_ranks,
+    world_size,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpistrat.epochs.channel import Channel
 
 __all__ = ["MPIStrategy"]
 
@@ -40,15 +51,16 @@ class MPIStrategy(Strategy):
     comm : mpi4py.MPI.Intracomm, optional
         The ranks that take part; by default COMM_WORLD. A private duplicate is used.
     device : str
-        Where the replica of this rank computes: ``"auto"`` (the GPU of this local rank where
-        cupy sees one, else the host), ``"cpu"``, ``"gpu"`` or ``"gpu:K"``.
+        Where the replica of this rank computes: ``"auto"`` (a GPU of its own where cupy sees one,
+        the nearest that is free; else the host), ``"cpu"``, ``"gpu"`` or ``"gpu:K"``.
     communication_options : CommunicationOptions, optional
         For every collective that brings none of its own.
 
     Raises
     ------
     LaunchError
-        If the launcher started several tasks but MPI sees one, or a GPU is missing.
+        If the launcher started more tasks than MPI sees, a GPU is missing, or two ranks would
+        compute on one GPU.
     TypeError, ValueError
         For a bad argument or setting, on every rank.
     """
@@ -59,6 +71,7 @@ class MPIStrategy(Strategy):
         device: str = "auto",
         communication_options: CommunicationOptions | None = None,
     ) -> None:
+        prepare_device(device)
         comm = communicator(comm)
         leaving.prepare()
         channel = open_channel(comm, _opening_limit_s(communication_options))
@@ -85,13 +98,16 @@ class MPIStrategy(Strategy):
             inject_from_environment(channel)
         world = open_world(comm)
         with Together(channel, "MPIStrategy"):
-            own_device = resolve_device(device, world.local_rank)
-            if own_device.kind != "gpu":
-                check_options(options, DeviceWays(own_device))
-        ways = open_device_ways(world, own_device, chosen.cuda_aware)
+            offer = make_offer(device, world.local_rank)
+            if offer is None:
+                check_options(options, DeviceWays(Device("cpu")))
+        ways = _open_devices(channel, world, offer, chosen)
         if ways.some_have_devices:
             with Together(channel, "MPIStrategy"):
                 check_options(options, ways)
+        num_mates = len(world.ranks_of_node)
+        if num_mates > world.num_cores and world.local_rank == 0 and not chosen.oversubscribe:
+            _warn_of_shared_cores(num_mates, world.num_cores)
         super().__init__(StrategyExtended(Collectives(channel, ways, options)))
         self._cluster_resolver = ClusterResolver(
             task_id=world.rank,
@@ -118,6 +134,29 @@ class MPIStrategy(Strategy):
         extended = self.extended
         rank, size = extended.collectives.rank, extended.collectives.size
         return f"<MPIStrategy rank {rank} of {size} on {extended.device}>"
+
+
+def _open_devices(
+    channel: Channel, world: World, offer: Offer | None, chosen: Settings
+) -> DeviceWays:
+    """Choose a device for each rank, and return what can be done with them. **Collective**."""
+    offers: list[Offer | None] = world.comm.allgather(offer)
+    if not any(offers):
+        return DeviceWays(Device("cpu"))
+    with Together(channel, "MPIStrategy"):
+        devices = choose_devices(offers, world.node_of_rank, chosen.oversubscribe)
+    return open_device_ways(world, devices[world.rank], chosen.cuda_aware)
+
+
+@functools.cache
+def _warn_of_shared_cores(num_ranks: int, num_cores: int) -> None:
+    _logger.warning(
+        "%d ranks on a node share %d core(s), and wait for each other's turns. Start fewer, or ask "
+        "for more cores: srun --cpus-per-task=1, mpiexec --bind-to none (Open MPI) or "
+        "-bind-to none (MPICH). MPISTRAT_OVERSUBSCRIBE=on ends this warning.",
+        num_ranks,
+        num_cores,
+    )
 
 
 def _opening_limit_s(options: object) -> float | None:

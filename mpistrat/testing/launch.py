@@ -44,13 +44,17 @@ def is_open_mpi() -> bool:
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a new world: one thread a rank, no old launcher. Local."""
+    """Return the environment for a new world: one thread a rank, no old launcher. Local.
+
+    Ranks may share cores and GPUs in it, as tests on one machine do.
+    """
     variables = without_launcher()
     for name in _UNWANTED:
         variables.pop(name, None)
     variables |= {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
+        "MPISTRAT_OVERSUBSCRIBE": "on",
         # A rank that crashes, or is asked by SIGABRT because it hangs, prints where it is.
         "PYTHONFAULTHANDLER": "1",
     }

@@ -1,4 +1,4 @@
-"""Which way an array in device memory takes, and what is refused."""
+"""Which GPU a rank gets, which way its arrays take, and what is refused."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat.arrays import Device
+from mpistrat.affinity import cores_near_pci, cores_of_mask, mask_of_cores, parse_core_list
+from mpistrat.arrays import Device, parse_device
 from mpistrat.comm.choose import check_options, check_plan, choose_way
 from mpistrat.comm.device_ways import DeviceWays
 from mpistrat.comm.nccl import nccl_knows
 from mpistrat.comm.plan import plan_reduction
 from mpistrat.comm.staged import part_bytes, plan_parts
 from mpistrat.cuda_awareness import Answer, CudaAwareness
+from mpistrat.strategies import device_choice
+from mpistrat.strategies.device_choice import Offer, choose_devices, choose_gpus, make_offer
 from mpistrat.strategies.device_ways import Gpu, why_not_mpi, why_not_nccl
 
 Op = ms.ReduceOp
@@ -154,3 +157,121 @@ def test_a_message_of_a_mib_has_parts_to_overlap():
     assert len(plan_parts(2**20, 4)) == 4
     assert len(plan_parts(2**28, 4)) == 256
     assert len(plan_parts(10, 4)) == 1
+
+
+def offer(gpus, preferred=0, near=None, is_fixed=False):
+    is_near = tuple(near is None or gpu in near for gpu in gpus)
+    return Offer(tuple(gpus), is_near, preferred, is_fixed)
+
+
+def taken(offers):
+    """Return the GPU that each rank of a node gets."""
+    return [
+        None if each is None else each.gpus[index]
+        for each, index in zip(offers, choose_gpus(offers), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("offers", "gpus"),
+    [
+        # all see all, and take that of their local rank
+        ([offer("abcd", preferred=rank) for rank in range(4)], "abcd"),
+        # CUDA_VISIBLE_DEVICES or --gpus-per-task shows each its own, always as number 0
+        ([offer("a"), offer("b"), offer("c")], "abc"),
+        # --gpu-bind=closest with tasks dealt out over the sockets: ranks 0 and 2 see the same two
+        ([offer("ab"), offer("cd"), offer("ab"), offer("cd")], "acbd"),
+        # the same where all are visible and the system tells what is near
+        ([offer("abcd", 0, "ab"), offer("abcd", 2, "cd"), offer("abcd", 0, "ab")], "acb"),
+        # a far one is better than a shared one
+        ([offer("ab", 0, "a"), offer("ab", 0, "a")], "ab"),
+        # who can give way does: the second sees one only
+        ([offer("ab", 0), offer("a")], "ba"),
+        # a named one is left to who named it
+        ([offer("ab", 0), offer("ab", 0, is_fixed=True)], "ba"),
+    ],
+)
+def test_each_rank_of_a_node_gets_a_gpu_of_its_own(offers, gpus):
+    assert taken(offers) == list(gpus)
+    both = [*offers, None, *(offer([gpu + "2" for gpu in each.gpus]) for each in offers[:1])]
+    nodes = [0] * len(offers) + [0, 1]
+    devices = choose_devices(both, nodes, may_share=False)
+    assert devices[len(offers)] == Device("cpu")
+    assert [each.kind for each in devices].count("gpu") == len(offers) + 1
+
+
+@given(st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=6), st.data())
+def test_a_gpu_is_shared_only_where_it_must_be(visible, data):
+    offers = [
+        Offer(
+            tuple(str(gpu) for gpu in sorted(gpus)),
+            tuple(data.draw(st.booleans()) for _ in gpus),
+            data.draw(st.integers(0, len(gpus) - 1)),
+        )
+        for gpus in visible
+    ]
+    gpus = taken(offers)
+    assert all(gpu in each.gpus for gpu, each in zip(gpus, offers, strict=True))
+    # Hall: all can have their own if no group of ranks sees fewer GPUs than it has ranks
+    groups = [
+        [each for rank, each in enumerate(offers) if mask >> rank & 1]
+        for mask in range(1, 2 ** len(offers))
+    ]
+    is_possible = all(
+        len({g for each in group for g in each.gpus}) >= len(group) for group in groups
+    )
+    assert (len(set(gpus)) == len(gpus)) == is_possible
+
+
+def test_shared_gpus_are_refused_with_ranks_and_remedy():
+    nodes = [0, 0, 1, 1, 1]
+    offers = [offer("a"), offer("b"), *[offer("cd", preferred=rank % 2) for rank in range(3)]]
+    with pytest.raises(
+        ms.errors.LaunchError, match="ranks 2, 4 .* 3 ranks and shows them 2 GPU"
+    ) as e:
+        choose_devices(offers, nodes, may_share=False)
+    assert "--ntasks-per-node=2" in str(e.value)
+    shared = choose_devices(offers, nodes, may_share=True)
+    assert [each.index for each in shared] == [0, 0, 0, 1, 0]
+    named = [offer("ab", is_fixed=True), offer("ab", is_fixed=True)]
+    with pytest.raises(ms.errors.LaunchError, match='ranks 0-1 .* shows 2 GPUs .* device="auto"'):
+        choose_devices(named, [0, 0], may_share=False)
+
+
+def test_an_offer_tells_what_is_near(monkeypatch):
+    monkeypatch.setattr(device_choice, "count_gpus", lambda: 4)
+    monkeypatch.setattr("mpistrat.arrays.count_gpus", lambda: 4)
+    monkeypatch.setattr(device_choice, "gpu_identity", lambda device: f"gpu {device.index}")
+    monkeypatch.setattr(device_choice, "pci_address", lambda device: str(device.index))
+    sockets = {"0": {0, 1}, "1": {0, 1}, "2": {2, 3}, "3": set()}
+    monkeypatch.setattr(device_choice, "cores_near_pci", lambda address: sockets[address])
+    monkeypatch.setattr(device_choice, "own_cores", lambda: {2})
+    found = make_offer("auto", local_rank=5)
+    assert (found.is_near, found.preferred) == ((False, False, True, False), 2)
+    monkeypatch.setattr(device_choice, "own_cores", lambda: {0, 1, 2, 3})  # not bound
+    found = make_offer("gpu", local_rank=5)
+    assert (found.is_near, found.preferred, found.is_fixed) == ((True,) * 4, 1, False)
+    found = make_offer("gpu:3", local_rank=5)
+    assert (found.preferred, found.is_fixed) == (3, True)
+    assert make_offer("cpu", local_rank=5) is None
+    with pytest.raises(ms.errors.LaunchError, match="asks for GPU 4, but cupy sees 4"):
+        make_offer("gpu:4", local_rank=0)
+
+
+def test_device_arguments():
+    assert parse_device("auto") == ("auto", None)
+    assert parse_device("CPU:0") == parse_device("cpu") == ("cpu", None)
+    assert parse_device("gpu:12") == ("gpu", 12)
+    for bad in ("", "auto:0", "cpu:1", "gpu:", "gpu:-1", "gpu:x", "tpu"):
+        with pytest.raises(ValueError, match="Unknown device"):
+            parse_device(bad)
+
+
+def test_lists_of_cores(tmp_path):
+    assert parse_core_list("0-2,5,8-9\n") == {0, 1, 2, 5, 8, 9}
+    assert parse_core_list("\n") == set()
+    assert cores_of_mask(mask_of_cores([0, 3, 64, 3])) == {0, 3, 64}
+    (tmp_path / "0000:3b:00.0").mkdir()
+    (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text("4-5\n")
+    assert cores_near_pci("0000:3B:00.0", tmp_path) == {4, 5}
+    assert cores_near_pci("0000:3C:00.0", tmp_path) == set()

@@ -1,10 +1,11 @@
-"""How a new world is started from a process that a launcher has started."""
+"""What launchers say to their ranks, and how a rank starts a new world."""
 
 import sys
 
 import pytest
 
 from mpistrat import launching
+from mpistrat.launcher import find_launcher
 
 OF_LAUNCHERS = """
 PMI_FD PMI_RANK PMI_SIZE PMIX_RANK PMIX_NAMESPACE PMIX_SERVER_URI41 HYDI_CONTROL_FD MPI_LOCALRANKID
@@ -54,3 +55,75 @@ def test_the_command_is_that_of_the_library(monkeypatch, tmp_path, version, flag
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert launching.mpiexec(3) == [str(program), *flags, "-n", "3"]
+
+
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_LOCALID": "0",
+}
+HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+JSRUN = {"JSM_NAMESPACE_SIZE": "3", "JSM_NAMESPACE_RANK": "2", "JSM_NAMESPACE_LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        (SRUN, "slurm"),
+        # What the pmi2 plugin of Slurm adds.
+        ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "3", "SLURM_MPI_TYPE": "pmi2"}, "slurm"),
+        (OPEN_MPI, "openmpi"),
+        (HYDRA, "mpich"),
+        # mpiexec inside of a step of Slurm, such as that of its own proxies
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "2", **HYDRA}, "mpich"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "2", **OPEN_MPI}, "openmpi"),
+        ({**HYDRA, "I_MPI_HYDRA_PMI_CONNECT": "alltoall"}, "intel"),
+        ({"FLUX_TASK_RANK": "2", "FLUX_JOB_SIZE": "3", "FLUX_TASK_LOCAL_ID": "0"}, "flux"),
+        ({"PALS_RANKID": "2", "PALS_LOCAL_RANKID": "0", "PMI_SIZE": "3"}, "pals"),
+        ({**JSRUN, **OPEN_MPI}, "lsf"),
+    ],
+)
+def test_every_launcher_says_how_many_tasks_it_started(variables, name):
+    found = find_launcher(variables)
+    assert (found.name, found.num_tasks, found.task, found.local_task) == (name, 3, 2, 0)
+    assert found.title != name
+    assert found.remedy("MPICH Version: 5.0").endswith(".")
+
+
+def test_a_batch_script_is_no_task_of_its_job():
+    script = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "LSB_JOBID": "1"}
+    found = find_launcher(script)
+    assert (found.name, found.num_tasks, found.local_task) == ("none", 1, None)
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "4(x2)"])
+def test_numbers_that_cannot_be_read_are_passed_over(text):
+    assert find_launcher({**SRUN, "SLURM_STEP_NUM_TASKS": text}).num_tasks == 1
+
+
+@pytest.mark.parametrize(
+    ("library", "flag"),
+    [
+        ("MPICH Version: 5.0.2", "srun --mpi=pmi2 (MPICH)"),
+        ("Open MPI v5.0.11, package: x", "srun --mpi=pmix (Open MPI)"),
+        ("MPI VERSION : CRAY MPICH version 8.1.30", "srun --mpi=cray_shasta (Cray MPICH)"),
+        ("Intel(R) MPI Library 2021.13 for Linux", "srun --mpi=pmi2 (Intel MPI)"),
+        ("MVAPICH Version: 4.0", "srun --mpi=pmi2 (MVAPICH)"),
+        ("Another MPI 1.0", "--mpi=pmi2 is for MPICH"),
+    ],
+)
+def test_the_flag_of_srun_is_that_of_the_library(library, flag):
+    assert flag in find_launcher(SRUN).remedy(library)
+
+
+def test_pmix_alone_is_told_from_pmi_beside_it():
+    pmix = {"PMIX_NAMESPACE": "x", "PMIX_RANK": "0"}
+    assert find_launcher({**SRUN, **pmix}).has_only_pmix
+    assert not find_launcher({**SRUN, **pmix, "PMI_FD": "11"}).has_only_pmix
+    assert not find_launcher(SRUN).has_only_pmix

@@ -40,7 +40,7 @@ def test_settings():
     [
         ({}, "none", 1),
         ({"PMI_RANK": "0", "HYDI_CONTROL_FD": "7"}, "mpich", 1),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "openmpi", 1),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "openmpi", 2),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "slurm", 4),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, "none", 1),
         ({"FLUX_TASK_RANK": "0"}, "flux", 1),
