@@ -8,14 +8,28 @@ import glob
 import importlib
 import os
 import re
+import resource
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["create_atomically", "h5py", "open_for_reading", "remove_leftovers"]
+from mpistrat.files import replace_file
+
+__all__ = [
+    "create_atomically",
+    "extension_path",
+    "filters_of",
+    "h5py",
+    "is_stored_as",
+    "max_open_files",
+    "open_for_reading",
+    "plugin_libraries",
+    "remove_leftovers",
+]
 
 TEMPORARY_SUFFIX = ".partial"
 """Ending of files that are being written. Never ``.h5``, so that no pattern picks them up."""
@@ -27,13 +41,54 @@ def h5py() -> Any:
     return importlib.import_module("h5py")
 
 
-def open_for_reading(path: str | os.PathLike[str], error: type[Exception]) -> Any:
+def plugin_libraries() -> dict[str, str]:
+    """Return the libraries of the filters that hdf5plugin has registered, by name. Local."""
+    h5py()
+    registered = importlib.import_module("hdf5plugin").get_config().registered_filters
+    return {name: path for name, path in registered.items() if os.path.isfile(path)}
+
+
+def extension_path() -> str:
+    """Return the library of h5py that holds the filters it brings along. Local."""
+    return str(h5py().h5z.__file__)
+
+
+def filters_of(dataset: Any) -> list[tuple[int, tuple[int, ...]]]:
+    """Return number and client data of each filter of `dataset`, as they were applied. Local."""
+    properties = dataset.id.get_create_plist()
+    filters = map(properties.get_filter, range(properties.get_nfilters()))
+    return [(number, values) for number, _, values, _ in filters]
+
+
+def is_stored_as(dataset: Any, dtype: Any) -> bool:
+    """Return whether the bytes of `dataset` are those of arrays of `dtype`. Local."""
+    return bool(dataset.id.get_type().equal(h5py().h5t.py_create(dtype, logical=True)))
+
+
+def max_open_files() -> int:
+    """Return how many files this process may hold open. Local."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def open_for_reading(
+    path: str | os.PathLike[str], error: type[Exception], driver: str | None = None
+) -> Any:
     """Return an open ``h5py.File`` of `path`. Local.
+
+    Parameters
+    ----------
+    path : path
+    error : type
+        What to raise.
+    driver : {None, "mpio"}
+        With ``"mpio"`` HDF5 reads through MPI-IO. Each rank opens the file for itself, so no other
+        one has to come.
 
     Raises
     ------
     error
-        If the file is missing, is not HDF5, is truncated, or cannot be opened.
+        If the file is missing, is not HDF5, is truncated, is being written, or cannot be opened.
     """
     path = Path(path)
     if os.path.isdir(path):
@@ -42,19 +97,64 @@ def open_for_reading(path: str | os.PathLike[str], error: type[Exception]) -> An
         raise error(f"There is no file {path}. Check the path; it is relative to {Path.cwd()}.")
     if not os.path.isfile(path):  # opening a pipe would wait for its other end
         raise error(f"{path} is a device or a pipe, but an HDF5 file was expected.")
+    options = {} if driver is None else _mpio_options(error)
     try:
-        return h5py().File(path, "r")
-    except PermissionError:
-        raise error(f"The file {path} cannot be read: permission denied.") from None
+        return h5py().File(path, "r", **options)
     except OSError as reason:
-        text = str(reason)
-        if "file signature not found" in text:
-            raise error(f"{path} is not an HDF5 file ({path.stat().st_size} bytes).") from None
-        if "truncated" in text:
-            raise error(
-                f"{path} is truncated: its end is missing. Copy or write it again."
-            ) from None
-        raise error(f"{path} cannot be opened as an HDF5 file: {text}.") from reason
+        raise error(_explain(path, reason)) from reason
+
+
+def _explain(path: Path, reason: OSError) -> str:
+    text = str(reason)
+    if "file signature not found" in text:
+        return f"{path} is not an HDF5 file ({path.stat().st_size} bytes)."
+    if "truncated" in text:
+        return f"{path} is truncated: its end is missing. Copy or write it again."
+    if "unable to lock file" in text and reason.errno in (errno.EAGAIN, errno.EACCES):
+        return (
+            f"{path} is open for writing in another program, which holds a lock on it. Wait until "
+            "that program has closed the file, or copy it."
+        )
+    if "unable to lock file" in text:
+        return (
+            f"{path} is on a file system that cannot lock files ({_plain(reason)}). Set "
+            "HDF5_USE_FILE_LOCKING=FALSE in the environment of every rank; nothing may write to "
+            "the file meanwhile."
+        )
+    if "already open for write" in text:
+        return (
+            f"{path} is being written, or its writer has died: it was not closed. Wait until the "
+            "writer has closed it; if that is dead, h5clear -s clears the mark in the file."
+        )
+    if reason.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            f"{path} cannot be opened: too many files are open. Raise the limit, "
+            f"{max_open_files()} in this process, with ulimit -n, or close files."
+        )
+    if reason.errno == errno.EACCES:
+        return f"The file {path} cannot be read: permission denied."
+    return f"{path} cannot be opened as an HDF5 file: {text}."
+
+
+def _plain(reason: OSError) -> str:
+    return os.strerror(reason.errno) if reason.errno else str(reason)
+
+
+def _mpio_options(error: type[Exception]) -> dict[str, Any]:
+    if not h5py().get_config().mpi:
+        raise error(
+            'driver="mpio" needs an h5py that was built with MPI, but this one was not. Install '
+            "one (HDF5_MPI=ON, against the job's MPI library), or leave the driver out: the "
+            "results are the same."
+        )
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise error(
+            'driver="mpio" reads in threads, which MPI allows with MPI_THREAD_MULTIPLE alone, but '
+            "MPI was started with less. Leave the driver out: the results are the same."
+        )
+    return {"driver": "mpio", "comm": MPI.COMM_SELF}
 
 
 @contextlib.contextmanager
@@ -90,7 +190,7 @@ def create_atomically(path: str | os.PathLike[str]) -> Iterator[Any]:
             raise
         file.close()
         os.fsync(handle)
-        os.replace(temporary, path)
+        replace_file(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

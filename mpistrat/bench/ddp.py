@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat.bench.digits import LAYER_SIZES, LEARNING_RATE, MOMENTUM, Batch, first_weights
-from mpistrat.bench.machine import num_cores
 from mpistrat.collectives import Collectives
+from mpistrat.cores import num_cores
 from mpistrat.errors import MpistratError
 from mpistrat.tensors import import_torch
 

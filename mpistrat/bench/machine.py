@@ -14,17 +14,10 @@ from mpistrat.settings import environment
 from mpistrat.version import __version__
 from mpistrat.world import World, library_version
 
-__all__ = ["describe_machine", "num_cores"]
+__all__ = ["describe_machine"]
 
-_PACKAGES = ("mpi4py", "torch")
+_PACKAGES = ("mpi4py", "torch", "h5py", "isal")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use. Local."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(len(os.sched_getaffinity(0)), 1)
-    return os.cpu_count() or 1
 
 
 def describe_machine(world: World) -> dict[str, Any]:

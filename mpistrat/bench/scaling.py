@@ -26,13 +26,13 @@ from mpistrat.bench.benchmark import (
     text,
     time,
 )
-from mpistrat.bench.machine import num_cores
 from mpistrat.bench.model import TERMS, Constants, Fit, fit
 from mpistrat.bench.observation import facts_of_last_collective
 from mpistrat.bench.pictures import Bars, Lines
 from mpistrat.bench.probes import Sample, measure_samples
 from mpistrat.bench.resnet50 import NUM_PARAMETERS
 from mpistrat.bench.work import package_all_reduce
+from mpistrat.cores import num_cores
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.replica import ReplicaContext
 from mpistrat.spelling import readable_size

@@ -49,6 +49,8 @@ class FileEntry:
     num_rows: int
     layouts: tuple[FieldLayout, ...]
     """The layouts of the fields, in the order of `Catalog.names`."""
+    stamp: tuple[int, ...]
+    """What `stamp_of` gave before the file was looked at."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,23 @@ class Catalog:
     structure: nests.Structure
     """The nest that the fields form."""
     files: tuple[FileEntry, ...]
+    driver: str | None = None
+    """The driver of HDF5 that the files are opened with; ``None`` for the usual one."""
 
     @property
     def offsets(self) -> np.ndarray:
         """Number of the first example of each file, and at the end the number of examples."""
         return np.cumsum([0, *(file.num_rows for file in self.files)])
+
+    @property
+    def row_sizes(self) -> list[int]:
+        """Size of one example of each field in bytes."""
+        return [bytes_per_row(layout.spec) for layout in self.files[0].layouts]
+
+    @property
+    def widest(self) -> int:
+        """Number of the field with the largest rows, which cost most to read and decode."""
+        return int(np.argmax(self.row_sizes))
 
 
 def resolve_paths(patterns: Sequence[str]) -> list[str]:
@@ -87,7 +101,12 @@ def resolve_paths(patterns: Sequence[str]) -> list[str]:
     return paths
 
 
-def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
+def stamp_of(status: os.stat_result) -> tuple[int, ...]:
+    """Return what changes when a file is written to or replaced. Local."""
+    return (status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def read_catalog(paths: Sequence[str], fields: Any, driver: str | None = None) -> Catalog:
     """Return what `paths` contain. Each file is opened once, and closed. Local.
 
     Parameters
@@ -95,6 +114,8 @@ def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
     paths : sequence of str
     fields : nest of str, optional
         Paths inside the files; ``None`` for every top-level data set of the first file.
+    driver : str, optional
+        See `Catalog.driver`.
 
     Raises
     ------
@@ -105,14 +126,15 @@ def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
     names, structure = nests.flatten(fields)
     files: list[FileEntry] = []
     for path in paths:
-        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+        with contextlib.closing(hdf5.open_for_reading(path, DataError, driver)) as file:
+            stamp = stamp_of(os.stat(path))
             if fields is None and not files:
                 names, structure = nests.flatten(_top_level_names(file, path))
-            files.append(_read_entry(file, path, names))
+            files.append(_read_entry(file, path, names, stamp))
         _check_same_specs(names, files[0], files[-1])
     if not sum(entry.num_rows for entry in files):
         raise DataError(f"There are no examples in {', '.join(paths)}: {names[0]!r} has length 0.")
-    return Catalog(tuple(names), structure, tuple(files))
+    return Catalog(tuple(names), structure, tuple(files), driver)
 
 
 def _top_level_names(file: Any, path: str) -> dict[str, str]:
@@ -125,7 +147,7 @@ def _top_level_names(file: Any, path: str) -> dict[str, str]:
     return names
 
 
-def _read_entry(file: Any, path: str, names: Sequence[str]) -> FileEntry:
+def _read_entry(file: Any, path: str, names: Sequence[str], stamp: tuple[int, ...]) -> FileEntry:
     lengths = {name: _find(file, path, name).shape[0] for name in names}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
@@ -134,7 +156,7 @@ def _read_entry(file: Any, path: str, names: Sequence[str]) -> FileEntry:
             "belong together with fields=(...)."
         )
     layouts = tuple(_read_layout(_find(file, path, name), path, name) for name in names)
-    return FileEntry(path, lengths[names[0]], layouts)
+    return FileEntry(path, lengths[names[0]], layouts, stamp)
 
 
 def _find(file: Any, path: str, name: str) -> Any:

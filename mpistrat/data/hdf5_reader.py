@@ -1,44 +1,88 @@
-"""Rows of HDF5 files: whole chunks through a cache, contiguous data by slices."""
+"""Rows of HDF5 files: whole chunks decoded by threads, ahead of their use."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import contextlib
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mpistrat import hdf5, nests
-from mpistrat.data.chunk_cache import ChunkCache
-from mpistrat.data.hdf5_catalog import Catalog, FieldLayout
+from mpistrat import nests
+from mpistrat.arrays import native
+from mpistrat.data.chunk_store import ChunkStore
+from mpistrat.data.field_plan import plan_fields
+from mpistrat.data.hdf5_catalog import Catalog
+from mpistrat.data.open_files import OpenFiles
 from mpistrat.data.order import Block
+from mpistrat.data.threads import num_decoding_threads
 from mpistrat.errors import DataError
 
 __all__ = ["Hdf5Reader"]
 
-_MAX_OPEN_FILES = 64
+_PIECE_ROWS = 256
+"""Announced rows are given up in pieces of so many, once they have been read."""
+
+_MIN_RUN_ROWS = 8
+"""Fewer rows in a row may still be a part of disorder: then a block is read and kept."""
 
 
 class Hdf5Reader:
     """Reads examples by their numbers, in any order.
 
+    Whole chunks are decoded, by threads and outside of HDF5 where their filters are known, in the
+    order in which `expect` has heard of them. Runs of rows of data without chunks are read by
+    slices.
+
     Parameters
     ----------
     catalog : Catalog
-    cache_bytes : int
-        Size of the decoded chunks to keep.
+    window_rows : int
+        How many rows are mixed at a time.
     """
 
-    def __init__(self, catalog: Catalog, cache_bytes: int) -> None:
+    def __init__(self, catalog: Catalog, window_rows: int) -> None:
         self._catalog = catalog
         self._offsets = catalog.offsets
-        self._cache = ChunkCache(cache_bytes)
-        self._open_files: OrderedDict[int, Any] = OrderedDict()
-
-    lookahead_rows = 0
+        self._files = OpenFiles(catalog)
+        self._pool = ThreadPoolExecutor(num_decoding_threads(), "mpistrat-decode")
+        self._pid = os.getpid()
+        self._plans = plan_fields(catalog, window_rows)
+        self._row_sizes = catalog.row_sizes
+        self._filled = [field for field, size in enumerate(self._row_sizes) if size]
+        self._chunked = [
+            field
+            for field in self._filled
+            if any(file.layouts[field].is_chunked for file in catalog.files)
+        ]
+        self._unchunked = [field for field in self._filled if field not in self._chunked]
+        self._stores: dict[int, ChunkStore] = {}
+        # Announced pieces: how many rows, and for each field with chunks in use, which.
+        self._expected: deque[tuple[int, dict[int, list[int]]]] = deque()
+        self._num_read = 0
+        widest = self._plans[catalog.widest]
+        if window_rows or self._chunked:
+            self.lookahead_rows = max(widest.num_slots * widest.rows_per_slot * 4 // 9, 1)
+        else:  # nothing to decode, and runs are read whole
+            self.lookahead_rows = 0
 
     def expect(self, block: Block) -> None:
-        """Nothing to prepare. Local."""
+        """Note that the rows `block` are going to be read, after those noted before. Local."""
+        self._check_process()
+        numbers = block.astype(np.int64)
+        for first in range(0, len(numbers), _PIECE_ROWS):
+            piece = numbers[first : first + _PIECE_ROWS]
+            by_chunks = self._sliced_and_gathered(piece)[1]
+            files, rows = self._locate(piece)
+            needs: dict[int, list[int]] = {}
+            for field in by_chunks:
+                needs[field] = np.unique(self._plans[field].locate(files, rows)[0]).tolist()
+                self._store(field).announce(needs[field])
+            self._expected.append((len(piece), needs))
 
     def read(self, block: Block) -> Any:
         """Return the examples `block`, as a nest of arrays of shape ``(len(block), *shape)``.
@@ -48,76 +92,123 @@ class Hdf5Reader:
         Raises
         ------
         DataError
-            If a file has vanished or cannot be decoded.
+            If a file has vanished or changed, or cannot be decoded.
         """
+        self._check_process()
         numbers = block.astype(np.int64)
-        layouts = self._catalog.files[0].layouts
-        outputs = [
-            np.empty((len(numbers), *each.spec.known_shape), each.spec.dtype) for each in layouts
-        ]
-        file_of_row = np.searchsorted(self._offsets, numbers, "right") - 1
-        for file in np.unique(file_of_row).tolist():
-            places = np.flatnonzero(file_of_row == file)
-            rows = numbers[places] - self._offsets[file]
-            for field, output in enumerate(outputs):
-                self._fill(output, places, file, field, rows)
-        return nests.unflatten(self._catalog.structure, outputs)
+        by_slices, by_chunks = self._sliced_and_gathered(numbers)
+        outputs = self._slices(numbers, by_slices) if by_slices else {}
+        if by_chunks:
+            files, rows = self._locate(numbers)
+            for field in by_chunks:
+                outputs[field] = self._gathered(field, files, rows)
+        for field, size in enumerate(self._row_sizes):
+            if not (size and len(numbers)):
+                spec = self._catalog.files[0].layouts[field].spec
+                outputs[field] = np.empty((len(numbers), *spec.known_shape), spec.dtype)
+        self._release(len(numbers))
+        return nests.unflatten(self._catalog.structure, map(outputs.__getitem__, sorted(outputs)))
 
-    def _fill(
-        self, output: np.ndarray, places: np.ndarray, file: int, field: int, rows: np.ndarray
-    ) -> None:
-        layout = self._catalog.files[file].layouts[field]
-        if not layout.is_chunked and _are_consecutive(rows) and _are_consecutive(places):
-            start, stop = int(rows[0]), int(rows[-1]) + 1
-            output[places[0] : places[-1] + 1] = self._read_rows(file, field, layout, start, stop)
-            return
-        chunk_of_row = rows // layout.rows_per_chunk
-        by_chunk = np.argsort(chunk_of_row, kind="stable")
-        chunks, firsts = np.unique(chunk_of_row[by_chunk], return_index=True)
-        for chunk, members in zip(chunks.tolist(), np.split(by_chunk, firsts[1:]), strict=True):
-            start = chunk * layout.rows_per_chunk
-            stop = min(start + layout.rows_per_chunk, self._catalog.files[file].num_rows)
-            decoded = self._cache.get(
-                (file, field, chunk),
-                partial(self._read_rows, file, field, layout, start, stop),
-            )
-            output[places[members]] = decoded[rows[members] - start]
+    def _sliced_and_gathered(self, numbers: np.ndarray) -> tuple[list[int], list[int]]:
+        """Return the fields to read by slices, and those to pick from chunks."""
+        if not len(numbers):
+            return [], []
+        is_run = _is_run(numbers)
+        return (self._unchunked, self._chunked) if is_run else ([], self._filled)
 
-    def _read_rows(
-        self, file: int, field: int, layout: FieldLayout, start: int, stop: int
-    ) -> np.ndarray:
-        name = self._catalog.names[field]
+    def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the file of each example, and its row there."""
+        files = np.searchsorted(self._offsets, numbers, "right") - 1
+        return files, numbers - self._offsets[files]
+
+    def _slices(self, numbers: np.ndarray, fields: list[int]) -> dict[int, np.ndarray]:
+        """Return a run of rows of some fields, from each file one slice."""
+        parts: dict[int, list[np.ndarray]] = {field: [] for field in fields}
+        first, end = int(numbers[0]), int(numbers[-1]) + 1
+        while first < end:
+            file = int(np.searchsorted(self._offsets, first, "right")) - 1
+            stop = min(end, int(self._offsets[file + 1]))
+            bounds = (first - int(self._offsets[file]), stop - int(self._offsets[file]))
+            for field in fields:
+                with self._files.lock, self._named_error(file, field, *bounds):
+                    parts[field].append(self._files.field(file, field).slice(*bounds))
+            first = stop
+        return {
+            field: native(each[0] if len(each) == 1 else np.concatenate(each))
+            for field, each in parts.items()
+        }
+
+    def _gathered(self, field: int, files: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return rows of one field, picked from its chunks."""
+        spec = self._catalog.files[0].layouts[field].spec
+        output = np.empty((len(rows), *spec.known_shape), spec.dtype)
+        self._store(field).take(*self._plans[field].locate(files, rows), output)
+        return output
+
+    def _store(self, field: int) -> ChunkStore:
+        """Return the decoded chunks of a field; they take memory from the first use on."""
+        store = self._stores.get(field)
+        if store is None:
+            plan, spec = self._plans[field], self._catalog.files[0].layouts[field].spec
+            shape = (plan.rows_per_slot, *spec.known_shape)
+            load = partial(self._begin_to_load, field)
+            store = self._stores[field] = ChunkStore(plan.num_slots, shape, spec.dtype, load)
+        return store
+
+    def _begin_to_load(self, field: int, chunk: int, slot: np.ndarray) -> Future[None]:
+        return self._pool.submit(self._load, field, chunk, slot)
+
+    def _load(self, field: int, chunk: int, slot: np.ndarray) -> None:
+        """Fill `slot` with a chunk. Runs in a thread of the pool."""
+        file, start, stop = self._plans[field].extent(chunk)
+        rows = slot[: stop - start]
+        with self._named_error(file, field, start, stop):
+            with self._files.lock:
+                stored = self._files.field(file, field).fetch(start)
+            if stored is None or not stored.decode(rows):
+                with self._files.lock:
+                    self._files.field(file, field).read(start, rows)
+
+    @contextlib.contextmanager
+    def _named_error(self, file: int, field: int, start: int, stop: int) -> Iterator[None]:
+        """Turn what h5py raises into a `DataError` that says where."""
         try:
-            dataset = self._opened(file)[name]
-            rows = np.empty((stop - start, *layout.spec.known_shape), layout.spec.dtype)
-            if rows.size:
-                dataset.read_direct(rows, np.s_[start:stop])
-        except (OSError, KeyError, TypeError, ValueError) as reason:
-            if isinstance(reason, DataError):
-                raise
+            yield
+        except DataError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError) as reason:
             raise DataError(
-                f"Rows {start} to {stop - 1} of the field {name!r} of "
+                f"Rows {start} to {stop - 1} of the field {self._catalog.names[field]!r} of "
                 f"{self._catalog.files[file].path} cannot be read: {reason}. The file is damaged, "
                 "or it changed after the data set was made."
             ) from reason
-        return rows
 
-    def _opened(self, file: int) -> Any:
-        if file in self._open_files:
-            self._open_files.move_to_end(file)
-            return self._open_files[file]
-        opened = hdf5.open_for_reading(self._catalog.files[file].path, DataError)
-        self._open_files[file] = opened
-        if len(self._open_files) > _MAX_OPEN_FILES:
-            self._open_files.popitem(last=False)[1].close()
-        return opened
+    def _release(self, num_rows: int) -> None:
+        """Give up the announced pieces that have been read whole."""
+        self._num_read += num_rows
+        while self._expected and self._expected[0][0] <= self._num_read:
+            num_expected, needs = self._expected.popleft()
+            self._num_read -= num_expected
+            for field, chunks in needs.items():
+                self._store(field).release(chunks)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise DataError(
+                f"The iterator was begun in process {self._pid} and is used in {os.getpid()}: "
+                "threads and open files do not outlive a fork. Begin a new one there with iter(...)."
+            )
 
     def close(self) -> None:
-        """Close the files and forget the chunks. Local."""
-        self._cache.clear()
-        while self._open_files:
-            self._open_files.popitem()[1].close()
+        """End the threads, close the files and forget the chunks. Local."""
+        if os.getpid() == self._pid:
+            for store in self._stores.values():
+                store.close()
+            self._pool.shutdown(cancel_futures=True)
+            self._files.close()
 
 
-def _are_consecutive(numbers: np.ndarray) -> bool:
-    return bool(np.all(np.diff(numbers) == 1))
+def _is_run(numbers: np.ndarray) -> bool:
+    if len(numbers) < _MIN_RUN_ROWS or numbers[-1] - numbers[0] != len(numbers) - 1:
+        return False
+    return bool((numbers[1:] - numbers[:-1] == 1).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -10,13 +11,11 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests, sharding
-from mpistrat.data.hdf5_catalog import Catalog, bytes_per_row, read_catalog, resolve_paths
+from mpistrat.data.hdf5_catalog import Catalog, read_catalog, resolve_paths
 from mpistrat.data.hdf5_reader import Hdf5Reader
 from mpistrat.data.order import Block, ChunkLayout
 
 __all__ = ["Hdf5Source"]
-
-_MIN_CACHE_BYTES = 16 * 2**20
 
 
 class Hdf5Source:
@@ -28,6 +27,8 @@ class Hdf5Source:
         Paths or glob patterns.
     fields : str, tuple, list or dict of str, optional
         Paths of data sets inside the files; ``None`` for every one at the top level.
+    driver : {None, "mpio"}
+        How HDF5 reads the files.
 
     Raises
     ------
@@ -36,7 +37,10 @@ class Hdf5Source:
     """
 
     def __init__(
-        self, files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], fields: Any
+        self,
+        files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        fields: Any,
+        driver: str | None = None,
     ) -> None:
         if isinstance(files, str | os.PathLike):
             files = [files]
@@ -46,7 +50,10 @@ class Hdf5Source:
         if not self._patterns:
             raise ValueError("from_hdf5 needs at least one file, but the list is empty.")
         _check_fields(fields)
+        if driver not in (None, "mpio"):
+            raise ValueError(f'driver must be None or "mpio", not {driver!r}.')
         self._fields = fields
+        self._driver = driver
 
     def share_of_rank(self, size: int, rank: int) -> Hdf5Source:
         """Return the source of every `size`-th file, from file `rank` on. Local.
@@ -65,14 +72,14 @@ class Hdf5Source:
                 f"{num_files} for {size} ranks. Use AutoShardPolicy.DATA."
             )
         mine = [self.catalog.files[f] for f in sharding.files_of_rank(num_files, size, rank)]
-        source = Hdf5Source([file.path for file in mine], self._fields)
-        source.catalog = Catalog(self.catalog.names, self.catalog.structure, tuple(mine))
+        source = Hdf5Source([file.path for file in mine], self._fields, self._driver)
+        source.catalog = dataclasses.replace(self.catalog, files=tuple(mine))
         return source
 
     @cached_property
     def catalog(self) -> Catalog:
         """What the files contain; the first use opens each of them."""
-        return read_catalog(resolve_paths(self._patterns), self._fields)
+        return read_catalog(resolve_paths(self._patterns), self._fields, self._driver)
 
     @property
     def element_spec(self) -> Any:
@@ -88,21 +95,14 @@ class Hdf5Source:
     @cached_property
     def layout(self) -> ChunkLayout | None:
         """The chunks of the field with the largest rows, which cost most to decode."""
+        widest = self.catalog.widest
         starts = [
-            np.arange(offset, offset + file.num_rows, file.layouts[self._widest].rows_per_chunk)
+            np.arange(offset, offset + file.num_rows, file.layouts[widest].rows_per_chunk)
             for offset, file in zip(self.catalog.offsets.tolist(), self.catalog.files, strict=False)
         ]
         return ChunkLayout(
-            np.concatenate([*starts, self.catalog.offsets[-1:]]), sum(self._row_sizes)
+            np.concatenate([*starts, self.catalog.offsets[-1:]]), sum(self.catalog.row_sizes)
         )
-
-    @property
-    def _row_sizes(self) -> list[int]:
-        return [bytes_per_row(layout.spec) for layout in self.catalog.files[0].layouts]
-
-    @property
-    def _widest(self) -> int:
-        return int(np.argmax(self._row_sizes))
 
     @property
     def kind(self) -> str:
@@ -115,8 +115,8 @@ class Hdf5Source:
 
         Folders do not count, so that ranks may read copies of their own.
         """
-        widest = self._widest
-        return [f"{sum(self._row_sizes)} bytes an example"] + [
+        widest = self.catalog.widest
+        return [f"{sum(self.catalog.row_sizes)} bytes an example"] + [
             f"the file {os.path.basename(file.path)} with {file.num_rows} rows in chunks of "
             f"{file.layouts[widest].rows_per_chunk}"
             for file in self.catalog.files
@@ -127,14 +127,8 @@ class Hdf5Source:
         raise AssertionError("a source of known length is read by row numbers")
 
     def open(self, window_rows: int) -> Hdf5Reader:
-        """Return a reader that keeps the chunks of two windows: this one and the last. Local."""
-        assert self.layout is not None
-        window_bytes = window_rows * self.layout.bytes_per_row
-        chunk_bytes = max(
-            sum(field.rows_per_chunk * bytes_per_row(field.spec) for field in file.layouts)
-            for file in self.catalog.files
-        )
-        return Hdf5Reader(self.catalog, max(2 * window_bytes, 2 * chunk_bytes, _MIN_CACHE_BYTES))
+        """Return a reader that keeps two windows: one in use, and the next. Local."""
+        return Hdf5Reader(self.catalog, window_rows)
 
 
 def _check_fields(fields: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 __all__ = [
+    "CHUNK_OVERHEAD_BYTES",
     "ENDLESS",
     "UNKNOWN",
     "Block",
@@ -40,6 +41,13 @@ PassKey = tuple[int, ...]
 _BLOCK_LENGTH = 2**16
 
 
+CHUNK_OVERHEAD_BYTES = 2048
+"""What a chunk in memory needs besides its rows, which counts where chunks are tiny."""
+
+_ROW_OVERHEAD_BYTES = 24
+"""What a row of a window needs besides: its number, a random number and its place."""
+
+
 @dataclass(frozen=True)
 class ChunkLayout:
     """The rows that are read and decoded together."""
@@ -53,6 +61,11 @@ class ChunkLayout:
     def rows_per_chunk(self) -> int:
         """Length of the longest chunk."""
         return int(np.diff(self.starts).max(initial=1))
+
+    def rows_in(self, num_bytes: int) -> int:
+        """Return how many rows a window of `num_bytes` of memory holds. Local."""
+        overhead = _ROW_OVERHEAD_BYTES + CHUNK_OVERHEAD_BYTES // self.rows_per_chunk
+        return num_bytes // (self.bytes_per_row + overhead)
 
 
 class Reader(Protocol):

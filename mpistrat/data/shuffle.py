@@ -18,8 +18,11 @@ from mpistrat.data.order import ENDLESS, Block, ChunkLayout, Order, PassKey, reg
 __all__ = ["Shuffle"]
 
 _WINDOW_BYTES = 48 * 2**20
-"""Decoded size of the window that ``window=None`` means for files. Chunks of the window before
-stay in memory for a while, so a rank needs twice as much."""
+"""Size of the window that ``window=None`` means for files. The next one is decoded meanwhile, so
+a rank needs twice as much."""
+
+_ROWS_AT_A_TIME = 2**13
+"""Batches are put together several at a time, as there may be thousands of lanes."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Shuffle:
 
     def window_rows(self, layout: ChunkLayout) -> int:
         """Return the number of rows that are mixed at a time. Local."""
-        window = self.window or _WINDOW_BYTES // max(layout.bytes_per_row, 1)
+        window = self.window or layout.rows_in(_WINDOW_BYTES)
         return max(window, layout.rows_per_chunk)
 
     def blocks(
@@ -97,13 +100,19 @@ class Shuffle:
             )
             for lane, (end, count) in enumerate(zip(ends.tolist(), supply, strict=True))
         ]
-        for first in range(0, len(rows), batch_size):
-            bounds = sharding.lane_bounds(min(batch_size, len(rows) - first), lanes)
+        num_full, rest = divmod(len(rows), batch_size)
+        at_a_time = max(_ROWS_AT_A_TIME // batch_size, 1)
+        groups = [
+            (min(at_a_time, num_full - first), batch_size)
+            for first in range(0, num_full, at_a_time)
+        ]
+        for count, length in groups + [(1, rest)] * bool(rest):
+            bounds = sharding.lane_bounds(length, lanes)
             positions = [
-                lane.take(stop - start)
+                lane.take(count * (stop - start)).reshape(count, stop - start)
                 for lane, start, stop in zip(streams, bounds, bounds[1:], strict=False)
             ]
-            yield rows.start + rows.step * np.concatenate(positions)
+            yield from rows.start + rows.step * np.concatenate(positions, axis=1)
 
     def _lane_blocks(
         self, starts: np.ndarray, lengths: np.ndarray, window: int, key: PassKey

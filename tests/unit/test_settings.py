@@ -15,6 +15,8 @@ from mpistrat.settings import Settings
         ("shared_min_bytes", "auto", None),
         ("shared_min_bytes", "0", 0),
         ("flight_length", "3", 3),
+        ("data_threads", "2", 2),
+        ("data_threads", "auto", None),
         ("flight_dir", "", None),
     ],
 )
@@ -33,6 +35,7 @@ def test_what_can_be_read(name, text, value):
         ("SHARED_MIN_BYTES", "-1", "a number of bytes, at least 0, or auto"),
         ("SHARED_MIN_BYTES", "1.5", "a number of bytes, at least 0, or auto"),
         ("FLIGHT_LENGTH", "0", "a whole number, at least 1"),
+        ("DATA_THREADS", "0", "a whole number, at least 1, or auto"),
     ],
 )
 def test_what_cannot_be_read_says_what_can(name, text, remedy):

@@ -1,0 +1,122 @@
+"""The files that a reader holds open: few at a time, and none that changes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import OrderedDict
+from typing import Any
+
+from mpistrat import hdf5
+from mpistrat.data.field_access import FieldAccess
+from mpistrat.data.hdf5_catalog import Catalog, FileEntry, stamp_of
+from mpistrat.errors import DataError
+
+__all__ = ["OpenFiles"]
+
+_MAX_OPEN_FILES = 64
+_SHARE_OF_LIMIT = 4
+"""At most every fourth of the files that the process may open."""
+
+_CHECK_INTERVAL_S = 0.5
+"""A file that is read is looked at so often, whether it has changed."""
+
+
+class _OpenFile:
+    def __init__(self, file: Any, num_fields: int) -> None:
+        self.file = file
+        self.fields: list[FieldAccess | None] = [None] * num_fields
+        self.checked_at = time.monotonic()
+
+
+class OpenFiles:
+    """Files by number, of which those used last stay open.
+
+    Parameters
+    ----------
+    catalog : Catalog
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._limit = max(1, min(_MAX_OPEN_FILES, hdf5.max_open_files() // _SHARE_OF_LIMIT))
+        self._open: OrderedDict[int, _OpenFile] = OrderedDict()
+        self.lock = threading.Lock()
+        """To be held while a field is used: another thread might close its file."""
+
+    def field(self, file: int, field: int) -> FieldAccess:
+        """Return access to a field; hold `lock` meanwhile. Local.
+
+        Raises
+        ------
+        DataError
+            If the file cannot be opened, or is not what it was when the data set was made.
+        """
+        opened = self._opened(file)
+        access = opened.fields[field]
+        if access is None:
+            name = self._catalog.names[field]
+            try:
+                access = opened.fields[field] = FieldAccess(opened.file[name])
+            except KeyError:
+                raise DataError(_changed(self._catalog.files[file].path)) from None
+        return access
+
+    def _opened(self, number: int) -> _OpenFile:
+        entry = self._catalog.files[number]
+        opened = self._open.get(number)
+        if opened is None:
+            _check_unchanged(entry)
+            while len(self._open) >= self._limit:
+                self._close_oldest()
+            opened = self._open[number] = _OpenFile(self._open_file(entry.path), len(entry.layouts))
+        self._open.move_to_end(number)
+        now = time.monotonic()
+        if now - opened.checked_at >= _CHECK_INTERVAL_S:
+            _check_unchanged(entry)
+            opened.checked_at = now
+        return opened
+
+    def _open_file(self, path: str) -> Any:
+        while True:
+            try:
+                return hdf5.open_for_reading(path, DataError, self._catalog.driver)
+            except DataError as error:
+                reason = getattr(error.__cause__, "errno", None)
+                if reason not in (errno.EMFILE, errno.ENFILE) or not self._open:
+                    raise
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        self._open.popitem(last=False)[1].file.close()
+
+    def close(self) -> None:
+        """Close all files. Local."""
+        with self.lock:
+            while self._open:
+                self._close_oldest()
+
+
+def _check_unchanged(entry: FileEntry) -> None:
+    try:
+        stamp = stamp_of(os.stat(entry.path))
+    except FileNotFoundError:
+        raise DataError(
+            f"The file {entry.path} has vanished since the data set was made. Files must stay "
+            "until the last pass has ended."
+        ) from None
+    except OSError as reason:
+        raise DataError(
+            f"The file {entry.path} can no longer be reached: {reason.strerror}."
+        ) from reason
+    if stamp != entry.stamp:
+        raise DataError(_changed(entry.path))
+
+
+def _changed(path: str) -> str:
+    return (
+        f"The file {path} has changed since the data set was made: its size, time of modification "
+        "or inode is another. Write to another name and rename, or make the data set anew."
+    )
