@@ -1,11 +1,14 @@
-"""Text files that appear complete or not at all."""
+"""Files that appear complete or not at all, and go without a wait."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["write_atomically"]
+__all__ = ["remove_file", "replace_file", "write_atomically"]
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
@@ -27,3 +30,47 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def replace_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Rename `source` to `target`, which may be there. Local.
+
+    The space of a large file that was there is given back to the system in a thread.
+
+    Raises
+    ------
+    OSError
+        If the system refuses; both are then as they were.
+    """
+    with _freed_in_a_thread(target):
+        os.replace(source, target)
+
+
+def remove_file(path: str | os.PathLike[str]) -> None:
+    """Remove a file, whose space is given back to the system in a thread. Local.
+
+    Raises
+    ------
+    OSError
+        If the system refuses.
+    """
+    with _freed_in_a_thread(path):
+        os.unlink(path)
+
+
+@contextlib.contextmanager
+def _freed_in_a_thread(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Keep the file `path` open while its name goes: only the last close frees its space."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # it is not there, or may not be read: then there is nothing to gain
+        yield
+        return
+    try:
+        yield
+    finally:
+        thread = threading.Thread(target=os.close, args=(handle,), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many, or the interpreter ends
+            os.close(handle)

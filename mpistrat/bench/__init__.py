@@ -3,6 +3,7 @@
 from mpistrat.bench import (
     agreement,
     allreduce,
+    checkpoint,
     gradients,
     optimizers,
     overlap,
@@ -14,5 +15,5 @@ __all__ = ["BENCHMARKS"]
 
 BENCHMARKS = {
     module.BENCHMARK.name: module.BENCHMARK
-    for module in (agreement, allreduce, gradients, optimizers, overlap, scaling, step)
+    for module in (agreement, allreduce, checkpoint, gradients, optimizers, overlap, scaling, step)
 }

@@ -1,4 +1,4 @@
-"""Digests that are computed in threads beside the writing."""
+"""Digests that are computed in threads, one variable in each at a time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import numpy as np
 
 from mpistrat.checkpoint.format import spell_digest
 from mpistrat.comm.background import Background
+from mpistrat.cores import num_cores
+from mpistrat.variables.broadcasting import pieces
 
 __all__ = ["Digester", "Digests"]
 
-_NUM_THREADS = 2
-"""SHA-256 is slower than most disks, and each variable has a digest of its own."""
+_MOST_THREADS = 8
+"""SHA-256 is slower than many disks, but so many threads are faster than most."""
+_BYTES_AT_ONCE = 2**20
+"""Small enough to stay in the cache of a core between the digest and the write."""
 _MAX_BEHIND = 4
-"""How many pieces that exist for the digest alone may wait for it."""
+"""How many pieces that exist for this alone may wait for their turn."""
 
 
 class Digester:
@@ -26,46 +30,56 @@ class Digester:
     ----------
     thread : Background
         What computes it.
+    then : callable, optional
+        Called in the thread with each part of the array, in order, after it went into the digest.
     """
 
-    def __init__(self, thread: Background) -> None:
+    def __init__(self, thread: Background, then: Callable[[np.ndarray], object] | None) -> None:
         self._thread = thread
+        self._then = then
         self._hash = hashlib.sha256()
         self._waits: deque[Callable[[], None]] = deque()
 
     def update(self, piece: np.ndarray, is_view: bool) -> None:
         """Take in the next `piece`, which must not change before `result`. Local.
 
-        Where it `is_view` of memory that is there anyway, the digest may lag behind by any
-        number of pieces.
+        Where it `is_view` of memory that is there anyway, any number of pieces may wait. Raises
+        what `then` has raised for an earlier piece.
         """
-        data = piece.reshape(-1).view(np.uint8).data
-        self._waits.append(self._thread.submit(lambda: self._hash.update(data)))
+        self._waits.append(self._thread.submit(lambda: self._absorb(piece)))
         if not is_view and len(self._waits) > _MAX_BEHIND:
             self._waits.popleft()()
 
+    def _absorb(self, piece: np.ndarray) -> None:
+        for part in pieces(piece, _BYTES_AT_ONCE):
+            self._hash.update(part.view(np.uint8).data)
+            if self._then is not None:
+                self._then(part)
+
     def result(self) -> str:
-        """Return the digest, once it is complete. Local."""
+        """Return the digest, once it is complete; raises what `then` has raised. Local."""
         while self._waits:
             self._waits.popleft()()
         return spell_digest(self._hash)
 
 
 class Digests:
-    """Context manager that makes digests, which take turns in a few threads."""
+    """Context manager that makes digests, and waits at its end until no thread is at work."""
 
     def __init__(self) -> None:
-        self._threads = [Background("mpistrat-digest") for _ in range(_NUM_THREADS)]
+        num_threads = max(2, min(num_cores(), _MOST_THREADS))
+        self._threads = [Background("mpistrat-digest") for _ in range(num_threads)]
         self._count = 0
 
-    def begin(self) -> Digester:
-        """Return the digest of another array. Local."""
+    def begin(self, then: Callable[[np.ndarray], object] | None = None) -> Digester:
+        """Return the digest of another array; see `Digester`. Local."""
         self._count += 1
-        return Digester(self._threads[self._count % _NUM_THREADS])
+        return Digester(self._threads[self._count % len(self._threads)], then)
 
     def __enter__(self) -> Digests:
         return self
 
     def __exit__(self, *_: object) -> None:
         for thread in self._threads:
+            thread.drain()
             thread.close()

@@ -8,7 +8,6 @@ import numbers
 import os
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from mpistrat import hdf5
@@ -22,6 +21,7 @@ from mpistrat.checkpoint.resuming import restore_newest
 from mpistrat.checkpoint.retention import Retention
 from mpistrat.checkpoint.saving import save
 from mpistrat.collectives import Collectives
+from mpistrat.files import remove_file
 from mpistrat.variables import Variable
 
 __all__ = ["CheckpointManager"]
@@ -260,6 +260,8 @@ def _remove_all(entries: Iterable[Entry]) -> None:
 
 def _remove(path: str) -> None:
     try:
-        Path(path).unlink(missing_ok=True)
+        remove_file(path)
+    except FileNotFoundError:
+        pass
     except OSError as reason:
         _logger.warning("The old checkpoint %s cannot be removed: %s.", path, reason.strerror)

@@ -89,11 +89,9 @@ class CheckpointWriter:
         offset = offset_of(dataset, array.nbytes)
         if offset is None:
             raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {path}")
-        digester = self._digests.begin()
+        digester = self._digests.begin(_Output(self._file, offset))
         for piece in pieces_on_host(array):
             digester.update(piece, is_view=is_on_host(array))
-            write_at(self._file, offset, piece)
-            offset += piece.nbytes
         if lives_on:
             self._unfinished.append((dataset, digester))
         else:
@@ -117,6 +115,18 @@ class CheckpointWriter:
             for dataset, digester in self._unfinished:
                 dataset.attrs["digest"] = digester.result()
             self._unfinished.clear()
+
+
+class _Output:
+    """Writes one part after the other, from a place in the file on."""
+
+    def __init__(self, file: Any, offset: int) -> None:
+        self._file = file
+        self._offset = offset
+
+    def __call__(self, part: np.ndarray) -> None:
+        write_at(self._file, self._offset, part)
+        self._offset += part.nbytes
 
 
 @contextlib.contextmanager

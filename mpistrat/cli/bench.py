@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMAND"]
 
-_NAMES = ("agreement", "allreduce", "gradients", "optimizers", "overlap", "scaling", "step")
+_NAMES = (
+    *("agreement", "allreduce", "checkpoint", "gradients", "optimizers"),
+    *("overlap", "scaling", "step"),
+)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,212 @@
+"""Checkpoints beside plain h5py: the same arrays, the same folder, the same run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from mpistrat import hdf5
+from mpistrat.bench.benchmark import (
+    RESULTS,
+    Benchmark,
+    Choices,
+    Findings,
+    Row,
+    Table,
+    ratio,
+    size,
+    text,
+    time,
+)
+from mpistrat.bench.pictures import Bars
+from mpistrat.bench.timing import Timings
+from mpistrat.checkpoint import Checkpoint, CheckpointManager
+from mpistrat.collectives import Collectives
+from mpistrat.strategies import MPIStrategy
+from mpistrat.variables import Variable
+
+__all__ = ["BENCHMARK"]
+
+_NUM_ARRAYS = 8
+_BYTES_PER_ARRAY = 2**26
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """What is timed, and what comes before each time without being timed. All ranks do both."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+
+
+def measure(choices: Choices) -> Findings:
+    """Time saving and restoring 512 MiB of float32 variables. **Collective**."""
+    strategy = MPIStrategy(device="cpu")
+    ranks = strategy.extended.collectives
+    rng = np.random.default_rng(0)
+    with strategy.scope():
+        variables = {
+            f"weight{i}": Variable(rng.random(_BYTES_PER_ARRAY // 4, np.float32), name=f"w{i}")
+            for i in range(_NUM_ARRAYS)
+        }
+    with _folder(ranks) as folder:
+        rows = [
+            _row(*each, ranks, choices.num_samples)
+            for each in _comparisons(variables, folder, ranks)
+        ]
+    note = (
+        "Plain h5py is alone on rank 0: it writes and flushes to disk, and reads without a digest. "
+        "Cold: the file has left the memory of the system. Each copy goes to warm memory."
+    )
+    return Findings({RESULTS: rows}, (note,))
+
+
+def _comparisons(
+    variables: Mapping[str, Variable], folder: Path, ranks: Collectives
+) -> Iterator[tuple[str, str, dict[str, _Candidate]]]:
+    checkpoint = Checkpoint(**variables)
+    arrays = {name: variable.storage for name, variable in variables.items()}
+    paths = {"ours": folder / "ours.h5", "peer": folder / "plain.h5"}
+
+    def on_root(call: Callable[[], object]) -> Callable[[], object]:
+        return call if ranks.rank == 0 else lambda: None
+
+    manager = CheckpointManager(checkpoint, folder / "managed", 1, asynchronous=True)
+    copies = {name: array.copy() for name, array in arrays.items()}
+    yield (
+        "save",
+        "h5py and fsync",
+        {
+            "ours": _Candidate(
+                lambda: checkpoint.write(paths["ours"]), on_root(partial(_remove, paths["ours"]))
+            ),
+            "peer": _Candidate(
+                on_root(lambda: _write(paths["peer"], arrays)),
+                on_root(partial(_remove, paths["peer"])),
+            ),
+        },
+    )
+    yield (
+        "stall of an asynchronous save",
+        "copy",
+        {
+            "ours": _Candidate(manager.save, manager.wait),
+            "peer": _Candidate(on_root(lambda: _copy(copies, arrays)), manager.wait),
+        },
+    )
+    manager.wait()
+    for state, prepare in (("cold", _forget), ("warm", _touch)):
+        files = {name: on_root(partial(prepare, path)) for name, path in paths.items()}
+        yield (
+            f"restore, {state}",
+            "h5py",
+            {
+                "ours": _Candidate(lambda: checkpoint.restore(paths["ours"]), files["ours"]),
+                "peer": _Candidate(on_root(lambda: _read(paths["peer"])), files["peer"]),
+            },
+        )
+
+
+def _row(
+    what: str,
+    peer: str,
+    candidates: Mapping[str, _Candidate],
+    ranks: Collectives,
+    num_samples: int,
+) -> Row:
+    """Let the candidates take turns, after one round that does not count. **Collective**."""
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(num_samples + 1):
+        for name, candidate in candidates.items():
+            candidate.prepare()
+            ranks.gather_json(None)
+            began_s = perf_counter()
+            candidate.run()
+            time_s = max(ranks.gather_json(perf_counter() - began_s))
+            if number:
+                samples[name].append(time_s)
+    timings = Timings(samples)
+    num_bytes = _NUM_ARRAYS * _BYTES_PER_ARRAY
+    row: dict[str, Any] = {"what": what, "peer": peer, "num_bytes": num_bytes}
+    return row | timings.medians() | {"ours_over_peer": timings.median_ratio("ours", "peer")}
+
+
+@contextmanager
+def _folder(ranks: Collectives) -> Iterator[Path]:
+    """Give a new folder in the current one, whose file system is measured. **Collective**."""
+    made = None
+    with ranks.together("bench"):
+        if ranks.rank == 0:
+            made = tempfile.mkdtemp(dir=".", prefix=".mpistrat-bench-")
+    folder = Path(ranks.broadcast_json(made))
+    try:
+        yield folder
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    with hdf5.h5py().File(path, "w") as file:
+        for name, array in arrays.items():
+            file.create_dataset(name, data=array)
+    with open(path, "rb") as written:
+        os.fsync(written.fileno())
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    with hdf5.h5py().File(path, "r") as file:
+        return {name: dataset[()] for name, dataset in file.items()}
+
+
+def _copy(targets: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> None:
+    for name, source in sources.items():
+        np.copyto(targets[name], source)
+
+
+def _remove(path: Path) -> None:
+    """Make room: every checkpoint is a new file."""
+    path.unlink(missing_ok=True)
+
+
+def _forget(path: Path) -> None:
+    """Have the system drop what it holds of a file in memory."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _touch(path: Path) -> None:
+    """Have the system hold a file in memory."""
+    with open(path, "rb") as file:
+        while file.read(2**24):
+            pass
+
+
+BENCHMARK = Benchmark(
+    "checkpoint",
+    "saving and restoring 512 MiB in the current folder, beside plain h5py",
+    measure,
+    (
+        Table(
+            (
+                text("what", "what"),
+                size("size", "num_bytes"),
+                time("mpistrat", "ours_s"),
+                text("peer", "peer"),
+                time("its time", "peer_s"),
+                ratio("ratio", "ours_over_peer"),
+            )
+        ),
+    ),
+    (Bars(lambda row: row["what"], {"ours_s": "mpistrat", "peer_s": "peer"}, "seconds"),),
+)
