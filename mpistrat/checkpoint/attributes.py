@@ -41,9 +41,9 @@ def read_names(node: Any, name: str, longest_bytes: int) -> list[str] | None:
     ValueError
         If it is no list of texts, or if they are too long.
     """
-    if not h5py().h5a.exists(node.id, name.encode()):
-        return None
     found = _open(node, name)
+    if found is None and not h5py().h5a.exists(node.id, name.encode()):
+        return None
     if found is None or len(found.shape) != 1 or found.dtype.kind not in "OS":
         raise ValueError(f"the attribute {name} is no list of names")
     if math.prod(found.shape) * max(longest_bytes, found.dtype.itemsize) > _LONGEST_BYTES:
@@ -54,9 +54,10 @@ def read_names(node: Any, name: str, longest_bytes: int) -> list[str] | None:
 def _open(node: Any, name: str) -> Any:
     """Return the low-level attribute if it is of one of our kinds."""
     h5a, h5t = h5py().h5a, h5py().h5t
-    if not h5a.exists(node.id, name.encode()):
+    try:
+        found = h5a.open(node.id, name.encode())
+    except KeyError:
         return None
-    found = h5a.open(node.id, name.encode())
     kinds = (h5t.TypeStringID, h5t.TypeIntegerID, h5t.TypeEnumID)
     return found if isinstance(found.get_type(), kinds) else None
 

@@ -22,6 +22,8 @@ _BYTES_AT_ONCE = 2**20
 _MAX_BEHIND = 4
 """How many pieces that exist for this alone may wait for their turn."""
 
+_OnPart = Callable[[np.ndarray], object]
+
 
 class Digester:
     """The digest of one array, which comes in pieces.
@@ -30,13 +32,15 @@ class Digester:
     ----------
     thread : Background
         What computes it.
-    then : callable, optional
-        Called in the thread with each part of the array, in order, after it went into the digest.
+    before, after : callable, optional
+        Called in the thread with each part of the array, in order, before or after it goes into
+        the digest: to read it, or to write it.
     """
 
-    def __init__(self, thread: Background, then: Callable[[np.ndarray], object] | None) -> None:
+    def __init__(self, thread: Background, before: _OnPart | None, after: _OnPart | None) -> None:
         self._thread = thread
-        self._then = then
+        self._before = before
+        self._after = after
         self._hash = hashlib.sha256()
         self._waits: deque[Callable[[], None]] = deque()
 
@@ -44,7 +48,7 @@ class Digester:
         """Take in the next `piece`, which must not change before `result`. Local.
 
         Where it `is_view` of memory that is there anyway, any number of pieces may wait. Raises
-        what `then` has raised for an earlier piece.
+        what went wrong with an earlier piece.
         """
         self._waits.append(self._thread.submit(lambda: self._absorb(piece)))
         if not is_view and len(self._waits) > _MAX_BEHIND:
@@ -52,12 +56,14 @@ class Digester:
 
     def _absorb(self, piece: np.ndarray) -> None:
         for part in pieces(piece, _BYTES_AT_ONCE):
+            if self._before is not None:
+                self._before(part)
             self._hash.update(part.view(np.uint8).data)
-            if self._then is not None:
-                self._then(part)
+            if self._after is not None:
+                self._after(part)
 
     def result(self) -> str:
-        """Return the digest, once it is complete; raises what `then` has raised. Local."""
+        """Return the digest, once it is complete; raises what went wrong. Local."""
         while self._waits:
             self._waits.popleft()()
         return spell_digest(self._hash)
@@ -71,10 +77,10 @@ class Digests:
         self._threads = [Background("mpistrat-digest") for _ in range(num_threads)]
         self._count = 0
 
-    def begin(self, then: Callable[[np.ndarray], object] | None = None) -> Digester:
+    def begin(self, before: _OnPart | None = None, after: _OnPart | None = None) -> Digester:
         """Return the digest of another array; see `Digester`. Local."""
         self._count += 1
-        return Digester(self._threads[self._count % len(self._threads)], then)
+        return Digester(self._threads[self._count % len(self._threads)], before, after)
 
     def __enter__(self) -> Digests:
         return self

@@ -1,159 +1,99 @@
-"""The values of a file on their way to all ranks: one reads, each checks a part."""
+"""The values of a file on their way to all ranks: rank 0 reads and checks, then they travel."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from mpistrat.checkpoint.digesting import Digester, Digests
+from mpistrat.checkpoint.digesting import Digests
 from mpistrat.checkpoint.pieces import BYTES_PER_PIECE
 from mpistrat.checkpoint.reader import CheckpointReader
-from mpistrat.collectives import Collectives
-from mpistrat.comm.background import Background
+from mpistrat.checkpoint.shapes import Shape
+from mpistrat.collectives import CollectiveCall
 from mpistrat.errors import CheckpointCorruptError
 from mpistrat.variables.broadcasting import pieces
 
-__all__ = ["Stored", "distribute", "share_of_rank", "stored_in"]
+__all__ = ["broadcast_array", "broadcast_pieces", "read_arrays"]
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What a file has of one array. Equal on all ranks."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    digest: str
-    """Of the bytes as they travel; empty where rank 0 checks it while it unpacks them."""
-
-    @classmethod
-    def from_json(cls, value: Any) -> Stored:
-        """Return what `as_json` took apart. Local."""
-        shape, dtype, digest = value
-        return cls(tuple(shape), np.dtype(dtype), digest)
-
-    def as_json(self) -> list[Any]:
-        """Return a JSON value. Local."""
-        return [self.shape, self.dtype.str, self.digest]
-
-
-def stored_in(reader: CheckpointReader) -> dict[str, Stored]:
-    """Return what an open file has, by path. Local."""
-    return {
-        name: Stored(info.shape, info.dtype, info.digest if reader.is_plain(name) else "")
-        for name, info in reader.variables.items()
-    }
-
-
-def distribute(
-    ranks: Collectives,
-    what: str,
-    path: str,
-    stored: Mapping[str, Stored],
-    reader: CheckpointReader | None,
-) -> dict[str, np.ndarray]:
-    """Return the arrays of a file on every rank, once their digests are right. **Collective**.
-
-    Rank 0 reads ahead in a thread, and broadcasts piece by piece. Each rank computes the digests
-    of its share of the arrays beside that.
-
-    Parameters
-    ----------
-    ranks : Collectives
-    what : str
-        The public function, for messages.
-    path : str
-    stored : dict of str to Stored
-    reader : CheckpointReader or None
-        The open file on rank 0.
+def read_arrays(reader: CheckpointReader) -> dict[str, np.ndarray]:
+    """Return all arrays of an open file by path, read and checked by several threads. Local.
 
     Raises
     ------
     CheckpointCorruptError
-        On every rank, if an array is damaged; the message names all of these.
+        If one is damaged; the message names all of these.
     """
-    arrays = {name: np.empty(each.shape, each.dtype) for name, each in stored.items()}
-    sizes = {name: array.nbytes for name, array in arrays.items() if stored[name].digest}
-    own = share_of_rank(sizes, ranks.rank, ranks.size)
-    digesters: dict[str, Digester] = {}
-    damage: dict[str, str] = {}
-    with Digests() as digests, _ReadingAhead(reader, arrays) as ahead:
-        with ranks.call(what, path) as call:
-            call.agree("the values")
-            for name, array in arrays.items():
-                if name in own:
-                    digesters[name] = digests.begin()
-                for piece in pieces(array, BYTES_PER_PIECE):
-                    ahead.wait_for_next(name, damage)
-                    call.channel.transport.broadcast(piece, 0)
-                    if name in own:
-                        digesters[name].update(piece, is_view=True)
-        for name, digester in digesters.items():
-            if digester.result() != stored[name].digest:
-                damage.setdefault(
-                    name,
-                    f"The checkpoint {path} is damaged at {name}: the values do not have the "
-                    "digest that was stored with them.",
-                )
-    found: dict[str, str] = {}
-    for of_rank in ranks.gather_json(damage):
-        found = {**of_rank, **found}
-    if found:
-        raise CheckpointCorruptError("\n".join(found[name] for name in sorted(found)))
+    arrays: dict[str, np.ndarray] = {}
+    damage: list[str] = []
+    with Digests() as digests:
+        digesters = {}
+        for name, info in reader.variables.items():
+            if reader.is_plain(name):
+                arrays[name] = np.empty(info.shape, info.dtype)
+                digesters[name] = digests.begin(before=_Input(reader, name))
+                digesters[name].update(arrays[name].reshape(-1), is_view=True)
+        for name, info in reader.variables.items():
+            try:
+                if name not in digesters:
+                    arrays[name] = reader.read_variable(name)
+                elif digesters[name].result() != info.digest:
+                    damage.append(
+                        f"The checkpoint {reader.path} is damaged at {name}: the values do not "
+                        "have the digest that was stored with them."
+                    )
+            except CheckpointCorruptError as error:
+                damage.append(str(error))
+    if damage:
+        raise CheckpointCorruptError("\n".join(damage))
     return arrays
 
 
-def share_of_rank(sizes: Mapping[str, int], rank: int, size: int) -> set[str]:
-    """Return the arrays that a rank checks: each rank about as many bytes. Local."""
-    load = [0] * size
-    own = set()
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        of_rank = load.index(min(load))
-        load[of_rank] += sizes[name]
-        if of_rank == rank:
-            own.add(name)
-    return own
+class _Input:
+    """Fills one part of a variable after the other from the file."""
+
+    def __init__(self, reader: CheckpointReader, name: str) -> None:
+        self._reader = reader
+        self._name = name
+        self._at = 0
+
+    def __call__(self, part: np.ndarray) -> None:
+        self._reader.read_plain(self._name, part, self._at)
+        self._at += part.nbytes
 
 
-class _ReadingAhead:
-    """Fills arrays from a file in a thread; does nothing where there is no file."""
+def broadcast_pieces(
+    call: CollectiveCall, array: np.ndarray | None, of: Shape
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the array of rank 0 in flat pieces, each with the number of its first element.
 
-    def __init__(self, reader: CheckpointReader | None, arrays: Mapping[str, np.ndarray]) -> None:
-        self._thread = Background("mpistrat-reading")
-        self._waits: deque[Callable[[], None]] = deque()
-        if reader is not None:
-            for name, array in arrays.items():
-                at = 0
-                for piece in pieces(array, BYTES_PER_PIECE):
-                    self._submit(reader, name, array, piece, at)
-                    at += piece.nbytes
+    **Collective** inside of a `call` that has been agreed on. Ranks but 0 take memory for one
+    piece, which the next one overwrites.
 
-    def _submit(
-        self, reader: CheckpointReader, name: str, array: np.ndarray, piece: np.ndarray, at: int
-    ) -> None:
-        def read() -> None:
-            if reader.is_plain(name):
-                reader.read_plain(name, piece, at)
-            elif at == 0:  # what has to be unpacked is read as a whole
-                array[...] = reader.read_variable(name)
+    Parameters
+    ----------
+    call : CollectiveCall
+    array : numpy.ndarray or None
+        On rank 0.
+    of : Shape
+        Shape and dtype, equal on all ranks.
+    """
+    shape, dtype = of
+    size = int(np.prod(shape))
+    length = max(1, BYTES_PER_PIECE // dtype.itemsize)
+    flat = None if array is None else array.reshape(-1)
+    memory = np.empty(min(size, length) if flat is None else 0, dtype)
+    for start in range(0, size, length):
+        end = min(start + length, size)
+        piece = memory[: end - start] if flat is None else flat[start:end]
+        call.channel.transport.broadcast(piece, 0)
+        yield start, piece
 
-        self._waits.append(self._thread.submit(read))
 
-    def wait_for_next(self, name: str, damage: dict[str, str]) -> None:
-        """Wait for the next piece, which is of the array `name`, and note what is wrong. Local."""
-        if self._waits:
-            try:
-                self._waits.popleft()()
-            except CheckpointCorruptError as error:
-                damage[name] = str(error)
-
-    def __enter__(self) -> _ReadingAhead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # The file may be closed only when nobody reads it any more.
-        self._thread.drain()
-        self._thread.close()
+def broadcast_array(call: CollectiveCall, array: np.ndarray | None, of: Shape) -> np.ndarray:
+    """Return the array of rank 0 on every rank. **Collective** like `broadcast_pieces`."""
+    found = np.empty(*of) if array is None else array
+    for piece in pieces(found, BYTES_PER_PIECE):
+        call.channel.transport.broadcast(piece, 0)
+    return found

@@ -57,7 +57,8 @@ def survey(file: Any) -> Contents:
     Nothing is read but the groups themselves.
     """
     contents = Contents()
-    addresses = {h5py().h5o.get_info(file.id).addr}
+    h5 = h5py()
+    addresses = {h5.h5o.get_info(file.id).addr}
     stack = [("", file.id, 1)]
     while stack:
         above, group, depth = stack.pop()
@@ -69,17 +70,17 @@ def survey(file: Any) -> Contents:
             if problem:
                 contents.problems.append(f"{path} {problem}")
                 continue
-            node = h5py().h5o.open(group, link)
-            address = h5py().h5o.get_info(node).addr
+            node = h5.h5o.open(group, link)
+            address = h5.h5o.get_info(node).addr
             if address in addresses:
                 contents.problems.append(f"{path} is a second name of something else")
                 continue
             addresses.add(address)
-            if isinstance(node, h5py().h5g.GroupID):
+            if isinstance(node, h5.h5g.GroupID):
                 contents.groups.add(path)
                 stack.append((f"{path}/", node, depth + 1))
-            elif isinstance(node, h5py().h5d.DatasetID):
-                contents.datasets[path] = h5py().Dataset(node)
+            elif isinstance(node, h5.h5d.DatasetID):
+                contents.datasets[path] = h5.Dataset(node)
             else:
                 contents.problems.append(f"{path} is neither a group nor a data set")
     return contents

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,10 +69,18 @@ class Restoration:
             if path in self.arrays:
                 variable.load_value(self.arrays[path])
 
-    def take(self, tree: Tree) -> None:
-        """Forget what the objects of `tree` have got, and wait for their later children. Local."""
+    def take(self, tree: Tree, filled: Iterable[str] = ()) -> None:
+        """Forget what the objects of `tree` have got, and wait for their later children. Local.
+
+        Parameters
+        ----------
+        tree : Tree
+        filled : iterable of str
+            Paths of the variables that have got values that were never here.
+        """
         for path in tree.paths():
             self.restored.discard(path)  # an object in the place of one that had been filled
+        self.restored.update(filled)
         for path in tree.variables:
             if self.arrays.pop(path, None) is not None:
                 self.restored.add(path)

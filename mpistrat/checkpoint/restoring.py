@@ -1,26 +1,28 @@
-"""Restore a tree of objects: rank 0 reads, all ranks check and assign, or none does."""
+"""Restore a tree of objects: rank 0 reads and checks, all ranks assign, or none does."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpistrat.checkpoint.distribution import Stored, distribute, stored_in
+import numpy as np
+
+from mpistrat.checkpoint.distribution import broadcast_array, broadcast_pieces, read_arrays
 from mpistrat.checkpoint.objects import Tree, walk
 from mpistrat.checkpoint.paths import agree_on_path
 from mpistrat.checkpoint.ranks import collectives_for
-from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
+from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.checkpoint.restoration import Restoration
-from mpistrat.checkpoint.shapes import check_shapes
+from mpistrat.checkpoint.shapes import Shape, check_shapes, shapes_as_json, shapes_from_json
 from mpistrat.checkpoint.status import RestoreStatus, check_nothing_missing
 from mpistrat.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError
 from mpistrat.spans import spanned
 from mpistrat.tracking import Trackable
+from mpistrat.variables import Variable
 
 __all__ = ["restore"]
 
@@ -47,45 +49,73 @@ def restore(
     tree = walk(root.checkpoint_children())
     ranks = collectives_for(tree, _WHAT)
     file = agree_on_path(ranks, _WHAT, path)
-    with contextlib.ExitStack() as stack:
-        reader: CheckpointReader | None = None
-        contents: dict[str, Any] = {}
-        with ranks.together(_WHAT, file):
-            if ranks.rank == 0:
-                reader = stack.enter_context(open_checkpoint(file))
-                contents = _contents(reader)
-        contents = ranks.broadcast_json(contents)
-        state = contents["state"]
-        stored = {name: Stored.from_json(each) for name, each in contents["arrays"].items()}
-        with ranks.together(_WHAT, file):
-            check_shapes(file, tree, {name: (s.shape, s.dtype) for name, s in stored.items()})
-            if not allow_missing:
-                check_nothing_missing(file, tree, {*stored, *state})
-        arrays = distribute(ranks, _WHAT, file, stored, reader)
-    restoration = Restoration(file, arrays, state)
-    _load(ranks, restoration, tree)
-    restoration.take(tree)
+    arrays: dict[str, np.ndarray] = {}
+    contents: dict[str, Any] = {}
+    with ranks.together(_WHAT, file):
+        if ranks.rank == 0:
+            arrays, contents = _read(file)
+    contents = ranks.broadcast_json(contents)
+    state, shapes = contents["state"], shapes_from_json(contents["shapes"])
+    variables = {name: each for name, each in tree.variables.items() if name in shapes}
+    with ranks.together(_WHAT, file):
+        check_shapes(file, tree, shapes)
+        if not allow_missing:
+            check_nothing_missing(file, tree, {*shapes, *state})
+        for name, variable in variables.items():
+            variable.load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
+    others = {name: shape for name, shape in shapes.items() if name not in variables}
+    restoration = Restoration(file, _broadcast(ranks, file, arrays, others), state)
+    _load_state(ranks, restoration, tree)
+    _load_variables(ranks, file, variables, arrays, shapes)
+    restoration.take(tree, variables)
     restoration.wait_for_children("", root)
     if ranks.rank == 0:
         _logger.info("Checkpoint %s restored in %.2f s", file, time.perf_counter() - began_s)
     return RestoreStatus(root, restoration, warns=ranks.rank == 0)
 
 
-def _contents(reader: CheckpointReader) -> dict[str, Any]:
-    """Return all of a file but the values of its arrays."""
-    try:
-        state = {name: reader.read_state(name) for name in reader.state_paths}
-    except CheckpointCorruptError:
-        reader.verify()  # names what else is damaged
-        raise
-    return {
-        "state": state,
-        "arrays": {name: each.as_json() for name, each in stored_in(reader).items()},
-    }
+def _read(path: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the arrays of a file, and as JSON values their shapes and all other state."""
+    with open_checkpoint(path) as reader:
+        try:
+            state = {name: reader.read_state(name) for name in reader.state_paths}
+        except CheckpointCorruptError:
+            reader.verify()  # names what else is damaged
+            raise
+        arrays = read_arrays(reader)
+    shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+    return arrays, {"state": state, "shapes": shapes_as_json(shapes)}
 
 
-def _load(ranks: Collectives, restoration: Restoration, tree: Tree) -> None:
-    """Assign everything. Only objects of the user's own can still refuse, so they come first."""
+def _broadcast(
+    ranks: Collectives, path: str, arrays: dict[str, np.ndarray], shapes: Mapping[str, Shape]
+) -> dict[str, np.ndarray]:
+    """Move those of rank 0's `arrays` that `shapes` names to every rank. **Collective**."""
+    with ranks.call(_WHAT, path) as call:
+        call.agree("values of other objects")
+        return {
+            name: broadcast_array(call, arrays.pop(name, None), shape)
+            for name, shape in shapes.items()
+        }
+
+
+def _load_variables(
+    ranks: Collectives,
+    path: str,
+    variables: Mapping[str, Variable],
+    arrays: dict[str, np.ndarray],
+    shapes: Mapping[str, Shape],
+) -> None:
+    """Assign rank 0's `arrays` to `variables` on every rank, piece by piece. **Collective**."""
+    with ranks.call(_WHAT, path) as call:
+        call.agree("values of variables")
+        for name, variable in variables.items():
+            for start, piece in broadcast_pieces(call, arrays.pop(name, None), shapes[name]):
+                variable.load_piece(start, piece)
+
+
+def _load_state(ranks: Collectives, restoration: Restoration, tree: Tree) -> None:
+    """Fill the objects of the user's own: only these can still refuse, so they come first."""
     undo: Callable[[], None] | None = None
     try:
         with ranks.together(_WHAT, restoration.path):
@@ -94,5 +124,3 @@ def _load(ranks: Collectives, restoration: Restoration, tree: Tree) -> None:
         if undo is not None:
             undo()
         raise
-    with ranks.together(_WHAT, restoration.path):
-        restoration.load_variables(tree)

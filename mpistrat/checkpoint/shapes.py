@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from mpistrat.checkpoint.json_state import split_state
 from mpistrat.checkpoint.objects import Tree
 from mpistrat.errors import CheckpointMismatchError
 
-__all__ = ["Shape", "check_shapes", "describe"]
+__all__ = ["Shape", "check_shapes", "describe", "shapes_as_json", "shapes_from_json"]
 
 Shape = tuple[tuple[int, ...], np.dtype]
 """Shape and dtype."""
@@ -67,3 +68,13 @@ def _difference(name: str, stored: Shape, own: Shape) -> str:
 def describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
     """Return shape and dtype as messages show them. Local."""
     return f"{dtype} of shape {shape}"
+
+
+def shapes_as_json(shapes: Mapping[str, Shape]) -> Any:
+    """Return shapes and dtypes as a JSON value. Local."""
+    return [[name, shape, dtype.str] for name, (shape, dtype) in shapes.items()]
+
+
+def shapes_from_json(value: Any) -> dict[str, Shape]:
+    """Return what `shapes_as_json` took apart. Local."""
+    return {name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in value}

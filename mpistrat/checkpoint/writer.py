@@ -89,7 +89,7 @@ class CheckpointWriter:
         offset = offset_of(dataset, array.nbytes)
         if offset is None:
             raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {path}")
-        digester = self._digests.begin(_Output(self._file, offset))
+        digester = self._digests.begin(after=_Output(self._file, offset))
         for piece in pieces_on_host(array):
             digester.update(piece, is_view=is_on_host(array))
         if lives_on:

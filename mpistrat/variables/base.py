@@ -253,6 +253,18 @@ class Variable(RowWrites, ArrayLike):
         """Set the variable from what a checkpoint has stored. **Local**, on every rank alike."""
         self._write_locally(ASSIGN, array)
 
+    def load_piece(self, start: int, piece: np.ndarray) -> None:
+        """Set a part of what `load_value` sets, from element `start` of the flat value on.
+
+        **Local**, on every rank alike. The dtype of `piece` is that of the variable.
+        """
+        flat = self._storage.reshape(-1)
+        flat[start : start + piece.size] = place(self._own_part(piece), self._target.device)
+
+    def _own_part(self, array: np.ndarray) -> np.ndarray:
+        """Return what this replica holds of a stored value. Local."""
+        return array
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         # Without __new__, which would choose the kind by the context of the copy.
         twin = object.__new__(type(self))

@@ -120,6 +120,10 @@ class SyncOnReadVariable(Variable, on_read=True):
             reduced = call.reduce(ReduceOp[self.aggregation.name], [self._storage], 0)
         return None if reduced is None else reduced[0]
 
+    def _own_part(self, array: np.ndarray) -> np.ndarray:
+        own: np.ndarray = self._share(array)
+        return own
+
     def load_value(self, array: np.ndarray) -> None:
         """Set this replica's component: value / N under SUM, else the value. Local."""
         ASSIGN.apply(self._storage, self._share(ASSIGN.checked(self._target, array)))
