@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Iterator
 
 from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
 from mpistrat.checkpoint.shapes import describe
 from mpistrat.cli.command import Command
-from mpistrat.cli.output import print_error, print_line, print_table
-from mpistrat.cli.statistics import largest_difference
+from mpistrat.cli.output import print_error, print_json, print_line, print_table
+from mpistrat.cli.statistics import tell_apart
 from mpistrat.errors import CheckpointError
 
 __all__ = ["COMMAND"]
@@ -20,16 +21,20 @@ __all__ = ["COMMAND"]
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", help="a checkpoint file")
     parser.add_argument("b", help="another one")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
         with open_checkpoint(arguments.a) as a, open_checkpoint(arguments.b) as b:
             rows = [*_variables(a, b), *_state(a, b)]
-            num_paths = len(a.variables) + len(a.state_paths)
+            num_paths = len({*a.variables, *b.variables}) + len({*a.state_paths, *b.state_paths})
     except CheckpointError as error:
         print_error("diff", error)
         return 1 if os.path.isfile(arguments.a) and os.path.isfile(arguments.b) else 2
+    if arguments.json:
+        print_json({"equal": not rows, "num_paths": num_paths, "differences": dict(rows)})
+        return 1 if rows else 0
     if not rows:
         print_line(f"{arguments.a} and {arguments.b} are equal: {num_paths} path(s)")
         return 0
@@ -61,13 +66,12 @@ def _values(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str
         yield f"{describe(of_a.shape, of_a.dtype)} in a, {describe(of_b.shape, of_b.dtype)} in b"
         return
     # Read even where the digests are equal: a damaged file equals nothing.
-    array_a, array_b = a.read_variable(name), b.read_variable(name)
-    if array_a.tobytes() != array_b.tobytes():
-        largest, count = largest_difference(array_a, array_b)
-        if count:
-            yield f"largest difference {largest:.6g}, in {count} of {array_a.size} element(s)"
-        else:
-            yield "equal numbers in other bits (signs of zeros, or kinds of NaN)"
+    found = tell_apart(a.read_pieces(name), b.read_pieces(name))
+    if found.count:
+        counts = f"{found.count} of {math.prod(of_a.shape)} element(s)"
+        yield f"largest difference {found.largest:.6g}, in {counts}"
+    elif found.num_other_bits:
+        yield "equal numbers in other bits (signs of zeros, or kinds of NaN)"
 
 
 def _state(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, str]]:

@@ -7,19 +7,18 @@ import json
 import math
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
+from mpistrat.cli import histograms
 from mpistrat.cli.command import Command
-from mpistrat.cli.output import (
-    print_error,
-    print_json,
-    print_line,
-    print_table,
-)
+from mpistrat.cli.inspect_data import holds_data, inspect_data
+from mpistrat.cli.output import is_terminal, print_error, print_json, print_line, print_table
 from mpistrat.cli.statistics import summarize
+from mpistrat.cli.tree import tree_labels
 from mpistrat.errors import CheckpointError
 from mpistrat.spelling import readable_size
 
@@ -35,19 +34,34 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stats", action="store_true", help="read the values: smallest, largest, mean, NaN count"
     )
+    parser.add_argument(
+        "--plot", type=Path, metavar="PNG", help="also draw a histogram of each variable into it"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if holds_data(arguments.file):
+        return inspect_data(arguments)
+    note = ""
     try:
+        if arguments.plot:
+            histograms.check_can_draw(arguments.plot)
         with open_checkpoint(arguments.file) as reader:
             content = _content(reader, arguments.stats)
+            if arguments.plot:
+                note = histograms.draw(reader, arguments.plot)
     except CheckpointError as error:
         print_error("inspect", error)
         return 1 if os.path.isfile(arguments.file) else 2
+    except ValueError as error:
+        print_error("inspect", error)
+        return 2
     if arguments.json:
         print_json(content)
     else:
         _print_for_people(arguments.file, content)
+    if note:
+        print_error("inspect", note)
     return 0
 
 
@@ -63,7 +77,7 @@ def _content(reader: CheckpointReader, with_statistics: bool) -> dict[str, Any]:
             "digest": info.digest,
         }
         if with_statistics:
-            variables[name] |= summarize(reader.read_variable(name))
+            variables[name] |= asdict(summarize(reader.read_pieces(name)))
     return {
         "attributes": asdict(reader.header) | {"digest": reader.header.digest},
         "variables": variables,
@@ -82,7 +96,7 @@ def _print_for_people(file: str, content: dict[str, Any]) -> None:
     variables: dict[str, dict[str, Any]] = content["variables"]
     if variables:
         shown = [n for n in _STATISTICS if all(n in each for each in variables.values())]
-        print_table((*_COLUMNS, *shown), [_row(n, v, shown) for n, v in variables.items()])
+        print_table((*_COLUMNS, *shown), _rows(variables, shown))
     if content["state"]:
         rows = [(name, json.dumps(value)) for name, value in content["state"].items()]
         print_table(("state", "value"), rows)
@@ -90,12 +104,21 @@ def _print_for_people(file: str, content: dict[str, Any]) -> None:
     print_line(f"{len(variables)} variable(s), {size}; {len(content['state'])} with other state")
 
 
-def _row(name: str, variable: dict[str, Any], shown: list[str]) -> list[object]:
-    cells = [variable[key] for key in _COLUMNS[3:6]]
+def _rows(variables: dict[str, dict[str, Any]], shown: list[str]) -> list[list[object]]:
+    """Return a row for each variable: a tree for people, whole paths for grep and awk."""
+    labels = tree_labels(variables) if is_terminal() else ((name, name) for name in variables)
+    blank = [""] * (len(_COLUMNS) - 1 + len(shown))
+    return [
+        [label, *(_cells(variables[name], shown) if name in variables else blank)]
+        for label, name in labels
+    ]
+
+
+def _cells(variable: dict[str, Any], shown: list[str]) -> list[object]:
+    modes = [variable[key] for key in _COLUMNS[3:6]]
     shape = tuple(variable["shape"])
     size = readable_size(_size_bytes(variable))
-    statistics = [_number(variable[key]) for key in shown]
-    return [name, shape, variable["dtype"], *cells, size, *statistics]
+    return [shape, variable["dtype"], *modes, size, *(_number(variable[key]) for key in shown)]
 
 
 def _size_bytes(variable: dict[str, Any]) -> int:

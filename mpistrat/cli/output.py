@@ -6,42 +6,63 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["print_error", "print_json", "print_line", "print_table"]
+__all__ = ["is_terminal", "print_error", "print_json", "print_line", "print_table"]
 
-_WIDTH_OF_A_PIPE = 1_000_000
-"""No line is folded or cut where the output is not a terminal."""
+_GAP = 3
+"""Between two columns."""
+_NARROWEST = 16
+"""What is left for a column that is folded."""
 
 
-def _console() -> Console:
-    width = None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE
-    return Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+def is_terminal() -> bool:
+    """Return whether people read what is printed, rather than programs. Local."""
+    return sys.stdout.isatty()
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; cells wrap on a terminal only. Local."""
-    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns:
-        column.overflow = "fold"
-    for row in rows:
-        table.add_row(*(Text(_printable(str(cell))) for cell in row))
-    _console().print(table)
+    """Print a table. Local.
+
+    In a pipe or file each row is one line, neither cut nor folded. On a terminal the widest
+    column is folded to make room for the others; where that is not enough, each row is a
+    paragraph.
+    """
+    cells = [[_printable(str(cell), sys.stdout) for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
+    if not is_terminal():
+        for row in (columns, *cells):
+            padded = map(set_cell_size, row, widths)
+            print((" " * _GAP).join(padded).rstrip())
+        return
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    if sum(widths) + _GAP * len(widths) - max(widths) + _NARROWEST > console.width:
+        for first, *others in cells:
+            named = [f"{title} {c}" for title, c in zip(columns[1:], others, strict=True) if c]
+            print("\n  ".join(filter(None, [first, ", ".join(named)])))
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, title in enumerate(columns):
+        table.add_column(title, overflow="fold", no_wrap=number != widths.index(max(widths)))
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def print_line(text: str) -> None:
     """Print one line. Local."""
-    print(_printable(text))
+    print(_printable(text, sys.stdout))
 
 
 def print_error(command: str, text: object) -> None:
     """Print an error message. Local."""
-    print(f"mpistrat {command}: {_printable(str(text))}", file=sys.stderr)
+    print(f"mpistrat {command}: {_printable(str(text), sys.stderr)}", file=sys.stderr)
 
 
 def print_json(value: Any) -> None:
@@ -59,6 +80,12 @@ def _strict(value: Any) -> Any:
     return value
 
 
-def _printable(text: str) -> str:
-    """Return `text` without control characters, which a hostile file could bring."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+def _printable(text: str, stream: TextIO) -> str:
+    """Return `text` without what `stream` cannot take.
+
+    That is control characters, which a hostile file could bring, and letters that its encoding
+    does not have.
+    """
+    safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    encoding = stream.encoding or "utf-8"
+    return safe.encode(encoding, "backslashreplace").decode(encoding)

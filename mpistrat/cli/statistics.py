@@ -1,39 +1,107 @@
-"""Statistics of the values of one variable."""
+"""Statistics of the values of one variable, which come in pieces."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-__all__ = ["largest_difference", "summarize"]
+__all__ = ["Difference", "Summary", "summarize", "tell_apart"]
 
 
-def summarize(array: np.ndarray) -> dict[str, Any]:
-    """Return ``min``, ``max``, ``mean`` and ``nan_count``. Local.
+@dataclass(frozen=True)
+class Summary:
+    """What is said of the values of a variable.
 
     NaN is left out of the first three, which are ``None`` where nothing is left, and for
     complex numbers, which have no order.
     """
-    kind = array.dtype.kind
-    is_nan = np.isnan(array) if kind in "fc" else np.zeros(array.shape, bool)
-    values = array[~is_nan]
-    summary: dict[str, Any] = {"min": None, "max": None, "mean": None}
-    if values.size and kind != "c":
-        number = float if kind == "f" else int
-        with np.errstate(invalid="ignore", over="ignore"):
-            mean = float(values.mean(dtype=np.float64))
-        summary = {"min": number(values.min()), "max": number(values.max()), "mean": mean}
-    return summary | {"nan_count": int(is_nan.sum())}
+
+    min: float | int | None
+    max: float | int | None
+    mean: float | None
+    nan_count: int
 
 
-def largest_difference(a: np.ndarray, b: np.ndarray) -> tuple[float | int, int]:
-    """Return the largest absolute difference, and the number of elements that differ. Local.
+def summarize(pieces: Iterable[np.ndarray]) -> Summary:
+    """Return the statistics of flat arrays that come one by one. Local."""
+    lowest: Any = None
+    highest: Any = None
+    means: list[tuple[float, int]] = []
+    nan_count = 0
+    for piece in pieces:
+        is_nan = np.isnan(piece) if piece.dtype.kind in "fc" else np.zeros(piece.shape, bool)
+        nan_count += int(np.count_nonzero(is_nan))
+        values = piece[~is_nan] if is_nan.any() else piece
+        if values.size == 0 or values.dtype.kind == "c":
+            continue
+        number = float if values.dtype.kind == "f" else int
+        low, high = number(values.min()), number(values.max())
+        lowest = low if lowest is None else min(lowest, low)
+        highest = high if highest is None else max(highest, high)
+        means.append((_mean(values), values.size))
+    count = sum(size for _, size in means)
+    mean = sum(each * (size / count) for each, size in means) if means else None
+    return Summary(lowest, highest, mean, nan_count)
 
-    NaN equals NaN; NaN against a number differs by NaN. Shapes and dtypes are equal.
-    """
-    if a.size == 0:
-        return 0, 0
+
+def _mean(values: np.ndarray) -> float:
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = float(values.mean(dtype=np.float64))
+        if math.isinf(mean) and np.isfinite(values).all():  # only their sum is too large
+            mean = float((values.astype(np.float64) / values.size).sum())
+    return mean
+
+
+@dataclass
+class Difference:
+    """How far the values of two variables of one shape and dtype are apart."""
+
+    largest: float | int = 0
+    """The largest absolute difference, NaN where NaN stands against a number."""
+    count: int = 0
+    """The number of elements that differ. NaN equals NaN."""
+    num_other_bits: int = 0
+    """The number of equal elements whose bits differ: signs of zeros, or kinds of NaN."""
+
+
+def tell_apart(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> Difference:
+    """Return how far two arrays are apart, which come in flat pieces of any sizes. Local."""
+    found = Difference()
+    for piece_a, piece_b in _aligned(iter(a), iter(b)):
+        bytes_a, bytes_b = (x.view(np.uint8).reshape(x.size, -1) for x in (piece_a, piece_b))
+        other = (bytes_a != bytes_b).any(axis=1)
+        if not other.any():
+            continue
+        largest, count = _largest_difference(piece_a[other], piece_b[other])
+        found.count += count
+        found.num_other_bits += int(np.count_nonzero(other)) - count
+        if not math.isnan(found.largest):
+            found.largest = largest if math.isnan(largest) else max(found.largest, largest)
+    return found
+
+
+def _aligned(
+    a: Iterator[np.ndarray], b: Iterator[np.ndarray]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield pieces of equal sizes, and run both to their ends, where they check themselves."""
+    left_a = left_b = np.empty(0)
+    while True:
+        if left_a.size == 0:
+            left_a = next(a, left_a)
+        if left_b.size == 0:
+            left_b = next(b, left_b)
+        size = min(left_a.size, left_b.size)
+        if size == 0:
+            return
+        yield left_a[:size], left_b[:size]
+        left_a, left_b = left_a[size:], left_b[size:]
+
+
+def _largest_difference(a: np.ndarray, b: np.ndarray) -> tuple[float | int, int]:
     if a.dtype.kind in "biu":
         # Subtraction modulo 2**64 is exact for every integer dtype, since the result fits.
         gap = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.cli.command import Command
-from mpistrat.cli.output import print_error, print_line
+from mpistrat.cli.output import print_error, print_json, print_line
 from mpistrat.errors import CheckpointError
 from mpistrat.spelling import readable_size
 
@@ -17,34 +18,73 @@ __all__ = ["COMMAND"]
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="+", help="a checkpoint file, or a folder of them (*.h5)")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    files: list[Path] = []
-    for path in map(Path, arguments.path):
-        if not os.path.exists(path):
-            print_error("verify", f"There is no file or folder {path}.")
-            return 2
-        found = sorted(path.glob("[!.]*.h5")) if path.is_dir() else [path]
-        if not found:
-            print_error("verify", f"There is no checkpoint (*.h5) in the folder {path}.")
-            return 2
-        files += found
-    verdicts = [_is_sound(file) for file in files]
-    return 0 if all(verdicts) else 1
+    given: list[Path] = []
+    in_folders: list[Path] = []
+    try:
+        for path in map(Path, arguments.path):
+            if path.is_dir():
+                in_folders += _find(path)
+            elif os.path.exists(path):
+                given.append(path)
+            else:
+                raise ValueError(f"There is no file or folder {path}.")
+    except ValueError as error:
+        print_error("verify", error)
+        return 2
+    verdicts: dict[str, dict[str, Any]] = {}
+    for path in dict.fromkeys((*given, *in_folders)):
+        verdict = _verdict(path)
+        if not verdict["sound"] and path in in_folders and not os.path.lexists(path):
+            continue  # a job that is running has removed it to keep a newer one
+        verdicts[str(path)] = verdict
+        if not arguments.json:
+            print_line(_spelled(path, verdict))
+    if arguments.json:
+        print_json(verdicts)
+    return 0 if all(verdict["sound"] for verdict in verdicts.values()) else 1
 
 
-def _is_sound(file: Path) -> bool:
+def _find(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder.
+
+    Raises
+    ------
+    ValueError
+        If there are none, or the folder cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise ValueError(f"The folder {folder} cannot be read: {error.strerror}.") from None
+    found = sorted(name for name in names if name.endswith(".h5") and not name.startswith("."))
+    if not found:
+        raise ValueError(f"There is no checkpoint (*.h5) in the folder {folder}.")
+    return [folder / name for name in found]
+
+
+def _verdict(file: Path) -> dict[str, Any]:
     try:
         with open_checkpoint(file) as reader:
             reader.verify()
-            size_bytes = sum(info.size_bytes for info in reader.variables.values())
-            num_variables = len(reader.variables)
+            return {
+                "sound": True,
+                "step": reader.header.step,
+                "num_variables": len(reader.variables),
+                "size_bytes": sum(info.size_bytes for info in reader.variables.values()),
+            }
     except CheckpointError as error:
-        print_line(f"{file}: NOT SOUND\n{error}")
-        return False
-    print_line(f"{file}: sound, {num_variables} variable(s), {readable_size(size_bytes)}")
-    return True
+        return {"sound": False, "error": str(error)}
+
+
+def _spelled(file: Path, verdict: dict[str, Any]) -> str:
+    if not verdict["sound"]:
+        return f"{file}: NOT SOUND\n{verdict['error']}"
+    size = readable_size(verdict["size_bytes"])
+    return f"{file}: sound, {verdict['num_variables']} variable(s), {size}"
 
 
 COMMAND = Command("verify", "Check every digest of checkpoint files.", _add_arguments, _run)
