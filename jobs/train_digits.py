@@ -4,7 +4,8 @@
     mpiexec -n 4 python jobs/train_digits.py --data data/digits.h5 --output runs/digits
 
 The output folder receives a checkpoint per epoch and at the end the learning curve. An earlier
-run in it is moved aside, or goes on with --resume.
+run in it is moved aside, or goes on with --resume. SIGTERM or SIGUSR1 to any rank, or the end of a
+Slurm job coming near, saves in the middle of the epoch and ends with code 75: run it again.
 """
 
 import argparse
@@ -119,17 +120,20 @@ class Training:
         self.loss.update_state(cross_entropy(self.xp, logits, label)[0])
         self.accuracy.update_state(label, logits.argmax(axis=1))
 
-    def run_pass(self, step, batches):
+    def run_pass(self, step, batches, after_step=lambda: None):
         """Run `step` on all batches; return the mean loss and the accuracy. **Collective**."""
-        self.loss.reset_state()
-        self.accuracy.reset_state()
         for image, label in batches:
             self.strategy.run(step, args=(image, label))
-        return float(self.loss.result()), float(self.accuracy.result())
+            after_step()
+        figures = float(self.loss.result()), float(self.accuracy.result())
+        # Not before the pass: a resumed one goes on with the figures of its first part.
+        self.loss.reset_state()
+        self.accuracy.reset_state()
+        return figures
 
-    def run_epoch(self):
+    def run_epoch(self, after_step):
         """Train for one epoch, test, and add the figures to the history. **Collective**."""
-        loss, accuracy = self.run_pass(self.train_step, self.train_batches)
+        loss, accuracy = self.run_pass(self.train_step, self.train_batches, after_step)
         test_loss, test_accuracy = self.run_pass(self.test_step, self.test_batches)
         self.history.rows.append(
             {
@@ -245,6 +249,13 @@ def parse_arguments():
         default="none",
         help="normalize hidden layers by the statistics of each rank's examples, or of all ranks'",
     )
+    add(
+        "--walltime-margin",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="save and end so long before the end of a Slurm job",
+    )
     add("--device", default="auto", help='"auto", "cpu", "gpu" or "gpu:K"')
     return parser.parse_args()
 
@@ -269,10 +280,16 @@ def main():
     else:
         manager.save(step=0)  # a folder that cannot be written shows now, not after an epoch
 
+    handler = ms.PreemptionCheckpointHandler(manager, walltime_margin_s=args.walltime_margin)
+
+    def leave_if_preempted():
+        if handler.save_checkpoint_if_preempted():
+            raise SystemExit(handler.EXIT_CODE)
+
     with progress_display(speaks, args.epochs) as show:
         while len(history.rows) < args.epochs:
             began = time.perf_counter()
-            training.run_epoch()
+            training.run_epoch(leave_if_preempted)
             manager.save(step=len(history.rows))
             show(history.rows[-1], training.num_examples, time.perf_counter() - began)
     if speaks:

@@ -6,7 +6,12 @@ Importing this package starts no MPI and imports neither h5py nor cupy. It does 
 """
 
 from mpistrat import data, errors, gradients, layers, metrics, optimizers, testing
-from mpistrat.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
+from mpistrat.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    PreemptionCheckpointHandler,
+    latest_checkpoint,
+)
 from mpistrat.data.contexts import InputContext, ValueContext
 from mpistrat.epochs.farewell import install as _install_farewell
 from mpistrat.epochs.logs import install as _install_logs
@@ -55,6 +60,7 @@ __all__ = [
     "MultiStepContext",
     "OneDeviceStrategy",
     "PerReplica",
+    "PreemptionCheckpointHandler",
     "ReduceOp",
     "ReplicaContext",
     "RunOptions",

@@ -3,6 +3,13 @@
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.folder import latest_checkpoint
 from mpistrat.checkpoint.manager import CheckpointManager
+from mpistrat.checkpoint.preemption import PreemptionCheckpointHandler
 from mpistrat.checkpoint.status import RestoreStatus
 
-__all__ = ["Checkpoint", "CheckpointManager", "RestoreStatus", "latest_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "PreemptionCheckpointHandler",
+    "RestoreStatus",
+    "latest_checkpoint",
+]

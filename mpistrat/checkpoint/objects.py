@@ -12,12 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from mpistrat.arrays import is_array
 from mpistrat.checkpoint.dependents import PlacedDependent, find_paths
 from mpistrat.checkpoint.format import check_path
-from mpistrat.checkpoint.generators import GeneratorState
+from mpistrat.checkpoint.generators import generator_state
 from mpistrat.tracking import Trackable
 from mpistrat.values import DistributedValues
 from mpistrat.variables import Variable
@@ -110,7 +108,9 @@ def check_can_hold_state(path: str, child: object) -> None:
 def _has_own_state(child: object) -> bool:
     if isinstance(child, type):
         return False
-    return isinstance(child, Variable | Trackable | np.random.Generator | Stateful)
+    if isinstance(child, Variable | Trackable | Stateful):
+        return True
+    return generator_state(child) is not None
 
 
 def _is_plain(child: object) -> bool:
@@ -152,8 +152,8 @@ class _Walker:
             self.tree.trackables[path] = child
             self.dependents += [(path, each) for each in child.checkpoint_dependents()]
             self.descend(path, child, child.checkpoint_children().items(), strict=True)
-        elif isinstance(child, np.random.Generator):
-            self.add(self.tree.stateful, path, GeneratorState(child))
+        elif (generator := generator_state(child)) is not None:
+            self.add(self.tree.stateful, path, generator)
         elif _has_own_state(child):
             self.add(self.tree.stateful, path, child)
         elif isinstance(child, dict):

@@ -1,0 +1,174 @@
+"""`PreemptionCheckpointHandler`: save before the scheduler takes the job away."""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from mpistrat.checkpoint.manager import CheckpointManager
+from mpistrat.checkpoint.objects import walk
+from mpistrat.checkpoint.ranks import collectives_for
+from mpistrat.options import ReduceOp
+from mpistrat.settings import environment
+
+__all__ = ["PreemptionCheckpointHandler"]
+
+_WHAT = "PreemptionCheckpointHandler"
+_END_TIME = "SLURM_JOB_END_TIME"
+_logger = logging.getLogger("mpistrat")
+
+
+class PreemptionCheckpointHandler:
+    """Notices that the job is about to be ended, and saves once on all ranks at one step.
+
+    Making it is **Collective**, in the main thread. It handles `signals` from then on until
+    `close`; each rank may get them, or a single one.
+
+    Parameters
+    ----------
+    manager : CheckpointManager
+    signals : sequence of signal.Signals
+        Those that announce the end.
+    walltime_margin_s : float, optional
+        So many seconds before the end of a Slurm job (``SLURM_JOB_END_TIME``) count as a signal.
+        Without Slurm the job has no end. ``None`` leaves the end to the signals.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments of another type or range, or outside of the main thread.
+
+    Attributes
+    ----------
+    EXIT_CODE : int
+        75, the code by which Unix programs ask to be run again later (EX_TEMPFAIL):
+        ``jobs/train.sbatch`` queues a job again that ends with it.
+
+    Examples
+    --------
+    >>> handler = PreemptionCheckpointHandler(manager, walltime_margin_s=300)  # doctest: +SKIP
+    >>> for image, label in batches:  # doctest: +SKIP
+    ...     strategy.run(step, args=(image, label))
+    ...     if handler.save_checkpoint_if_preempted():
+    ...         raise SystemExit(handler.EXIT_CODE)
+    """
+
+    EXIT_CODE = 75
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        signals: Iterable[signal.Signals | int] = (signal.SIGTERM, signal.SIGUSR1),
+        walltime_margin_s: float | None = None,
+    ) -> None:
+        if not isinstance(manager, CheckpointManager):
+            raise TypeError(f"{_WHAT} needs a CheckpointManager, not {manager!r}.")
+        self._manager = manager
+        self._ranks = collectives_for(walk(manager.checkpoint.checkpoint_children()), _WHAT)
+        self._noticed: str | None = None
+        self._has_saved = False
+        self._previous: dict[signal.Signals, Any] = {}
+        self._own = np.zeros(1, np.int64)
+        with self._ranks.call(_WHAT) as call:
+            numbers_of_signals = _checked_signals(signals)
+            self._end_s = _end_of_job(walltime_margin_s)
+            call.agree(*numbers_of_signals, walltime_margin_s)
+        for number in numbers_of_signals:
+            self._previous[number] = signal.signal(number, self._note)
+
+    def save_checkpoint_if_preempted(self) -> bool:
+        """Save if any rank has been told of the end; to be called once a step. **Collective**.
+
+        The agreement is a reduction of one number. The file is on disk when this returns, also
+        with ``asynchronous=True``. It saves once; from then on the signals are ignored, so that
+        the rest of the program is not disturbed.
+
+        Returns
+        -------
+        bool
+            Whether the checkpoint has been saved, the same on every rank. End the program then.
+
+        Raises
+        ------
+        CheckpointError
+            As `CheckpointManager.save` does.
+        """
+        if self._has_saved:
+            return True
+        if self._noticed is None and time.time() >= self._end_s:
+            self._noticed = "the end of the job is near"
+        self._own[0] = self._noticed is not None
+        with self._ranks.call(_WHAT) as call:
+            (told,) = call.all_reduce(ReduceOp.MAX, [self._own])
+        if not told[0]:
+            return False
+        if self._noticed is not None:
+            _logger.warning("%s: all ranks save a checkpoint.", self._noticed)
+        path = self._manager.save()
+        self._manager.wait()
+        self._has_saved = True
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+        if self._ranks.rank == 0:
+            _logger.warning("Saved %s before the end of the job.", path)
+        return True
+
+    def close(self) -> None:
+        """Handle signals as before this object was made. Local."""
+        while self._previous:
+            number, previous = self._previous.popitem()
+            signal.signal(number, previous)
+
+    def __enter__(self) -> PreemptionCheckpointHandler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noticed = f"got {signal.Signals(number).name}"
+
+
+def _checked_signals(signals: Any) -> list[signal.Signals]:
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError(f"{_WHAT} must be made in the main thread, which alone gets signals.")
+    if isinstance(signals, str) or not isinstance(signals, Iterable):
+        raise TypeError(f"signals must be a sequence of signal.Signals, not {signals!r}.")
+    checked = []
+    for each in signals:
+        if isinstance(each, bool) or not isinstance(each, numbers.Integral):
+            raise TypeError(f"signals must hold signal.Signals, not {each!r}.")
+        found = signal.Signals(int(each))
+        if found in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError(f"No program can handle {found.name}. Leave it out of signals.")
+        checked.append(found)
+    return checked
+
+
+def _end_of_job(margin_s: Any) -> float:
+    """Return from when on, in seconds since 1970, the job is to be saved."""
+    if margin_s is None:
+        return float("inf")
+    if isinstance(margin_s, bool) or not isinstance(margin_s, numbers.Real):
+        raise TypeError(f"walltime_margin_s must be a number or None, not {margin_s!r}.")
+    if not margin_s > 0:
+        raise ValueError(f"walltime_margin_s must be positive or None, but it is {margin_s!r}.")
+    text = environment().get(_END_TIME)
+    if text is None:
+        return float("inf")
+    if not text.isdigit():
+        raise ValueError(f"{_END_TIME} must be a number of seconds since 1970, not {text!r}.")
+    return float(text) - float(margin_s)
