@@ -31,8 +31,10 @@ __all__ = [
     "detach",
     "is_started",
     "library_version",
+    "load_library",
     "open_world",
     "started_world",
+    "thread_level",
     "world_ranks",
     "world_size",
 ]
@@ -154,7 +156,7 @@ def _start(launcher: Launcher) -> None:
     It does so inside of MPI_Init, so the library is loaded and asked first.
     """
     if launcher.has_only_pmix:
-        file = _load_library()
+        file = load_library()
         if library_version().startswith("MPICH") and not _has_symbol(file, "PMIx_Init"):
             raise _launch_error(
                 launcher, "which this MPI library cannot join, because it does not speak PMIx"
@@ -174,8 +176,14 @@ def _start(launcher: Launcher) -> None:
             MPI.Init()
 
 
-def _load_library() -> str:
-    """Load the MPI library without starting it; return the file that is linked to it. Local."""
+def load_library() -> str:
+    """Load the MPI library without starting it; return the file that is linked to it. Local.
+
+    Raises
+    ------
+    ImportError, RuntimeError
+        If there is none.
+    """
     from mpi4py import rc
 
     initialize, finalize = rc.initialize, rc.finalize
@@ -292,6 +300,15 @@ def library_version() -> str:
     from mpi4py import MPI
 
     return " ".join(MPI.Get_library_version().split("\n")[0].rstrip("\0").split())
+
+
+def thread_level() -> str:
+    """Return which threads may call MPI, such as ``"multiple"``. Local; MPI must run."""
+    from mpi4py import MPI
+
+    names = ("single", "funneled", "serialized", "multiple")
+    levels = [getattr(MPI, f"THREAD_{name.upper()}") for name in names]
+    return names[levels.index(MPI.Query_thread())]
 
 
 def world_ranks(comm: MPI.Intracomm) -> list[int]:

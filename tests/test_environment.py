@@ -15,6 +15,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text())
+CONDA_CPU = yaml.safe_load((ROOT / "environment-cpu.yml").read_text())
 
 CONDA_NAMES = {"matplotlib": "matplotlib-base", "cupy-cuda13x": "cupy"}
 ONLY_CONDA = {"python", "pip", "cuda-version", "c-compiler", "setuptools"}
@@ -59,3 +60,12 @@ def test_cuda_support_of_open_mpi_is_on():
 
 def test_only_one_channel_is_used():
     assert CONDA["channels"] == ["conda-forge", "nodefaults"]
+
+
+def test_the_variant_without_a_gpu_differs_by_that_alone():
+    gpu = [line for line in CONDA["dependencies"] if line.split()[0] in ("cupy", "cuda-version")]
+    assert len(gpu) == 2
+    assert [line for line in CONDA["dependencies"] if line not in gpu] == CONDA_CPU["dependencies"]
+    own = {"dependencies": [], "variables": {}}
+    assert {**CONDA, **own} == {**CONDA_CPU, **own}
+    assert "variables" not in CONDA_CPU  # an Open MPI without CUDA refuses to start with it

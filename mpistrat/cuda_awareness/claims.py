@@ -19,7 +19,14 @@ from mpistrat.settings import environment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["ask_library", "gather_claims", "list_libraries", "list_switches", "read_memory_kinds"]
+__all__ = [
+    "ask_library",
+    "gather_claims",
+    "list_libraries",
+    "list_switches",
+    "loaded_files",
+    "read_memory_kinds",
+]
 
 _MPIX_GPU_SUPPORT_CUDA = 0  # as in MPICH's mpi.h
 
@@ -61,7 +68,7 @@ def gather_claims(comm: MPI.Intracomm) -> list[Evidence]:
         ask_library(library),
         read_memory_kinds(kinds),
         list_switches(environment()),
-        list_libraries(_loaded_files()),
+        list_libraries(loaded_files()),
     ]
 
 
@@ -102,9 +109,9 @@ def read_memory_kinds(kinds: str | None) -> Evidence:
     return Evidence(is_claim, f"mpi_memory_alloc_kinds is {kinds}")
 
 
-def list_switches(variables: Mapping[str, str]) -> Evidence:
-    """Return which variables switch GPU support on or off. Local."""
-    found = {name: variables[name] for name in _SWITCHES if name in variables}
+def list_switches(variables: Mapping[str, str], names: Iterable[str] = _SWITCHES) -> Evidence:
+    """Return which of the variables `names` switch GPU support on or off. Local."""
+    found = {name: variables[name] for name in names if name in variables}
     if not found:
         return Evidence(False, "no variable switches GPU support on")
     is_claim = any(value.strip().lower() not in _OFF for value in found.values())
@@ -120,7 +127,8 @@ def list_libraries(files: Iterable[str]) -> Evidence:
     return Evidence(True, f"loaded: {', '.join(names)}")
 
 
-def _loaded_files() -> list[str]:
+def loaded_files() -> list[str]:
+    """Return the files that are mapped into this process. Local."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:

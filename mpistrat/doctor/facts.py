@@ -1,0 +1,152 @@
+"""What one rank knows of itself, in values that can be sent and printed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpistrat.affinity import own_cores
+from mpistrat.arrays import Device, count_gpus, describe_gpu, nccl_library
+from mpistrat.launcher import Launcher
+from mpistrat.settings import environment
+from mpistrat.strategies.device_choice import Offer, make_offer
+from mpistrat.version import __version__
+from mpistrat.world import World
+
+__all__ = ["RankFacts", "collect_facts", "count_allocated_gpus"]
+
+_PACKAGES = ("mpi4py", "numpy", "h5py", "cupy", "cupy-cuda12x", "cupy-cuda13x")
+
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+_GPUS = (
+    "CUDA_VISIBLE_DEVICES",
+    "SLURM_GPUS_ON_NODE",
+    "SLURM_STEP_GPUS",
+    "SLURM_JOB_GPUS",
+    "SLURM_GPUS_PER_TASK",
+)
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank knows of itself."""
+
+    rank: int = 0
+    node: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    library: str = ""
+    """Name and version of the MPI library; empty where it does not run."""
+    cores: tuple[int, ...] = ()
+    """Which it may use."""
+    blas_threads: int = 1
+    """How many threads NumPy's linear algebra would start."""
+    thread_variables: Mapping[str, str] = field(default_factory=dict)
+    offer: Offer | None = None
+    """The GPUs that it sees."""
+    gpu_names: tuple[str, ...] = ()
+    no_gpu: str = ""
+    """Why it sees none."""
+    gpu_variables: Mapping[str, str] = field(default_factory=dict)
+    nccl: str = ""
+    """NCCL's version, empty without."""
+
+    @property
+    def asked_threads(self) -> int:
+        """How many threads the variables ask for; what was started where they ask for none."""
+        asked = [int(text) for text in self.thread_variables.values() if text.isdecimal()]
+        return max(asked, default=self.blas_threads)
+
+
+def collect_facts(world: World | None, library: str, launcher: Launcher) -> RankFacts:
+    """Return the facts of this rank. Raises nothing. Local."""
+    variables = environment()
+    offer, names, no_gpu = _look_at_gpus(world.local_rank if world else 0)
+    return RankFacts(
+        rank=world.rank if world else 0,
+        node=launcher.node_name or platform.node(),
+        versions=_versions(),
+        library=library,
+        cores=tuple(sorted(own_cores())),
+        blas_threads=_count_blas_threads(),
+        thread_variables={name: variables[name] for name in _THREADS if name in variables},
+        offer=offer,
+        gpu_names=names,
+        no_gpu=no_gpu,
+        gpu_variables={name: variables[name] for name in _GPUS if name in variables},
+        nccl=_nccl_version() if offer is not None else "",
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"mpistrat": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def _count_blas_threads() -> int:
+    # Only libraries that are loaded are seen; NumPy is, by what this module imports.
+    from threadpoolctl import threadpool_info
+
+    pools: list[dict[str, Any]] = threadpool_info()
+    return max((int(pool["num_threads"]) for pool in pools), default=1)
+
+
+def _look_at_gpus(local_rank: int) -> tuple[Offer | None, tuple[str, ...], str]:
+    if importlib.util.find_spec("cupy") is None:
+        return None, (), "CuPy is not installed"
+    try:
+        offer = make_offer("auto", local_rank)
+        names = [describe_gpu(Device("gpu", index)) for index in range(count_gpus())]
+    except Exception as error:  # cupy raises its own types
+        return None, (), f"CuPy cannot use a GPU: {error}"
+    return offer, tuple(names), "" if names else "CuPy sees no GPU"
+
+
+def _nccl_version() -> str:
+    try:
+        number = int(nccl_library().get_version())
+    except Exception:
+        return ""
+    major, rest = divmod(number, 10000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def count_allocated_gpus(facts: list[RankFacts]) -> int | None:
+    """Return how many GPUs the variables of the ranks of one node name, ``None`` for no word.
+
+    Local. What Slurm says of the node comes first: with a GPU bound to each task,
+    CUDA_VISIBLE_DEVICES is 0 in all of them.
+    """
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
+        counts = [_count(each.gpu_variables[name]) for each in facts if name in each.gpu_variables]
+        if counts:
+            return max(counts)
+    lists = [
+        each.gpu_variables["CUDA_VISIBLE_DEVICES"].split(",")
+        for each in facts
+        if "CUDA_VISIBLE_DEVICES" in each.gpu_variables
+    ]
+    if not lists:
+        return None
+    return len({gpu.strip() for each in lists for gpu in each} - {"", "-1", "NoDevFiles"})
+
+
+def _count(text: str) -> int:
+    """Return the number that ``"4"`` is, or how many ``"0,1,3"`` names. Local."""
+    if text.isdecimal() and "," not in text:
+        return int(text)
+    return len([part for part in text.split(",") if part.strip()])

@@ -1,0 +1,141 @@
+"""Whether MPI starts, and whether the ranks find each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from mpistrat.cuda_awareness.claims import list_switches, loaded_files
+from mpistrat.doctor.cuda import has_cuda_part
+from mpistrat.doctor.findings import Finding, ok, problem, warning
+from mpistrat.errors import LaunchError
+from mpistrat.launcher import Launcher, find_launcher
+from mpistrat.launching import without_launcher
+from mpistrat.processes import Program
+from mpistrat.settings import environment
+from mpistrat.world import (
+    World,
+    is_started,
+    library_version,
+    load_library,
+    open_world,
+    thread_level,
+)
+
+__all__ = ["Start", "start"]
+
+_LIMIT_S = 60.0
+_TRY = "from mpi4py import MPI; print('started')"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How far MPI came."""
+
+    world: World | None
+    """``None`` where the ranks did not find each other, or MPI does not run here."""
+    launcher: Launcher
+    library: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether another task reports the same."""
+        return self.world is None and self.launcher.task != 0
+
+
+def start() -> Start:
+    """Start MPI as a strategy would, and return what came of it. **Collective** if it works."""
+    launcher = find_launcher()
+    try:
+        obstacle = None if is_started() else _find_fatal_claim()
+        if obstacle is not None:
+            return Start(None, launcher, _library(), (obstacle,))
+        # A library that wants a launcher may end the process, so a child goes first.
+        if launcher.name == "none" and not is_started():
+            obstacle = _try_in_a_child()
+            if obstacle is not None:
+                return Start(None, launcher, "", (obstacle,))
+        world = open_world(None)
+    except LaunchError as error:
+        what, _, remedy = str(error).partition(". ")
+        finding = problem("launcher", what, "Each task would be a job of its own.", remedy)
+        return Start(None, launcher, _library(), (finding,))
+    except (ImportError, RuntimeError) as error:
+        return Start(None, launcher, "", (_no_library(str(error)),))
+    library = library_version()
+    findings = (ok("mpi", f"{library.partition(',')[0]}, threads: {thread_level()}"),)
+    return Start(world, launcher, library, (*findings, _describe(world)))
+
+
+def _find_fatal_claim() -> Finding | None:
+    """Return the problem where Open MPI would end the process instead of starting. Local."""
+    if not list_switches(environment(), ["OMPI_MCA_opal_cuda_support"]).is_claim:
+        return None
+    load_library()
+    if not library_version().startswith("Open MPI") or has_cuda_part(loaded_files()):
+        return None
+    return problem(
+        "cuda-aware",
+        "claimed, but not there: OMPI_MCA_opal_cuda_support is set, while this Open MPI has no "
+        "code for CUDA",
+        "This Open MPI refuses to start then.",
+        "unset OMPI_MCA_opal_cuda_support, or use an Open MPI that was built with CUDA",
+    )
+
+
+def _library() -> str:
+    try:
+        return library_version()
+    except Exception:  # the launch has failed already; this is for the report alone
+        return ""
+
+
+def _no_library(text: str) -> Finding:
+    return problem(
+        "mpi",
+        f"mpi4py cannot load an MPI library: {text}",
+        "MPIStrategy() would raise; programs without it run.",
+        'pip install "mpistrat[mpich]", or load the module of the site\'s MPI.',
+    )
+
+
+def _try_in_a_child() -> Finding | None:
+    """Start MPI in a child without a launcher; return what speaks against doing so here. Local."""
+    child = Program([sys.executable, "-c", _TRY], without_launcher())
+    try:
+        code = child.wait(_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return _needs_a_launcher(f"it did not return within {_LIMIT_S:.0f} s")
+    if code == 0 and "started" in child.stdout():
+        return None
+    lines = [line.strip() for line in child.stderr().splitlines() if any(map(str.isalnum, line))]
+    last = lines[-1] if lines else f"exit code {code}"
+    if "cannot load MPI library" in child.stderr() or "ImportError" in child.stderr():
+        return _no_library(last)
+    return _needs_a_launcher(last)
+
+
+def _needs_a_launcher(what: str) -> Finding:
+    return warning(
+        "mpi",
+        f"MPI does not start without a launcher here: {what}",
+        "Some libraries, such as Cray's, never do on a login node.",
+        "srun -n 2 mpistrat doctor, in an allocation, looks at the rest.",
+    )
+
+
+def _describe(world: World) -> Finding:
+    launcher = world.launcher
+    num_nodes = len(world.hosts)
+    names = ", ".join(world.hosts[:4]) + (", ..." if num_nodes > 4 else "")
+    where = f"{num_nodes} node{'s' if num_nodes > 1 else ''} ({names})"
+    if launcher.name == "none":
+        job = " inside of a batch job" if "SLURM_JOB_ID" in environment() else ""
+        return ok("launcher", f"none{job}: one rank on {where}")
+    protocol = f" by --mpi={launcher.protocol}" if launcher.protocol else ""
+    tasks = f"{launcher.num_tasks} task{'s' if launcher.num_tasks > 1 else ''}"
+    seen = f"{launcher.title} started {tasks}, MPI sees {world.size}{protocol}, on {where}"
+    return ok("launcher", seen)

@@ -1,0 +1,164 @@
+"""HDF5 and h5py, and whether files can be written and locked where they shall be."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpistrat.doctor.findings import Finding, ok, problem, warning
+from mpistrat.launching import without_launcher
+from mpistrat.processes import Program
+from mpistrat.settings import environment
+
+__all__ = ["FolderFacts", "HDF5Facts", "check_folder", "check_hdf5", "probe_folder", "probe_hdf5"]
+
+_LIMIT_S = 60.0
+_MISSING = "it does not exist"
+
+
+@dataclass(frozen=True)
+class HDF5Facts:
+    """What h5py is built of."""
+
+    versions: Mapping[str, Any]
+    """What `hdf5_probe` prints; empty where it failed."""
+    error: str = ""
+
+
+def probe_hdf5() -> HDF5Facts:
+    """Load h5py in a child process, and return what it is built of. Local."""
+    variables = without_launcher() | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "MPI4PY_RC_INITIALIZE": "0",
+    }
+    child = Program([sys.executable, "-m", "mpistrat.doctor.hdf5_probe"], variables)
+    try:
+        code = child.wait(_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return HDF5Facts({}, f"it did not load within {_LIMIT_S:.0f} s")
+    for line in reversed(child.stdout().splitlines()):
+        with contextlib.suppress(ValueError):
+            return HDF5Facts(json.loads(line))
+    lines = [line for line in child.stderr().splitlines() if line.strip()]
+    return HDF5Facts({}, lines[-1] if code > 0 and lines else f"signal {-code}")
+
+
+def check_hdf5(facts: HDF5Facts) -> Finding:
+    """Return whether h5py loads, and with which MPI. Local."""
+    if facts.error:
+        return problem(
+            "hdf5",
+            f"h5py cannot be loaded: {facts.error}",
+            "Data sets and checkpoints are HDF5 files.",
+            "pip install --force-reinstall h5py hdf5plugin (or conda install h5py)",
+        )
+    found = facts.versions
+    seen = f"h5py {found['h5py']}, HDF5 {found['hdf5']}"
+    if found["of_h5py"]:
+        of_mpi4py = ", ".join(found["of_mpi4py"]) or "none"
+        return problem(
+            "hdf5",
+            f"{seen} with MPI: h5py loads {', '.join(found['of_h5py'])}, mpi4py {of_mpi4py}",
+            "Two MPI libraries in one process mix up their functions: jobs crash or hang.",
+            "pip install h5py (built without MPI, which is enough), or build h5py with the MPI of "
+            "mpi4py: CC=mpicc HDF5_MPI=ON pip install --no-binary=h5py h5py",
+        )
+    if found["is_parallel"]:
+        return ok("hdf5", f"{seen} with MPI, the same library as mpi4py's")
+    return ok("hdf5", f"{seen} without MPI, which is all that mpistrat needs")
+
+
+@dataclass(frozen=True)
+class FolderFacts:
+    """What can be done with files in a folder, from one node."""
+
+    path: str
+    node: str
+    error: str = ""
+    """Why no file can be written there."""
+    lock_error: str = ""
+    """Why files there cannot be locked."""
+
+
+def probe_folder(path: str, node: str) -> FolderFacts:
+    """Write, lock, flush, rename and remove a small file in a folder. Raises nothing. Local."""
+    folder = Path(path)
+    own = FolderFacts(os.path.abspath(path), node)
+    if not folder.is_dir():
+        what = "it is no folder" if folder.exists() else _MISSING
+        return FolderFacts(own.path, node, what)
+    try:
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".mpistrat-doctor-")
+    except OSError as error:
+        return FolderFacts(own.path, node, error.strerror or str(error))
+    final = f"{name}.renamed"
+    try:
+        os.write(handle, b"mpistrat")
+        os.fsync(handle)
+        lock_error = _try_lock(handle, name)
+        os.replace(name, final)
+    except OSError as error:
+        return FolderFacts(own.path, node, error.strerror or str(error))
+    finally:
+        os.close(handle)
+        for each in (name, final):
+            with contextlib.suppress(OSError):
+                os.unlink(each)
+    return FolderFacts(own.path, node, "", lock_error)
+
+
+def _try_lock(handle: int, name: str) -> str:
+    """Return why a file cannot be locked as HDF5 does, empty where it can. Local."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return errno.errorcode.get(error.errno or 0, str(error))
+    second = os.open(name, os.O_RDWR)
+    try:
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return ""
+    finally:
+        os.close(second)
+    return "a second lock is granted"
+
+
+def _mend(facts: FolderFacts) -> str:
+    if facts.error == _MISSING:
+        return f"mkdir -p {facts.path}"
+    return f"ls -ld {facts.path} and df {facts.path} show its owner and what is left"
+
+
+def check_folder(facts: Sequence[FolderFacts]) -> Finding:
+    """Return whether checkpoints can be written to a folder. Local."""
+    for each in facts:
+        if each.error:
+            return problem(
+                "folder",
+                f"{each.path} cannot be written on {each.node}: {each.error}",
+                "Checkpoints cannot be saved there.",
+                f"{_mend(each)}, or look at another one: mpistrat doctor --folder DIR",
+            )
+    switch = environment().get("HDF5_USE_FILE_LOCKING", "").upper()
+    for each in facts:
+        if each.lock_error and switch not in ("FALSE", "BEST_EFFORT"):
+            return warning(
+                "folder",
+                f"{each.path} can be written, but not locked on {each.node}: {each.lock_error}",
+                "HDF5 locks the files that it opens, and may refuse to.",
+                "export HDF5_USE_FILE_LOCKING=FALSE, on a file system that has no locks",
+            )
+    where = f" on {len(facts)} nodes" if len(facts) > 1 else ""
+    locks = "locks are switched off" if switch == "FALSE" else "locked"
+    return ok("folder", f"{facts[0].path} can be written and renamed in, {locks}{where}")
