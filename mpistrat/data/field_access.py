@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +61,12 @@ class FieldAccess:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
+        # Each of these asks HDF5 anew.
+        self._shape, self._dtype, self._chunk_shape = dataset.shape, dataset.dtype, dataset.chunks
+        self._identifier = dataset.id
         is_plain = dataset.chunks is not None and hdf5.is_stored_as(dataset, dataset.dtype)
         self._decoder = make_decoder(hdf5.filters_of(dataset)) if is_plain else None
+        self._extent = hdf5.contiguous_extent(dataset)
 
     def fetch(self, start: int) -> StoredRows | None:
         """Return the chunks that begin with row `start`, without decoding them. Local.
@@ -70,16 +75,15 @@ class FieldAccess:
         """
         if self._decoder is None:
             return None
-        dataset = self._dataset
-        starts = map(range, itertools.repeat(0), dataset.shape[1:], dataset.chunks[1:])
+        starts = map(range, itertools.repeat(0), self._shape[1:], self._chunk_shape[1:])
         chunks = []
         for origin in itertools.product(*starts):
             try:
-                filter_mask, content = dataset.id.read_direct_chunk((start, *origin))
+                filter_mask, content = self._identifier.read_direct_chunk((start, *origin))
             except (OSError, RuntimeError, ValueError):
                 return None
             chunks.append((origin, filter_mask, content))
-        return StoredRows(self._decoder, dataset.dtype, dataset.chunks, chunks)
+        return StoredRows(self._decoder, self._dtype, self._chunk_shape, chunks)
 
     def read(self, start: int, rows: np.ndarray) -> None:
         """Fill `rows`, which begin with row `start`, as h5py reads them. Local."""
@@ -89,6 +93,14 @@ class FieldAccess:
             )  # several times faster than read_direct
 
     def slice(self, start: int, stop: int) -> np.ndarray:
-        """Return the rows as a new array, as h5py slices them. Local."""
-        rows: np.ndarray = self._dataset[start:stop]
+        """Return the rows as a new array, in the byte order of the file. Local."""
+        if self._extent is None:
+            rows: np.ndarray = self._dataset[start:stop]
+            return rows
+        descriptor, offset = self._extent
+        rows = np.empty((stop - start, *self._shape[1:]), self._dtype)
+        row_bytes = rows.nbytes // max(stop - start, 1)
+        content = rows.reshape(-1).view(np.uint8)
+        if os.preadv(descriptor, [content], offset + start * row_bytes) != rows.nbytes:
+            rows[...] = self._dataset[start:stop]  # which knows what is wrong
         return rows

@@ -25,8 +25,11 @@ __all__ = [
     "resolve_paths",
 ]
 
-_CONTIGUOUS_BLOCK_BYTES = 2**15
-"""Rows of data without chunks are read at least this much at a time."""
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
+"""Rows of data without chunks are read so much at a time: long reads are fast, and short ones mix
+small files well."""
+
+_BLOCKS_PER_FILE = 512
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,10 @@ def _read_layout(dataset: Any, path: str, name: str) -> FieldLayout:
     spec = ArraySpec(dataset.shape[1:], dataset.dtype.newbyteorder("="))
     if dataset.chunks:
         return FieldLayout(spec, dataset.chunks[0], True)
-    return FieldLayout(spec, max(_CONTIGUOUS_BLOCK_BYTES // max(bytes_per_row(spec), 1), 1), False)
+    row_bytes = max(bytes_per_row(spec), 1)
+    share = len(dataset) * row_bytes // _BLOCKS_PER_FILE
+    block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
+    return FieldLayout(spec, max(block_bytes // row_bytes, 1), False)
 
 
 def bytes_per_row(spec: ArraySpec) -> int:

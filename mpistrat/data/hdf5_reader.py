@@ -80,7 +80,8 @@ class Hdf5Reader:
             files, rows = self._locate(piece)
             needs: dict[int, list[int]] = {}
             for field in by_chunks:
-                needs[field] = np.unique(self._plans[field].locate(files, rows)[0]).tolist()
+                chunks, _ = self._plans[field].locate(files, rows)
+                needs[field] = list(dict.fromkeys(chunks.tolist()))
                 self._store(field).announce(needs[field])
             self._expected.append((len(piece), needs))
 
@@ -152,14 +153,21 @@ class Hdf5Reader:
             plan, spec = self._plans[field], self._catalog.files[0].layouts[field].spec
             shape = (plan.rows_per_slot, *spec.known_shape)
             load = partial(self._begin_to_load, field)
-            store = self._stores[field] = ChunkStore(plan.num_slots, shape, spec.dtype, load)
+            store = self._stores[field] = ChunkStore(
+                plan.num_chunks, plan.num_slots, shape, spec.dtype, load
+            )
         return store
 
-    def _begin_to_load(self, field: int, chunk: int, slot: np.ndarray) -> Future[None]:
-        return self._pool.submit(self._load, field, chunk, slot)
+    def _begin_to_load(self, field: int, chunks: list[tuple[int, np.ndarray]]) -> Future[None]:
+        return self._pool.submit(self._load_all, field, chunks)
+
+    def _load_all(self, field: int, chunks: list[tuple[int, np.ndarray]]) -> None:
+        """Fill the slots of some chunks. Runs in a thread of the pool."""
+        for chunk, slot in chunks:
+            self._load(field, chunk, slot)
 
     def _load(self, field: int, chunk: int, slot: np.ndarray) -> None:
-        """Fill `slot` with a chunk. Runs in a thread of the pool."""
+        """Fill `slot` with a chunk."""
         file, start, stop = self._plans[field].extent(chunk)
         rows = slot[: stop - start]
         with self._named_error(file, field, start, stop):
@@ -196,15 +204,15 @@ class Hdf5Reader:
         if os.getpid() != self._pid:
             raise DataError(
                 f"The iterator was begun in process {self._pid} and is used in {os.getpid()}: "
-                "threads and open files do not outlive a fork. Begin a new one there with iter(...)."
+                "its threads and files do not outlive a fork. Begin a new one there with iter(...)."
             )
 
     def close(self) -> None:
         """End the threads, close the files and forget the chunks. Local."""
         if os.getpid() == self._pid:
+            self._pool.shutdown(cancel_futures=True)
             for store in self._stores.values():
                 store.close()
-            self._pool.shutdown(cancel_futures=True)
             self._files.close()
 
 
