@@ -15,9 +15,9 @@ import numpy as np
 from mpistrat import sharding
 from mpistrat.data.order import ENDLESS, Block, ChunkLayout, Order, PassKey, regroup, skip_items
 
-__all__ = ["Shuffle"]
+__all__ = ["WINDOW_BYTES", "Shuffle"]
 
-_WINDOW_BYTES = 48 * 2**20
+WINDOW_BYTES = 48 * 2**20
 """Size of the window that ``window=None`` means for files. The next one is decoded meanwhile, so
 a rank needs twice as much."""
 
@@ -47,7 +47,7 @@ class Shuffle:
 
     def window_rows(self, layout: ChunkLayout) -> int:
         """Return the number of rows that are mixed at a time. Local."""
-        window = self.window or layout.rows_in(_WINDOW_BYTES)
+        window = self.window or layout.rows_in(WINDOW_BYTES)
         return max(window, layout.rows_per_chunk)
 
     def blocks(
