@@ -1,0 +1,148 @@
+"""Chunks decoded outside of HDF5: whatever the filters and shapes, what h5py gives."""
+
+import h5py
+import hdf5plugin
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mpistrat.data import Dataset
+from mpistrat.data.field_access import FieldAccess, StoredRows
+
+GZIP = {"compression": "gzip", "compression_opts": 1}
+KNOWN = {
+    "none": {},
+    "gzip": GZIP,
+    "gzip, shuffle, fletcher32": {**GZIP, "shuffle": True, "fletcher32": True},
+    "fletcher32": {"fletcher32": True},
+    "lzf, shuffle": {"compression": "lzf", "shuffle": True},
+    "blosc": hdf5plugin.Blosc(cname="zlib", shuffle=2),
+    "blosc2": hdf5plugin.Blosc2(cname="lz4"),
+    "bitshuffle": hdf5plugin.Bitshuffle(),
+    "bzip2": hdf5plugin.BZip2(),
+    "lz4": hdf5plugin.LZ4(),
+    "zstd, fletcher32": {**hdf5plugin.Zstd(), "fletcher32": True},
+}
+LEFT_TO_HDF5 = {
+    "scaleoffset": {"scaleoffset": 8},
+    "zfp": hdf5plugin.Zfp(reversible=True),
+}
+DTYPES = ("?", "i1", "u2", ">i4", "u8", "f2", ">f4", "f8", "c8", "S5")
+
+
+def count_decoded(monkeypatch):
+    """Return a list that grows with each chunk that is decoded outside of HDF5."""
+    decoded = []
+    decode = StoredRows.decode
+
+    def counting(self, rows):
+        done = decode(self, rows)
+        if done:
+            decoded.append(len(rows))
+        return done
+
+    monkeypatch.setattr(StoredRows, "decode", counting)
+    return decoded
+
+
+@st.composite
+def arrays(draw):
+    """Return an array of a few rows, and the shape of its chunks."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    chunks = tuple(draw(st.integers(1, length)) for length in shape)
+    dtype = np.dtype(draw(st.sampled_from(DTYPES)))
+    numbers = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 50, shape)
+    return numbers.astype(dtype), chunks
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(drawn=arrays())
+def test_every_known_filter_gives_what_h5py_gives(tmp_path, monkeypatch, name, drawn):
+    array, chunks = drawn
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=array, chunks=chunks, **KNOWN[name])
+    with monkeypatch.context() as patched:
+        decoded = count_decoded(patched)
+        straight = np.concatenate(list(Dataset.from_hdf5(path, "x").batch(4)))
+        with h5py.File(path) as file:
+            expected = file["x"][...]
+            access = FieldAccess(file["x"])
+            rows = np.empty((min(chunks[0], len(array)), *array.shape[1:]), array.dtype)
+            assert access.fetch(0).decode(rows)
+    assert straight.dtype == array.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(straight, expected)
+    np.testing.assert_array_equal(rows, expected[: len(rows)])
+    assert sum(decoded) == len(array) + len(rows), "h5py had to help"
+
+
+def test_what_only_hdf5_can_decode_is_left_to_it(tmp_path, monkeypatch):
+    array = np.random.default_rng(0).integers(0, 50, (100, 6)).astype(np.float32)
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        for name, options in LEFT_TO_HDF5.items():
+            file.create_dataset(name, data=array, chunks=(16, 4), **options)
+        # Never written, but for one chunk, and an edge that sticks out.
+        holes = file.create_dataset("holes", (100, 6), "f4", chunks=(16, 4), fillvalue=7, **GZIP)
+        holes[20:24] = array[20:24]
+        twelve_bits = h5py.h5t.NATIVE_UINT16.copy()
+        twelve_bits.set_precision(12)
+        space = h5py.h5s.create_simple((100,))
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_chunk((16,))
+        odd = h5py.h5d.create(file.id, b"odd", twelve_bits, space, properties)
+        odd.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(100, dtype="u2"))
+    decoded = count_decoded(monkeypatch)
+    dataset = Dataset.from_hdf5(tmp_path / "data.h5").shuffle(0)
+    batches = list(dataset.batch(7))
+    order = np.concatenate([batch["odd"] for batch in batches])
+    assert sorted(order) == list(range(100))
+    with h5py.File(tmp_path / "data.h5") as file:
+        for name in file:
+            got = np.concatenate([batch[name] for batch in batches])
+            np.testing.assert_array_equal(got, file[name][...][order], err_msg=name)
+    assert decoded == [16]  # where something was written
+
+
+def test_chunks_that_skipped_a_filter(tmp_path, monkeypatch):
+    """The filter mask of a chunk says which filters were left out when it was written."""
+    array = np.arange(64, dtype="<i4").reshape(16, 4)
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        x = file.create_dataset("x", (16, 4), "<i4", chunks=(8, 4), shuffle=True, **GZIP)
+        x[...] = array
+        plain = (array[8:] + 1000).tobytes()
+        x.id.write_direct_chunk((8, 0), plain, filter_mask=0b11)
+    decoded = count_decoded(monkeypatch)
+    (batch,) = Dataset.from_hdf5(tmp_path / "data.h5", "x").batch(16)
+    np.testing.assert_array_equal(batch, array + np.repeat([[0], [1000]], 8, axis=0))
+    assert sum(decoded) == 16
+
+
+@pytest.mark.parametrize("userblock", [0, 512])
+def test_contiguous_compact_external_and_unwritten_data(tmp_path, userblock):
+    array = np.arange(300, dtype=">f4").reshape(100, 3)
+    with h5py.File(tmp_path / "data.h5", "w", userblock_size=userblock) as file:
+        file["big"] = array
+        file["flag"] = array[:, 0] > 30
+        file.create_dataset("holes", (100, 3), "f4", fillvalue=7)
+        file.create_dataset("outside", data=array, external=[(tmp_path / "raw", 0, array.nbytes)])
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_layout(h5py.h5d.COMPACT)
+        space = h5py.h5s.create_simple((100,))
+        compact = h5py.h5d.create(file.id, b"compact", h5py.h5t.STD_I16BE, space, properties)
+        compact.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(100, dtype="i2"))
+    dataset = Dataset.from_hdf5(tmp_path / "data.h5")
+    shuffled = list(dataset.shuffle(1).batch(9))
+    order = np.concatenate([batch["compact"] for batch in shuffled])
+    with h5py.File(tmp_path / "data.h5") as file:
+        for name in file:
+            got = np.concatenate([batch[name] for batch in shuffled])
+            np.testing.assert_array_equal(got, file[name][...][order], err_msg=name)
+            straight = np.concatenate([batch[name] for batch in dataset.batch(32)])
+            np.testing.assert_array_equal(straight, file[name][...], err_msg=name)
+            assert straight.dtype.isnative

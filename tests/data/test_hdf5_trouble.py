@@ -1,0 +1,136 @@
+"""Files that change, vanish, are locked or too many, and processes that fork."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import resource
+import shutil
+import threading
+
+import h5py
+import numpy as np
+import pytest
+
+from mpistrat import hdf5
+from mpistrat.data import Dataset, open_files
+from mpistrat.errors import DataError
+
+
+def replaced(path):
+    path.with_suffix(".new").write_bytes(path.read_bytes())
+    os.replace(path.with_suffix(".new"), path)
+
+
+def appended(path):
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def touched(path):
+    os.utime(path, ns=(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("happens", "message"),
+    [
+        (replaced, "data.h5 has changed since"),
+        (appended, "data.h5 has changed since"),
+        (touched, "data.h5 has changed since"),
+        (os.unlink, "data.h5 has vanished since"),
+    ],
+)
+def test_a_file_that_changes_is_noticed(numbered, monkeypatch, happens, message):
+    path = numbered(1000, chunk=10, compression="gzip")
+    dataset = Dataset.from_hdf5(path, "image").batch(10)
+    monkeypatch.setattr(open_files, "_CHECK_INTERVAL_S", 0.0)
+    # As little as possible is read ahead.
+    monkeypatch.setattr("mpistrat.data.field_plan._MIN_CAPACITY_BYTES", 0)
+    iterator = iter(dataset)
+    next(iterator)
+    happens(path)
+    with pytest.raises(DataError, match=message):
+        list(iterator)
+    with pytest.raises(DataError, match=message):
+        next(iter(dataset))
+
+
+def test_files_that_are_being_written(numbered, tmp_path):
+    locked = numbered(10)
+    handle = os.open(locked, os.O_RDWR)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match=r"open for writing in another program.*Wait until"):
+        Dataset.from_hdf5(locked).cardinality()
+    os.close(handle)
+    assert Dataset.from_hdf5(locked).cardinality() == 10
+
+    with h5py.File(tmp_path / "live.h5", "w", libver="latest") as file:
+        file.create_dataset("x", (5,), "f4", maxshape=(None,), chunks=(5,))
+        file.swmr_mode = True
+        file.flush()
+        shutil.copy(tmp_path / "live.h5", tmp_path / "left.h5")
+    with pytest.raises(DataError, match="being written, or its writer has died.*h5clear -s"):
+        Dataset.from_hdf5(tmp_path / "left.h5").cardinality()
+
+
+def test_a_file_system_that_cannot_lock(numbered, monkeypatch):
+    path = numbered(10)
+
+    def refuse(*args, **options):
+        raise OSError(errno.ENOLCK, "Unable to open file (unable to lock file, errno = 37)")
+
+    monkeypatch.setattr(h5py, "File", refuse)
+    with pytest.raises(DataError, match="No locks available.*HDF5_USE_FILE_LOCKING=FALSE"):
+        Dataset.from_hdf5(path).cardinality()
+
+
+def test_more_files_than_may_be_open(numbered, tmp_path):
+    for number in range(40):
+        numbered(4, chunk=2, name=f"part{number:02}.h5", first=4 * number)
+    dataset = Dataset.from_hdf5(str(tmp_path / "part*.h5"), "label").shuffle(0).batch(16)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    in_use = len(os.listdir("/proc/self/fd"))
+    assert dataset.cardinality() == 10
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 10, hard))
+    try:
+        assert hdf5.max_open_files() == in_use + 10
+        labels = np.concatenate(list(dataset))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sorted(labels) == list(range(160))
+
+
+def threads_of_readers():
+    return [each for each in threading.enumerate() if each.name.startswith("mpistrat-decode")]
+
+
+def test_no_thread_outlives_its_iterator(numbered):
+    iterator = iter(Dataset.from_hdf5(numbered(1000, chunk=10)).shuffle(0).batch(10))
+    next(iterator)
+    assert threads_of_readers()
+    iterator.close()
+    assert not threads_of_readers()
+
+
+def in_child(dataset, iterator, answers):
+    try:
+        next(iterator)
+    except DataError as error:
+        answers.put(str(error))
+    answers.put([len(batch["label"]) for batch in dataset])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_reads_with_an_iterator_of_its_own(numbered):
+    dataset = Dataset.from_hdf5(numbered(100, chunk=10, compression="gzip")).shuffle(0).batch(10)
+    iterator = iter(dataset)
+    next(iterator)
+    fork = multiprocessing.get_context("fork")
+    answers = fork.SimpleQueue()
+    child = fork.Process(target=in_child, args=(dataset, iterator, answers))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert "begun in process" in answers.get()
+    assert answers.get() == [10] * 10
+    assert len(list(iterator)) == 9  # the fork has not disturbed this one
