@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ _NUM_COLUMNS = 3
 _INCHES = (4.0, 2.6)
 """Width and height of one picture."""
 _LONGEST_NAME = 44
+_HIGHEST_EXPONENT = 100
 
 Pieces = Callable[[], Iterable[np.ndarray]]
 """Gives the values of a variable in flat pieces, as often as it is called."""
@@ -122,11 +124,10 @@ def draw(reader: CheckpointReader, path: Path) -> str:
         axes.set_axis_off()
     for axes, name in zip(grid, names, strict=False):
         info = reader.variables[name]
-        _draw_one(axes, count(lambda name=name: reader.read_pieces(name)))  # type: ignore[misc]
-        title = f"{_shortened(name)}\n{info.dtype} {info.shape}"
+        _draw_one(axes, count(functools.partial(reader.read_pieces, name)))
+        kind = f"magnitudes of {info.dtype}" if info.dtype.kind == "c" else info.dtype
+        title = f"{_shortened(name)}\n{kind} {info.shape}"
         axes.set_title(_plain(title), fontsize="small", parse_math=False)
-        if info.dtype.kind == "c":
-            axes.set_xlabel("magnitude", fontsize="x-small")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that the font does not have
         try:
@@ -141,7 +142,10 @@ def draw(reader: CheckpointReader, path: Path) -> str:
 
 def _draw_one(axes: Any, histogram: Histogram) -> None:
     if histogram.counts.size:
-        axes.stairs(histogram.counts, histogram.edges, fill=True)
+        exponent = _exponent(histogram.edges)
+        axes.stairs(histogram.counts, histogram.edges / 10.0**exponent, fill=True)
+        if exponent:
+            axes.set_xlabel(f"in 1e{exponent}", fontsize="x-small")
     else:
         axes.text(0.5, 0.5, "no finite values", ha="center", transform=axes.transAxes)
     odd = [(histogram.num_nan, "NaN"), (histogram.num_infinite, "infinite")]
@@ -150,6 +154,12 @@ def _draw_one(axes: Any, histogram: Histogram) -> None:
         axes.text(0.98, 0.95, ", ".join(notes), ha="right", va="top", transform=axes.transAxes)
     axes.tick_params(labelsize="x-small")
     axes.locator_params(axis="x", nbins=5)
+
+
+def _exponent(edges: np.ndarray) -> int:
+    """Return the power of ten to draw in: that of numbers which matplotlib cannot stand."""
+    exponent = math.floor(math.log10(float(np.abs(edges).max())))
+    return exponent if abs(exponent) > _HIGHEST_EXPONENT else 0
 
 
 def _shortened(name: str) -> str:
