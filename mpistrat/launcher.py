@@ -53,7 +53,10 @@ class Launcher:
                 "flux-pmix), or flux run -o pmi=simple (MPICH)."
             )
         if self.name == "pals":
-            return "Start the job with mpiexec --pmi=pmix (Open MPI) or --pmi=cray (Cray MPICH)."
+            return (
+                "Start the job with mpiexec --pmi=pmix (Open MPI, Intel MPI), or take the library "
+                "that belongs to this launcher (Cray MPICH)."
+            )
         return f"Start the job with the mpiexec of this library, {library}."
 
 
