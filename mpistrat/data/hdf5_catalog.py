@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import numpy as np
 
 from mpistrat import hdf5, nests
 from mpistrat.data.spec import ArraySpec
+from mpistrat.data.virtual_sources import check_virtual_sources
 from mpistrat.errors import DataError
 
 __all__ = [
@@ -30,6 +32,9 @@ _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
 small files well."""
 
 _BLOCKS_PER_FILE = 512
+
+_MAX_SHOWN = 8
+"""Names that an error shows of a file."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def resolve_paths(patterns: Sequence[str]) -> list[str]:
         if not glob.has_magic(pattern) or os.path.exists(pattern):
             paths.append(pattern)
             continue
-        found = sorted(glob.glob(pattern))
+        found = sorted(glob.glob(pattern, recursive=True))
         if not found:
             raise DataError(f"No file matches {pattern!r}. It is relative to {os.getcwd()}.")
         paths += found
@@ -165,15 +170,25 @@ def _read_entry(file: Any, path: str, names: Sequence[str], stamp: tuple[int, ..
 def _find(file: Any, path: str, name: str) -> Any:
     dataset = file.get(name)
     if not hasattr(dataset, "shape"):
-        what = "is a group, not a data set" if dataset is not None else "is missing"
-        known = ", ".join(map(repr, file)) or "nothing"
+        known = ", ".join(map(repr, itertools.islice(file, _MAX_SHOWN))) or "nothing"
+        known += f" and {len(file) - _MAX_SHOWN} more" if len(file) > _MAX_SHOWN else ""
+        what = _what_is_there(file, name, dataset)
         raise DataError(f"The field {name!r} {what} in {path}, which has {known} at its top level.")
+    check_virtual_sources(dataset)
     if not dataset.shape:
         raise DataError(
             f"The field {name!r} of {path} is a scalar or empty, but a first dimension, the "
             "examples, was expected. Name the fields to read with fields=(...)."
         )
     return dataset
+
+
+def _what_is_there(file: Any, name: str, found: Any) -> str:
+    if found is None:
+        leads_nowhere = file.get(name, getlink=True) is not None
+        return "is a link that leads nowhere" if leads_nowhere else "is missing"
+    is_group = hasattr(found, "keys")
+    return "is a group, not a data set" if is_group else "is a named type, not a data set"
 
 
 def _read_layout(dataset: Any, path: str, name: str) -> FieldLayout:

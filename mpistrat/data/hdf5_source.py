@@ -42,8 +42,13 @@ class Hdf5Source:
         fields: Any,
         driver: str | None = None,
     ) -> None:
-        if isinstance(files, str | os.PathLike):
+        if isinstance(files, str | bytes | os.PathLike):
             files = [files]
+        if isinstance(files, set | frozenset):
+            raise TypeError(
+                f"files must be a path or a list of paths, not a set: {files!r} has no order that "
+                "all ranks share."
+            )
         self._patterns = [os.fspath(file) for file in files]
         if not all(isinstance(pattern, str) for pattern in self._patterns):
             raise TypeError(f"files must be paths, not {self._patterns}.")

@@ -157,6 +157,10 @@ def test_fields_that_do_not_fit(numbered, tmp_path):
     path = numbered(5)
     first_use_raises(path, "labels", match="'labels' is missing in .*data.h5.* 'image', 'label'")
     first_use_raises(path, "image/x", match="'image/x' is missing")
+    with h5py.File(path, "a") as file:
+        file["nowhere"], file["type"] = h5py.SoftLink("/gone"), np.dtype("f4")
+    first_use_raises(path, "nowhere", match="'nowhere' is a link that leads nowhere")
+    first_use_raises(path, "type", match="'type' is a named type")
     first_use_raises(numbered(0, name="empty.h5"), match=r"no examples in .*empty\.h5")
     with h5py.File(path, "a") as file:
         file["short"] = np.zeros(4)
@@ -177,6 +181,25 @@ def test_fields_that_do_not_fit(numbered, tmp_path):
         file["group/x"] = np.zeros(3)
     first_use_raises(tmp_path / "groups.h5", match="no data set at its top level")
     assert Dataset.from_hdf5(tmp_path / "groups.h5", "group/x").cardinality() == 3
+
+
+def test_virtual_data_sets_and_what_they_lack(numbered, tmp_path):
+    numbered(20, chunk=8, name="first.h5")
+    numbered(12, name="second.h5", first=20)
+    layout = h5py.VirtualLayout((32,), "i8")
+    layout[:20] = h5py.VirtualSource("first.h5", "label", (20,))
+    layout[20:] = h5py.VirtualSource("second.h5", "label", (12,))
+    path = tmp_path / "joined.h5"
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("label", layout, fillvalue=-1)
+    for dataset in (Dataset.from_hdf5(path), Dataset.from_hdf5(path).shuffle(0)):
+        assert sorted(labels(dataset.batch(7))) == list(range(32))
+    # HDF5 itself would give -1 for the rows that it does not find.
+    with h5py.File(tmp_path / "second.h5", "a") as file:
+        file.move("label", "other")
+    first_use_raises(path, match="needs 'label' of .*second.h5")
+    (tmp_path / "second.h5").unlink()
+    first_use_raises(path, match="'/label' of .*joined.h5 needs the file second.h5, .*missing")
 
 
 def test_files_that_do_not_fit_each_other(numbered, tmp_path):
@@ -205,6 +228,8 @@ def test_damage_inside_a_file_names_the_rows(numbered):
         (([],), ValueError),
         ((3,), TypeError),
         (([3],), TypeError),
+        ((b"x.h5",), TypeError),
+        (({"x.h5", "y.h5"},), TypeError),
         (("x.h5", ()), ValueError),
         (("x.h5", 3), TypeError),
         (("x.h5", ("a", 3)), TypeError),

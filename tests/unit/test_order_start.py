@@ -1,4 +1,4 @@
-"""An order that starts in the middle of a pass is the end of the one that starts at its beginning."""
+"""An order that starts in the middle of a pass is the rest of the whole one."""
 
 import itertools
 import time
