@@ -93,7 +93,7 @@ class TreeCopy:
 
     def _moved(self, values: np.ndarray, where: str) -> np.ndarray:
         """Return `values` with references to the same objects of the target."""
-        result = values.copy()
+        result: np.ndarray = values.copy()
         if values.dtype.names:
             for field in values.dtype.names:
                 if holds_references(values.dtype[field]):
