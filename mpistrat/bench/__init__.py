@@ -4,6 +4,7 @@ from mpistrat.bench import (
     agreement,
     allreduce,
     checkpoint,
+    data,
     gradients,
     optimizers,
     overlap,
@@ -15,5 +16,8 @@ __all__ = ["BENCHMARKS"]
 
 BENCHMARKS = {
     module.BENCHMARK.name: module.BENCHMARK
-    for module in (agreement, allreduce, checkpoint, gradients, optimizers, overlap, scaling, step)
+    for module in (
+        *(agreement, allreduce, checkpoint, data, gradients),
+        *(optimizers, overlap, scaling, step),
+    )
 }

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMAND"]
 
 _NAMES = (
-    *("agreement", "allreduce", "checkpoint", "gradients", "optimizers"),
+    *("agreement", "allreduce", "checkpoint", "data", "gradients", "optimizers"),
     *("overlap", "scaling", "step"),
 )
 
