@@ -203,9 +203,9 @@ def create_atomically(path: str | os.PathLike[str]) -> Iterator[Any]:
         file = h5py().File(temporary, "w", libver=("v110", "v110"))
         try:
             yield file
+            file.flush()  # where it fails, the file can still be closed
         except BaseException:
-            with contextlib.suppress(OSError, RuntimeError):  # what a full disk makes of a close
-                file.close()
+            _discard(file)
             raise
         file.close()
         os.fsync(handle)
@@ -217,6 +217,25 @@ def create_atomically(path: str | os.PathLike[str]) -> Iterator[Any]:
     finally:
         os.close(handle)
     _fsync_folder(path.parent)
+
+
+def _discard(file: Any) -> None:
+    """Close a file that is not wanted, though its disk may be full. Local.
+
+    HDF5 writes when it closes. Where that fails it keeps the file for ever, open and in a state
+    that crashes who looks at it, so what it still writes goes to memory.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink = os.memfd_create("discarded")
+    try:
+        # The limit holds for memory too, and a program may raise its own as far as the hard one.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit[1], limit[1]))
+        os.dup2(sink, file.id.get_vfd_handle(), inheritable=False)
+        with contextlib.suppress(OSError, RuntimeError):  # where the hard limit is too low as well
+            file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        os.close(sink)
 
 
 def remove_leftovers(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:

@@ -1,13 +1,18 @@
 """The digits job from end to end: what it learns, prints, writes and goes on with."""
 
+import os
 import shutil
+import signal
 import subprocess
+import sys
 
 import h5py
 import numpy as np
 import pytest
 
 from mpistrat.testing import launch
+
+PYTHON = os.path.realpath(sys.executable)
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(400)]
 
@@ -106,6 +111,18 @@ def test_a_killed_run_goes_on_to_the_same_bits(job, tmp_path):
     whole.train(*options, ranks=3)
     assert_equal_bits(job.output / "checkpoint-40.h5", whole.output / "checkpoint-40.h5")
     assert job.rows() == whole.rows()
+
+
+def test_a_preempted_run_goes_on_in_the_middle_of_the_epoch(job, finished):
+    preempted = launch.Launched(job.command(), ranks=2)
+    preempted.wait_for_output("epoch  3/30")
+    ranks = [pid for pid in preempted.pids() if os.readlink(f"/proc/{pid}/exe") == PYTHON]
+    os.kill(ranks[-1], signal.SIGTERM)
+    assert preempted.wait(60) == 75, preempted.stderr()
+    assert "got SIGTERM" in preempted.stderr()
+    assert not (job.output / "learning_curve.json").exists()
+    assert job.train("--resume") == finished.accuracy
+    assert job.rows() == finished.rows()
 
 
 def test_resuming_goes_on_on_another_number_of_ranks(job, tmp_path):

@@ -1,0 +1,142 @@
+"""Where the disk fails: one error on every rank, what was there stays, the program goes on."""
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat import hdf5
+from mpistrat.testing import launch
+
+LARGE = 2**17
+"""Elements of an array that is written past the HDF5 library."""
+
+
+@contextlib.contextmanager
+def full_disk(manager, monkeypatch):
+    """No file can grow over 100 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        yield "File too large"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@contextlib.contextmanager
+def read_only_folder(manager, monkeypatch):
+    """No file can be made, not even by root: /proc takes none."""
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "_directory", "/proc/mpistrat")
+        yield "No such file or directory"
+
+
+@contextlib.contextmanager
+def removed_folder(manager, monkeypatch):
+    """The folder goes while the file is being written, and comes back later."""
+    away = f"{manager.directory}.away"
+
+    def replace(source, target):
+        os.rename(manager.directory, away)
+        os.replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hdf5, "replace_file", replace)
+        yield "No such file or directory"
+    if os.path.exists(away):  # on the rank that writes
+        shutil.rmtree(manager.directory, ignore_errors=True)
+        os.rename(away, manager.directory)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("trouble", [full_disk, read_only_folder, removed_folder])
+def test_an_error_on_every_rank_and_the_older_file_intact(
+    strategy, mpi_tmp_path, monkeypatch, asynchronous, trouble
+):
+    with strategy.scope():
+        small = ms.Variable(np.zeros(3), name="small")
+        large = ms.Variable(np.zeros(LARGE), name="large")
+    checkpoint = ms.Checkpoint(small=small, large=large)
+    manager = ms.CheckpointManager(checkpoint, mpi_tmp_path / "c", asynchronous=asynchronous)
+
+    def save(value):
+        with strategy.scope():
+            large.assign(np.full(LARGE, float(value)), read_value=False)
+        path = manager.save(value)
+        manager.wait()
+        return path
+
+    older = save(1)
+    with trouble(manager, monkeypatch) as words:
+        for _ in range(2 if trouble is not removed_folder else 1):
+            with pytest.raises(ms.errors.CheckpointError, match=f"cannot be written: {words}"):
+                save(2)
+    strategy.extended.collectives.gather_json(None)
+    assert manager.checkpoints == [older]
+    with strategy.scope():
+        assert ms.latest_checkpoint(manager.directory) == older
+    checkpoint.restore(older).assert_consumed()
+    assert np.all(large.value() == 1)
+    newer = save(2)
+    assert manager.checkpoints == [older, newer]
+    strategy.extended.collectives.gather_json(None)
+    if trouble is not removed_folder:  # which took the unfinished file with it
+        assert sorted(os.listdir(manager.directory)) == ["checkpoint-1.h5", "checkpoint-2.h5"]
+
+
+MEASURES = """
+import sys
+import numpy as np
+import mpistrat as ms
+
+BYTES = 2**25
+strategy = ms.MPIStrategy(device="cpu")
+rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
+
+def peak_bytes():
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return 1024 * int(lines["VmHWM"].split()[0])
+
+with strategy.scope():
+    objects = {f"mirrored{i}": ms.Variable(np.zeros(BYTES // 8)) for i in range(4)}
+    for aggregation in ("SUM", "MEAN", "ONLY_FIRST_REPLICA"):
+        objects[aggregation] = ms.Variable(
+            np.zeros(BYTES // 8), synchronization=ms.VariableSynchronization.ON_READ,
+            aggregation=ms.VariableAggregation[aggregation],
+        )
+small = ms.Checkpoint(x=ms.Variable(np.zeros(3)))
+checkpoint = ms.Checkpoint(**objects)
+with strategy.scope():
+    small.write(sys.argv[1])  # HDF5 and all buffers are there
+    open("/proc/self/clear_refs", "w").write("5")
+    before = peak_bytes()
+    checkpoint.write(sys.argv[1])
+    saving = peak_bytes() - before
+    open("/proc/self/clear_refs", "w").write("5")
+    before = peak_bytes()
+    checkpoint.restore(sys.argv[1]).assert_consumed()
+    restoring = peak_bytes() - before
+print(f"rank {rank} {saving / BYTES:.2f} {restoring / BYTES:.2f}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_memory_does_not_grow_with_ranks_or_variables(tmp_path, ranks):
+    done = launch.run(["-c", MEASURES, tmp_path / "run.h5"], ranks=ranks, limit_s=120)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    found = {int(rank): (float(saving), float(restoring)) for _, rank, saving, restoring in lines}
+    assert sorted(found) == list(range(ranks))
+    assert found[0][0] < 2, found  # largest variables
+    # Rank 0 has read all seven before any changes; the others take them piece by piece.
+    assert found[0][1] < 8, found
+    assert all(found[rank][1] < 1 for rank in range(1, ranks)), found
