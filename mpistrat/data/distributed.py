@@ -84,6 +84,8 @@ def distribute_from_function(
         If `dataset_fn` does not return a `Dataset`, or `options` are no `InputOptions`.
     ValueError
         If the data set was not batched.
+    DataError
+        If the elements of the ranks differ in structure or dtype.
     Exception
         On every rank, what `dataset_fn` raises on any.
     """

@@ -15,6 +15,7 @@ __all__ = [
     "ArraySpec",
     "batched",
     "describe",
+    "describe_kinds",
     "empty_batch",
     "open_batch",
     "spec_of",
@@ -111,6 +112,16 @@ def open_batch(spec: Any) -> Any:
 def empty_batch(spec: Any) -> Any:
     """Return arrays of length 0 for the nest `spec` of a batch. Local."""
     return nests.map_nest(lambda leaf: np.empty((0, *leaf.known_shape[1:]), leaf.dtype), spec)
+
+
+def describe_kinds(spec: Any) -> str:
+    """Return structure, dtypes and numbers of dimensions of a nest of specs. Local."""
+    paths, leaves, structure = nests.flatten_with_paths(spec)
+    kinds = [
+        f"{path or 'element'}: {leaf.dtype} of {len(leaf.shape)} dimension(s)"
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    return f"{nests.signature(structure)} with {', '.join(kinds)}"
 
 
 def describe(spec: Any) -> str:

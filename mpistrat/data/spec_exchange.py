@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.data.spec import ArraySpec
+from mpistrat.data.spec import ArraySpec, describe_kinds
 from mpistrat.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,10 +36,13 @@ def spec_of_any_rank(spec: Any, collectives: Collectives, kind: str) -> Any:
     Raises
     ------
     DataError
-        On every rank, if there is a rank without a spec, and the nest of the other has containers
-        that JSON cannot hold.
+        On every rank, if specs differ in more than lengths, or if there is a rank without a spec,
+        and the nest of the other has containers that JSON cannot hold.
     """
-    has_spec: list[bool] = collectives.gather_json(spec is not None, kind)
+    own = None if spec is None else describe_kinds(spec)
+    kinds: list[str | None] = collectives.gather_json(own, kind)
+    _check_same_kinds(kinds, kind)
+    has_spec = [each is not None for each in kinds]
     if all(has_spec) or not any(has_spec):
         return spec
     owner = has_spec.index(True)
@@ -47,6 +50,16 @@ def spec_of_any_rank(spec: Any, collectives: Collectives, kind: str) -> Any:
         value = _to_json(spec) if collectives.rank == owner else None
     value = collectives.broadcast_json(value, owner, kind)
     return _from_json(value) if spec is None else spec
+
+
+def _check_same_kinds(kinds: list[str | None], kind: str) -> None:
+    known = {each: rank for rank, each in reversed(list(enumerate(kinds))) if each is not None}
+    if len(known) > 1:
+        (first, rank), (other, other_rank) = sorted(known.items(), key=lambda pair: pair[1])[:2]
+        raise DataError(
+            f"{kind}: the elements of all ranks must have one structure and one dtype for each "
+            f"leaf, but rank {rank} has {first}, and rank {other_rank} {other}."
+        )
 
 
 def _to_json(node: Any) -> Any:

@@ -248,6 +248,22 @@ def test_ranks_without_an_example_to_map(strategy, rank, size):
     assert [len(y) for _, y in parts] == ([2, 1] if rank == size - 1 else [0, 0])
 
 
+def test_elements_of_another_kind_on_one_rank(strategy, rank, size):
+    arrays = [np.zeros((3, 2)), np.zeros((3, 4))]  # other lengths are welcome
+    same = strategy.distribute_datasets_from_function(
+        lambda context: ms.data.Dataset.from_arrays(arrays[rank % 2]).batch(2)
+    )
+    assert [localize(part).shape[1] for part in same] == [2 + 2 * (rank % 2)] * 2
+    if size == 1:
+        return
+    for other in ({"x": np.zeros(3)}, np.zeros((3, 1), np.float32), np.zeros((3, 1, 1))):
+        nest = other if rank == size - 1 else np.zeros((3, 1))
+        with pytest.raises(DataError, match=f"rank 0 has .*float64.*rank {size - 1} "):
+            strategy.distribute_datasets_from_function(
+                lambda context, nest=nest: ms.data.Dataset.from_arrays(nest).batch(1)
+            )
+
+
 def test_no_rank_has_an_example_to_map(strategy):
     empty = ms.data.Dataset.range(0).map(twice).batch(2)
     batches = strategy.distribute_datasets_from_function(lambda context: empty)
