@@ -1,14 +1,71 @@
-"""The cores of this machine."""
+"""The cores of this machine: which this process may use, and what is near to them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from pathlib import Path
 
-__all__ = ["num_cores"]
+__all__ = [
+    "cores_near_pci",
+    "cores_of_mask",
+    "mask_of_cores",
+    "num_cores",
+    "own_cores",
+    "parse_core_list",
+]
+
+_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def own_cores() -> frozenset[int]:
+    """Return the cores that this process may use. Local."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
 
 
 def num_cores() -> int:
     """Return how many cores this process may use. Local."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(len(os.sched_getaffinity(0)), 1)
-    return os.cpu_count() or 1
+    return max(len(own_cores()), 1)
+
+
+def mask_of_cores(cores: Iterable[int]) -> int:
+    """Return a number with a bit for each core, which is short to send. Local."""
+    return sum(1 << core for core in frozenset(cores))
+
+
+def cores_of_mask(mask: int) -> frozenset[int]:
+    """Return the cores whose bits are set in `mask`. Local."""
+    return frozenset(core for core in range(mask.bit_length()) if mask >> core & 1)
+
+
+def parse_core_list(text: str) -> frozenset[int]:
+    """Return the cores that a list of Linux names, such as ``"0-3,8"``. Local.
+
+    Raises
+    ------
+    ValueError
+        If it is no such list.
+    """
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+def cores_near_pci(address: str, devices: Path = _DEVICES) -> frozenset[int]:
+    """Return the cores nearest to a PCI device, none where the system does not tell. Local.
+
+    Parameters
+    ----------
+    address : str
+        Such as ``"0000:3B:00.0"``.
+    devices : path
+        Where Linux shows PCI devices.
+    """
+    try:
+        return parse_core_list((devices / address.lower() / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return frozenset()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.affinity import cores_of_mask, mask_of_cores, own_cores
+from mpistrat.cores import cores_of_mask, mask_of_cores, own_cores
 from mpistrat.errors import LaunchError
 from mpistrat.launcher import Launcher, find_launcher, is_one_of_several
 from mpistrat.launching import mpiexec_program

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpistrat.affinity import own_cores
 from mpistrat.arrays import Device, count_gpus, describe_gpu, nccl_library
+from mpistrat.cores import own_cores
 from mpistrat.launcher import Launcher
 from mpistrat.settings import environment
 from mpistrat.strategies.device_choice import Offer, make_offer

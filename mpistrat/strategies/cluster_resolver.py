@@ -20,6 +20,7 @@ class ClusterResolver:
     hosts: tuple[str, ...]
     """One name per node."""
     launcher: str
-    """``"slurm"``, ``"openmpi"``, ``"mpich"``, ``"intel"``, ``"flux"``, ``"pals"``, ``"none"``."""
+    """``"slurm"``, ``"openmpi"``, ``"mpich"``, ``"intel"``, ``"flux"``, ``"pals"``, ``"lsf"`` (for
+    jsrun), or ``"none"``."""
     task_type: str = "worker"
     """Always ``"worker"``: every rank computes."""

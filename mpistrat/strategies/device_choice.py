@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mpistrat.affinity import cores_near_pci, own_cores
 from mpistrat.arrays import (
     Device,
     count_gpus,
@@ -21,6 +20,7 @@ from mpistrat.arrays import (
     pci_address,
     resolve_device,
 )
+from mpistrat.cores import cores_near_pci, own_cores
 from mpistrat.epochs.report import rank_list
 from mpistrat.errors import LaunchError
 from mpistrat.launcher import find_launcher

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat.affinity import cores_near_pci, cores_of_mask, mask_of_cores, parse_core_list
 from mpistrat.arrays import Device, parse_device
 from mpistrat.comm.choose import check_options, check_plan, choose_way
 from mpistrat.comm.device_ways import DeviceWays
 from mpistrat.comm.nccl import nccl_knows
 from mpistrat.comm.plan import plan_reduction
 from mpistrat.comm.staged import part_bytes, plan_parts
+from mpistrat.cores import cores_near_pci, cores_of_mask, mask_of_cores, parse_core_list
 from mpistrat.cuda_awareness import Answer, CudaAwareness
 from mpistrat.strategies import device_choice
 from mpistrat.strategies.device_choice import Offer, choose_devices, choose_gpus, make_offer
