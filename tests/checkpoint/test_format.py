@@ -1,0 +1,209 @@
+"""Format version 1, kept as files: each later version of mpistrat must read them.
+
+``files/v1.h5`` was written once, by `write_golden`. It is never written again: a change of the
+format gets a number and a file of its own.
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.checkpoint.reader import open_checkpoint
+from mpistrat.cli import main
+
+FILES = Path(__file__).parent / "files"
+GOLDEN = FILES / "v1.h5"
+
+KERNEL = np.arange(6, dtype=np.float32).reshape(2, 3) / 8
+HALF = np.float16([1.5, -2, np.inf])
+WAVES = np.array([1 + 2j, -3j], np.complex64)
+COUNT = 42
+LOSS_TOTAL = 12.0
+HISTORY = np.array([3.0, 2.0, 1.5])
+
+
+class History:
+    """An object with a state of arrays and of JSON values that JSON does not have."""
+
+    def __init__(self):
+        self.values, self.best = np.zeros(0), 0.0
+
+    def state_dict(self):
+        return {"values": self.values, "best": self.best, "text": "Zürich", "list": [None, True]}
+
+    def load_state_dict(self, state):
+        self.values, self.best = state["values"], state["best"]
+
+
+def objects(strategy):
+    """Return what the file holds, with other values than there."""
+    with strategy.scope():
+        kernel = ms.Variable(np.zeros_like(KERNEL), aggregation=ms.VariableAggregation.MEAN)
+        variables = {
+            "layers": [{"kernel": kernel}],
+            "half": ms.Variable(np.zeros_like(HALF), trainable=False),
+            "waves": ms.Variable(np.zeros_like(WAVES)),
+            "flags": ms.Variable(np.zeros(2, bool)),
+        }
+        count = ms.Variable(np.int64(0), aggregation=ms.VariableAggregation.ONLY_FIRST_REPLICA)
+        loss = ms.Variable(
+            0.0,
+            synchronization=ms.VariableSynchronization.ON_READ,
+            aggregation=ms.VariableAggregation.SUM,
+        )
+    return {
+        "model": variables,
+        "count": count,
+        "loss": loss,
+        "history": History(),
+        "rng": np.random.default_rng(5),
+    }
+
+
+def write_golden(path):
+    """How the file was written, on one rank."""
+    found = objects(ms.OneDeviceStrategy("cpu"))
+    found["model"]["layers"][0]["kernel"].assign(KERNEL)
+    found["model"]["half"].assign(HALF)
+    found["model"]["waves"].assign(WAVES)
+    found["model"]["flags"].assign([True, False])
+    found["count"].assign(COUNT)
+    found["loss"].assign(LOSS_TOTAL)
+    found["history"].values, found["history"].best = HISTORY, float("nan")
+    found["rng"].random(10)
+    manager = ms.CheckpointManager(ms.Checkpoint(**found), path.parent)
+    shutil.move(manager.save(COUNT), path)
+
+
+def test_the_golden_file_is_restored(strategy, size):
+    found = objects(strategy)
+    ms.Checkpoint(**found).restore(GOLDEN).assert_consumed()
+    assert np.array_equal(found["model"]["layers"][0]["kernel"].numpy(), KERNEL)
+    assert np.array_equal(found["model"]["half"].numpy(), HALF)
+    assert np.array_equal(found["model"]["waves"].numpy(), WAVES)
+    assert found["model"]["flags"].numpy().tolist() == [True, False]
+    assert found["count"].numpy() == COUNT
+    assert found["loss"].numpy() == pytest.approx(LOSS_TOTAL)
+    (own,) = strategy.experimental_local_results(strategy.run(found["loss"].value))
+    assert own == pytest.approx(LOSS_TOTAL / size)
+    assert np.array_equal(found["history"].values, HISTORY)
+    assert np.isnan(found["history"].best)
+    expected = np.random.default_rng(5)
+    expected.random(10)
+    assert found["rng"].random() == expected.random()
+
+
+def spelled(file):
+    """Return all that a file says, but when and by which version it was written."""
+    nodes = {}
+
+    def take(name, node):
+        attributes = {key: np.asarray(value).tolist() for key, value in node.attrs.items()}
+        if isinstance(node, h5py.Dataset):
+            values = node[()]
+            kind = (node.dtype.str, node.shape, node.chunks)
+            nodes[name] = (kind, hashlib.sha256(values).hexdigest(), attributes)
+        else:
+            nodes[name] = attributes
+
+    file.visititems(take)
+    changing = {"created", "mpistrat_version", "digest"}
+    root = {key: value for key, value in file.attrs.items() if key not in changing}
+    assert changing < set(file.attrs)
+    return nodes, root
+
+
+@pytest.mark.launches
+def test_what_is_written_today_is_the_golden_file(tmp_path):
+    write_golden(tmp_path / "new.h5")
+    with h5py.File(tmp_path / "new.h5") as new, h5py.File(GOLDEN) as golden:
+        assert spelled(new) == spelled(golden)
+
+
+@pytest.mark.launches
+def test_the_golden_file_is_what_the_document_says():
+    with h5py.File(GOLDEN) as file:
+        header = dict(file.attrs)
+        digest = header.pop("digest")
+        header = {k: int(v) if isinstance(v, np.integer) else v for k, v in header.items()}
+        text = json.dumps(header, sort_keys=True).encode()
+        assert digest == f"sha256:{hashlib.sha256(text).hexdigest()}"
+        assert set(file) == {"variables", "state"}
+        assert file["variables/loss"][()] == LOSS_TOTAL
+        assert file["variables/loss"].attrs["synchronization"] == "ON_READ"
+        assert file["variables/history/values"][()].tolist() == HISTORY.tolist()
+        state = json.loads(file["state/history"][()])
+        assert state["best"] == {"$float": "nan"}
+        assert state["text"] == "Zürich"
+        assert file["state/history"].attrs["arrays"].tolist() == ["values"]
+
+
+DAMAGED = {
+    "v1_flipped_value.h5": "damaged at model/layers/0/kernel: the values do not have the digest",
+    "v1_flipped_state.h5": "damaged at history: the text does not have the digest",
+    "v1_broken_heap.h5": "global heap at byte",
+    "v1_truncated.h5": "is truncated",
+    "v1_other_step.h5": "the attributes of the root group: they do not have the digest",
+}
+
+
+def damage(folder):
+    """How the damaged files were made."""
+    good = GOLDEN.read_bytes()
+
+    def flipped(at):
+        return good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
+
+    contents = {
+        "v1_flipped_value.h5": flipped(good.index(KERNEL.tobytes()) + 9),
+        "v1_flipped_state.h5": flipped(good.index(b"rich")),
+        "v1_broken_heap.h5": flipped(good.index(b"GCOL\x01") + 31),
+        "v1_truncated.h5": good[:-100],
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    for name, attribute, value in (
+        ("v1_other_step.h5", "step", COUNT + 1),
+        ("v2.h5", "format_version", 2),
+    ):
+        shutil.copy(GOLDEN, folder / name)
+        with h5py.File(folder / name, "r+", libver=("v110", "v110")) as file:
+            file.attrs.modify(attribute, np.int64(value))
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files_are_refused_on_every_rank(strategy, name):
+    found = objects(strategy)
+    checkpoint = ms.Checkpoint(**found)
+    with pytest.raises(ms.errors.CheckpointCorruptError) as caught:
+        checkpoint.restore(FILES / name)
+    assert DAMAGED[name] in str(caught.value)
+    assert name in str(caught.value)
+    assert not found["model"]["layers"][0]["kernel"].numpy().any()
+    assert found["history"].best == 0
+
+
+def test_a_newer_version_is_refused_and_named(strategy):
+    found = objects(strategy)
+    with pytest.raises(ms.errors.CheckpointError) as caught:
+        ms.Checkpoint(**found).restore(FILES / "v2.h5")
+    assert type(caught.value) is not ms.errors.CheckpointCorruptError
+    assert "has format version 2, but this mpistrat reads version 1" in str(caught.value)
+    with open_checkpoint(GOLDEN) as reader:
+        assert repr(reader.header.mpistrat_version) in str(caught.value)
+    assert found["count"].numpy() == 0
+
+
+@pytest.mark.launches
+def test_the_commands_know_the_files(capsys):
+    assert main(["verify", str(GOLDEN)]) == 0
+    assert main(["verify", str(FILES)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    verdicts = {Path(x.split(": ")[0]).name: x.split(": ")[1] for x in lines if ": NOT" in x}
+    assert verdicts == dict.fromkeys([*DAMAGED, "v2.h5"], "NOT SOUND")
