@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import bisect
 import os
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -26,6 +25,9 @@ __all__ = ["Hdf5Reader"]
 
 _PIECE_ROWS = 256
 """Announced rows are given up in pieces of so many, once they have been read."""
+
+_READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
+"""What h5py raises."""
 
 _MIN_RUN_ROWS = 8
 """Fewer rows in a row may still be a part of disorder: then a block is read and kept."""
@@ -48,11 +50,14 @@ class Hdf5Reader:
     def __init__(self, catalog: Catalog, window_rows: int) -> None:
         self._catalog = catalog
         self._offsets = catalog.offsets
+        self._starts: list[int] = self._offsets.tolist()
         self._files = OpenFiles(catalog)
         self._pool = ThreadPoolExecutor(num_decoding_threads(), "mpistrat-decode")
         self._pid = os.getpid()
         self._plans = plan_fields(catalog, window_rows)
         self._row_sizes = catalog.row_sizes
+        self._all = list(range(len(self._row_sizes)))
+        self._empty = [field for field, size in enumerate(self._row_sizes) if not size]
         self._filled = [field for field, size in enumerate(self._row_sizes) if size]
         self._chunked = [
             field
@@ -73,7 +78,7 @@ class Hdf5Reader:
     def expect(self, block: Block) -> None:
         """Note that the rows `block` are going to be read, after those noted before. Local."""
         self._check_process()
-        numbers = block.astype(np.int64)
+        numbers = np.asarray(block, np.int64)
         for first in range(0, len(numbers), _PIECE_ROWS):
             piece = numbers[first : first + _PIECE_ROWS]
             by_chunks = self._sliced_and_gathered(piece)[1]
@@ -96,15 +101,15 @@ class Hdf5Reader:
             If a file has vanished or changed, or cannot be decoded.
         """
         self._check_process()
-        numbers = block.astype(np.int64)
+        numbers = np.asarray(block, np.int64)
         by_slices, by_chunks = self._sliced_and_gathered(numbers)
         outputs = self._slices(numbers, by_slices) if by_slices else {}
         if by_chunks:
             files, rows = self._locate(numbers)
             for field in by_chunks:
                 outputs[field] = self._gathered(field, files, rows)
-        for field, size in enumerate(self._row_sizes):
-            if not (size and len(numbers)):
+        for field in self._all if not len(numbers) else self._empty:
+            if field not in outputs:
                 spec = self._catalog.files[0].layouts[field].spec
                 outputs[field] = np.empty((len(numbers), *spec.known_shape), spec.dtype)
         self._release(len(numbers))
@@ -124,20 +129,26 @@ class Hdf5Reader:
 
     def _slices(self, numbers: np.ndarray, fields: list[int]) -> dict[int, np.ndarray]:
         """Return a run of rows of some fields, from each file one slice."""
-        parts: dict[int, list[np.ndarray]] = {field: [] for field in fields}
         first, end = int(numbers[0]), int(numbers[-1]) + 1
+        parts: list[dict[int, np.ndarray]] = []
         while first < end:
-            file = int(np.searchsorted(self._offsets, first, "right")) - 1
-            stop = min(end, int(self._offsets[file + 1]))
-            bounds = (first - int(self._offsets[file]), stop - int(self._offsets[file]))
-            for field in fields:
-                with self._files.lock, self._named_error(file, field, *bounds):
-                    parts[field].append(self._files.field(file, field).slice(*bounds))
+            file = bisect.bisect_right(self._starts, first) - 1
+            stop = min(end, self._starts[file + 1])
+            bounds = (first - self._starts[file], stop - self._starts[file])
+            parts.append({field: self._slice(file, field, *bounds) for field in fields})
             first = stop
-        return {
-            field: native(each[0] if len(each) == 1 else np.concatenate(each))
-            for field, each in parts.items()
-        }
+        if len(parts) == 1:
+            return parts[0]
+        return {field: np.concatenate([part[field] for part in parts]) for field in fields}
+
+    def _slice(self, file: int, field: int, start: int, stop: int) -> np.ndarray:
+        try:
+            with self._files.lock:
+                return native(self._files.field(file, field).slice(start, stop))
+        except DataError:
+            raise
+        except _READ_ERRORS as reason:
+            raise self._named(reason, file, field, start, stop) from reason
 
     def _gathered(self, field: int, files: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return rows of one field, picked from its chunks."""
@@ -170,26 +181,26 @@ class Hdf5Reader:
         """Fill `slot` with a chunk."""
         file, start, stop = self._plans[field].extent(chunk)
         rows = slot[: stop - start]
-        with self._named_error(file, field, start, stop):
+        try:
             with self._files.lock:
                 stored = self._files.field(file, field).fetch(start)
             if stored is None or not stored.decode(rows):
                 with self._files.lock:
                     self._files.field(file, field).read(start, rows)
-
-    @contextlib.contextmanager
-    def _named_error(self, file: int, field: int, start: int, stop: int) -> Iterator[None]:
-        """Turn what h5py raises into a `DataError` that says where."""
-        try:
-            yield
         except DataError:
             raise
-        except (OSError, KeyError, TypeError, ValueError, RuntimeError) as reason:
-            raise DataError(
-                f"Rows {start} to {stop - 1} of the field {self._catalog.names[field]!r} of "
-                f"{self._catalog.files[file].path} cannot be read: {reason}. The file is damaged, "
-                "or it changed after the data set was made."
-            ) from reason
+        except _READ_ERRORS as reason:
+            raise self._named(reason, file, field, start, stop) from reason
+
+    def _named(
+        self, reason: Exception, file: int, field: int, start: int, stop: int
+    ) -> DataError:
+        """Return the error that says where h5py has raised `reason`."""
+        return DataError(
+            f"Rows {start} to {stop - 1} of the field {self._catalog.names[field]!r} of "
+            f"{self._catalog.files[file].path} cannot be read: {reason}. The file is damaged, "
+            "or it changed after the data set was made."
+        )
 
     def _release(self, num_rows: int) -> None:
         """Give up the announced pieces that have been read whole."""

@@ -134,10 +134,10 @@ class Pipeline:
             (s.window_rows(layout) for s in self.steps if isinstance(s, Shuffle) and layout),
             default=0,
         )
-        order = Order(self.source, self.steps)
+        order, batch = Order(self.source, self.steps), self.batch
 
         def rows_of(block: Block) -> list[Block]:
-            if self.batch is None:
+            if batch is None:
                 return [block]
             return [items[sharding.slice_of_rank(len(items), size, rank)] for items in block]
 
@@ -146,12 +146,12 @@ class Pipeline:
             number = start
             blocks = order.blocks((pass_number,), None, start)
             for block in look_ahead(blocks, reader, rows_of):
-                if self.batch is None:
+                if batch is None:
                     yield from make.examples(block, number)
                 else:
                     for batch_number, items in enumerate(block, number):
                         part = sharding.slice_of_rank(len(items), size, rank)
-                        yield make.batch(items, part, batch_number * self.batch.batch_size)
+                        yield make.batch(items, part, batch_number * batch.batch_size)
                 number += len(block)
 
     def _maker(self, reader: Reader, pass_number: int) -> ElementMaker:
