@@ -238,6 +238,11 @@ def _read_header(file: Any, path: Path) -> Header:
     with _naming_damage(path, "the attributes of the root group"):
         given = {name: read_attribute(file, name) for name in (*known, "digest")}
     if given["format"] != FORMAT:
+        if given["format_version"] is not None and given["mpistrat_version"] is not None:
+            raise CheckpointCorruptError(
+                f"The checkpoint {path} is damaged: its attribute 'format' is "
+                f"{given['format']!r}, expected {FORMAT!r}."
+            )
         raise CheckpointError(
             f"{path} is an HDF5 file but no checkpoint of mpistrat: its attribute 'format' is "
             f"{given['format']!r}, expected {FORMAT!r}."

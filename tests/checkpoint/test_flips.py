@@ -13,6 +13,7 @@ import pytest
 
 from mpistrat.checkpoint.format import Header
 from mpistrat.checkpoint.writer import create_checkpoint
+from mpistrat.testing import launch
 
 SECONDS_FOR_ONE_FILE = 10
 
@@ -50,6 +51,87 @@ READ_EACH = textwrap.dedent(f"""
         signal.alarm(0)
         print(byte, bit, verdict, flush=True)
 """)
+
+
+RESTORE_EACH = textwrap.dedent(f"""
+    import random, signal, sys
+    import numpy as np
+    import mpistrat as ms
+
+    folder, count = sys.argv[1], int(sys.argv[2])
+    strategy = ms.MPIStrategy(device="cpu") if sys.argv[3] == "mpi" else ms.get_strategy()
+    rank = strategy.cluster_resolver.task_id if sys.argv[3] == "mpi" else 0
+    SUM, ON_READ = ms.VariableAggregation.SUM, ms.VariableSynchronization.ON_READ
+    SIZE = 20_000
+
+    def values(number):
+        return np.full(SIZE, number, np.float32), np.full((0, 2), number), float(number)
+
+    with strategy.scope():
+        kernel = ms.Variable(values(7)[0])
+        empty = ms.Variable(values(7)[1])
+        total = ms.Variable(7.0, synchronization=ON_READ, aggregation=SUM)
+    random_numbers = np.random.default_rng(7)
+    checkpoint = ms.Checkpoint(model=[kernel, empty], total=total, rng=random_numbers)
+
+    def put(number):
+        kernel.assign(values(number)[0])
+        total.assign(number)
+        random_numbers.bit_generator.state = np.random.default_rng(number).bit_generator.state
+
+    def found(number):
+        states = [random_numbers, np.random.default_rng(number)]
+        same = [each.bit_generator.state["state"] for each in states]
+        return bool(
+            np.array_equal(kernel.numpy(), values(number)[0])
+            and total.numpy() == number and same[0] == same[1]
+        )
+
+    put(7)
+    good = folder + "/good.h5"
+    checkpoint.write(good)
+    data = open(good, "rb").read()
+    first = data.find(values(7)[0].tobytes())
+    metadata = [*range(first), *range(first + 4 * SIZE, len(data))]
+    chance = random.Random(5)
+    for number in range(count):
+        damaged = bytearray(data)
+        at = chance.choice(metadata if number % 3 else range(len(data)))
+        if number % 7:
+            damaged[at] ^= chance.randrange(1, 256)
+        else:
+            del damaged[at:]
+        if rank == 0:
+            open(folder + "/damaged.h5", "wb").write(damaged)
+        put(8)
+        signal.alarm({SECONDS_FOR_ONE_FILE})
+        try:
+            checkpoint.restore(folder + "/damaged.h5").expect_partial()
+            verdict = "harmless" if found(7) else "WRONG"
+        except ms.errors.CheckpointCorruptError:
+            verdict = "found" if found(8) else "CHANGED"
+        except Exception as error:
+            verdict = repr(error)
+        signal.alarm(0)
+        with open(f"{{folder}}/verdicts-{{rank}}", "a") as file:
+            print(number, at, verdict, file=file)
+""")
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(("ranks", "count"), [(None, 180), (2, 40)], ids=["alone", "two_ranks"])
+def test_a_damaged_file_is_restored_exactly_or_refused_on_every_rank(tmp_path, ranks, count):
+    mode = "mpi" if ranks else "alone"
+    done = launch.run(["-c", RESTORE_EACH, tmp_path, str(count), mode], ranks, limit_s=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    all_verdicts = [
+        (tmp_path / f"verdicts-{rank}").read_text().splitlines() for rank in range(ranks or 1)
+    ]
+    verdicts = all_verdicts[0]
+    assert all_verdicts == [verdicts] * len(all_verdicts)
+    assert len(verdicts) == count
+    assert [line for line in verdicts if line.split()[-1] not in ("harmless", "found")] == []
+    assert sum("found" in line for line in verdicts) > count // 2
 
 
 @pytest.fixture
