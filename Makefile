@@ -57,7 +57,7 @@ docs: $(VENV)/.docs  ## build the documentation in docs/_build/html
 
 clean:  ## remove environments, data, runs and caches
 	rm -rf .venv .venv-openmpi data runs build dist docs/_build docs/api *.egg-info
-	rm -f mpistrat/optimizers/_host_kernels*.so mpistrat/comm/_node*.so
+	rm -f mpistrat/optimizers/_host_kernels*.so mpistrat/_native*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -73,7 +73,7 @@ $(VENV)/.python:
 	touch $@
 
 # What the installation is made from: the metadata and the compiled kernels.
-SOURCES := pyproject.toml setup.py mpistrat/optimizers/kernels.py mpistrat/comm/node.c
+SOURCES := pyproject.toml setup.py mpistrat/optimizers/kernels.py $(wildcard mpistrat/native/*.[ch])
 
 $(VENV)/.jobs: $(SOURCES) | $(VENV)/.python
 	$(INSTALL) -e ".[$(MPI),jobs]"

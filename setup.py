@@ -7,18 +7,19 @@ import hashlib
 import runpy
 from pathlib import Path
 
+import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 KERNELS = Path("mpistrat/optimizers/kernels.py")
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 SOURCE = Path("build/host_kernels.c")
-NODE = Path("mpistrat/comm/node.c")
-NODE_DIGEST = hashlib.sha256(NODE.read_bytes()).hexdigest()
+NATIVE = sorted(Path("mpistrat/native").glob("*.[ch]"))
+NATIVE_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in NATIVE)).hexdigest()
 
 
 class BuildKernels(build_ext):
-    """Writes the source of the kernels first. The libraries are no Python modules."""
+    """Writes the source of the kernels first. Their library is no Python module."""
 
     def run(self):
         """Make the source, then build."""
@@ -28,8 +29,8 @@ class BuildKernels(build_ext):
         super().run()
 
     def get_export_symbols(self, ext):
-        """Return nothing: the functions are all exported, and there is no ``PyInit``."""
-        return []
+        """Return what must be visible beside the functions of the kernels, which all are."""
+        return [] if ext.name.endswith("kernels") else super().get_export_symbols(ext)
 
 
 setup(
@@ -43,9 +44,11 @@ setup(
             optional=True,
         ),
         Extension(
-            "mpistrat.comm._node",
-            [str(NODE)],
-            define_macros=[("MPISTRAT_DIGEST", f'"{NODE_DIGEST}"')],
+            "mpistrat._native",
+            [str(path) for path in NATIVE if path.suffix == ".c"],
+            depends=[str(path) for path in NATIVE],
+            include_dirs=[numpy.get_include()],
+            define_macros=[("MPISTRAT_DIGEST", f'"{NATIVE_DIGEST}"')],
             extra_compile_args=FLAGS,
             optional=True,
         ),

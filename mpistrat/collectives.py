@@ -25,7 +25,7 @@ from mpistrat.comm.choose import (
 )
 from mpistrat.comm.device_ways import DeviceWays, solo_ways
 from mpistrat.comm.message import Message
-from mpistrat.comm.packing import Packing, Single, pack, placed_like
+from mpistrat.comm.packing import Packing, Single, describe, pack, placed_like
 from mpistrat.comm.plan import Plan, plan_reduction
 from mpistrat.comm.reducer import Reducer
 from mpistrat.comm.shared import SharedReducer
@@ -33,6 +33,7 @@ from mpistrat.comm.solo import SoloTransport
 from mpistrat.comm.transport import Carrier
 from mpistrat.epochs.call import Call, Together
 from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.ledger import Signature
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.spans import active
 
@@ -49,9 +50,13 @@ class _Prepared:
     """What is equal in all reductions of the same arguments but for the numbers."""
 
     plan: Plan
-    signature: tuple[Any, ...]
+    signature: Signature
     may_share: bool
     """Whether shared memory may be used for the first message."""
+    is_plain: bool
+    """Whether all arrays can travel as they lie in host memory."""
+    options: CommunicationOptions
+    """Those of the calls: kept, because the calls are known by their identity."""
 
 
 class CollectiveCall(Call):
@@ -93,7 +98,9 @@ class CollectiveCall(Call):
         copy: bool = False,
     ) -> Packing | Single:
         prepared = self._prepared(op, arrays, details)
-        packing = pack(prepared.plan, arrays, self.channel.pool, copy)
+        # A fork may come before the end of what is started: its results are no shared memory.
+        pool = self.channel.private_pool if copy else self.channel.pool
+        packing = pack(prepared.plan, arrays, pool, prepared.is_plain, copy)
         self.agree_on(prepared.signature)
         return packing
 
@@ -108,23 +115,31 @@ class CollectiveCall(Call):
         known = self._collectives.prepared
         if type(self.options) is not CommunicationOptions:
             self._check_options()
-        kinds = tuple([(array.dtype, array.shape) for array in arrays])
+        kinds: Any = describe(arrays)
+        is_plain = kinds is not None
+        places: tuple[bool, ...] = ()
+        if not is_plain:
+            kinds = tuple([(array.dtype, array.shape) for array in arrays])
+            places = self._collectives.ways.places(arrays)
         travel_as = None if wires is None else tuple(wires)
-        places = self._collectives.ways.places(arrays)
-        key = (self.kind, self.name, op, kinds, details, travel_as, places, self.options)
+        key = (self.kind, self.name, op, kinds, details, travel_as, places, id(self.options))
         prepared = known.get(key)
         if prepared is None:
             self._check_options()
-            plan = plan_reduction(op, kinds, wires, self.options, places)
+            each_kind = [(array.dtype, array.shape) for array in arrays]
+            plan = plan_reduction(op, each_kind, wires, self.options, places)
             check_plan(self.options, plan)
             names = () if wires is None else tuple(_dtype_name(dtype) for dtype in wires)
             spelt = spell_options(self.options)
             where = _spell_places(places)
-            signature = self.signature(op.name, _shapes(arrays), *details, names, where, spelt)
+            signature = Signature(
+                self.signature(op.name, _shapes(arrays), *details, names, where, spelt)
+            )
             if len(known) >= _MAX_PREPARED:
                 known.clear()
             may_share = bool(plan.packs) and is_shareable(self.options, op, plan.packs[0])
-            prepared = known[key] = _Prepared(plan, signature, may_share)
+            prepared = _Prepared(plan, signature, may_share, is_plain, self.options)
+            known[key] = prepared
         return prepared
 
     def _reducer(self, op: ReduceOp, message: Message) -> Reducer:
@@ -182,25 +197,26 @@ class CollectiveCall(Call):
             If `op` cannot reduce a dtype.
         """
         prepared = self._prepared(op, arrays, (structure,), wires)
-        packing = pack(prepared.plan, arrays, self.channel.pool)
+        packing = pack(prepared.plan, arrays, self.channel.pool, prepared.is_plain)
         messages, signature = packing.messages, prepared.signature
         if prepared.may_share and self.channel.checks:
             carrier = self.channel.transport.carrier
             if carrier and len(messages) == 1 and messages[0].num_bytes <= carrier.room:
                 self._carry(carrier, op, messages[0], signature)
                 return packing.unpack()
-            self._agree_on_board(op, messages[0], signature)
+            self._reduce_on_board(op, messages[0], signature)
+            messages = messages[1:]
         else:
             self.agree_on(signature)
         for message in messages:
             self._reducer(op, message).all_reduce(op, message)
         return packing.unpack()
 
-    def _agree_on_board(self, op: ReduceOp, message: Message, signature: tuple[Any, ...]) -> None:
-        """Agree, with `message` begun as far as no other rank is needed: it saves a wait."""
-        node = self.channel.transport.node
-        reducer, _ = choose_reducer(
-            self.channel.transport, self.options, op, message.dtype, message.num_bytes
+    def _reduce_on_board(self, op: ReduceOp, message: Message, signature: Signature) -> None:
+        """Agree with `message` begun as far as no other rank is needed, which saves a wait."""
+        transport = self.channel.transport
+        reducer, why = choose_reducer(
+            transport, self.options, op, message.dtype, message.num_bytes
         )
         try:
             if isinstance(reducer, SharedReducer):
@@ -208,12 +224,17 @@ class CollectiveCall(Call):
             self.agree_on(signature)
         except BaseException:
             # The channel may stay open, as after an interruption that came before the round.
-            if node is not None:
-                node.unboard()
+            if transport.node is not None:
+                transport.node.unboard()
             raise
+        if self.channel.transport is not transport:  # faults may have replaced it
+            reducer = self._reducer(op, message)
+        else:
+            self._note(message, type(reducer).__name__, why)
+        reducer.all_reduce(op, message)
 
     def _carry(
-        self, carrier: Carrier, op: ReduceOp, message: Message, signature: tuple[Any, ...]
+        self, carrier: Carrier, op: ReduceOp, message: Message, signature: Signature
     ) -> None:
         """Have `message` travel with the agreement itself."""
         source, target, split = message.whole()

@@ -103,12 +103,20 @@ def _register_on_sight(node: Any) -> bool:
     """Make a dataclass or dict subclass known to optree with its first instance; no leaf itself."""
     cls = type(node)
     if cls not in _known_types:
-        _known_types.add(cls)
-        if dataclasses.is_dataclass(cls):
-            _register_dataclass(cls)
-        elif issubclass(cls, dict) and cls not in _DICTS_OF_OPTREE:
-            _register_dict(cls)
+        _register(cls)
     return False
+
+
+def _register(cls: type) -> bool:
+    """Make `cls` known; return whether its instances are containers from now on."""
+    _known_types.add(cls)
+    if dataclasses.is_dataclass(cls):
+        _register_dataclass(cls)
+    elif issubclass(cls, dict) and cls not in _DICTS_OF_OPTREE:
+        _register_dict(cls)
+    else:
+        return False
+    return True
 
 
 def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structure]:
@@ -119,16 +127,16 @@ def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structu
     if type(nest) in _COMMON_LEAVES:
         return [nest], _LEAF
 
-    def is_leaf(node: Any) -> bool:
-        return isinstance(node, atoms) or _register_on_sight(node)
-
-    leaves, structure = optree.tree_flatten(
-        nest,
-        is_leaf=is_leaf if atoms else _register_on_sight,
-        none_is_leaf=True,
-        namespace=_NAMESPACE,
-    )
-    return leaves, structure
+    is_leaf = None if not atoms else lambda node: isinstance(node, atoms)
+    while True:
+        leaves, structure = optree.tree_flatten(
+            nest, is_leaf=is_leaf, none_is_leaf=True, namespace=_NAMESPACE
+        )
+        # What is no container for optree yet is among the leaves. To ask once for each type costs
+        # less than to have optree ask for each node.
+        unknown = set(map(type, leaves)) - _known_types
+        if not any(_register(cls) for cls in unknown):
+            return leaves, structure
 
 
 def flatten_with_paths(nest: Any) -> tuple[list[str], list[Any], Structure]:

@@ -43,7 +43,7 @@ class ReduceOp(enum.Enum):
         if isinstance(op, cls):
             return op
         if isinstance(op, str):
-            member = cls.__members__.get(op.upper())
+            member = _REDUCTIONS.get(op.upper())
             if member is not None:
                 return member
         known = ", ".join(cls.__members__)
@@ -53,6 +53,9 @@ class ReduceOp(enum.Enum):
             f"The reduction must be a ReduceOp or one of the strings {known}, "
             f"not {op!r} of type {type(op).__name__}."
         )
+
+
+_REDUCTIONS = dict(ReduceOp.__members__)
 
 
 class VariableSynchronization(enum.Enum):

@@ -13,7 +13,7 @@ from mpistrat.arrays import Array, is_array
 from mpistrat.collectives import CollectiveCall
 from mpistrat.comm.dtypes import wire_dtype
 from mpistrat.options import ReduceOp
-from mpistrat.values import IndexedSlices
+from mpistrat.values import DistributedValues, IndexedSlices, localize
 
 __all__ = [
     "all_gather_nest",
@@ -25,8 +25,8 @@ __all__ = [
 def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, words: str = "") -> Any:
     """Reduce each leaf of `nest` over replicas. **Collective**.
 
-    `IndexedSlices` are concatenated in rank order; MEAN divides their values by the number of
-    replicas. `words` must agree over ranks too.
+    Of a distributed value it is this rank's component. `IndexedSlices` are concatenated in rank
+    order; MEAN divides their values by the number of replicas. `words` must agree over ranks too.
 
     Raises
     ------
@@ -64,6 +64,18 @@ class _Split:
     def __init__(self, kind: str, op: ReduceOp, nest: Any) -> None:
         self._op = op
         self._leaves, self._structure = nests.flatten(nest)
+        types = set(map(type, self._leaves))
+        if any(issubclass(each, DistributedValues) for each in types):
+            self._leaves, self._structure = nests.flatten(localize(nest))
+            types = set(map(type, self._leaves))
+        self._sparse: list[int] = []
+        self._holds_arrays = types == {np.ndarray}
+        self.arrays = self._leaves
+        if not self._holds_arrays:
+            self._sort_out(kind, op)
+
+    def _sort_out(self, kind: str, op: ReduceOp) -> None:
+        """Find the `IndexedSlices`, and make arrays of the rest."""
         self._sparse = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, IndexedSlices)]
         for i in self._sparse:
             _check_sparse(kind, op, self._leaves[i])
@@ -84,6 +96,8 @@ class _Split:
 
     def joined(self, arrays: Sequence[Array], slices: Sequence[IndexedSlices]) -> Any:
         """Return the nest of the results. Local."""
+        if self._holds_arrays:
+            return nests.unflatten(self._structure, arrays)
         results: list[Any] = list(arrays)
         for i, each in zip(self._sparse, slices, strict=True):
             results.insert(i, each)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from mpistrat import context
 from mpistrat.collectives import CollectiveCall, Collectives
 from mpistrat.deprecation import warn_deprecated
@@ -17,6 +19,7 @@ from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.pending import PendingReduction
 from mpistrat.reductions import all_gather_nest, all_reduce_nest, start_all_reduce_nest
 from mpistrat.spans import span
+from mpistrat.tensors import is_loaded
 from mpistrat.values import localize, per_replica
 
 __all__ = ["ReplicaContext"]
@@ -167,10 +170,11 @@ class ReplicaContext:
         """
         self._check()
         with self._collectives.call("all_reduce", options=options) as call:
-            op, nest = ReduceOp.parse(reduce_op), localize(value)
-            if has_tensors(nest):
-                return all_reduce_tensors(call, self._backward_calls(call, options), op, nest)
-            return all_reduce_nest(call, op, nest)
+            op = ReduceOp.parse(reduce_op)
+            if type(value) is not np.ndarray and is_loaded() and has_tensors(localize(value)):
+                backward_calls = self._backward_calls(call, options)
+                return all_reduce_tensors(call, backward_calls, op, localize(value))
+            return all_reduce_nest(call, op, value)
 
     def start_all_reduce(
         self,

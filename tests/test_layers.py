@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpistrat"
 # Lowest first. A module imports from lower layers, and from its own folder.
 LAYERS = [
     {
-        *("compiled", "cores", "deprecation", "errors", "files", "options"),
+        *("compiled", "cores", "deprecation", "errors", "files", "native", "options"),
         *("processes", "settings", "sharding", "spelling", "version"),
     },
     {"arrays", "hdf5", "launcher", "launching", "nests", "pending", "tensors", "tracking"},

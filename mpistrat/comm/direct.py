@@ -16,6 +16,7 @@ from mpi4py import MPI
 from mpistrat.arrays import synchronize
 from mpistrat.comm.operators import operator
 from mpistrat.comm.parts import in_parts, plan_windows
+from mpistrat.comm.pool import Pool
 from mpistrat.comm.rounds import NonblockingRound, PersistentRound, SharedRound
 from mpistrat.comm.sharing import share_memory
 from mpistrat.comm.solo import SoloRound
@@ -43,8 +44,11 @@ class MpiTransport:
         self.node: NodeReducer | None = None
         self.carrier: Carrier | None = None
         self._sharing = share_memory(comm, WholeReducer(self))
+        arena = None
         if self._sharing is not None:
             self.node = self._sharing.reducer
+            arena = self._sharing.memory.arena if self._sharing.holds_all else None
+        self.pool = Pool(arena)
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Reduce `source` into `target`. **Collective**."""

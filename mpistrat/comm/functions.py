@@ -10,7 +10,7 @@ from mpistrat.options import ReduceOp
 
 __all__ = ["compiled_function"]
 
-# As node.c numbers them.
+# As native/lanes.c numbers them.
 _ARITHMETIC = ("f4", "f8", "u1", "u2", "u4", "u8")
 _ORDER = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
 _FUNCTIONS = {
@@ -24,7 +24,7 @@ _FUNCTIONS = {
 
 @functools.lru_cache
 def compiled_function(op: ReduceOp, dtype: np.dtype) -> tuple[int, int] | None:
-    """Return the number of a function of ``node.c``, ``None`` where there is none. Local.
+    """Return the number of a function of ``native/lanes.c``, ``None`` where there is none. Local.
 
     Also the bytes of the numbers that MEAN divides: complex ones are two.
     """

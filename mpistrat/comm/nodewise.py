@@ -51,7 +51,6 @@ class NodewiseReducer:
         self._size = comm.size
         colour = memory.rank if memory.rank < num_slices else MPI.UNDEFINED
         self._peers = comm.Split(colour, comm.rank)
-        self._slice = np.zeros(2, np.int64)
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
         """Return whether the compiled code reduces `dtype` by `op`. Local."""
@@ -87,9 +86,8 @@ class NodewiseReducer:
         function = compiled_function(op, dtype)
         assert function is not None
         lane, slices = memory.reductions.pointer, self._num_slices
-        place = self._slice
-        library.reduce_slice(lane, function[0], slices, source, num_bytes, place.ctypes.data)
-        own = memory.view(int(place[0]), int(place[1])).view(dtype)
+        place = library.reduce_slice(lane, function[0], slices, source, num_bytes)
+        own = memory.view(*place).view(dtype)
         if self._peers != MPI.COMM_NULL and own.size:
             self._peers.Allreduce(MPI.IN_PLACE, own, operator(op, own))
             if op is ReduceOp.MEAN:

@@ -13,11 +13,24 @@ from mpistrat.comm.message import Message
 from mpistrat.comm.ordered import as_floats, as_ordered_integers
 from mpistrat.comm.plan import Pack, Plan
 from mpistrat.comm.pool import Pool
+from mpistrat.native import native_library
 
-__all__ = ["Packing", "pack", "placed_like"]
+__all__ = ["Packing", "describe", "pack", "placed_like"]
 
 
-def pack(plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) -> Packing | Single:
+def describe(arrays: Sequence[Array]) -> bytes | None:
+    """Return what is equal for lists of plain arrays of equal dtypes and shapes. Local.
+
+    ``None`` unless all of `arrays` can travel as they lie in host memory; perhaps also then, where
+    nothing is compiled.
+    """
+    library = native_library()
+    return None if library is None else library.describe(arrays)
+
+
+def pack(
+    plan: Plan, arrays: Sequence[Array], pool: Pool, is_plain: bool = False, copy: bool = False
+) -> Packing | Single:
     """Return `arrays` in the form in which they are reduced. Local.
 
     Parameters
@@ -28,15 +41,19 @@ def pack(plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) ->
         On the host or the device, of any layout and byte order. Never written to.
     pool : Pool
         For results and copies.
+    is_plain : bool
+        Whether `describe` has known them.
     copy : bool
         Whether the arrays may change before the reduction ends.
     """
     wire = plan.only_wire
     if wire is not None and not copy:
         array = arrays[0]
+        if is_plain and array.dtype == wire:
+            return Single(array, pool)
         if type(array) is np.ndarray and _is_plain(array, wire):
             return Single(array.view(wire), pool)
-    return Packing(plan, arrays, pool, copy)
+    return Packing(plan, arrays, pool, is_plain, copy)
 
 
 class Single:
@@ -57,8 +74,16 @@ class Packing:
     messages: list[Message]
     """What is to be reduced."""
 
-    def __init__(self, plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        arrays: Sequence[Array],
+        pool: Pool,
+        is_plain: bool = False,
+        copy: bool = False,
+    ) -> None:
         self._plan = plan
+        self._native = native_library() if is_plain else None
         self._op = plan.op
         self._arrays = arrays
         self._copy = copy
@@ -96,13 +121,32 @@ class Packing:
 
     def _fill(self, joined: np.ndarray, pack: Pack) -> None:
         """Copy the small arrays of `pack` to `joined`, one behind the other."""
-        arrays = [self._arrays[position] for position in pack.small]
+        arrays = self._small_arrays(pack)
+        if pack.is_uncast and self._native is not None:
+            self._native.join(arrays, joined)
+            return
         hosts = [each if type(each) is np.ndarray else host_view(each) for each in arrays]
         if pack.is_uncast:
             np.concatenate([host.reshape(-1) for host in hosts], out=joined)
             return
         for host, (start, stop) in zip(hosts, pack.places, strict=True):
             cast_into(joined[start:stop].reshape(host.shape), host)
+
+    def _small_arrays(self, pack: Pack) -> list[Array]:
+        return [self._arrays[position] for position in pack.small]
+
+    def _take_out(self, pack: Pack, joined: np.ndarray, results: list[Array]) -> None:
+        """Copy the small results out of `joined`, so that one keeps no other alive."""
+        if pack.is_uncast and self._native is not None:
+            parts = self._native.split(joined, self._small_arrays(pack))
+            for position, part in zip(pack.small, parts, strict=True):
+                results[position] = part
+            return
+        for position, (start, stop) in zip(pack.small, pack.places, strict=True):
+            shape, dtype = self._plan.results[position]
+            flat = joined[start:stop]
+            flat = flat.copy() if pack.is_uncast else cast(flat, dtype, copy=True)
+            results[position] = flat if len(shape) == 1 else flat.reshape(shape)
 
     def unpack(self) -> list[Array]:
         """Return the results, each where its array lies. Local."""
@@ -115,12 +159,7 @@ class Packing:
                 continue
             if pack.small:
                 joined = as_floats(self._op, next(joined_ones), pack.wire)
-                for position, (start, stop) in zip(pack.small, pack.places, strict=True):
-                    shape, dtype = self._plan.results[position]
-                    # Copied out, so that one result keeps no other alive.
-                    flat = joined[start:stop]
-                    flat = flat.copy() if pack.is_uncast else cast(flat, dtype, copy=True)
-                    results[position] = flat if len(shape) == 1 else flat.reshape(shape)
+                self._take_out(pack, joined, results)
             for position in pack.large:
                 reduced = as_floats(self._op, self._targets[position], pack.wire)
                 shape, dtype = self._plan.results[position]
@@ -129,6 +168,8 @@ class Packing:
                     cast_into(narrow, reduced)
                     reduced = narrow
                 results[position] = reduced
+        if self._native is not None:
+            return results
         return [
             result if isinstance(array, np.ndarray) else placed_like(result, array)
             for result, array in zip(results, self._arrays, strict=True)

@@ -10,13 +10,20 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
+from typing import Any
 
 import numpy as np
+
+from mpistrat.comm.arena import Arena
+from mpistrat.native import native_library
 
 __all__ = ["Pool"]
 
 _SMALLEST = 2**16
 """Smaller arrays come from NumPy, which keeps such memory itself."""
+
+_LARGEST_SHARED = 2**22
+"""Larger results do not stay in the cache until they have been written everywhere."""
 
 _ALIGNMENT = 64
 
@@ -25,12 +32,20 @@ class Pool:
     """Hands out arrays, to any thread.
 
     What it holds, in use or not, is never more than was in use at one time.
+
+    Parameters
+    ----------
+    arena : Arena, optional
+        Memory for arrays of middling size, which the other ranks of the node may write to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arena: Arena | None = None) -> None:
+        self._arena = arena
+        self._array_at = _array_at_function()
         self._lock = threading.Lock()
         self._free: dict[int, list[_Memory]] = {}
         """By size; no list is empty."""
+        self._lent: set[_Memory] = set()
         self._returned: deque[_Memory] = deque()
         self._num_bytes = 0
         self._used_bytes = 0
@@ -44,6 +59,23 @@ class Pool:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _SMALLEST:
             return np.empty(shape, dtype)
+        memory = self._last_returned(num_bytes) or self._lend(num_bytes)
+        lease = _Lease(memory, self._returned)
+        array: np.ndarray = self._array_at(memory.address, shape, dtype, lease)
+        return array
+
+    def _last_returned(self, num_bytes: int) -> _Memory | None:
+        """Return the memory that was dropped last, if it fits: a loop drops what it takes next."""
+        try:
+            memory = self._returned.pop()
+        except IndexError:
+            return None
+        if memory.size == num_bytes and not memory.has_left:
+            return memory  # it has never ceased to be lent
+        self._returned.append(memory)
+        return None
+
+    def _lend(self, num_bytes: int) -> _Memory:
         with self._lock:
             self._take_back()
             used_bytes = self._used_bytes + num_bytes
@@ -52,14 +84,34 @@ class Pool:
                 memory = self._pop_free(num_bytes)
             else:
                 self._make_room(most_used_bytes - num_bytes)
-                memory = _Memory(num_bytes)
+                memory = self._new(num_bytes)
                 self._num_bytes += num_bytes
+            self._lent.add(memory)
             self._used_bytes, self._most_used_bytes = used_bytes, most_used_bytes
-        return np.asarray(_Lease(memory, self._returned)).view(dtype).reshape(shape)
+        return memory
+
+    def leave_shared_memory(self) -> None:
+        """Make what is lent out the memory of this process alone, as before a fork. Local.
+
+        No reduction may be writing to it.
+        """
+        with self._lock:
+            self._take_back()
+            for memory in self._lent:
+                memory.leave_arena()
+
+    def _new(self, num_bytes: int) -> _Memory:
+        if self._arena is not None and num_bytes <= _LARGEST_SHARED:
+            address = self._arena.take(num_bytes)
+            if address is not None:
+                return _Memory(num_bytes, address, self._arena)
+        return _Memory.private(num_bytes)
 
     def _take_back(self) -> None:
         while self._returned:
             memory = self._returned.popleft()
+            self._lent.remove(memory)
+            memory.join_arena()
             self._used_bytes -= memory.size
             self._free.setdefault(memory.size, []).append(memory)
 
@@ -73,34 +125,93 @@ class Pool:
     def _make_room(self, num_bytes: int) -> None:
         """Give free memory back to the system until no more than `num_bytes` are held."""
         while self._free and self._num_bytes > num_bytes:
-            self._num_bytes -= self._pop_free(max(self._free)).size
+            memory = self._pop_free(max(self._free))
+            self._num_bytes -= memory.size
+            memory.end()
 
 
 class _Memory:
-    """Memory that is lent again and again."""
+    """Memory that is lent again and again.
 
-    def __init__(self, num_bytes: int) -> None:
-        self.size = num_bytes
-        self._array = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-        address = self._array.ctypes.data
-        self.interface = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (num_bytes,),
-            "data": (address + -address % _ALIGNMENT, False),
-        }
+    Parameters
+    ----------
+    size : int
+        Bytes.
+    address : int
+    arena : Arena, optional
+        Where it is from.
+    """
+
+    def __init__(self, size: int, address: int, arena: Arena | None = None) -> None:
+        self.size = size
+        self.address = address
+        self._arena = arena
+        self.has_left = False
+        """Whether it has left the arena for now."""
+        self._array: np.ndarray | None = None
+
+    @classmethod
+    def private(cls, size: int) -> _Memory:
+        """Return memory of this process alone. Local."""
+        array = np.empty(size + _ALIGNMENT, np.uint8)
+        start: int = array.ctypes.data
+        memory = cls(size, start + -start % _ALIGNMENT)
+        memory._array = array
+        return memory
+
+    def leave_arena(self) -> None:
+        """Go on as memory of this process alone. Local."""
+        if self._arena is not None and not self.has_left:
+            self._arena.leave(self.address, self.size)
+            self.has_left = True
+
+    def join_arena(self) -> None:
+        """Be a part of the arena again. Local."""
+        if self._arena is not None and self.has_left:
+            self._arena.join(self.address, self.size)
+            self.has_left = False
+
+    def end(self) -> None:
+        """Give the memory back. Local."""
+        if self._arena is not None:
+            self._arena.give_back(self.address, self.size)
 
 
 class _Lease:
     """What all views of an array refer to in the end. NumPy keeps it alive as their base."""
 
-    __slots__ = ("__array_interface__", "_memory", "_returned")
+    __slots__ = ("_memory", "_returned")
 
     def __init__(self, memory: _Memory, returned: deque[_Memory]) -> None:
         self._memory = memory
         self._returned = returned
-        self.__array_interface__ = memory.interface
 
     def __del__(self) -> None:
         # Any thread may drop the last view, at any time: the pool takes it when it is asked next.
         self._returned.append(self._memory)
+
+
+def _array_at_function() -> Any:
+    library = native_library()
+    return _array_at if library is None else library.array_at
+
+
+def _array_at(
+    address: int, shape: tuple[int, ...], dtype: np.dtype, owner: object
+) -> np.ndarray:
+    """Return an array in memory that lives as long as `owner`. Local."""
+    bytes_there = _Bytes(address, math.prod(shape) * dtype.itemsize, owner)
+    return np.asarray(bytes_there).view(dtype).reshape(shape)
+
+
+class _Bytes:
+    """Memory as NumPy takes it, and what keeps it alive."""
+
+    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
+        self._owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (num_bytes,),
+            "data": (address, False),
+        }

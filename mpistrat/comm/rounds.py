@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.arrays import address_of
 from mpistrat.comm.functions import compiled_function
 from mpistrat.comm.node import ROUND_BYTES, NodeMemory
 from mpistrat.options import ReduceOp
@@ -88,21 +87,17 @@ class SharedRound:
         self._lane = node.rounds
         lane, send, receive = node.rounds.pointer, self.send.ctypes.data, self.receive.ctypes.data
         library = node.library
-        self.start = lambda: library.start_round(lane, send)
-        self.done = lambda: bool(library.round_done(lane, receive, 1))
-        self.meet = functools.partial(library.meet, lane, send, receive, _TURNS)
+        self.start = functools.partial(library.round_start, lane, send)
+        self.done = functools.partial(library.round_done, lane, receive, 1)
+        self.meet = functools.partial(library.round_meet, lane, send, receive, _TURNS)
         self.room = min(ROUND_BYTES, _ROOM_OF_ALL // node.size)
         self._size = node.size
-        self._board = functools.partial(library.board, lane)
-        self._collect = functools.partial(library.collect, lane)
-
-    def board(self, source: np.ndarray) -> None:
-        """Have `source` travel with the next round. Local."""
-        self._board(address_of(source), source.nbytes)
+        self.board = functools.partial(library.round_board, lane)
+        self._collect = functools.partial(library.round_collect, lane)
 
     def collect(self, op: ReduceOp, target: np.ndarray) -> None:
         """Write the reduction of what travelled with the last round to `target`. Local."""
         function = compiled_function(op, target.dtype)
         assert function is not None
         divisor = self._size if op is ReduceOp.MEAN else 1
-        self._collect(function[0], divisor, function[1], address_of(target), target.nbytes)
+        self._collect(function[0], divisor, function[1], target)

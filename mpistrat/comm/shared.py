@@ -2,7 +2,7 @@
 
 Each rank copies its numbers in, reduces one slice of those of all ranks, and copies the results
 out, in blocks that stay in the cache: every number crosses the memory bus a few times, and no
-message is sent. The loop is compiled (``node.c``).
+message is sent. The loop is compiled (``native/lanes.c``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpistrat.arrays import address_of
 from mpistrat.comm.background import Background
 from mpistrat.comm.functions import compiled_function
 from mpistrat.comm.message import Message
@@ -39,8 +38,6 @@ class SharedMemoryReducer:
     def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
         self._background = Background("mpistrat-reductions")
-        self._table_of_one = np.empty((1, 3), np.int64)
-        self._last_table = self._table_of_one
         self._boarded: Message | None = None
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
@@ -54,8 +51,8 @@ class SharedMemoryReducer:
             self._memory.reductions.pointer,
             _BLOCK_BYTES,
             _SMALL_BYTES // self._memory.size,
-            self._pieces(message),
-            message.num_bytes,
+            message.sources,
+            message.targets,
         )
 
     def unboard(self) -> None:
@@ -67,36 +64,19 @@ class SharedMemoryReducer:
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
         is_boarded = self._boarded is message
-        # Its table is still at hand then.
-        pieces = address_of(self._last_table) if is_boarded else self._pieces(message)
         self._boarded = None
-        self._reduce(self._memory.reductions, op, message, pieces, is_boarded)
+        self._reduce(self._memory.reductions, op, message, is_boarded)
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
         """Have a thread reduce each array of `message`; return what waits for it."""
-        pieces = _table(message)
-        return self._background.submit(
-            lambda: self._reduce(self._memory.background, op, message, pieces.ctypes.data)
-        )
+        return self._background.submit(lambda: self._reduce(self._memory.background, op, message))
 
     def drain(self) -> None:
         """Wait for what the thread does. Local."""
         self._background.drain()
 
-    def _pieces(self, message: Message) -> int:
-        """Return the address of a table of the arrays, valid until the next call."""
-        if len(message.sources) > 1:
-            self._last_table = _table(message)
-            return address_of(self._last_table)
-        source, target = message.sources[0], message.targets[0]
-        self._last_table = self._table_of_one
-        goal = address_of(target)
-        start = goal if source is target else address_of(source)
-        self._table_of_one[0] = start, goal, source.nbytes
-        return address_of(self._table_of_one)
-
     def _reduce(
-        self, lane: Lane, op: ReduceOp, message: Message, pieces: int, is_boarded: bool = False
+        self, lane: Lane, op: ReduceOp, message: Message, is_boarded: bool = False
     ) -> None:
         function = compiled_function(op, message.dtype)
         assert function is not None
@@ -109,19 +89,10 @@ class SharedMemoryReducer:
             itemsize,
             _BLOCK_BYTES,
             _SMALL_BYTES // self._memory.size,
-            pieces,
-            message.num_bytes,
             is_boarded,
+            message.sources,
+            message.targets,
         )
-
-
-def _table(message: Message) -> np.ndarray:
-    """Return address of source, address of target and bytes of each array."""
-    rows = [
-        (address_of(source), address_of(target), source.nbytes)
-        for source, target in zip(message.sources, message.targets, strict=True)
-    ]
-    return np.array(rows, np.int64)
 
 
 class SharedReducer:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Carrier, NodeReducer
 from mpistrat.options import ReduceOp
 
@@ -30,6 +31,9 @@ class SoloTransport:
     size = 1
     node: NodeReducer | None = None
     carrier: Carrier | None = None
+
+    def __init__(self) -> None:
+        self.pool = Pool()
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Copy `source` to `target`. Local."""

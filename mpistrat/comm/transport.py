@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from mpistrat.comm.message import Message
+from mpistrat.comm.pool import Pool
 from mpistrat.options import ReduceOp
 
 __all__ = ["Carrier", "NodeReducer", "Round", "Transport"]
@@ -86,6 +87,8 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    pool: Pool
+    """Memory for results."""
 
     @property
     def node(self) -> NodeReducer | None:

@@ -98,8 +98,8 @@ class Channel:
         Whether another rank ends the job and has said why.
     waiting : tuple or None
         The collective in which this rank waits for others, and since when.
-    pool : Pool
-        Memory for results.
+    pool, private_pool : Pool
+        Memory for results: that of the transport, which ranks may share, and of this process alone.
     thread : int
         Identifier of the thread that has waited in a collective last.
     """
@@ -123,7 +123,8 @@ class Channel:
         self.is_told = False
         self.waiting: tuple[str, float] | None = None
         self.thread = threading.get_ident()
-        self.pool = Pool()
+        self.pool = transport.pool
+        self.private_pool = Pool()
         self._round = transport.round(4)
         self._outgoing = self._round.send.data.cast("B")
         self._incoming = self._round.receive.data.cast("B")
@@ -325,6 +326,18 @@ class Channel:
         remedy = "Keep it, and call wait() on every rank."
         _logger.error("%s. %s", words, remedy)
         self.closed = EpochError(f"{words} on rank {self.rank} of {self.size}. {remedy}")
+
+    def prepare_fork(self) -> None:
+        """Make the results that the program holds the memory of this process alone. Local.
+
+        Waits for a collective that another thread is in: others may be writing to its results.
+        """
+        self.lock.acquire()
+        self.pool.leave_shared_memory()
+
+    def end_fork(self) -> None:
+        """Go on after `prepare_fork`, in either process. Local."""
+        self.lock.release()
 
     def close_in_fork(self) -> None:
         """Let this process, which is a fork of a rank, make no collectives. Local."""

@@ -90,14 +90,27 @@ def watch(channel: Channel, is_over: Callable[[], bool], world_size: int) -> Non
     """
     if not _process.channels:
         atexit.register(_at_exit)
-        os.register_at_fork(after_in_child=_on_fork)
+        os.register_at_fork(
+            before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_fork
+        )
         _process.is_over, _process.world_size = is_over, world_size
     _process.channels.append(channel)
 
 
-def _on_fork() -> None:
+def _before_fork() -> None:
+    for channel in _process.channels:
+        channel.prepare_fork()
+
+
+def _after_fork() -> None:
+    for channel in _process.channels:
+        channel.end_fork()
+
+
+def _in_fork() -> None:
     for channel in _process.channels:
         channel.close_in_fork()
+    _after_fork()
 
 
 def _at_exit() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "Signature"]
 
 _MASK = 2**64 - 1
 # Odd constants spread small counters over all 64 bits, so that two counters never cancel.
@@ -21,6 +22,17 @@ _MAX_DIGESTS = 4096
 
 _digests: dict[object, int] = {}
 """Digests of the signatures seen: a training loop repeats a few."""
+
+
+class Signature(tuple[Any, ...]):
+    """What the ranks agree on, for calls that keep it: its digest is computed once."""
+
+    digest: int | None = None
+
+
+def _digest_of(signature: object) -> int:
+    # It must be the same on every rank, which hash() of a string is not.
+    return int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "big")
 
 
 @dataclass
@@ -42,13 +54,17 @@ class Ledger:
 
     def digest(self, signature: object) -> int:
         """Return 64 bits of the next collective's `signature` and the counters. Local."""
-        base = _digests.get(signature)
-        if base is None:
-            # The digest must be the same on every rank, which hash() of a string is not.
-            base = int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "big")
-            if len(_digests) >= _MAX_DIGESTS:
-                _digests.clear()
-            _digests[signature] = base
+        if type(signature) is Signature:
+            base = signature.digest
+            if base is None:
+                base = signature.digest = _digest_of(signature)
+        else:
+            base = _digests.get(signature)
+            if base is None:
+                base = _digest_of(signature)
+                if len(_digests) >= _MAX_DIGESTS:
+                    _digests.clear()
+                _digests[signature] = base
         return (
             base
             + self.sequence * _SPREAD[0]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.comm.node import node_library
+from mpistrat.native import native_library
 from tests.core.conftest import triangle
 
 LENGTHS = [0, 1, 5, 100, 1_000, 2_100, 4_100, 9_000, 20_000]
@@ -151,7 +151,7 @@ def test_with_many_large_ones(strategy, monkeypatch):
     Workload(strategy, 7).run(60)
 
 
-@pytest.mark.skipif(node_library() is None, reason="nothing is compiled for this machine")
+@pytest.mark.skipif(native_library() is None, reason="nothing is compiled for this machine")
 @pytest.mark.parametrize(("block_bytes", "small_bytes"), [(64, 0), (4096, 0), (4096, 2**20)])
 def test_blocks_of_every_size(strategy, monkeypatch, block_bytes, small_bytes):
     """Small blocks pass each other most often."""

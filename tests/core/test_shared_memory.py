@@ -122,10 +122,10 @@ def test_floats_have_the_same_bits_on_all_ranks(strategy, rank, size):
 
 
 def test_memory_is_shared_where_it_can_be(strategy, size):
-    from mpistrat.comm.node import node_library
+    from mpistrat.native import native_library
 
     is_shared = strategy.extended.collectives.channel.transport.node is not None
-    assert is_shared is (size > 1 and node_library() is not None)
+    assert is_shared is (size > 1 and native_library() is not None)
 
 
 def test_narrow_floats_are_no_business_of_shared_memory(strategy, size):
@@ -154,3 +154,31 @@ def test_who_is_interrupted_before_the_agreement_may_try_again(strategy, rank, s
                     reduce(2)
             strategy.extended.reduce_to("sum", np.ones(other), "/job:worker/task:0/device:CPU:0")
             reduce(3)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@pytest.mark.parametrize("fill", ["no rank", "rank 0", "all ranks"])
+def test_results_are_right_wherever_they_lie(strategy, rank, size, op, fill):
+    if fill == "all ranks" or (fill == "rank 0" and rank == 0):
+        pool = strategy.extended.collectives.channel.pool
+        held = [pool.take((2**22,), np.dtype(np.uint8)) for _ in range(17)]
+        assert len({array.ctypes.data for array in held}) == len(held)
+    for length in (16_383, 16_385, 131_071, 131_073, 262_145, 400_001, 1_048_576, 1_048_577):
+        for dtype in (np.float32, np.float64):
+            rows = [np.arange(length, dtype=dtype) % 97 + each for each in range(size)]
+            nests = [[row, row[: length // 3] * 2] for row in rows]
+            for k, result in enumerate(
+                result_of(
+                    strategy,
+                    lambda nests=nests: ms.get_replica_context().all_reduce(op, nests[rank], SHARED),
+                )
+            ):
+                expected = expected_of(op, [nest[k] for nest in nests])
+                np.testing.assert_allclose(result, expected, rtol=1e-6)
+            (alone,) = result_of(
+                strategy, lambda rows=rows: [ms.get_replica_context().all_reduce(op, rows[rank])]
+            )
+            np.testing.assert_allclose(alone, expected_of(op, rows), rtol=1e-6)
+            alone[:] = -rank  # it is this rank's own
+            strategy.extended.collectives.gather_json(None)
+            assert (alone == -rank).all()

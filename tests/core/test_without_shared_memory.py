@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat.comm.node import node_library
+from mpistrat.native import native_library
 from mpistrat.testing import launch
 
 pytestmark = pytest.mark.launches
@@ -61,7 +61,7 @@ def run(folder, ranks, paths="", **variables):
 @pytest.fixture(scope="module")
 def digests(tmp_path_factory):
     """The digests where memory is shared by all, by the number of ranks."""
-    if node_library() is None:
+    if native_library() is None:
         pytest.skip("nothing is compiled for this machine")
     found = {}
     for ranks in (2, 4):
@@ -75,13 +75,13 @@ def copy_of_the_package(folder, reason):
     copy = folder / "copy"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(mpistrat.__file__).parent, copy / "mpistrat", ignore=ignored)
-    for library in copy.glob("mpistrat/comm/_node*.so"):
+    for library in copy.glob("mpistrat/_native*.so"):
         if reason == "never compiled":
             library.unlink()
         elif reason == "damaged":
             library.write_text("no library")
     if reason == "compiled from another source":
-        with open(copy / "mpistrat/comm/node.c", "a") as file:
+        with open(copy / "mpistrat/native/lanes.c", "a") as file:
             file.write("/* newer than the library */\n")
     return copy
 

@@ -6,29 +6,18 @@
    the one that used it. The counter is written with release and read with acquire order: whoever
    sees a step of another rank sees all that the rank wrote before.
 
+   Each rank also has an arena in this memory, for results. If those of a message lie there on all
+   ranks, each rank writes its slice of them to all arenas, and nobody has to copy them out.
+
    No function keeps state outside of its lane. What can wait without end (reduce) is to be called
    only when every rank has agreed to call it. */
 
+#include "lanes.h"
+
 #include <sched.h>
-#include <stdint.h>
 #include <string.h>
 
-const char mpistrat_digest[] = MPISTRAT_DIGEST;
-
-struct lane {
-    int64_t size, own;  /* ranks, and the number of this one */
-    int64_t step;       /* steps that this rank has come to */
-    int64_t half;       /* bytes of each half */
-    char *line[];       /* of each rank: counter at 0, halves from LINE_HEAD on */
-};
-
-struct piece {
-    const char *source;
-    char *target;
-    int64_t num_bytes;
-};
-
-enum { LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, WORDS = 4 };
+enum { GOAL = 64, LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, WORDS = 4 };
 
 /* ---- waiting ---- */
 
@@ -95,13 +84,6 @@ int mpistrat_round_done(const struct lane *lane, uint64_t *largest, int64_t turn
                 largest[i] = words[i];
     }
     return 1;
-}
-
-/* Do both. */
-int mpistrat_round_meet(struct lane *lane, const uint64_t *words, uint64_t *largest, int64_t turns)
-{
-    mpistrat_round_start(lane, words);
-    return mpistrat_round_done(lane, largest, turns);
 }
 
 /* ---- arithmetic ---- */
@@ -177,12 +159,6 @@ static void divide(char *total, int64_t num_bytes, int64_t itemsize, int64_t div
 
 /* ---- reductions ---- */
 
-struct task {
-    combine_function *combine;
-    int64_t divisor;   /* 1, or what floats are divided by */
-    int64_t itemsize;  /* of these floats */
-};
-
 /* A place in a sequence of pieces. */
 struct place {
     const struct piece *piece;
@@ -246,9 +222,10 @@ static int64_t slice_start(int64_t num_bytes, int64_t owners, int64_t number)
 
 /* Reduce bytes [start, stop) of a block, in rank order. Those of this rank are read at `in`, those
    of the others in their halves. The results go to `out`, and to this rank's half if `shares`. */
-static void reduce_range(const struct lane *lane, const struct task *task, int64_t use,
+static void reduce_range(const struct lane *lane, const struct arithmetic *how, int64_t use,
                          int64_t start, int64_t stop, struct place in, struct place out, int shares)
 {
+    combine_function *combine = combine_functions[how->function];
     char total[CHUNK] __attribute__((aligned(64))), room[CHUNK] __attribute__((aligned(64)));
     for (int64_t at = start; at < stop; at += CHUNK) {
         int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
@@ -258,10 +235,10 @@ static void reduce_range(const struct lane *lane, const struct task *task, int64
             if (q == 0)
                 memcpy(total, part, num_bytes);
             else
-                task->combine(total, part, num_bytes);
+                combine(total, part, num_bytes);
         }
-        if (task->divisor != 1)
-            divide(total, num_bytes, task->itemsize, task->divisor);
+        if (how->divisor != 1)
+            divide(total, num_bytes, how->itemsize, how->divisor);
         copy_out(&out, total, num_bytes);
         if (shares)
             memcpy(half_of(lane, lane->own, use) + at, total, num_bytes);
@@ -275,15 +252,60 @@ void mpistrat_round_board(struct lane *lane, const char *source, int64_t num_byt
 }
 
 /* Reduce what all ranks have brought to the round that is done. */
-void mpistrat_round_collect(struct lane *lane, int64_t function, int64_t divisor, int64_t itemsize,
-                            char *target, int64_t num_bytes)
+void mpistrat_round_collect(struct lane *lane, struct arithmetic how, char *target,
+                            int64_t num_bytes)
 {
-    const struct task task = {combine_functions[function], divisor, itemsize};
     char *own = half_of(lane, lane->own, lane->step) + ROUND_HEAD;
     const struct piece piece = {own, target, num_bytes};
-    reduce_range(lane, &task, lane->step, ROUND_HEAD, ROUND_HEAD + num_bytes,
+    reduce_range(lane, &how, lane->step, ROUND_HEAD, ROUND_HEAD + num_bytes,
                  (struct place){&piece, 0}, (struct place){&piece, 0}, 0);
 }
+
+/* ---- reductions: results in arenas ---- */
+
+static int64_t *goal_of(const struct lane *lane, int64_t rank)
+{
+    return (int64_t *)(lane->line[rank] + GOAL);
+}
+
+/* Tell the others, with the next step, where in its arena this rank wants the results: -1 if they
+   are several, or elsewhere. */
+static void tell_goal(struct lane *lane, const struct message *message)
+{
+    int64_t goal = -1;
+    if (message->num_pieces == 1 && lane->arena_bytes > 0) {
+        int64_t offset = message->pieces->target - (lane->line[lane->own] + lane->arena);
+        if (offset >= 0 && offset + message->total <= lane->arena_bytes)
+            goal = offset;
+    }
+    *goal_of(lane, lane->own) = goal;
+}
+
+/* Whether all ranks want them there. To be asked between the two steps of a first block. */
+static int all_have_goals(const struct lane *lane)
+{
+    for (int64_t q = 0; q < lane->size; q++)
+        if (*goal_of(lane, q) < 0)
+            return 0;
+    return 1;
+}
+
+/* Reduce bytes [start, stop) of a block that begins `done` bytes into the message, for all ranks. */
+static void reduce_range_for_all(const struct lane *lane, const struct arithmetic *how, int64_t use,
+                                 int64_t done, int64_t start, int64_t stop, struct place in)
+{
+    for (int64_t at = start; at < stop; at += CHUNK) {
+        int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
+        char total[CHUNK];
+        const struct piece piece = {0, total, num_bytes};
+        reduce_range(lane, how, use, at, at + num_bytes, in, (struct place){&piece, 0}, 0);
+        skip(&in, num_bytes);
+        for (int64_t q = 0; q < lane->size; q++)
+            memcpy(lane->line[q] + lane->arena + *goal_of(lane, q) + done + at, total, num_bytes);
+    }
+}
+
+/* ---- reductions: blocks ---- */
 
 /* What a rank does for a block before it waits for the others: copy in what they need of it, and
    come. `in` is at the block, and then behind it. Returns where the slice of this rank begins. */
@@ -313,12 +335,13 @@ static struct place bring_block(struct lane *lane, struct place *in, int64_t num
 
 /* Do for the first block of a reduction what needs no other rank. If the ranks then meet elsewhere,
    the reduction finds that all have come. */
-void mpistrat_reduce_board(struct lane *lane, int64_t block, int64_t small,
-                           const struct piece *pieces, int64_t total)
+void mpistrat_reduce_board(struct lane *lane, struct message message)
 {
-    struct place in = {pieces, 0};
-    if (total > 0)
-        bring_block(lane, &in, total < block ? total : block, small, 0);
+    struct place in = {message.pieces, 0};
+    int64_t num_bytes = message.total < message.block ? message.total : message.block;
+    tell_goal(lane, &message);
+    if (num_bytes > 0)
+        bring_block(lane, &in, num_bytes, message.small, 0);
 }
 
 /* Take back what mpistrat_reduce_board has done, as the ranks have not agreed: nobody has used it. */
@@ -328,44 +351,62 @@ void mpistrat_reduce_unboard(struct lane *lane)
     __atomic_store_n((int64_t *)lane->line[lane->own], lane->step, __ATOMIC_RELEASE);
 }
 
+/* Copy out the slices of the other ranks; `out` is at the block, and then behind it. */
+static void collect_block(const struct lane *lane, int64_t use, struct place *out,
+                          int64_t num_bytes)
+{
+    for (int64_t q = 0; q < lane->size; q++) {
+        int64_t from = slice_start(num_bytes, lane->size, q);
+        int64_t to = slice_start(num_bytes, lane->size, q + 1);
+        if (q == lane->own)
+            skip(out, to - from);
+        else
+            copy_out(out, half_of(lane, q, use) + from, to - from);
+    }
+}
+
 /* Reduce the concatenation of pieces over the ranks; results go to the targets of the pieces.
 
-   Blocks of up to `block` bytes (at most a half) go through the lane one after the other. A block
-   up to `small` bytes is reduced by every rank for itself: one wait in place of two. `boarded` says
-   that mpistrat_reduce_board was called with the same arguments. */
-void mpistrat_reduce(struct lane *lane, int64_t function, int64_t divisor, int64_t itemsize,
-                     int64_t block, int64_t small, const struct piece *pieces, int64_t total,
-                     int64_t boarded)
+   Each block is two steps. Between them all that is needed of it lies in the halves; after them,
+   its results do, or they are where they shall be already. `boarded` says that
+   mpistrat_reduce_board was called with the same message. */
+void mpistrat_reduce(struct lane *lane, struct arithmetic how, struct message message, int boarded)
 {
-    const struct task task = {combine_functions[function], divisor, itemsize};
-    struct place in = {pieces, 0}, out = {pieces, 0};
-    for (int64_t done = 0; done < total; done += block) {
-        int64_t num_bytes = total - done < block ? total - done : block;
-        int64_t use = lane->step / 2; /* each block is two steps */
-        struct place own_in = bring_block(lane, &in, num_bytes, small, boarded && done == 0);
+    struct place in = {message.pieces, 0}, out = {message.pieces, 0};
+    int for_all = 0;
+    if (!boarded)
+        tell_goal(lane, &message);
+    for (int64_t done = 0; done < message.total; done += message.block) {
+        int64_t left = message.total - done;
+        int64_t num_bytes = left < message.block ? left : message.block;
+        int64_t use = lane->step / 2;
+        struct place own_in = bring_block(lane, &in, num_bytes, message.small, boarded && !done);
         struct place own_out = out;
         wait_for_all(lane);
-        if (num_bytes <= small) {
+        if (num_bytes <= message.small) {
             come(lane); /* nobody waits for this step */
-            reduce_range(lane, &task, use, 0, num_bytes, own_in, own_out, 0);
+            reduce_range(lane, &how, use, 0, num_bytes, own_in, own_out, 0);
             skip(&out, num_bytes);
             continue;
         }
         int64_t start = slice_start(num_bytes, lane->size, lane->own);
         int64_t stop = slice_start(num_bytes, lane->size, lane->own + 1);
+        if (done == 0)
+            for_all = all_have_goals(lane);
+        if (for_all) {
+            reduce_range_for_all(lane, &how, use, done, start, stop, own_in);
+            skip(&out, num_bytes);
+            come(lane); /* nobody waits for it but the last one */
+            continue;
+        }
         skip(&own_out, start);
-        reduce_range(lane, &task, use, start, stop, own_in, own_out, 1);
+        reduce_range(lane, &how, use, start, stop, own_in, own_out, 1);
         come(lane);
         wait_for_all(lane);
-        for (int64_t q = 0; q < lane->size; q++) {
-            int64_t from = slice_start(num_bytes, lane->size, q);
-            int64_t to = slice_start(num_bytes, lane->size, q + 1);
-            if (q == lane->own)
-                skip(&out, to - from);
-            else
-                copy_out(&out, half_of(lane, q, use) + from, to - from);
-        }
+        collect_block(lane, use, &out, num_bytes);
     }
+    if (for_all)
+        wait_for_all(lane);
 }
 
 /* The same for one block in two calls, so that the caller can reduce the slice further, with other
@@ -374,7 +415,7 @@ void mpistrat_reduce(struct lane *lane, int64_t function, int64_t divisor, int64
 void mpistrat_reduce_slice(struct lane *lane, int64_t function, int64_t owners, const char *source,
                            int64_t num_bytes, int64_t slice[2])
 {
-    const struct task task = {combine_functions[function], 1, 0};
+    const struct arithmetic how = {function, 1, 0};
     int64_t use = lane->step / 2;
     char *own = half_of(lane, lane->own, use);
     int64_t start = slice_start(num_bytes, owners, lane->own);
@@ -384,7 +425,7 @@ void mpistrat_reduce_slice(struct lane *lane, int64_t function, int64_t owners, 
     wait_for_all(lane);
     const struct piece there = {source + start, own + start, stop - start};
     if (stop > start)
-        reduce_range(lane, &task, use, start, stop, (struct place){&there, 0},
+        reduce_range(lane, &how, use, start, stop, (struct place){&there, 0},
                      (struct place){&there, 0}, 0);
     slice[0] = (int64_t)(own + start);
     slice[1] = stop - start;

@@ -1,0 +1,221 @@
+/* The functions of lanes.c as Python calls them.
+
+   Lanes and words are given by their addresses, numbers that are reduced as arrays. The callers
+   (comm/node.py, comm/rounds.py, comm/shared.py) are trusted with dtypes and lengths; what is
+   checked here is what would read or write elsewhere. What may wait lets other threads run. */
+
+#include "native.h"
+
+#include "lanes.h"
+
+enum { FEW = 16 };
+
+static int take_integers(PyObject *const *args, Py_ssize_t count, int64_t *values)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        values[i] = PyLong_AsLongLong(args[i]);
+        if (values[i] == -1 && PyErr_Occurred())
+            return 0;
+    }
+    return 1;
+}
+
+static int take_count(Py_ssize_t num_args, Py_ssize_t expected, const char *name)
+{
+    if (num_args == expected)
+        return 1;
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, expected, num_args);
+    return 0;
+}
+
+static PyArrayObject *as_array(PyObject *object)
+{
+    if (PyArray_Check(object) && PyArray_IS_C_CONTIGUOUS((PyArrayObject *)object))
+        return (PyArrayObject *)object;
+    PyErr_SetString(PyExc_TypeError, "expected a NumPy array in C order");
+    return NULL;
+}
+
+/* ---- rounds ---- */
+
+/* round_start(lane, words) */
+PyObject *mpistrat_call_round_start(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[2];
+    if (!take_count(num_args, 2, "round_start") || !take_integers(args, 2, given))
+        return NULL;
+    mpistrat_round_start((struct lane *)given[0], (const uint64_t *)given[1]);
+    Py_RETURN_NONE;
+}
+
+/* round_done(lane, largest, turns) -> bool */
+PyObject *mpistrat_call_round_done(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[3];
+    if (!take_count(num_args, 3, "round_done") || !take_integers(args, 3, given))
+        return NULL;
+    return PyBool_FromLong(
+        mpistrat_round_done((struct lane *)given[0], (uint64_t *)given[1], given[2]));
+}
+
+/* round_meet(lane, words, largest, turns) -> bool: round_start and round_done */
+PyObject *mpistrat_call_round_meet(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[4];
+    if (!take_count(num_args, 4, "round_meet") || !take_integers(args, 4, given))
+        return NULL;
+    struct lane *lane = (struct lane *)given[0];
+    mpistrat_round_start(lane, (const uint64_t *)given[1]);
+    return PyBool_FromLong(mpistrat_round_done(lane, (uint64_t *)given[2], given[3]));
+}
+
+/* round_board(lane, source) */
+PyObject *mpistrat_call_round_board(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t lane;
+    if (!take_count(num_args, 2, "round_board") || !take_integers(args, 1, &lane))
+        return NULL;
+    PyArrayObject *source = as_array(args[1]);
+    if (source == NULL)
+        return NULL;
+    mpistrat_round_board((struct lane *)lane, PyArray_BYTES(source), PyArray_NBYTES(source));
+    Py_RETURN_NONE;
+}
+
+/* round_collect(lane, function, divisor, itemsize, target) */
+PyObject *mpistrat_call_round_collect(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[4];
+    if (!take_count(num_args, 5, "round_collect") || !take_integers(args, 4, given))
+        return NULL;
+    PyArrayObject *target = as_array(args[4]);
+    if (target == NULL)
+        return NULL;
+    const struct arithmetic how = {given[1], given[2], given[3]};
+    mpistrat_round_collect((struct lane *)given[0], how, PyArray_BYTES(target),
+                           PyArray_NBYTES(target));
+    Py_RETURN_NONE;
+}
+
+/* ---- reductions ---- */
+
+/* Describe lists of arrays of equal lengths in pairs. `room` serves where they are few; else the
+   pieces are to be freed. */
+static int take_message(PyObject *sources, PyObject *targets, struct piece *room,
+                        struct message *message)
+{
+    if (!PyList_CheckExact(sources) || !PyList_CheckExact(targets) ||
+        PyList_GET_SIZE(sources) != PyList_GET_SIZE(targets)) {
+        PyErr_SetString(PyExc_TypeError, "expected two lists of equally many arrays");
+        return 0;
+    }
+    message->num_pieces = PyList_GET_SIZE(sources);
+    message->total = 0;
+    struct piece *pieces = room;
+    if (message->num_pieces > FEW)
+        pieces = PyMem_New(struct piece, message->num_pieces);
+    if (pieces == NULL) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    message->pieces = pieces;
+    for (int64_t i = 0; i < message->num_pieces; i++) {
+        PyArrayObject *source = as_array(PyList_GET_ITEM(sources, i));
+        PyArrayObject *target = source ? as_array(PyList_GET_ITEM(targets, i)) : NULL;
+        if (target != NULL && PyArray_NBYTES(source) != PyArray_NBYTES(target))
+            PyErr_Format(PyExc_ValueError, "source and target %lld differ in length", (long long)i);
+        if (PyErr_Occurred()) {
+            if (pieces != room)
+                PyMem_Free(pieces);
+            return 0;
+        }
+        pieces[i] = (struct piece){PyArray_BYTES(source), PyArray_BYTES(target),
+                                   PyArray_NBYTES(source)};
+        message->total += pieces[i].num_bytes;
+    }
+    return 1;
+}
+
+/* reduce_board(lane, block, small, sources, targets) */
+PyObject *mpistrat_call_reduce_board(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[3];
+    struct piece room[FEW];
+    struct message message;
+    if (!take_count(num_args, 5, "reduce_board") || !take_integers(args, 3, given) ||
+        !take_message(args[3], args[4], room, &message))
+        return NULL;
+    message.block = given[1];
+    message.small = given[2];
+    Py_BEGIN_ALLOW_THREADS
+    mpistrat_reduce_board((struct lane *)given[0], message);
+    Py_END_ALLOW_THREADS
+    if (message.pieces != room)
+        PyMem_Free((void *)message.pieces);
+    Py_RETURN_NONE;
+}
+
+/* reduce_unboard(lane) */
+PyObject *mpistrat_call_reduce_unboard(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t lane;
+    if (!take_count(num_args, 1, "reduce_unboard") || !take_integers(args, 1, &lane))
+        return NULL;
+    mpistrat_reduce_unboard((struct lane *)lane);
+    Py_RETURN_NONE;
+}
+
+/* reduce(lane, function, divisor, itemsize, block, small, boarded, sources, targets) */
+PyObject *mpistrat_call_reduce(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[7];
+    struct piece room[FEW];
+    struct message message;
+    if (!take_count(num_args, 9, "reduce") || !take_integers(args, 7, given) ||
+        !take_message(args[7], args[8], room, &message))
+        return NULL;
+    const struct arithmetic how = {given[1], given[2], given[3]};
+    message.block = given[4];
+    message.small = given[5];
+    Py_BEGIN_ALLOW_THREADS
+    mpistrat_reduce((struct lane *)given[0], how, message, (int)given[6]);
+    Py_END_ALLOW_THREADS
+    if (message.pieces != room)
+        PyMem_Free((void *)message.pieces);
+    Py_RETURN_NONE;
+}
+
+/* reduce_slice(lane, function, owners, source, num_bytes) -> (address, bytes) of the slice */
+PyObject *mpistrat_call_reduce_slice(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[5], slice[2];
+    if (!take_count(num_args, 5, "reduce_slice") || !take_integers(args, 5, given))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mpistrat_reduce_slice((struct lane *)given[0], given[1], given[2], (const char *)given[3],
+                          given[4], slice);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("(LL)", (long long)slice[0], (long long)slice[1]);
+}
+
+/* collect_slices(lane, owners, target, num_bytes) */
+PyObject *mpistrat_call_collect_slices(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[4];
+    if (!take_count(num_args, 4, "collect_slices") || !take_integers(args, 4, given))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mpistrat_collect_slices((struct lane *)given[0], given[1], (char *)given[2], given[3]);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}

@@ -1,0 +1,49 @@
+/* Collectives of the ranks of one node in memory that they share: see lanes.c. */
+
+#ifndef MPISTRAT_LANES_H
+#define MPISTRAT_LANES_H
+
+#include <stdint.h>
+
+struct lane {
+    int64_t size, own;            /* ranks, and the number of this one */
+    int64_t step;                 /* steps that this rank has come to */
+    int64_t half;                 /* bytes of each half */
+    int64_t arena, arena_bytes;   /* memory of each rank for results: from its line on, and length */
+    char *line[];                 /* of each rank: counter and goal, halves from LINE_HEAD on */
+};
+
+/* A part of what is reduced. */
+struct piece {
+    const char *source;
+    char *target;
+    int64_t num_bytes;
+};
+
+/* How numbers are combined: the number of a function, and what floats of a size are divided by. */
+struct arithmetic {
+    int64_t function, divisor, itemsize;
+};
+
+/* What is reduced: `num_pieces` pieces, `total` bytes, in blocks of `block` bytes (at most a half).
+   Of blocks up to `small` bytes, every rank reduces everything. */
+struct message {
+    const struct piece *pieces;
+    int64_t num_pieces, total, block, small;
+};
+
+void mpistrat_round_start(struct lane *lane, const uint64_t *words);
+int mpistrat_round_done(const struct lane *lane, uint64_t *largest, int64_t turns);
+void mpistrat_round_board(struct lane *lane, const char *source, int64_t num_bytes);
+void mpistrat_round_collect(struct lane *lane, struct arithmetic how, char *target,
+                            int64_t num_bytes);
+
+void mpistrat_reduce_board(struct lane *lane, struct message message);
+void mpistrat_reduce_unboard(struct lane *lane);
+void mpistrat_reduce(struct lane *lane, struct arithmetic how, struct message message, int boarded);
+
+void mpistrat_reduce_slice(struct lane *lane, int64_t function, int64_t owners, const char *source,
+                           int64_t num_bytes, int64_t slice[2]);
+void mpistrat_collect_slices(struct lane *lane, int64_t owners, char *target, int64_t num_bytes);
+
+#endif

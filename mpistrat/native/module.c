@@ -1,0 +1,38 @@
+/* The Python module mpistrat._native. mpistrat/native/__init__.py says who uses it. */
+
+#define MPISTRAT_MODULE
+#include "native.h"
+
+#define FAST(NAME, FUNCTION) {NAME, (PyCFunction)(void (*)(void))FUNCTION, METH_FASTCALL, NULL}
+
+static PyMethodDef functions[] = {
+    FAST("round_start", mpistrat_call_round_start),
+    FAST("round_done", mpistrat_call_round_done),
+    FAST("round_meet", mpistrat_call_round_meet),
+    FAST("round_board", mpistrat_call_round_board),
+    FAST("round_collect", mpistrat_call_round_collect),
+    FAST("reduce_board", mpistrat_call_reduce_board),
+    FAST("reduce_unboard", mpistrat_call_reduce_unboard),
+    FAST("reduce", mpistrat_call_reduce),
+    FAST("reduce_slice", mpistrat_call_reduce_slice),
+    FAST("collect_slices", mpistrat_call_collect_slices),
+    FAST("join", mpistrat_join),
+    FAST("split", mpistrat_split),
+    FAST("array_at", mpistrat_array_at),
+    {"describe", mpistrat_describe, METH_O, NULL},
+    {"address", mpistrat_address, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "mpistrat._native", NULL, -1, functions, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    import_array();
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddStringConstant(module, "DIGEST", MPISTRAT_DIGEST) < 0)
+        Py_CLEAR(module);
+    return module;
+}

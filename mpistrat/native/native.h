@@ -1,0 +1,29 @@
+/* What the parts of the module share. */
+
+#ifndef MPISTRAT_NATIVE_H
+#define MPISTRAT_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL mpistrat_numpy
+#ifndef MPISTRAT_MODULE
+#define NO_IMPORT_ARRAY
+#endif
+#include <numpy/arrayobject.h>
+
+typedef PyObject *fast_function(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+
+/* lane_calls.c */
+fast_function mpistrat_call_round_start, mpistrat_call_round_done, mpistrat_call_round_meet,
+    mpistrat_call_round_board, mpistrat_call_round_collect, mpistrat_call_reduce_board,
+    mpistrat_call_reduce_unboard, mpistrat_call_reduce, mpistrat_call_reduce_slice,
+    mpistrat_call_collect_slices;
+
+/* lists.c */
+fast_function mpistrat_join, mpistrat_split, mpistrat_array_at;
+PyObject *mpistrat_describe(PyObject *module, PyObject *arrays);
+PyObject *mpistrat_address(PyObject *module, PyObject *array);
+
+#endif
