@@ -7,6 +7,7 @@ array-api-compat), and asks here where host and device differ.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import numbers
 import re
@@ -72,6 +73,11 @@ class Device:
 
 def _cupy() -> Any:
     return importlib.import_module("cupy")
+
+
+@functools.lru_cache
+def _numpy() -> Any:
+    return importlib.import_module("array_api_compat.numpy")
 
 
 def count_gpus() -> int:
@@ -146,8 +152,9 @@ def namespace(device: Device) -> Any:
 
 def namespace_of(array: Array) -> Any:
     """Return the array namespace `xp` that `array`, list or number belongs to. Local."""
-    kind = "cupy" if array_api_compat.is_cupy_array(array) else "numpy"
-    return importlib.import_module(f"array_api_compat.{kind}")
+    if type(array) is np.ndarray or not array_api_compat.is_cupy_array(array):
+        return _numpy()
+    return importlib.import_module("array_api_compat.cupy")
 
 
 def is_on_host(array: Array) -> bool:

@@ -6,10 +6,9 @@ The bottom of every stack is the default replica context. `Strategy.scope`, `Str
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +31,9 @@ class Kind(enum.Enum):
     UPDATE = "update context"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Frame:
-    """One entry of the stack."""
+    """One entry of the stack. Never changed; not frozen, because that takes time in every run."""
 
     kind: Kind
     strategy: Strategy
@@ -62,16 +61,23 @@ def current() -> Frame | None:
     return _stack.frames[-1] if _stack.frames else _stack.base
 
 
-@contextlib.contextmanager
-def entered(frame: Frame) -> Iterator[None]:
-    """Make `frame` the innermost one within the ``with`` block. Local."""
-    _stack.frames.append(frame)
-    before = len(_stack.frames)
-    try:
-        yield
-    finally:
+class _Entered:
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+
+    def __enter__(self) -> None:
+        frames = _stack.frames
+        self._depth = len(frames)
+        frames.append(self._frame)
+
+    def __exit__(self, *exc_info: object) -> None:
         # A scope that was entered by hand inside and never left goes with this one.
-        del _stack.frames[before - 1 :]
+        del _stack.frames[self._depth :]
+
+
+def entered(frame: Frame) -> AbstractContextManager[None]:
+    """Make `frame` the innermost one within the ``with`` block. Local."""
+    return _Entered(frame)
 
 
 def set_base(frame: Frame | None) -> None:

@@ -214,7 +214,7 @@ class Channel:
 
     def _wait_long(self, words: str, began: float, timeout_s: float | None) -> None:
         done = self._round.done
-        remind_at_s = settings_at_the_end().wait_notice_s
+        remind_at_s: float | None = None
         while not done():
             waited_s = time.monotonic() - began
             if self.lost:
@@ -223,7 +223,10 @@ class Channel:
             if timeout_s is not None and waited_s > timeout_s:
                 self.closed = self._timeout(words, timeout_s)
                 self.check_open()
-            if waited_s > remind_at_s:
+            if remind_at_s is None:
+                # Not before: most waits are shorter than it takes to read the settings.
+                remind_at_s = settings_at_the_end().wait_notice_s if waited_s > 0.01 else None
+            elif waited_s > remind_at_s:
                 remind_at_s = math.inf
                 self._remind(words, waited_s)
             if waited_s < 0.01:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -204,7 +205,7 @@ def _checked_slices(what: str, slices: IndexedSlices, variable: Variable) -> Ind
 
 def sum_over_replicas(
     call: CollectiveCall,
-    gradients: Sequence[Any],
+    gradients: list[Any],
     variables: Sequence[Variable],
     words: str = "",
 ) -> list[Any]:
@@ -212,6 +213,9 @@ def sum_over_replicas(
 
     Names of variables, which gradients are ``None``, and `words` must agree over ranks too.
     """
+    if all(type(gradient) is np.ndarray for gradient in gradients):
+        names = tuple([variable.name for variable in variables])
+        return call.all_reduce(ReduceOp.SUM, gradients, (_names_spelt(names), words))
     reduced = all_reduce_nest(call, ReduceOp.SUM, _named(gradients, variables), words)
     return [
         None if gradient is None else result[variable.name]
@@ -235,6 +239,12 @@ def agree_on_gradients(
     return gradients
 
 
+@functools.lru_cache
+def _names_spelt(names: tuple[str, ...]) -> str:
+    """Return the signature of `_named` where no gradient is ``None``."""
+    return nests.signature(nests.flatten([{name: 0} for name in names])[1])
+
+
 def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict[str, Any]]:
     """Return a nest whose structure shows each name, and an empty tuple where ``None`` is."""
     return [
@@ -254,16 +264,23 @@ def settled_beside(
     spans = sorted(written)
     settled = []
     for gradient, variable in pairs:
+        if type(gradient) is np.ndarray and type(variable.storage) is np.ndarray:
+            settled.append(_unshared(gradient, spans))
+            continue
         device = _HOST if variable.strategy is None else variable.strategy.extended.device
         if isinstance(gradient, IndexedSlices):
             values, indices = place(gradient.values, device), place(gradient.indices, device)
             ready = coalesced(IndexedSlices(values, indices, gradient.dense_shape))
         else:
-            ready = place(gradient, device)
-            if not ready.flags.c_contiguous or (spans and _lies_in(ready, spans)):
-                ready = ready.copy()
+            ready = _unshared(place(gradient, device), spans)
         settled.append(ready)
     return settled
+
+
+def _unshared(array: Array, spans: Sequence[tuple[int, int]]) -> Array:
+    if not array.flags.c_contiguous or (spans and _lies_in(array, spans)):
+        return array.copy()
+    return array
 
 
 def _lies_in(array: Array, spans: Sequence[tuple[int, int]]) -> bool:

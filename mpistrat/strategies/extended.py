@@ -148,7 +148,9 @@ class StrategyExtended(ExtendedV1):
         channel = self.collectives.channel
         channel.ledger.runs += 1
         local_args = [localize(each) for each in args]
-        local_kwargs = {name: localize(each) for name, each in (kwargs or {}).items()}
+        local_kwargs = {}
+        if kwargs:
+            local_kwargs = {name: localize(each) for name, each in kwargs.items()}
         replica = ReplicaContext(self.container)
         with replica, span("run", "run"):
             try:
@@ -159,7 +161,7 @@ class StrategyExtended(ExtendedV1):
         return self._merge(result)
 
     def _merge(self, result: Any) -> Any:
-        return per_replica(result)
+        return None if result is None else per_replica(result)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from mpistrat.arrays import Array, Device
 from mpistrat.collectives import CollectiveCall
 from mpistrat.options import ReduceOp, VariableAggregation
@@ -71,6 +73,11 @@ class DenseWrite:
 
     def checked(self, target: Target, value: Any) -> Array:
         """Return `value` as an array of the variable's shape and dtype on its device. Local."""
+        if target.shape == () and _NUMBERS.get(type(value)) == target.dtype.char:
+            # What counters and sums of metrics take, many times in a step.
+            number = np.asarray(value)
+            if number.dtype == target.dtype and target.device.kind == "cpu":
+                return number
         what = f"{self.how} of variable {target.name!r}"
         if self.is_arithmetic:
             check_arithmetic(what, target)
@@ -96,6 +103,10 @@ class DenseWrite:
     def apply(self, storage: Array, value: Array) -> None:
         """Write to `storage` in place. Local."""
         self.apply_to(storage, value)
+
+
+_NUMBERS = {float: "d", np.float64: "d", int: "l"}
+"""The dtypes that NumPy makes of numbers, where they fit."""
 
 
 def check_arithmetic(what: str, target: Target) -> None:
