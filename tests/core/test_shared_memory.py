@@ -167,12 +167,11 @@ def test_results_are_right_wherever_they_lie(strategy, rank, size, op, fill):
         for dtype in (np.float32, np.float64):
             rows = [np.arange(length, dtype=dtype) % 97 + each for each in range(size)]
             nests = [[row, row[: length // 3] * 2] for row in rows]
-            for k, result in enumerate(
-                result_of(
-                    strategy,
-                    lambda nests=nests: ms.get_replica_context().all_reduce(op, nests[rank], SHARED),
-                )
-            ):
+            results = result_of(
+                strategy,
+                lambda nests=nests: ms.get_replica_context().all_reduce(op, nests[rank], SHARED),
+            )
+            for k, result in enumerate(results):
                 expected = expected_of(op, [nest[k] for nest in nests])
                 np.testing.assert_allclose(result, expected, rtol=1e-6)
             (alone,) = result_of(

@@ -19,9 +19,9 @@ SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 
 
 @st.composite
-def lists(draw, dtypes=st.sampled_from(DTYPES)):
+def lists(draw):
     shapes = draw(st.lists(SHAPES, max_size=8))
-    dtype = draw(dtypes)
+    dtype = draw(st.sampled_from(DTYPES))
     return [np.arange(np.prod(shape)).astype(dtype).reshape(shape) for shape in shapes]
 
 
