@@ -53,6 +53,7 @@ def _mean(values: np.ndarray) -> float:
         mean = float(values.mean(dtype=np.float64))
         if math.isinf(mean) and np.isfinite(values).all():  # only their sum is too large
             mean = float((values.astype(np.float64) / values.size).sum())
+            mean = min(max(mean, float(values.min())), float(values.max()))
     return mean
 
 

@@ -1,0 +1,113 @@
+"""``mpistrat inspect`` on a terminal, and its picture."""
+
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from fcntl import ioctl
+
+import numpy as np
+import pytest
+
+from mpistrat.checkpoint.format import Header
+from mpistrat.checkpoint.writer import create_checkpoint
+from mpistrat.cli import main
+from tests import ROOT
+
+NAMES = ["model/dense/bias", "model/dense/kernel", "model/größe $x_", "step"]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.h5"
+    with create_checkpoint(path, Header(step=3)) as writer:
+        for number, name in enumerate(NAMES):
+            writer.add_variable(name, np.arange(number, dtype=np.float32))
+    return str(path)
+
+
+def on_a_terminal(width, *arguments, **variables):
+    """Return what a command shows on a terminal of `width` letters."""
+    own, its = pty.openpty()
+    ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-m", "mpistrat", *arguments]
+    child = subprocess.Popen(
+        command, stdout=its, stderr=its, cwd=ROOT, env=environment | {"TERM": "xterm"} | variables
+    )
+    os.close(its)
+    text = b""
+    try:
+        while block := os.read(own, 4096):
+            text += block
+    except OSError:  # the end, for a terminal
+        pass
+    os.close(own)
+    assert child.wait(60) == 0, text
+    return re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).replace("\r\n", "\n")
+
+
+@pytest.mark.launches
+def test_a_terminal_gets_a_tree_that_fits(file):
+    wide = on_a_terminal(100, "inspect", file).splitlines()
+    (dense,) = (number for number, line in enumerate(wide) if "├── dense" in line)
+    assert wide[dense - 1].split() == ["model"]
+    assert wide[dense + 1].split()[:3] == ["│", "├──", "bias"]
+    assert wide[dense + 2].split()[2:5] == ["kernel", "(1,)", "float32"]
+    assert all(len(line) <= 100 for line in wide[1:])
+    narrow = on_a_terminal(20, "inspect", "--stats", file).splitlines()
+    (kernel,) = (number for number, line in enumerate(narrow) if "kernel" in line)
+    assert narrow[kernel + 1].startswith("  shape (1,), dtype float32,")
+    assert narrow[kernel + 1].endswith("nan_count 0")
+
+
+@pytest.mark.launches
+def test_a_terminal_without_unicode(file):
+    text = on_a_terminal(300, "inspect", file, PYTHONIOENCODING="ascii")
+    assert "gr\\xf6\\xdfe" in text
+    assert "Traceback" not in text
+
+
+def test_json_of_verify_and_diff(file, tmp_path, capsys):
+    other = tmp_path / "other.h5"
+    with create_checkpoint(other, Header(step=4)) as writer:
+        for number, name in enumerate(NAMES):
+            writer.add_variable(name, np.arange(number, dtype=np.float32) * 2)
+    assert main(["verify", "--json", file, str(other)]) == 0
+    verdicts = json.loads(capsys.readouterr().out)
+    expected = {"sound": True, "num_variables": 4, "size_bytes": 4 * (0 + 1 + 2 + 3)}
+    assert verdicts == {file: expected | {"step": 3}, str(other): expected | {"step": 4}}
+    assert main(["diff", "--json", file, str(other)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["equal"], found["num_paths"]) == (False, 4)
+    assert found["differences"]["step"] == "largest difference 2, in 2 of 3 element(s)"
+    other.write_bytes(other.read_bytes()[:-1])
+    assert main(["verify", "--json", str(tmp_path)]) == 1
+    verdict = json.loads(capsys.readouterr().out)[str(other)]
+    assert verdict["sound"] is False
+    assert "truncated" in verdict["error"]
+
+
+def test_a_picture(file, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "out.png"
+    assert main(["inspect", file, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().err == ""
+    assert main(["inspect", file, "--plot", str(tmp_path)]) == 2
+    assert main(["inspect", file, "--plot", str(tmp_path / "absent" / "out.png")]) == 2
+    assert capsys.readouterr().err.count("cannot be written") == 2
+
+
+def test_a_picture_needs_matplotlib(file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["inspect", file, "--plot", str(tmp_path / "out.png")]) == 2
+    captured = capsys.readouterr()
+    assert "--plot needs matplotlib" in captured.err
+    assert captured.out == ""
+    assert not (tmp_path / "out.png").exists()
