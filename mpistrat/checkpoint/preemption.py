@@ -147,11 +147,11 @@ def _checked_signals(signals: Any) -> list[signal.Signals]:
         raise ValueError(f"{_WHAT} must be made in the main thread, which alone gets signals.")
     if isinstance(signals, str) or not isinstance(signals, Iterable):
         raise TypeError(f"signals must be a sequence of signal.Signals, not {signals!r}.")
-    checked = []
+    checked: list[signal.Signals] = []
     for each in signals:
         if isinstance(each, bool) or not isinstance(each, numbers.Integral):
             raise TypeError(f"signals must hold signal.Signals, not {each!r}.")
-        found = signal.Signals(int(each))
+        found: signal.Signals = signal.Signals(int(each))
         if found in (signal.SIGKILL, signal.SIGSTOP):
             raise ValueError(f"No program can handle {found.name}. Leave it out of signals.")
         checked.append(found)
@@ -164,7 +164,7 @@ def _end_of_job(margin_s: Any) -> float:
         return float("inf")
     if isinstance(margin_s, bool) or not isinstance(margin_s, numbers.Real):
         raise TypeError(f"walltime_margin_s must be a number or None, not {margin_s!r}.")
-    if not margin_s > 0:
+    if not float(margin_s) > 0:
         raise ValueError(f"walltime_margin_s must be positive or None, but it is {margin_s!r}.")
     text = environment().get(_END_TIME)
     if text is None:
