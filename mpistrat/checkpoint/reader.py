@@ -153,7 +153,7 @@ class CheckpointReader:
         for selection in selections(info.shape, info.dtype.itemsize, dataset.chunks):
             with _naming_damage(self.path, name):
                 piece = np.asarray(dataset[selection], dataset.dtype).reshape(-1)
-                digest.update(piece.view(np.uint8))
+                digest.update(piece.view(np.uint8).data)
             yield piece.astype(info.dtype, copy=False)
         with _naming_damage(self.path, name):
             if spell_digest(digest) != info.digest:
@@ -236,7 +236,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[CheckpointReader]:
 def _read_header(file: Any, path: Path) -> Header:
     known = Header.__dataclass_fields__
     with _naming_damage(path, "the attributes of the root group"):
-        given = {name: read_attribute(file, name) for name in (*known, "digest")}
+        given: dict[str, Any] = {
+            name: read_attribute(file, name) for name in (*known, "digest")
+        }
     if given["format"] != FORMAT:
         if given["format_version"] is not None and given["mpistrat_version"] is not None:
             raise CheckpointCorruptError(
