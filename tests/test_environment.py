@@ -20,6 +20,7 @@ CONDA_CPU = yaml.safe_load((ROOT / "environment-cpu.yml").read_text())
 CONDA_NAMES = {
     "build": "python-build",
     "cupy-cuda13x": "cupy",
+    "isal": "python-isal",
     "matplotlib": "matplotlib-base",
 }
 ONLY_CONDA = {"python", "pip", "cuda-version", "c-compiler"}
