@@ -155,6 +155,17 @@ def test_optimizers_are_measured():
     assert all(row["ours_s"] > 0 for row in rows)
 
 
+@pytest.mark.slow
+def test_checkpoints_are_measured_and_leave_no_files(tmp_path):
+    command = ["-m", "mpistrat", "bench", "checkpoint", "--samples", "1", "--json"]
+    done = launch.run(command, 2, 120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["results"]
+    assert [row["peer"] for row in rows] == ["h5py and fsync", "copy", "h5py", "h5py"]
+    assert all(row["ours_s"] > 0 and row["ours_over_peer"] > 0 for row in rows)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
