@@ -101,6 +101,6 @@ class FieldAccess:
         rows = np.empty((stop - start, *self._shape[1:]), self._dtype)
         row_bytes = rows.nbytes // max(stop - start, 1)
         content = rows.reshape(-1).view(np.uint8)
-        if os.preadv(descriptor, [content], offset + start * row_bytes) != rows.nbytes:
+        if os.preadv(descriptor, [content.data], offset + start * row_bytes) != rows.nbytes:
             rows[...] = self._dataset[start:stop]  # which knows what is wrong
         return rows
