@@ -226,7 +226,7 @@ def _discard(file: Any) -> None:
     that crashes who looks at it, so what it still writes goes to memory.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    sink = os.memfd_create("discarded")
+    sink = _open_sink()
     try:
         # The limit holds for memory too, and a program may raise its own as far as the hard one.
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit[1], limit[1]))
@@ -236,6 +236,14 @@ def _discard(file: Any) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         os.close(sink)
+
+
+def _open_sink() -> int:
+    """Return the handle of a file without a name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("discarded")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def remove_leftovers(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
