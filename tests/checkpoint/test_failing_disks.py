@@ -42,15 +42,17 @@ def read_only_folder(manager, monkeypatch):
 def removed_folder(manager, monkeypatch):
     """The folder goes while the file is being written, and comes back later."""
     away = f"{manager.directory}.away"
+    moved = []
 
     def replace(source, target):
         os.rename(manager.directory, away)
+        moved.append(away)
         os.replace(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(hdf5, "replace_file", replace)
         yield "No such file or directory"
-    if os.path.exists(away):  # on the rank that writes
+    if moved:  # on the rank that writes
         shutil.rmtree(manager.directory, ignore_errors=True)
         os.rename(away, manager.directory)
 
