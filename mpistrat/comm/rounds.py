@@ -14,6 +14,8 @@ from mpistrat.options import ReduceOp
 
 __all__ = ["NonblockingRound", "PersistentRound", "SharedRound"]
 
+_MASK = 2**64 - 1
+
 _POLLS = 200
 """About 100 us, before a waiting rank starts to give the core away."""
 
@@ -34,11 +36,14 @@ class _MpiRound:
         self.send = np.zeros(num_words, np.uint64)
         self.receive = np.zeros(num_words, np.uint64)
 
-    def meet(self) -> bool:
-        """Start, and return whether every rank has come within a moment. Local."""
+    def meet(self, first: int, second: int) -> int:
+        """Bring two numbers, and return what is known after a moment. Local."""
+        self.send[:] = first, _MASK - first, second, _MASK - second
         self.start()
         done = self.done
-        return any(done() for _ in range(_POLLS))
+        if not any(done() for _ in range(_POLLS)):
+            return 0
+        return 2 if (self.receive == self.send).all() else 1
 
 
 class PersistentRound(_MpiRound):

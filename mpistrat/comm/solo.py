@@ -13,6 +13,8 @@ from mpistrat.options import ReduceOp
 
 __all__ = ["SoloRound", "SoloTransport"]
 
+_MASK = 2**64 - 1
+
 
 class SoloRound:
     """A round of one rank."""
@@ -21,7 +23,11 @@ class SoloRound:
         self.send = self.receive = np.zeros(num_words, np.uint64)
         self.start: Callable[[], object] = bool
         self.done: Callable[[], bool] = lambda: True
-        self.meet = self.done
+
+    def meet(self, first: int, second: int) -> int:
+        """Bring two numbers: all ranks, this one, have come and brought the same. Local."""
+        self.send[:] = first, _MASK - first, second, _MASK - second
+        return 2
 
 
 class SoloTransport:

@@ -31,8 +31,11 @@ class Round(Protocol):
         """Tells whether every rank has started this round. Local."""
 
     @property
-    def meet(self) -> Callable[[], bool]:
-        """Does `start`, and then `done` again and again for some 100 us. Local."""
+    def meet(self) -> Callable[[int, int], int]:
+        """Brings two numbers and their complements, and asks for some 100 us for the end. Local.
+
+        Returns 0 if not all ranks have come, 2 if all have and brought the same, else 1.
+        """
 
 
 class Carrier(Round, Protocol):

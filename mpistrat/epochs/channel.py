@@ -60,6 +60,7 @@ class Outcome(enum.Enum):
     MIXED = "the ranks differ"
 
 
+_ALL_EQUAL = 2
 _CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
 """Not looked up in their classes at each collective."""
 
@@ -182,11 +183,11 @@ class Channel:
             self.on_collective(self.ledger.sequence + 1)
         ledger = self.ledger
         digest = ledger.digest(signature) ^ extra
-        _WORDS.pack_into(self._outgoing, 0, status, _MASK - status, digest, _MASK - digest)
         self.pending = True
         try:
             ledger.sequence += 1
-            if not self._round.meet():
+            known = self._round.meet(status, digest)
+            if not known:
                 self._wait(signature, timeout_s)
         except BaseException as error:
             # The round stays open, so nothing can be agreed upon any more.
@@ -198,8 +199,7 @@ class Channel:
                 )
             raise
         self.pending = False
-        # Where all brought the same, the largest of each word is that word.
-        if status is _CALL and self._incoming == self._outgoing:
+        if known == _ALL_EQUAL and status is _CALL:
             return _ALL_CALL
         return self.outcome()
 

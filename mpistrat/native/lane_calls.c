@@ -8,6 +8,8 @@
 
 #include "lanes.h"
 
+#include <string.h>
+
 enum { FEW = 16 };
 
 static int take_integers(PyObject *const *args, Py_ssize_t count, int64_t *values)
@@ -60,16 +62,26 @@ PyObject *mpistrat_call_round_done(PyObject *module, PyObject *const *args, Py_s
         mpistrat_round_done((struct lane *)given[0], (uint64_t *)given[1], given[2]));
 }
 
-/* round_meet(lane, words, largest, turns) -> bool: round_start and round_done */
+/* round_meet(lane, words, largest, turns, first, second) -> int: fill the words with both numbers
+   and their complements, round_start and round_done. 0: not all have come; 2: all brought the same */
 PyObject *mpistrat_call_round_meet(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
     int64_t given[4];
-    if (!take_count(num_args, 4, "round_meet") || !take_integers(args, 4, given))
+    if (!take_count(num_args, 6, "round_meet") || !take_integers(args, 4, given))
+        return NULL;
+    uint64_t first = PyLong_AsUnsignedLongLong(args[4]);
+    uint64_t second = PyLong_AsUnsignedLongLong(args[5]);
+    if (PyErr_Occurred())
         return NULL;
     struct lane *lane = (struct lane *)given[0];
-    mpistrat_round_start(lane, (const uint64_t *)given[1]);
-    return PyBool_FromLong(mpistrat_round_done(lane, (uint64_t *)given[2], given[3]));
+    uint64_t *words = (uint64_t *)given[1], *largest = (uint64_t *)given[2];
+    const uint64_t own[4] = {first, ~first, second, ~second};
+    memcpy(words, own, sizeof own);
+    mpistrat_round_start(lane, words);
+    if (!mpistrat_round_done(lane, largest, given[3]))
+        return PyLong_FromLong(0);
+    return PyLong_FromLong(memcmp(largest, own, sizeof own) == 0 ? 2 : 1);
 }
 
 /* round_board(lane, source) */
