@@ -219,8 +219,8 @@ class CollectiveCall(Call):
             transport, self.options, op, message.dtype, message.num_bytes
         )
         try:
-            if isinstance(reducer, SharedReducer):
-                reducer.board(message)
+            if isinstance(reducer, SharedReducer) and transport.node is not None:
+                transport.node.board(message)
             self.agree_on(signature)
         except BaseException:
             # The channel may stay open, as after an interruption that came before the round.

@@ -7,6 +7,7 @@ message is sent. The loop is compiled (``native/lanes.c``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -37,6 +38,9 @@ class SharedMemoryReducer:
 
     def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
+        lane, library = memory.reductions.pointer, memory.library
+        sizes = (_BLOCK_BYTES, _SMALL_BYTES // memory.size)
+        self._board = functools.partial(library.reduce_board, lane, *sizes)
         self._background = Background("mpistrat-reductions")
         self._boarded: Message | None = None
 
@@ -47,13 +51,7 @@ class SharedMemoryReducer:
     def board(self, message: Message) -> None:
         """Copy in what others need of the first block of `message`. Local."""
         self._boarded = message
-        self._memory.library.reduce_board(
-            self._memory.reductions.pointer,
-            _BLOCK_BYTES,
-            _SMALL_BYTES // self._memory.size,
-            message.sources,
-            message.targets,
-        )
+        self._board(message.sources, message.targets)
 
     def unboard(self) -> None:
         """Take back what was boarded last. Local."""
@@ -107,10 +105,6 @@ class SharedReducer:
 
     def __init__(self, node: NodeReducer) -> None:
         self._node = node
-
-    def board(self, message: Message) -> None:
-        """Do of `all_reduce` what can be done before the ranks agree on it. Local."""
-        self._node.board(message)
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""

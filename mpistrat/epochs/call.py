@@ -107,7 +107,11 @@ class Call:
         channel = self.channel
         if not channel.checks:
             return
-        entry = self.begin(signature)
+        if self._entry is not None:
+            self.end(self._entry, _DONE)
+        flight = channel.flight
+        entry = flight.begin(channel.ledger, signature, self._extra_words, self._place)
+        self._entry = entry
         if channel.vote(_CALL, signature, self.timeout_s, self._extra) is not _ALL_CALL:
             report = channel.report(self.words(*signature[3:]), call_site())
             raise channel.disagreement(channel.exchange(report))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -30,9 +31,16 @@ class Signature(tuple[Any, ...]):
     digest: int | None = None
 
 
-def _digest_of(signature: object) -> int:
+def _remembered_digest(signature: object) -> int:
     # It must be the same on every rank, which hash() of a string is not.
-    return int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "big")
+    digest = int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "big")
+    if isinstance(signature, Signature):
+        signature.digest = digest
+    else:
+        if len(_digests) >= _MAX_DIGESTS:
+            _digests.clear()
+        _digests[signature] = digest
+    return digest
 
 
 @dataclass
@@ -51,25 +59,16 @@ class Ledger:
     """Functions given to those three that raised."""
     last_failure: str = ""
     """What the last of them raised, and where."""
+    _mixed: tuple[tuple[int, ...], int] = ((), 0)
+    """The counters but `sequence` that were looked at last, and what they add to a digest."""
 
     def digest(self, signature: object) -> int:
         """Return 64 bits of the next collective's `signature` and the counters. Local."""
-        if type(signature) is Signature:
-            base = signature.digest
-            if base is None:
-                base = signature.digest = _digest_of(signature)
-        else:
-            base = _digests.get(signature)
-            if base is None:
-                base = _digest_of(signature)
-                if len(_digests) >= _MAX_DIGESTS:
-                    _digests.clear()
-                _digests[signature] = base
-        return (
-            base
-            + self.sequence * _SPREAD[0]
-            + self.runs * _SPREAD[1]
-            + self.merge_calls * _SPREAD[2]
-            + self.failures * _SPREAD[3]
-            + self.updates * _SPREAD[4]
-        ) & _MASK
+        base = signature.digest if type(signature) is Signature else _digests.get(signature)
+        if base is None:
+            base = _remembered_digest(signature)
+        counters = self.runs, self.merge_calls, self.failures, self.updates
+        if counters != self._mixed[0]:
+            mixed = sum(map(operator.mul, counters, _SPREAD[1:]))
+            self._mixed = (counters, mixed)
+        return (base + self.sequence * _SPREAD[0] + self._mixed[1]) & _MASK
