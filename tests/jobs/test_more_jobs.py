@@ -1,0 +1,201 @@
+"""The jobs beside train_digits.py, in small: what they find, and that any number of ranks does."""
+
+import contextlib
+import re
+import runpy
+from importlib.util import find_spec
+
+import h5py
+import numpy as np
+import pytest
+
+from mpistrat.testing import launch
+from tests import ROOT
+
+pytestmark = pytest.mark.launches
+
+
+def run_job(name, *options, ranks=2):
+    """Run a job, which must succeed, and return what it prints."""
+    done = launch.run([ROOT / "jobs" / name, *map(str, options), "--device", "cpu"], ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def last_number(text):
+    return float(re.search(r": (\S+)\n*$", text)[1])
+
+
+def variable(path, name):
+    with h5py.File(path) as file:
+        return file[f"variables/{name}"][()]
+
+
+class TestKmeans:
+    def centres(self, folder):
+        last = max(folder.iterdir(), key=lambda path: int(path.stem.split("-")[1]))
+        found = variable(last, "centres")
+        return found[np.lexsort(found.T)]
+
+    def test_it_finds_the_groups_and_goes_on(self, tmp_path):
+        data, output = tmp_path / "new" / "table.h5", tmp_path / "runs"
+        options = ("--data", data, "--output", output)
+        assert run_job("kmeans.py", *options, "--passes", 1, ranks=3).count("pass ") == 1
+        resumed = run_job("kmeans.py", *options, ranks=2)
+        assert f"goes on from {output}/checkpoint-1.h5" in resumed
+        assert "pass 1:" not in resumed
+        with h5py.File(data) as file:
+            points, middles = file["points"][:].astype(float), file["middles"][:]
+        found = self.centres(output)
+        np.testing.assert_allclose(found, middles[np.lexsort(middles.T)], atol=0.1)
+        squares = ((points[:, None] - found) ** 2).sum(axis=2).min(axis=1)
+        assert last_number(resumed) == pytest.approx(squares.mean(), rel=1e-5)
+
+    def test_clusters_without_points_begin_anew(self, tmp_path):
+        # The first rows, which begin as centres, are all the same.
+        data = tmp_path / "table.h5"
+        corners = np.array([[0, 0], [0, 0], [0, 0], [0, 8], [8, 0], [0, 8], [8, 0]], float)
+        with h5py.File(data, "w") as file:
+            file["points"] = corners
+        options = ("--data", data, "--clusters", 3, "--init", "first")
+        for ranks in (1, 3):
+            text = run_job("kmeans.py", *options, "--output", tmp_path / str(ranks), ranks=ranks)
+            assert last_number(text) == 0
+            np.testing.assert_allclose(
+                self.centres(tmp_path / str(ranks)), [[0, 0], [8, 0], [0, 8]], atol=1e-12
+            )
+
+
+class TestLogisticRegression:
+    def optimum(self, folder, l2):
+        """Return the best weights, with the bias last, by Newton's method."""
+        parts = sorted(folder.glob("part-*.h5"))
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(h5py.File(path)) for path in parts]
+            x = np.concatenate([file["x"][:] for file in files]).astype(float)
+            y = np.concatenate([file["y"][:] for file in files])
+        x = np.c_[x, np.ones(len(x))]
+        penalty = np.append(np.full(x.shape[1] - 1, l2), 0)
+        weight = np.zeros(x.shape[1])
+        for _ in range(20):
+            p = 1 / (1 + np.exp(-x @ weight))
+            hessian = (x.T * (p * (1 - p))) @ x / len(x) + np.diag(penalty)
+            weight -= np.linalg.solve(hessian, x.T @ (p - y) / len(x) + penalty * weight)
+        return weight
+
+    def fitted(self, folder):
+        last = max(folder.iterdir(), key=lambda path: int(path.stem.split("-")[1]))
+        names = ("weight", "bias")
+        return np.concatenate([np.atleast_1d(variable(last, name)) for name in names])
+
+    def test_it_fits_and_goes_on_within_a_pass(self, tmp_path):
+        data = tmp_path / "new" / "clicks"
+        options = ("--data", data, "--l2", 0.01, "--passes", 3, "--batch-size", 350)
+        command = [ROOT / "jobs" / "logistic_regression.py", *map(str, options)]
+        command += ["--output", tmp_path / "a", "--device", "cpu"]
+        stopped = launch.run([*command, "--max-steps", "50"], 2)  # in the second pass
+        assert stopped.returncode == 75, stopped.stderr
+        resumed = run_job(*command[0].parts[-1:], *options, "--output", tmp_path / "a", ranks=3)
+        assert "goes on from" in resumed
+        whole = run_job("logistic_regression.py", *options, "--output", tmp_path / "b", ranks=1)
+        np.testing.assert_allclose(
+            self.fitted(tmp_path / "a"), self.fitted(tmp_path / "b"), rtol=1e-3, atol=1e-4
+        )
+        assert last_number(resumed) == pytest.approx(last_number(whole), abs=1e-3)
+        assert last_number(whole) > 0.85
+
+    @pytest.mark.slow
+    def test_files_of_their_own_give_the_same_fit(self, tmp_path):
+        data, output = tmp_path / "clicks", tmp_path / "runs"
+        options = ("--data", data, "--output", output, "--l2", 0.01, "--policy", "file")
+        run_job("logistic_regression.py", *options, ranks=3)
+        np.testing.assert_allclose(self.fitted(output), self.optimum(data, 0.01), atol=0.03)
+
+
+class TestTorchDigits:
+    needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+
+    @needs_torch
+    @pytest.mark.slow
+    def test_it_learns(self, digits, tmp_path):
+        options = ("--data", digits, "--output", tmp_path, "--epochs", 3)
+        assert last_number(run_job("torch_digits.py", *options)) > 0.9
+
+    @needs_torch
+    @pytest.mark.slow
+    def test_it_goes_on_to_the_same_parameters_on_any_number_of_ranks(self, digits, tmp_path):
+        options = ("--data", digits, "--batch-size", 359)  # the last batch has one example
+        run_job("torch_digits.py", *options, "--output", tmp_path / "a", "--epochs", 1)
+        options += ("--epochs", 3, "--output")
+        resumed = run_job("torch_digits.py", *options, tmp_path / "a", ranks=3)
+        assert f"goes on from {tmp_path}/a/checkpoint-1.h5" in resumed
+        assert "epoch 1," not in resumed
+        run_job("torch_digits.py", *options, tmp_path / "b", ranks=1)
+        last = [tmp_path / run / "checkpoint-3.h5" for run in "ab"]
+        for name in ("model/0.weight", "model/4.bias", "optimizer/state/0/momentum_buffer"):
+            np.testing.assert_allclose(*(variable(path, name) for path in last), atol=1e-4)
+
+    def test_without_pytorch_it_says_what_to_install(self, tmp_path):
+        (tmp_path / "torch.py").write_text("raise ImportError")
+        path = {"PYTHONPATH": str(tmp_path)}
+        done = launch.run([ROOT / "jobs" / "torch_digits.py"], env=path)
+        assert done.returncode == 1
+        assert done.stderr == "torch_digits.py needs PyTorch: pip install 'mpistrat[torch]'\n"
+
+
+class TestHeatInverse:
+    def test_the_adjoint_is_the_gradient(self):
+        job = runpy.run_path(ROOT / "jobs" / "heat_inverse.py")
+        rng = np.random.default_rng(0)
+        size, steps = job["SIZE"], job["NUM_STEPS"]
+        value, direction = rng.normal(0, 0.3, (2, size, size))
+        heater = rng.random((3, size, size))
+        measured = rng.random((3, steps, size // 2, size // 2))
+
+        def misfit(shift):
+            return job["misfit_and_gradient"](np, value + shift * direction, heater, measured)
+
+        slope = (misfit(0)[1] * direction).sum()
+        differences = (misfit(1e-5)[0] - misfit(-1e-5)[0]) / 2e-5
+        assert slope == pytest.approx(differences, rel=1e-6)
+        none = job["misfit_and_gradient"](np, value, heater[:0], measured[:0])
+        assert none[0] == 0
+        assert not none[1].any()
+
+    def test_it_finds_the_inclusions_and_goes_on(self, tmp_path):
+        data = tmp_path / "new" / "plate.h5"
+        options = ("--data", data, "--output")
+        for ranks in (1, 3):
+            folder = tmp_path / str(ranks)
+            run_job("heat_inverse.py", *options, folder, "--iterations", 20, ranks=ranks)
+        fields = [variable(tmp_path / n / "checkpoint-20.h5", "log_conductivity") for n in "13"]
+        np.testing.assert_allclose(*fields, atol=1e-8)
+        resumed = run_job("heat_inverse.py", *options, tmp_path / "3", "--iterations", 40)
+        assert "goes on from" in resumed
+        assert "iteration 20," not in resumed
+        with h5py.File(data) as file:
+            truth = file["log_conductivity"][:]
+        found = variable(tmp_path / "3" / "checkpoint-40.h5", "log_conductivity")
+        errors = [np.linalg.norm(field - truth) for field in (fields[0], found)]
+        assert errors[1] < 0.2 * np.linalg.norm(truth)
+        assert errors[1] < 0.5 * errors[0]
+
+
+def test_inference_writes_the_same_on_any_number_of_ranks(tmp_path):
+    data = tmp_path / "new" / "spots.h5"
+    found = []
+    for ranks in (1, 3):
+        output = tmp_path / "runs" / f"{ranks}.h5"
+        run_job("infer.py", "--data", data, "--output", output, ranks=ranks)
+        with h5py.File(output) as file:
+            found.append({name: file[name][:] for name in file})
+    for name, values in found[0].items():
+        assert values.tobytes() == found[1][name].tobytes()
+    with h5py.File(data) as file:
+        np.testing.assert_array_equal(found[0]["count"], file["count"][:])
+    spots = found[0]["spot"]
+    assert len(spots) == found[0]["count"].sum()
+    on_grid = np.abs(spots[:, :2] - 8 * np.round(spots[:, :2] / 8)) <= 1
+    assert on_grid.all()
+    assert sorted(path.name for path in output.parent.iterdir()) == ["1.h5", "3.h5"]
