@@ -107,10 +107,10 @@ def main():
                 manager.save()
             if step == args.max_steps or handler.save_checkpoint_if_preempted():
                 raise SystemExit(handler.EXIT_CODE)
+        manager.save()
     for x, y in test_batches:
         strategy.run(test_step, args=(x, y))
     figures = loss.result(), accuracy.result()  # of all ranks, and so every rank asks
-    manager.save()
     if is_first:
         print("test loss {:.4f}, accuracy: {:.4f}".format(*figures))
 
