@@ -31,6 +31,7 @@ data=data/digits.h5
 [ -f "$data" ] || "$PYTHON" jobs/prepare_digits.py --output "$data"
 
 # The ranks share the cores. A launcher's pipes hide the terminal from them.
+export MPISTRAT_OVERSUBSCRIBE=${MPISTRAT_OVERSUBSCRIBE:-on}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
 if [ -t 2 ]; then export FORCE_COLOR=${FORCE_COLOR:-1}; fi
 exec "$mpiexec" ${flags[@]+"${flags[@]}"} -n "${RANKS:-2}" \

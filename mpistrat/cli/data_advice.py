@@ -116,7 +116,7 @@ def _of_lanes(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         f"Shuffled in batches of {_TYPICAL_BATCH}, {_names(fields)} can be read by up to {lanes} "
         "rank(s) with each chunk decoded about once over the job."
     )
-    if lanes < min(_FEW_LANES, num_rows):
+    if lanes < min(_FEW_LANES, num_rows) and field["chunk_bytes"] > DEFAULT_CHUNK_BYTES:
         yield f"Smaller chunks of {path} would let more ranks share the work: rechunk."
 
 

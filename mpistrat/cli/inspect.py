@@ -29,7 +29,7 @@ _STATISTICS = ("min", "max", "mean", "nan_count")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="a checkpoint file")
+    parser.add_argument("file", help="a checkpoint, or a file of data")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     parser.add_argument(
         "--stats", action="store_true", help="read the values: smallest, largest, mean, NaN count"
