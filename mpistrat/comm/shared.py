@@ -32,15 +32,19 @@ class SharedMemoryReducer:
     Parameters
     ----------
     memory : NodeMemory
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        The bytes of a block, and up to which every rank reduces all of it. Equal on all ranks.
     """
 
     min_bytes = 0
 
     def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
-        lane, library = memory.reductions.pointer, memory.library
-        sizes = (_BLOCK_BYTES, _SMALL_BYTES // memory.size)
-        self._board = functools.partial(library.reduce_board, lane, *sizes)
+        self.sizes = (_BLOCK_BYTES, _SMALL_BYTES // memory.size)
+        self._board = functools.partial(memory.library.reduce_board, memory.reductions.pointer)
         self._background = Background("mpistrat-reductions")
         self._boarded: Message | None = None
 
@@ -51,7 +55,7 @@ class SharedMemoryReducer:
     def board(self, message: Message) -> None:
         """Copy in what others need of the first block of `message`. Local."""
         self._boarded = message
-        self._board(message.sources, message.targets)
+        self._board(*self.sizes, message.sources, message.targets)
 
     def unboard(self) -> None:
         """Take back what was boarded last. Local."""
@@ -85,8 +89,7 @@ class SharedMemoryReducer:
             number,
             divisor,
             itemsize,
-            _BLOCK_BYTES,
-            _SMALL_BYTES // self._memory.size,
+            *self.sizes,
             is_boarded,
             message.sources,
             message.targets,

@@ -155,8 +155,9 @@ def test_with_many_large_ones(strategy, monkeypatch):
 @pytest.mark.parametrize(("block_bytes", "small_bytes"), [(64, 0), (4096, 0), (4096, 2**20)])
 def test_blocks_of_every_size(strategy, monkeypatch, block_bytes, small_bytes):
     """Small blocks pass each other most often."""
-    monkeypatch.setattr("mpistrat.comm.shared._BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr("mpistrat.comm.shared._SMALL_BYTES", small_bytes)
+    node = strategy.extended.collectives.channel.transport.node
+    if node is not None:
+        monkeypatch.setattr(node, "sizes", (block_bytes, small_bytes))
     monkeypatch.setattr(f"{__name__}.LENGTHS", [0, 1, 100, 1_000, 4_000])
     monkeypatch.setattr(f"{__name__}.LONG", [9_000])
     Workload(strategy, block_bytes).run(100)
