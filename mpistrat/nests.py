@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
 _NAMESPACE = "mpistrat"
 _DICTS_OF_OPTREE = (dict, OrderedDict, defaultdict)
 _known_types: set[type] = set()
+_registering = threading.Lock()
 
 Structure = optree.PyTreeSpec
 
@@ -109,14 +111,13 @@ def _register_on_sight(node: Any) -> bool:
 
 def _register(cls: type) -> bool:
     """Make `cls` known; return whether its instances are containers from now on."""
-    _known_types.add(cls)
-    if dataclasses.is_dataclass(cls):
-        _register_dataclass(cls)
-    elif issubclass(cls, dict) and cls not in _DICTS_OF_OPTREE:
-        _register_dict(cls)
-    else:
-        return False
-    return True
+    with _registering:
+        is_dict = issubclass(cls, dict) and cls not in _DICTS_OF_OPTREE
+        is_container = dataclasses.is_dataclass(cls) or is_dict
+        if cls not in _known_types and is_container:
+            (_register_dataclass if dataclasses.is_dataclass(cls) else _register_dict)(cls)
+        _known_types.add(cls)
+    return is_container
 
 
 def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structure]:

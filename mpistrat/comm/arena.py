@@ -1,8 +1,8 @@
 """Shared memory of one rank for the results of reductions.
 
 The other ranks write their slices of a result to where it shall be, so nobody copies it. A result
-is the program's own from then on: if the process forks, it leaves the shared memory first, so that
-neither process sees what the other does to it.
+is the program's own from then on: if the process forks, the fork gets a copy of it, as of all other
+memory.
 """
 
 from __future__ import annotations
@@ -11,21 +11,14 @@ import bisect
 import ctypes
 import functools
 import mmap
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-__all__ = ["Arena", "SharedFile"]
+__all__ = ["Arena"]
 
 _PAGE = mmap.PAGESIZE
 _MAP_FIXED = 0x10  # of <linux/mman.h>; the module mmap does not name it
-
-
-class SharedFile(Protocol):
-    """A file that all ranks have mapped from its beginning."""
-
-    handle: int
-    memory: np.ndarray
 
 
 class Arena:
@@ -33,15 +26,14 @@ class Arena:
 
     Parameters
     ----------
-    file : SharedFile
-    start, num_bytes : int
-        The part of it that is for the results of this rank, in whole pages.
+    memory : numpy.ndarray
+        The part of it that is for the results of this rank, in whole pages, as bytes.
     """
 
-    def __init__(self, file: SharedFile, start: int, num_bytes: int) -> None:
-        self._file = file
-        self._base: int = file.memory.ctypes.data
-        self._free = [(start, start + num_bytes)]
+    def __init__(self, memory: np.ndarray) -> None:
+        self._memory = memory
+        self._base: int = memory.ctypes.data
+        self._free = [(0, memory.size)]
         """Where free parts begin and end; sorted, and no two of them touch."""
 
     def take(self, num_bytes: int) -> int | None:
@@ -66,27 +58,20 @@ class Arena:
         self._free.insert(i, (start, stop))
 
     def leave(self, address: int, num_bytes: int) -> None:
-        """Make what was handed out the memory of this process alone, as it is. Local."""
-        content = ctypes.string_at(address, num_bytes)
-        _map(address, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-        ctypes.memmove(address, content, num_bytes)
+        """Make what was handed out the memory of this process alone, as it is. Local.
 
-    def join(self, address: int, num_bytes: int) -> None:
-        """Make it shared again; what is in it is lost. Local."""
-        _map(address, num_bytes, mmap.MAP_SHARED, self._file.handle, address - self._base)
+        For a process of one thread, such as a fork: others would see it empty for a moment.
+        """
+        content = ctypes.string_at(address, num_bytes)
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        if _mmap()(address, _whole_pages(num_bytes), protection, flags, -1, 0) != address:
+            raise OSError(ctypes.get_errno(), "mmap of memory for results failed")
+        ctypes.memmove(address, content, num_bytes)
 
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
-
-
-def _map(address: int, num_bytes: int, flags: int, handle: int, offset: int) -> None:
-    """Put other memory in the place of whole pages: mmap(2)."""
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    length = _whole_pages(num_bytes)
-    placed = _mmap()(address, length, protection, flags | _MAP_FIXED, handle, offset)
-    if placed != address:
-        raise OSError(ctypes.get_errno(), "mmap of memory for results failed")
 
 
 @functools.lru_cache

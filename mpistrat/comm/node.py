@@ -33,10 +33,10 @@ ROUND_BYTES = 2**14
 """What may travel with a round."""
 
 _ROUND_HEAD = 64
-_PAGE = 4096
+_PAGE = mmap.PAGESIZE
 _ROUND_LANE_BYTES = 2 * ROUND_BYTES + _PAGE
 _BACKGROUND_START = _ROUND_LANE_BYTES + _PAGE + 2 * HALF_BYTES
-_ARENA_START = _BACKGROUND_START + _PAGE + 2 * HALF_BYTES
+_ARENA_START = -(-(_BACKGROUND_START + _PAGE + 2 * HALF_BYTES) // _PAGE) * _PAGE
 _BYTES_PER_RANK = _ARENA_START + ARENA_BYTES
 _TOKEN_BYTES = 16
 
@@ -74,8 +74,8 @@ class NodeMemory:
 
     Parameters
     ----------
-    file : _File
-        All of the memory, zero.
+    memory : numpy.ndarray
+        All of it, uint8, zero, and mapped by every rank.
     rank, size : int
         Of this process among those that share it.
     library
@@ -89,19 +89,20 @@ class NodeMemory:
         Memory for results of the reductions of this rank.
     """
 
-    def __init__(self, file: _File, rank: int, size: int, library: Any) -> None:
+    def __init__(self, memory: np.ndarray, rank: int, size: int, library: Any) -> None:
         self.rank = rank
         self.size = size
         self.library = library
-        self._memory = file.memory
-        self._base: int = file.memory.ctypes.data
+        self._memory = memory
+        self._base: int = memory.ctypes.data
         lines = [self._base + each * _BYTES_PER_RANK for each in range(size)]
         self.rounds = Lane(rank, _ROUND_HEAD + ROUND_BYTES, lines)
         self.reductions, self.background = (
             Lane(rank, HALF_BYTES, [line + start for line in lines], _ARENA_START - start, length)
             for start, length in ((_ROUND_LANE_BYTES, ARENA_BYTES), (_BACKGROUND_START, 0))
         )
-        self.arena = Arena(file, rank * _BYTES_PER_RANK + _ARENA_START, ARENA_BYTES)
+        start = rank * _BYTES_PER_RANK + _ARENA_START
+        self.arena = Arena(memory[start : start + ARENA_BYTES])
 
     def view(self, address: int, num_bytes: int) -> np.ndarray:
         """Return a part of the memory, which shall change with it. Local."""
@@ -121,18 +122,18 @@ def open_node_memory(comm: MPI.Comm) -> NodeMemory | None:
         with contextlib.suppress(OSError, AttributeError):  # Linux has memfd_create
             made = _Made.new(num_bytes)
     place: tuple[str, bytes] | None = comm.bcast(made and (made.path, made.token))
-    file = None
+    memory = None
     if place is not None and library is not None:
         with contextlib.suppress(OSError, ValueError):
-            file = _File.opened(*place, num_bytes)
-    is_shared = all(comm.allgather(file is not None))
+            memory = _mapped(*place, num_bytes)
+    is_shared = all(comm.allgather(memory is not None))
     if made is not None:
         made.close()
-    if not is_shared or file is None or library is None:
+    if not is_shared or memory is None or library is None:
         return None
-    file.memory[:_TOKEN_BYTES] = 0
+    memory[:_TOKEN_BYTES] = 0
     comm.Barrier()
-    return NodeMemory(file, comm.rank, comm.size, library)
+    return NodeMemory(memory, comm.rank, comm.size, library)
 
 
 class _Made:
@@ -154,18 +155,12 @@ class _Made:
         os.close(self._handle)
 
 
-class _File:
-    """The file as each rank has it."""
-
-    def __init__(self, handle: int, num_bytes: int) -> None:
-        self.handle = handle
-        self.memory = np.frombuffer(mmap.mmap(handle, num_bytes), np.uint8)
-
-    @classmethod
-    def opened(cls, path: str, token: bytes, num_bytes: int) -> _File | None:
-        """Return the file at `path`, ``None`` if that is another one here."""
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if os.fstat(handle).st_size == num_bytes and os.pread(handle, len(token), 0) == token:
-            return cls(handle, num_bytes)
+def _mapped(path: str, token: bytes, num_bytes: int) -> np.ndarray | None:
+    """Return the memory behind `path`, ``None`` if that is another file here."""
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(handle).st_size != num_bytes or os.pread(handle, len(token), 0) != token:
+            return None
+        return np.frombuffer(mmap.mmap(handle, num_bytes), np.uint8)
+    finally:
         os.close(handle)
-        return None

@@ -70,7 +70,7 @@ class Pool:
             memory = self._returned.pop()
         except IndexError:
             return None
-        if memory.size == num_bytes and not memory.has_left:
+        if memory.size == num_bytes:
             return memory  # it has never ceased to be lent
         self._returned.append(memory)
         return None
@@ -90,15 +90,17 @@ class Pool:
             self._used_bytes, self._most_used_bytes = used_bytes, most_used_bytes
         return memory
 
-    def leave_shared_memory(self) -> None:
-        """Make what is lent out the memory of this process alone, as before a fork. Local.
+    def lends_shared_memory(self) -> bool:
+        """Return whether something that is lent out may lie in shared memory. Local."""
+        return self._arena is not None and bool(self._lent)
 
-        No reduction may be writing to it.
+    def leave_shared_memory(self) -> None:
+        """Make what is lent out the memory of this process alone, which is a fork. Local.
+
+        Another thread may have held the lock when the process was forked; there is none here.
         """
-        with self._lock:
-            self._take_back()
-            for memory in self._lent:
-                memory.leave_arena()
+        for memory in self._lent:
+            memory.leave_arena()
 
     def _new(self, num_bytes: int) -> _Memory:
         if self._arena is not None and num_bytes <= _LARGEST_SHARED:
@@ -111,7 +113,6 @@ class Pool:
         while self._returned:
             memory = self._returned.popleft()
             self._lent.remove(memory)
-            memory.join_arena()
             self._used_bytes -= memory.size
             self._free.setdefault(memory.size, []).append(memory)
 
@@ -146,8 +147,6 @@ class _Memory:
         self.size = size
         self.address = address
         self._arena = arena
-        self.has_left = False
-        """Whether it has left the arena for now."""
         self._array: np.ndarray | None = None
 
     @classmethod
@@ -161,15 +160,8 @@ class _Memory:
 
     def leave_arena(self) -> None:
         """Go on as memory of this process alone. Local."""
-        if self._arena is not None and not self.has_left:
+        if self._arena is not None:
             self._arena.leave(self.address, self.size)
-            self.has_left = True
-
-    def join_arena(self) -> None:
-        """Be a part of the arena again. Local."""
-        if self._arena is not None and self.has_left:
-            self._arena.join(self.address, self.size)
-            self.has_left = False
 
     def end(self) -> None:
         """Give the memory back. Local."""

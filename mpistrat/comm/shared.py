@@ -54,8 +54,8 @@ class SharedMemoryReducer:
 
     def board(self, message: Message) -> None:
         """Copy in what others need of the first block of `message`. Local."""
-        self._boarded = message
         self._board(*self.sizes, message.sources, message.targets)
+        self._boarded = message
 
     def unboard(self) -> None:
         """Take back what was boarded last. Local."""

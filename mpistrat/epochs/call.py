@@ -74,12 +74,12 @@ class Call:
             )
         try:
             self.channel.check_open()
+            # Not later: here the user's frame is near, and each frame looked at costs.
+            self._place = users_place(sys._getframe(2))
+            self._end_mark = mark(self.kind)
         except BaseException:
             self.channel.lock.release()
             raise
-        # Not later: here the user's frame is near, and each frame looked at costs.
-        self._place = users_place(sys._getframe(2))
-        self._end_mark = mark(self.kind)
         return self
 
     def agree(self, *details: object) -> None:

@@ -330,20 +330,12 @@ class Channel:
         _logger.error("%s. %s", words, remedy)
         self.closed = EpochError(f"{words} on rank {self.rank} of {self.size}. {remedy}")
 
-    def prepare_fork(self) -> None:
-        """Make the results that the program holds the memory of this process alone. Local.
-
-        Waits for a collective that another thread is in: others may be writing to its results.
-        """
-        self.lock.acquire()
-        self.pool.leave_shared_memory()
-
-    def end_fork(self) -> None:
-        """Go on after `prepare_fork`, in either process. Local."""
-        self.lock.release()
-
     def close_in_fork(self) -> None:
-        """Let this process, which is a fork of a rank, make no collectives. Local."""
+        """Let this process, which is a fork of a rank, make no collectives. Local.
+
+        The results that the program holds become its own: the rank goes on with others.
+        """
+        self.pool.leave_shared_memory()
         self.closed = EpochError(
             f"This process is a fork of rank {self.rank} of {self.size}, and no rank itself. Make "
             "collective calls in the process that it was forked from."

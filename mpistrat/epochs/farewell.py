@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -97,20 +98,38 @@ def watch(channel: Channel, is_over: Callable[[], bool], world_size: int) -> Non
     _process.channels.append(channel)
 
 
+class _Fork(threading.local):
+    """The fork that a thread is making."""
+
+    pipe: tuple[int, int] | None = None
+    """What the new process tells the old one by that it has copied what they would share."""
+
+
+_fork = _Fork()
+
+
 def _before_fork() -> None:
-    for channel in _process.channels:
-        channel.prepare_fork()
+    _fork.pipe = None
+    if any(channel.pool.lends_shared_memory() for channel in _process.channels):
+        _fork.pipe = os.pipe()
 
 
 def _after_fork() -> None:
-    for channel in _process.channels:
-        channel.end_fork()
+    if _fork.pipe is not None:
+        read, write = _fork.pipe
+        os.close(write)
+        os.read(read, 1)  # nothing, if the new process has ended
+        os.close(read)
 
 
 def _in_fork() -> None:
     for channel in _process.channels:
         channel.close_in_fork()
-    _after_fork()
+    if _fork.pipe is not None:
+        read, write = _fork.pipe
+        os.write(write, b"x")
+        os.close(write)
+        os.close(read)
 
 
 def _at_exit() -> None:

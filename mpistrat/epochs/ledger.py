@@ -19,28 +19,15 @@ _SPREAD = (
     0xFF51AFD7ED558CCD,
 )
 
-_MAX_DIGESTS = 4096
-
-_digests: dict[object, int] = {}
-"""Digests of the signatures seen: a training loop repeats a few."""
-
-
 class Signature(tuple[Any, ...]):
     """What the ranks agree on, for calls that keep it: its digest is computed once."""
 
     digest: int | None = None
 
 
-def _remembered_digest(signature: object) -> int:
+def _digest_of(signature: object) -> int:
     # It must be the same on every rank, which hash() of a string is not.
-    digest = int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "big")
-    if isinstance(signature, Signature):
-        signature.digest = digest
-    else:
-        if len(_digests) >= _MAX_DIGESTS:
-            _digests.clear()
-        _digests[signature] = digest
-    return digest
+    return int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "big")
 
 
 @dataclass
@@ -62,11 +49,11 @@ class Ledger:
     _mixed: tuple[tuple[int, ...], int] = ((), 0)
     """The counters but `sequence` that were looked at last, and what they add to a digest."""
 
-    def digest(self, signature: object) -> int:
+    def digest(self, signature: Any) -> int:
         """Return 64 bits of the next collective's `signature` and the counters. Local."""
-        base = signature.digest if type(signature) is Signature else _digests.get(signature)
+        base = signature.digest if type(signature) is Signature else _digest_of(signature)
         if base is None:
-            base = _remembered_digest(signature)
+            base = signature.digest = _digest_of(signature)
         counters = self.runs, self.merge_calls, self.failures, self.updates
         if counters != self._mixed[0]:
             mixed = sum(map(operator.mul, counters, _SPREAD[1:]))

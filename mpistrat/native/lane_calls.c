@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-enum { FEW = 16 };
+enum { FEW = 16, SOON = 256 };
 
 static int take_integers(PyObject *const *args, Py_ssize_t count, int64_t *values)
 {
@@ -79,8 +79,14 @@ PyObject *mpistrat_call_round_meet(PyObject *module, PyObject *const *args, Py_s
     const uint64_t own[4] = {first, ~first, second, ~second};
     memcpy(words, own, sizeof own);
     mpistrat_round_start(lane, words);
-    if (!mpistrat_round_done(lane, largest, given[3]))
-        return PyLong_FromLong(0);
+    if (!mpistrat_round_done(lane, largest, SOON)) {
+        int done; /* a rank that is late may need what another thread of this one does */
+        Py_BEGIN_ALLOW_THREADS
+        done = mpistrat_round_done(lane, largest, given[3]);
+        Py_END_ALLOW_THREADS
+        if (!done)
+            return PyLong_FromLong(0);
+    }
     return PyLong_FromLong(memcmp(largest, own, sizeof own) == 0 ? 2 : 1);
 }
 

@@ -214,8 +214,8 @@ def sum_over_replicas(
     Names of variables, which gradients are ``None``, and `words` must agree over ranks too.
     """
     if all(type(gradient) is np.ndarray for gradient in gradients):
-        names = tuple([variable.name for variable in variables])
-        return call.all_reduce(ReduceOp.SUM, gradients, (_names_spelt(names), words))
+        spelt = _names_spelt(tuple([variable.name for variable in variables]))
+        return call.all_reduce(ReduceOp.SUM, gradients, (spelt, words) if words else spelt)
     reduced = all_reduce_nest(call, ReduceOp.SUM, _named(gradients, variables), words)
     return [
         None if gradient is None else result[variable.name]

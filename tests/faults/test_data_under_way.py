@@ -182,3 +182,37 @@ def test_a_fork_disturbs_nobody(tmp_path, child):
     assert (result.returncode, ours(result.stderr)) == (0, "")
     said = {"compute": "2", "reduce": "is a fork of rank", "wait": "is a fork"}[child]
     assert result.stdout.count(said) == 2
+
+
+FORKING_THREAD = """
+import threading
+kept = strategy.reduce("max", np.full(100_000, rank))
+ends = []
+def fork():
+    for number in range(15):
+        pid = os.fork()
+        if pid == 0:
+            code = 7 if (kept == last).all() else 1
+            kept[:] = -1
+            os._exit(code)
+        ends.append(os.waitpid(pid, 0)[1])
+thread = threading.Thread(target=fork)
+thread.start()
+number = 0
+while True:
+    number += 1
+    total = strategy.reduce("sum", np.full(50_000, rank + number, np.float32))
+    assert (total == size * last // 2 + size * number).all()
+    assert (kept == last).all()
+    if number % 20 == 0 and strategy.reduce("max", int(thread.is_alive())) == 0:
+        break
+thread.join()
+assert ends == [7 << 8] * 15, ends
+"""
+
+
+def test_a_thread_may_fork_while_collectives_go_on(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text("import warnings\nwarnings.simplefilter('ignore')\n" + PRELUDE + FORKING_THREAD)
+    result = launch.run([script], 2, 60, env={"OMPI_MCA_mpi_warn_on_fork": "0"})
+    assert (result.returncode, ours(result.stderr)) == (0, "")
