@@ -22,7 +22,9 @@ def native_library() -> Any:
         module = importlib.import_module("mpistrat._native")
     except ImportError:
         return None
-    return module if _digest() == module.DIGEST else None
+    # Python may find that of another installation.
+    is_here = Path(module.__file__).parent == Path(__file__).parents[1]
+    return module if is_here and _digest() == module.DIGEST else None
 
 
 def _digest() -> str:
