@@ -38,7 +38,7 @@ test-launch: $(VENV)/.test  ## run the tests that start MPI programs of their ow
 	timeout --kill-after=10 1200 $(PY) -m pytest -n 2 --dist loadfile -m "launches and not slow" $(ARGS)
 
 test-slow: $(VENV)/.test  ## run the long tail of the tests
-	timeout --kill-after=10 1200 $(PY) -m pytest -m slow $(ARGS)
+	timeout --kill-after=10 1200 $(PY) -m pytest -n 2 --dist loadfile -m slow $(ARGS)
 
 test-slurm: $(VENV)/.test  ## run the tests on a Slurm cluster of two nodes on this machine
 	timeout --kill-after=10 600 $(PY) -m pytest tests/slurm -m slurm --require-slurm $(ARGS)

@@ -19,7 +19,7 @@ __all__ = ["native_library"]
 def native_library() -> Any:
     """Return the compiled module, ``None`` where there is none for today's sources. Local."""
     try:
-        module = importlib.import_module("mpistrat._native")
+        module: Any = importlib.import_module("mpistrat._native")
     except ImportError:
         return None
     # Python may find that of another installation.

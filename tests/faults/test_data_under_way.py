@@ -213,6 +213,7 @@ assert ends == [7 << 8] * 15, ends
 
 def test_a_thread_may_fork_while_collectives_go_on(tmp_path):
     script = tmp_path / "program.py"
-    script.write_text("import warnings\nwarnings.simplefilter('ignore')\n" + PRELUDE + FORKING_THREAD)
+    text = PRELUDE + FORKING_THREAD
+    script.write_text("import warnings\nwarnings.simplefilter('ignore')\n" + text)
     result = launch.run([script], 2, 60, env={"OMPI_MCA_mpi_warn_on_fork": "0"})
     assert (result.returncode, ours(result.stderr)) == (0, "")
