@@ -184,6 +184,15 @@ def address_of(array: Array) -> int:
     return int(library.address(array))
 
 
+def addresses_of(arrays: list[np.ndarray]) -> bytes:
+    """Return where the memory of each host array begins, as C has a list of pointers. Local."""
+    library = native_library()
+    if library is None:
+        return np.array([address_of(array) for array in arrays], np.uintp).tobytes()
+    addresses: bytes = library.addresses(arrays)
+    return addresses
+
+
 def elementwise_kernel(inputs: str, outputs: str, body: str, name: str) -> Any:
     """Return a kernel that does `body`, in CUDA C++, to each element of device arrays. Local.
 

@@ -37,6 +37,8 @@ def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, words: str = 
     """
     if type(nest) is np.ndarray:  # the shortest way for what is reduced most often
         return call.all_reduce(op, [nest], (_LEAF, words) if words else _LEAF)[0]
+    if type(nest) in (int, float):
+        return call.all_reduce(op, [np.asarray(nest)], (_LEAF, words) if words else _LEAF)[0][()]
     split = _Split(call.kind, op, nest)
     agreed = (split.signature, words) if words else split.signature
     reduced = call.all_reduce(op, split.arrays, agreed)

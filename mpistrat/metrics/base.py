@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,19 @@ class Metric(Trackable, abc.ABC):
         self.attach_child(what, variable)
         self._sums[what] = variable
         return variable
+
+    def _add(self, *numbers: float) -> None:
+        """Add one of `numbers` to each sum, in the order in which they were made. Local."""
+        frame = context.current()
+        is_replica = frame is not None and frame.kind is context.Kind.REPLICA
+        here = frame.strategy if frame is not None and is_replica else None
+        for variable, number in zip(self._sums.values(), numbers, strict=True):
+            if variable.strategy is here:
+                # What assign_add comes to, many times in a step.
+                total = variable.storage
+                total += number
+            else:
+                variable.assign_add(number, read_value=False)
 
     @abc.abstractmethod
     def _compute(self, sums: Mapping[str, Any]) -> Any:
@@ -116,9 +130,9 @@ def weighted(values: Any, sample_weight: Any) -> tuple[float, float]:
         If one of them holds no real numbers.
     """
     values = _as_float64("values", values)
-    xp = namespace_of(values)
     if sample_weight is None:
-        return float(xp.sum(values)), float(values.size)
+        return float(values.sum()), float(values.size)
+    xp = namespace_of(values)
     weights = _as_float64("sample_weight", sample_weight)
     try:
         weights = xp.broadcast_to(beside(weights, values), values.shape)
@@ -155,8 +169,13 @@ def check_real(what: str, array: Array) -> None:
     TypeError
         For complex numbers, texts and the like.
     """
-    if not np.can_cast(array.dtype, np.float64, "same_kind"):
+    if not _is_real(array.dtype):
         raise TypeError(f"{what} of a metric must be real numbers, not of dtype {array.dtype}.")
+
+
+@functools.lru_cache
+def _is_real(dtype: np.dtype) -> bool:
+    return bool(np.can_cast(dtype, np.float64, "same_kind"))
 
 
 def _as_float64(what: str, value: Any) -> Array:

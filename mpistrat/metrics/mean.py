@@ -17,13 +17,11 @@ class RunningMean(Metric):
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
-        self._total = self._make_sum("total")
-        self._count = self._make_sum("count")
+        self._make_sum("total")
+        self._make_sum("count")
 
     def _take_in(self, values: Any, sample_weight: Any) -> None:
-        total, count = weighted(values, sample_weight)
-        self._total.assign_add(total, read_value=False)
-        self._count.assign_add(count, read_value=False)
+        self._add(*weighted(values, sample_weight))
 
     def _compute(self, sums: Mapping[str, Any]) -> Any:
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -20,7 +20,7 @@ class Sum(Metric):
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
-        self._total = self._make_sum("total")
+        self._make_sum("total")
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Take `values`, an array (also an empty one) or a number, in. Local.
@@ -31,7 +31,7 @@ class Sum(Metric):
             If `sample_weight` cannot be broadcast to `values`, or in cross-replica context.
         """
         total, _ = weighted(values, sample_weight)
-        self._total.assign_add(total, read_value=False)
+        self._add(total)
 
     def _compute(self, sums: Mapping[str, Any]) -> Any:
         return sums["total"]

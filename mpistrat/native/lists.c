@@ -109,6 +109,26 @@ PyObject *mpistrat_address(PyObject *module, PyObject *array)
     return PyLong_FromVoidPtr(PyArray_DATA((PyArrayObject *)array));
 }
 
+/* addresses(arrays): bytes that hold where the memory of each begins, as C has a list of pointers. */
+PyObject *mpistrat_addresses(PyObject *module, PyObject *arrays)
+{
+    (void)module;
+    if (!PyList_CheckExact(arrays))
+        return PyErr_Format(PyExc_TypeError, "addresses takes a list of NumPy arrays");
+    Py_ssize_t count = PyList_GET_SIZE(arrays);
+    PyObject *text = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(void *));
+    for (Py_ssize_t i = 0; text != NULL && i < count; i++) {
+        PyObject *array = PyList_GET_ITEM(arrays, i);
+        if (!PyArray_Check(array)) {
+            Py_DECREF(text);
+            return PyErr_Format(PyExc_TypeError, "addresses: item %zd is no array", i);
+        }
+        void *address = PyArray_DATA((PyArrayObject *)array);
+        memcpy(PyBytes_AS_STRING(text) + i * sizeof address, &address, sizeof address);
+    }
+    return text;
+}
+
 /* array_at(address, shape, dtype, owner): an array in memory that lives as long as `owner`. */
 PyObject *mpistrat_array_at(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {

@@ -21,6 +21,7 @@ static PyMethodDef functions[] = {
     FAST("array_at", mpistrat_array_at),
     {"describe", mpistrat_describe, METH_O, NULL},
     {"address", mpistrat_address, METH_O, NULL},
+    {"addresses", mpistrat_addresses, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -25,5 +25,6 @@ fast_function mpistrat_call_round_start, mpistrat_call_round_done, mpistrat_call
 fast_function mpistrat_join, mpistrat_split, mpistrat_array_at;
 PyObject *mpistrat_describe(PyObject *module, PyObject *arrays);
 PyObject *mpistrat_address(PyObject *module, PyObject *array);
+PyObject *mpistrat_addresses(PyObject *module, PyObject *arrays);
 
 #endif

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,11 +28,12 @@ from mpistrat.optimizers.gradients import (
     variables_in,
 )
 from mpistrat.optimizers.loss_scale import LossScale
-from mpistrat.optimizers.parameters import at_least_0, real, spelled
+from mpistrat.optimizers.parameters import at_least_0, is_constant, real, spelled
+from mpistrat.optimizers.plans import Plan, Plans
 from mpistrat.optimizers.rows import update_rows
 from mpistrat.optimizers.rule import Rule, Step, Target
 from mpistrat.optimizers.slots import Slots, zero_slot
-from mpistrat.options import VariableAggregation
+from mpistrat.options import ReduceOp, VariableAggregation
 from mpistrat.spans import span
 from mpistrat.strategies import get_strategy
 from mpistrat.tracking import Trackable
@@ -113,6 +115,8 @@ class Optimizer(Trackable, abc.ABC):
         if loss_scale is not None:
             self.attach_child("loss_scale", loss_scale)
         self._slots = Slots()
+        self._plans = Plans()
+        self._checked: tuple[Sequence[Any], str] = (), ""
 
     def _check_parameters(self) -> None:
         """Refuse parameters out of range. Local."""
@@ -173,46 +177,80 @@ class Optimizer(Trackable, abc.ABC):
             If the ranks disagree, for example about which gradient is ``None``.
         """
         strategy = get_strategy()
+        pairs = listed(grads_and_vars)
         if strategy.extended.is_default:
-            grads_and_vars = listed(grads_and_vars)
-            given = (*variables_in(grads_and_vars), self.iterations)
-            strategy = owner_among(given, strategy)
+            strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
         frame = context.current()
         ours = frame is not None and frame.strategy is strategy
-        replica = frame.replica_context if frame is not None and ours else None
-        summed = replica is not None and not skip_gradients_aggregation
+        is_replica = frame is not None and ours and frame.replica_context is not None
+        summed = is_replica and not skip_gradients_aggregation
         with strategy.extended.collectives.call(f"{type(self).__name__}.apply_gradients") as call:
-            step = self._agreed_step(call, strategy, grads_and_vars, summed)
-        if replica is not None:
-            replica.merge_call(step)
-        else:
-            step(strategy)
+            step = self._agreed_step(call, strategy, pairs, summed)
+        step()
 
     def _agreed_step(
-        self, call: CollectiveCall, strategy: Any, grads_and_vars: Iterable[Any], summed: bool
-    ) -> Callable[[Any], None]:
+        self, call: CollectiveCall, strategy: Any, pairs: Any, summed: bool
+    ) -> Callable[[], None]:
         """Return what takes the step, once the ranks agree on it. **Collective**."""
-        gradients, variables = split_pairs(call.kind, grads_and_vars)
-        own = () if self.loss_scale is None else self.loss_scale.variables
-        check_owners(call.kind, strategy, [*variables, self.iterations, *own])
-        gradients = check_gradients(call.kind, gradients, variables, summed)
-        pairs = zip(gradients, variables, strict=True)
-        missing = [variable.name for gradient, variable in pairs if gradient is None]
-        if missing:
-            warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=3)
+        plan, gradients = self._plans.find(strategy, pairs) if summed else (None, [])
+        variables: Sequence[Variable]
+        if plan is None:
+            gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
+        else:
+            variables = plan.variables
         scale = 1.0 if self.loss_scale is None else self.loss_scale.divisor()
-        number = int(self.iterations.values[0])
+        number = int(self.iterations.storage)
         rate = self._rate(number)
         call.include(rate, f"with the learning rate {rate}")
-        # A program may have set them since the last step.
+        words = self._constant_words()
+        settled: list[Any]
+        if plan is not None:
+            settled = call.all_reduce(ReduceOp.SUM, gradients, plan.spelt(words))
+        elif summed:
+            settled = sum_over_replicas(call, gradients, variables, words)
+            self._plans.keep(strategy, gradients, variables)
+        else:
+            settled = agree_on_gradients(call, gradients, variables, words)
+        return functools.partial(
+            self._apply,
+            strategy=strategy,
+            plan=plan,
+            gradients=settled,
+            variables=variables,
+            rate=rate,
+            number=number,
+            scale=scale,
+            are_own=summed,
+        )
+
+    def _checked_pairs(
+        self, kind: str, strategy: Any, pairs: Any, summed: bool
+    ) -> tuple[list[Any], list[Variable]]:
+        """Return the gradients, checked, and their variables. Local."""
+        gradients, variables = split_pairs(kind, pairs)
+        own = () if self.loss_scale is None else self.loss_scale.variables
+        check_owners(kind, strategy, [*variables, self.iterations, *own])
+        gradients = check_gradients(kind, gradients, variables, summed)
+        each = zip(gradients, variables, strict=True)
+        missing = [variable.name for gradient, variable in each if gradient is None]
+        if missing:
+            warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=4)
+        return gradients, variables
+
+    def _constant_words(self) -> str:
+        """Return the parameters but for the rate in the words that the ranks compare, checked.
+
+        A program may have set them since the last step.
+        """
+        values = [self.learning_rate, *[getattr(self, name) for name in self._constant_parameters]]
+        known, words = self._checked
+        if len(values) == len(known) and all(map(operator.is_, values, known)):
+            return words
         self._check_parameters()
         words = ", ".join(self._words(self._constant_parameters))
-        settle = sum_over_replicas if summed else agree_on_gradients
-        settled = zip(settle(call, gradients, variables, words), variables, strict=True)
-        present = [(gradient, variable) for gradient, variable in settled if gradient is not None]
-        return functools.partial(
-            self._apply, pairs=present, rate=rate, number=number, scale=scale, are_own=summed
-        )
+        # The values that cannot change behind their names need no check again.
+        self._checked = (values if all(map(is_constant, values)) else ()), words
+        return words
 
     def _rate(self, step: int) -> float:
         rate = self.learning_rate
@@ -223,18 +261,22 @@ class Optimizer(Trackable, abc.ABC):
     def _apply(
         self,
         strategy: Any,
-        pairs: Sequence[tuple[Any, Variable]],
+        plan: Plan | None,
+        gradients: list[Any],
+        variables: Sequence[Variable],
         rate: float,
         number: int,
         scale: float,
         are_own: bool,
     ) -> None:
-        """Take one step. In cross-replica context of `strategy`."""
-        # All slots come first: a restore that waits for them may refuse one.
-        names = self._rule.kernel.slots
-        targets = [self._target(variable, names) for _, variable in pairs]
-        written = [] if are_own else [span for target in targets for span in target.spans]
-        gradients = settled_beside(pairs, written)
+        """Take one step, the same on all ranks."""
+        update_all = None if plan is None else plan.update(self._rule, self._targets)
+        if update_all is None:
+            pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
+            # All slots come first: a restore that waits for them may refuse one.
+            targets = self._targets([variable for _, variable in pairs])
+            written = [] if are_own else [span for target in targets for span in target.spans]
+            gradients = settled_beside(pairs, written)
         factor = gradient_factor(
             gradients,
             scale,
@@ -249,9 +291,13 @@ class Optimizer(Trackable, abc.ABC):
             if factor is not None:
                 keep = 1 - rate * (self.weight_decay or 0)
                 step = Step(self._constants(rate, number), keep, factor)
-                for gradient, target in zip(gradients, targets, strict=True):
-                    self._update(target, gradient, step)
-                self.iterations.assign_add(1, read_value=False)
+                if update_all is not None:
+                    update_all(step, gradients)
+                else:
+                    for gradient, target in zip(gradients, targets, strict=True):
+                        self._update(target, gradient, step)
+                iterations = self.iterations.storage
+                iterations += 1
             if self.loss_scale is not None:
                 self.loss_scale.adjust(is_finite=factor is not None)
 
@@ -286,6 +332,11 @@ class Optimizer(Trackable, abc.ABC):
                 f"{variable.name!r}, at least not before the first apply_gradients."
             )
         return slot
+
+    def _targets(self, variables: Sequence[Variable]) -> list[Target]:
+        """Return the memory that a step on `variables` writes to."""
+        names = self._rule.kernel.slots
+        return [self._target(variable, names) for variable in variables]
 
     def _target(self, variable: Variable, names: tuple[str, ...]) -> Target:
         """Return the memory of `variable` and of its slots `names`, made where there is none."""

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from mpistrat.arrays import address_of
+from mpistrat.arrays import addresses_of
 from mpistrat.compiled import find_library
 from mpistrat.optimizers.kernels import Kernel, digest
-from mpistrat.optimizers.rule import Target
+from mpistrat.optimizers.rule import Memory
 
 __all__ = ["HostKernel", "compiled_kernel"]
 
 _NUMBERS = {"f": ctypes.c_float, "d": ctypes.c_double, "g": ctypes.c_longdouble}
 
-HostKernel = Callable[[Target, np.ndarray, Sequence[float]], None]
-"""``kernel(target, gradient, (keep, factor, *constants))`` on arrays of one real dtype."""
+HostKernel = Callable[[Memory, list[np.ndarray], Sequence[float]], None]
+"""``kernel(memory, gradients, (keep, factor, *constants))`` on arrays of one real dtype."""
 
 
 @functools.lru_cache
@@ -30,16 +30,12 @@ def compiled_kernel(kernel: Kernel, dtype: np.dtype) -> HostKernel | None:
     if library is None or number is None:
         return None
     function = library[f"{kernel.name}_{dtype.char}"]
-    num_arrays, num_numbers = 2 + len(kernel.slots), 2 + len(kernel.constants)
-    function.argtypes = [
-        ctypes.c_ssize_t,
-        *[ctypes.c_void_p] * num_arrays,
-        *[number] * num_numbers,
-    ]
+    num_numbers = 2 + len(kernel.constants)
+    function.argtypes = [ctypes.c_ssize_t, *[ctypes.c_char_p] * 3, *[number] * num_numbers]
     function.restype = None
 
-    def call(target: Target, gradient: np.ndarray, numbers: Sequence[float]) -> None:
-        function(gradient.size, address_of(gradient), *target.addresses, *numbers)
+    def call(memory: Memory, gradients: list[np.ndarray], numbers: Sequence[float]) -> None:
+        function(memory.count, memory.sizes, addresses_of(gradients), memory.addresses, *numbers)
 
     return call
 

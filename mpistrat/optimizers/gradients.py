@@ -27,6 +27,7 @@ __all__ = [
     "check_owners",
     "check_takes_gradients",
     "listed",
+    "names_spelt",
     "owner_among",
     "settled_beside",
     "split_pairs",
@@ -213,9 +214,6 @@ def sum_over_replicas(
 
     Names of variables, which gradients are ``None``, and `words` must agree over ranks too.
     """
-    if all(type(gradient) is np.ndarray for gradient in gradients):
-        spelt = _names_spelt(tuple([variable.name for variable in variables]))
-        return call.all_reduce(ReduceOp.SUM, gradients, (spelt, words) if words else spelt)
     reduced = all_reduce_nest(call, ReduceOp.SUM, _named(gradients, variables), words)
     return [
         None if gradient is None else result[variable.name]
@@ -225,10 +223,10 @@ def sum_over_replicas(
 
 def agree_on_gradients(
     call: CollectiveCall,
-    gradients: Sequence[Any],
+    gradients: list[Any],
     variables: Sequence[Variable],
     words: str,
-) -> Sequence[Any]:
+) -> list[Any]:
     """Return gradients that are the same on all replicas already. **Collective**.
 
     Names of variables, which gradients are ``None`` or sparse, and `words` must agree over ranks.
@@ -240,8 +238,8 @@ def agree_on_gradients(
 
 
 @functools.lru_cache
-def _names_spelt(names: tuple[str, ...]) -> str:
-    """Return the signature of `_named` where no gradient is ``None``."""
+def names_spelt(names: tuple[str, ...]) -> str:
+    """Return how the ranks compare dense gradients for variables of these names. Local."""
     return nests.signature(nests.flatten([{name: 0} for name in names])[1])
 
 

@@ -11,15 +11,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpistrat.optimizers.compiled import HostKernel, compiled_kernel
-from mpistrat.optimizers.rule import Rule, Step, Target, compute_dtype, flat_real
+from mpistrat.optimizers.rule import Memory, Rule, Step, Target, compute_dtype, flat_real
 
-__all__ = ["sum_of_squares", "update"]
+__all__ = ["UpdateAll", "sum_of_squares", "update", "update_of_all"]
 
 _BLOCK = 2**15
 """Elements. A block of each array of a rule fits into a core's own cache."""
 
 Engine = Callable[[Target, np.ndarray], None]
 """``engine(target, gradient)`` updates arrays of one dtype in place."""
+
+UpdateAll = Callable[[Step, list[np.ndarray]], None]
+"""``update_all(step, gradients)`` does `update` for the targets that it was made for."""
 
 
 def update(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None:
@@ -38,7 +41,7 @@ def update(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None
     compiled = compiled_kernel(rule.kernel, dtype)
     numbers = (step.keep, step.factor, *step.constants)
     if compiled is not None and weight.dtype == dtype:
-        compiled(target, flat_gradient, numbers)
+        compiled(target.memory, [flat_gradient], numbers)
         return
     length = min(_BLOCK, weight.size)
     engine: Engine
@@ -54,9 +57,23 @@ def update(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None
         engine(block, flat_gradient[part])
 
 
+def update_of_all(rule: Rule, targets: Sequence[Target]) -> UpdateAll | None:
+    """Return what updates all `targets` in one call, ``None`` where none is compiled. Local."""
+    dtype = targets[0].compute_dtype
+    compiled = compiled_kernel(rule.kernel, dtype)
+    if compiled is None or any(target.flat_weight.dtype != dtype for target in targets):
+        return None
+    memory = Memory(targets)
+
+    def update_all(step: Step, gradients: list[np.ndarray]) -> None:
+        compiled(memory, gradients, (step.keep, step.factor, *step.constants))
+
+    return update_all
+
+
 def _compiled_engine(compiled: HostKernel, numbers: Sequence[float]) -> Engine:
     def engine(target: Target, gradient: np.ndarray) -> None:
-        compiled(target, gradient, numbers)
+        compiled(target.memory, [gradient], numbers)
 
     return engine
 

@@ -68,9 +68,13 @@ _HEAD = """\
 
 
 def c_source() -> str:
-    """Return a C file with a function ``<kernel>_<dtype character>`` for each kernel and type."""
+    """Return a C file with a function ``<kernel>_<dtype character>`` for each kernel and type.
+
+    It updates a list of weights: their number and sizes, the addresses of the gradients, those of
+    each weight and its slots in turn, and the numbers.
+    """
     functions = [
-        _function(kernel, char, c_type)
+        _functions(kernel, char, c_type)
         for kernel in (SGD, SGD_MOMENTUM, SGD_NESTEROV, ADAM)
         for char, c_type in _C_TYPES.items()
     ]
@@ -84,16 +88,26 @@ def digest() -> str:
     return c_source().rpartition('= "')[2].partition('"')[0]
 
 
-def _function(kernel: Kernel, char: str, c_type: str) -> str:
-    names = ("weight", *kernel.slots)
+def _functions(kernel: Kernel, char: str, c_type: str) -> str:
+    name = f"{kernel.name}_{char}"
+    names, numbers = ("weight", *kernel.slots), ("keep", "factor", *kernel.constants)
+    declared = [f"{c_type} {number}" for number in numbers]
     arguments = [
         "ptrdiff_t n",
         f"const {c_type} *restrict gradient_in",
         *(f"{c_type} *restrict {name}_out" for name in names),
-        *(f"{c_type} {name}" for name in ("keep", "factor", *kernel.constants)),
+        *declared,
     ]
+    lists = [
+        "ptrdiff_t count",
+        "const ptrdiff_t *sizes",
+        f"{c_type} *const *gradients",
+        f"{c_type} *const *arrays",
+        *declared,
+    ]
+    passed = ["sizes[i]", "gradients[i]", *(f"arrays[{j}]" for j in range(len(names))), *numbers]
     lines = [
-        f"CLONES void {kernel.name}_{char}({', '.join(arguments)}) {{",
+        f"CLONES static void {name}_one({', '.join(arguments)}) {{",
         "    for (ptrdiff_t i = 0; i < n; ++i) {",
         f"        const {c_type} gradient = gradient_in[i] * factor;",
         f"        {c_type} weight = weight_out[i] * keep;",
@@ -101,6 +115,10 @@ def _function(kernel: Kernel, char: str, c_type: str) -> str:
         f"        {kernel.body}",
         *(f"        {name}_out[i] = {name};" for name in names),
         "    }",
+        "}",
+        f"void {name}({', '.join(lists)}) {{",
+        f"    for (ptrdiff_t i = 0; i < count; ++i, arrays += {len(names)})",
+        f"        {name}_one({', '.join(passed)});",
         "}",
     ]
     return "\n".join(lines)

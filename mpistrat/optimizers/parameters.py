@@ -8,7 +8,7 @@ import numbers
 import operator
 from typing import Any
 
-__all__ = ["at_least_0", "integer", "number", "real", "spelled"]
+__all__ = ["at_least_0", "integer", "is_constant", "number", "real", "spelled"]
 
 
 def real(kind: str, name: str, value: Any) -> float:
@@ -82,6 +82,11 @@ def integer(kind: str, name: str, value: Any) -> int:
         raise TypeError(
             f"{kind}: {name} must be an integer, not {value!r} of type {type(value).__name__}."
         ) from None
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether what a parameter is spelled as cannot change behind its name. Local."""
+    return value is None or isinstance(value, bool | int | float) or callable(value)
 
 
 def spelled(value: Any) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpistrat.arrays import Array, address_of
+from mpistrat.arrays import Array, address_of, addresses_of
 from mpistrat.comm.dtypes import is_narrow
 from mpistrat.optimizers.kernels import Kernel
 
-__all__ = ["Rule", "Step", "Target", "compute_dtype", "flat_real", "slot_dtype"]
+__all__ = ["Memory", "Rule", "Step", "Target", "compute_dtype", "flat_real", "slot_dtype"]
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,31 @@ class Target:
         self.compute_dtype = compute_dtype(self.flat_weight.dtype)
 
     @functools.cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Where the memory of the weight and the slots begins."""
-        return tuple(map(address_of, (self.weight, *self.slots)))
-
-    @functools.cached_property
     def spans(self) -> list[tuple[int, int]]:
         """Where the memory of each begins and ends."""
         arrays = (self.weight, *self.slots)
-        return [(a, a + each.nbytes) for a, each in zip(self.addresses, arrays, strict=True)]
+        return [(address_of(each), address_of(each) + each.nbytes) for each in arrays]
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """Of this target alone, on the host."""
+        return Memory([self])
+
+
+class Memory:
+    """Where several targets of one compute dtype lie on the host, as C takes it.
+
+    Parameters
+    ----------
+    targets : sequence of Target
+    """
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.count = len(targets)
+        self.sizes = np.array([target.flat_weight.size for target in targets], np.intp).tobytes()
+        self.addresses = addresses_of(
+            [array for target in targets for array in (target.weight, *target.slots)]
+        )
 
 
 @functools.lru_cache

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arrays import Array, Device, host_copy, is_on_host, place
+from mpistrat.arrays import Array, Device, host_copy, place
 from mpistrat.collectives import Collectives
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.values import container_of_component
@@ -178,8 +178,8 @@ class Variable(RowWrites, ArrayLike):
 
     def _view(self) -> Array:
         view = self._storage.view()
-        if is_on_host(view):
-            view.flags.writeable = False
+        if type(view) is np.ndarray:
+            view.setflags(write=False)
         return view
 
     def value(self) -> Array:
