@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,8 @@ class _Prepared:
     """Whether shared memory may be used for the first message."""
     is_plain: bool
     """Whether all arrays can travel as they lie in host memory."""
+    lone_bytes: float
+    """The size, where it is one array that travels and comes back as it is; else infinite."""
     options: CommunicationOptions
     """Those of the calls: kept, because the calls are known by their identity."""
 
@@ -138,7 +141,9 @@ class CollectiveCall(Call):
             if len(known) >= _MAX_PREPARED:
                 known.clear()
             may_share = bool(plan.packs) and is_shareable(self.options, op, plan.packs[0])
-            prepared = _Prepared(plan, signature, may_share, is_plain, self.options)
+            is_lone = is_plain and plan.only_wire is not None
+            lone_bytes = arrays[0].nbytes if is_lone else math.inf
+            prepared = _Prepared(plan, signature, may_share, is_plain, lone_bytes, self.options)
             known[key] = prepared
         return prepared
 
@@ -147,19 +152,18 @@ class CollectiveCall(Call):
         reducer, why = choose_reducer(
             self.channel.transport, self.options, op, message.dtype, message.num_bytes, ways
         )
-        self._note(message, type(reducer).__name__, why)
+        self._note(message.size, message.dtype, type(reducer).__name__, why)
         return reducer
 
-    def _note(self, message: Message, way: str, why: str) -> None:
-        """Tell the timeline and the log what moves `message`."""
+    def _note(self, size: int, dtype: np.dtype, way: str, why: str) -> None:
+        """Tell the timeline and the log what moves `size` numbers."""
         if active() is None and not _logger.isEnabledFor(logging.DEBUG):
             return
-        self._note_moved(message.num_bytes, way)
+        self._note_moved(size * dtype.itemsize, way)
         self.moved["why"] = why
         where = type(self.channel.transport).__name__
         _logger.debug(
-            "%s: %d x %s by %s over %s (%s)",
-            *(self.kind, message.size, message.dtype, way, where, why),
+            "%s: %d x %s by %s over %s (%s)", *(self.kind, size, dtype, way, where, why)
         )
 
     def _note_moved(self, num_bytes: int, implementation: str) -> None:
@@ -197,12 +201,19 @@ class CollectiveCall(Call):
             If `op` cannot reduce a dtype.
         """
         prepared = self._prepared(op, arrays, (structure,), wires)
+        signature, may_share = prepared.signature, prepared.may_share and self.channel.checks
+        carrier = self.channel.transport.carrier if may_share else None
+        if carrier is not None and prepared.lone_bytes <= carrier.room:
+            target = np.empty(arrays[0].shape, arrays[0].dtype)
+            self._carry(carrier, op, arrays[0], target, signature)
+            return [target]
         packing = pack(prepared.plan, arrays, self.channel.pool, prepared.is_plain)
-        messages, signature = packing.messages, prepared.signature
-        if prepared.may_share and self.channel.checks:
-            carrier = self.channel.transport.carrier
+        messages = packing.messages
+        if may_share:
             if carrier and len(messages) == 1 and messages[0].num_bytes <= carrier.room:
-                self._carry(carrier, op, messages[0], signature)
+                source, target, split = messages[0].whole()
+                self._carry(carrier, op, source, target, signature)
+                split()
                 return packing.unpack()
             self._reduce_on_board(op, messages[0], signature)
             messages = messages[1:]
@@ -230,20 +241,23 @@ class CollectiveCall(Call):
         if self.channel.transport is not transport:  # faults may have replaced it
             reducer = self._reducer(op, message)
         else:
-            self._note(message, type(reducer).__name__, why)
+            self._note(message.size, message.dtype, type(reducer).__name__, why)
         reducer.all_reduce(op, message)
 
     def _carry(
-        self, carrier: Carrier, op: ReduceOp, message: Message, signature: Signature
+        self,
+        carrier: Carrier,
+        op: ReduceOp,
+        source: np.ndarray,
+        target: np.ndarray,
+        signature: Signature,
     ) -> None:
-        """Have `message` travel with the agreement itself."""
-        source, target, split = message.whole()
+        """Have `source` travel with the agreement itself, and write what comes to `target`."""
         carrier.board(source)
         self.agree_on(signature)
-        self._note(message, "Carrier", "small enough to travel with the agreement")
+        self._note(source.size, source.dtype, "Carrier", "travels with the agreement")
         carrier = self.channel.transport.carrier or carrier  # faults may have replaced it
         carrier.collect(op, target)
-        split()
 
     def start_all_reduce(
         self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()

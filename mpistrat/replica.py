@@ -46,9 +46,12 @@ class ReplicaContext:
     def __init__(self, strategy: Any, replica_id_in_sync_group: int | None = None) -> None:
         self._strategy = strategy
         self._entered: list[AbstractContextManager[None]] = []
-        rank = self._collectives.rank
-        if replica_id_in_sync_group not in (None, rank):
-            raise ValueError(f"This rank owns replica {rank}, not {replica_id_in_sync_group!r}.")
+        if replica_id_in_sync_group is not None:
+            rank = self._collectives.rank
+            if replica_id_in_sync_group != rank:
+                raise ValueError(
+                    f"This rank owns replica {rank}, not {replica_id_in_sync_group!r}."
+                )
 
     def __enter__(self) -> ReplicaContext:
         current = context.current()

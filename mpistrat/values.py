@@ -149,6 +149,8 @@ def local_component(leaf: Any) -> Any:
 
 def localize(nest: Any) -> Any:
     """Return `nest` with this rank's component of each distributed value. Local."""
+    if type(nest) is np.ndarray:
+        return nest
     return nests.map_nest(local_component, nest)
 
 

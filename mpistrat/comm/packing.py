@@ -107,7 +107,9 @@ class Packing:
             sources.append(joined)
             targets.append(joined)
         for position in pack.large:
-            array = host_view(self._arrays[position])
+            array = self._arrays[position]
+            if self._native is None:
+                array = host_view(array)
             target = self._pool.take(array.shape, pack.wire)
             if not (self._copy or pack.is_reordered) and _is_plain(array, pack.wire):
                 source = array.view(pack.wire)  # C has two names for one integer

@@ -108,6 +108,8 @@ class Metric(Trackable, abc.ABC):
 
 def as_values(what: str, value: Any) -> Array:
     """Return what a metric was given, an array, tensor, sequence or number, as an array. Local."""
+    if type(value) is np.ndarray:
+        return value
     value = local_component(value)
     return np.asarray(value) if isinstance(value, list | tuple) else as_array(what, value)
 
@@ -129,11 +131,15 @@ def weighted(values: Any, sample_weight: Any) -> tuple[float, float]:
     TypeError
         If one of them holds no real numbers.
     """
-    values = _as_float64("values", values)
+    values = as_values("values", values)
+    check_real("values", values)
     if sample_weight is None:
-        return float(values.sum()), float(values.size)
+        return float(values.sum(dtype=np.float64)), float(values.size)
     xp = namespace_of(values)
-    weights = _as_float64("sample_weight", sample_weight)
+    values = values.astype(np.float64, copy=False)
+    weights = as_values("sample_weight", sample_weight)
+    check_real("sample_weight", weights)
+    weights = weights.astype(np.float64, copy=False)
     try:
         weights = xp.broadcast_to(beside(weights, values), values.shape)
     except ValueError:
@@ -153,6 +159,8 @@ def as_pair(kind: str, y_true: Any, y_pred: Any, remedy: str) -> tuple[Array, Ar
         If the shapes differ. The message ends with `remedy`.
     """
     truth, guess = as_values("y_true", y_true), as_values("y_pred", y_pred)
+    if type(truth) is np.ndarray is type(guess) and truth.shape == guess.shape:
+        return truth, guess
     if tuple(truth.shape) != tuple(guess.shape):
         raise ValueError(
             f"{kind} compares arrays of one shape: y_true has the shape {tuple(truth.shape)}, "
@@ -176,12 +184,6 @@ def check_real(what: str, array: Array) -> None:
 @functools.lru_cache
 def _is_real(dtype: np.dtype) -> bool:
     return bool(np.can_cast(dtype, np.float64, "same_kind"))
-
-
-def _as_float64(what: str, value: Any) -> Array:
-    array = as_values(what, value)
-    check_real(what, array)
-    return array.astype(np.float64, copy=False)
 
 
 def beside(array: Array, other: Array) -> Array:

@@ -15,7 +15,7 @@ from mpistrat.optimizers.kernels import Kernel
 __all__ = ["Memory", "Rule", "Step", "Target", "compute_dtype", "flat_real", "slot_dtype"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """One element-wise update of a weight and its slots by a gradient."""
 
