@@ -7,27 +7,18 @@ nothing above asks for the size.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
-from mpistrat.comm.choose import (
-    check_options,
-    check_plan,
-    choose_reducer,
-    is_shareable,
-    spell_options,
-)
+from mpistrat.comm.choose import check_options, choose_reducer
 from mpistrat.comm.device_ways import DeviceWays, solo_ways
+from mpistrat.comm.gathering import check_gatherable, joined
 from mpistrat.comm.message import Message
 from mpistrat.comm.packing import Packing, Single, describe, pack, placed_like
-from mpistrat.comm.plan import Plan, plan_reduction
 from mpistrat.comm.reducer import Reducer
 from mpistrat.comm.shared import SharedReducer
 from mpistrat.comm.solo import SoloTransport
@@ -36,6 +27,7 @@ from mpistrat.epochs.call import Call, Together
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.ledger import Signature
 from mpistrat.options import CommunicationOptions, ReduceOp
+from mpistrat.prepared import Prepared, dtype_name, prepare, spelt_shapes
 from mpistrat.spans import active
 
 __all__ = ["CollectiveCall", "Collectives"]
@@ -44,22 +36,6 @@ _logger = logging.getLogger("mpistrat")
 
 
 _MAX_PREPARED = 1024
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """What is equal in all reductions of the same arguments but for the numbers."""
-
-    plan: Plan
-    signature: Signature
-    may_share: bool
-    """Whether shared memory may be used for the first message."""
-    is_plain: bool
-    """Whether all arrays can travel as they lie in host memory."""
-    lone_bytes: float
-    """The size, where it is one array that travels and comes back as it is; else infinite."""
-    options: CommunicationOptions
-    """Those of the calls: kept, because the calls are known by their identity."""
 
 
 class CollectiveCall(Call):
@@ -113,7 +89,7 @@ class CollectiveCall(Call):
         arrays: Sequence[Array],
         details: tuple[object, ...],
         wires: Sequence[np.dtype] | None = None,
-    ) -> _Prepared:
+    ) -> Prepared:
         """Return what is equal in all calls like this one, checked the first time."""
         known = self._collectives.prepared
         if type(self.options) is not CommunicationOptions:
@@ -129,21 +105,11 @@ class CollectiveCall(Call):
         prepared = known.get(key)
         if prepared is None:
             self._check_options()
-            each_kind = [(array.dtype, array.shape) for array in arrays]
-            plan = plan_reduction(op, each_kind, wires, self.options, places)
-            check_plan(self.options, plan)
-            names = () if wires is None else tuple(_dtype_name(dtype) for dtype in wires)
-            spelt = spell_options(self.options)
-            where = _spell_places(places)
-            signature = Signature(
-                self.signature(op.name, _shapes(arrays), *details, names, where, spelt)
-            )
             if len(known) >= _MAX_PREPARED:
                 known.clear()
-            may_share = bool(plan.packs) and is_shareable(self.options, op, plan.packs[0])
-            is_lone = is_plain and plan.only_wire is not None
-            lone_bytes = arrays[0].nbytes if is_lone else math.inf
-            prepared = _Prepared(plan, signature, may_share, is_plain, lone_bytes, self.options)
+            prepared = prepare(
+                *(self.signature, op, arrays, details, wires, self.options, places, is_plain)
+            )
             known[key] = prepared
         return prepared
 
@@ -304,11 +270,11 @@ class CollectiveCall(Call):
         for array in arrays:
             if array.dtype.hasobject:
                 raise TypeError(f"{self.kind}: an array of dtype object cannot be sent.")
-        dtypes = tuple(_dtype_name(array.dtype) for array in arrays)
+        dtypes = tuple(dtype_name(array.dtype) for array in arrays)
         self.agree(f"axis {axis}", dtypes, structure)
         shapes_of_ranks = self.channel.exchange([np.shape(array) for array in arrays])
         for shapes in zip(*shapes_of_ranks, strict=True):
-            _check_gatherable(self.kind, shapes, axis)
+            check_gatherable(self.kind, shapes, axis)
         hosts = [native(np.moveaxis(host_view(array), axis, 0)).reshape(-1) for array in arrays]
         self._note_moved(sum(host.nbytes for host in hosts), "all_gather")
         gathered = [
@@ -318,7 +284,7 @@ class CollectiveCall(Call):
             for i, host in enumerate(hosts)
         ]
         return [
-            placed_like(_joined(flat, [shapes[i] for shapes in shapes_of_ranks], axis), arrays[i])
+            placed_like(joined(flat, [shapes[i] for shapes in shapes_of_ranks], axis), arrays[i])
             for i, flat in enumerate(gathered)
         ]
 
@@ -327,7 +293,7 @@ class CollectiveCall(Call):
 
         Shape and dtype must agree over ranks, and `details` too.
         """
-        self.agree(f"from rank {root}", _shapes([array]), *details)
+        self.agree(f"from rank {root}", spelt_shapes([array]), *details)
         buffer = host_copy(array)
         self._note_moved(buffer.nbytes, "broadcast")
         self.channel.transport.broadcast(buffer, root)
@@ -363,7 +329,7 @@ class Collectives:
         self.device = ways.device
         self.options = options
         self._lossless_options = dataclasses.replace(options, wire_dtype=None)
-        self.prepared: dict[Any, _Prepared] = {}
+        self.prepared: dict[Any, Prepared] = {}
         self.rank = channel.rank
         self.size = channel.size
         # Strategies are made collectively, so their numbers on the channel are equal on all ranks.
@@ -415,53 +381,3 @@ class Collectives:
     def broadcast_json(self, value: Any, root: int = 0, kind: str = "broadcast_json") -> Any:
         """Return the JSON `value` of `root`; that of the others does not matter. **Collective**."""
         return self.gather_json(value if self.rank == root else None, kind)[root]
-
-
-@functools.lru_cache
-def _dtype_name(dtype: np.dtype) -> str:
-    return str(dtype.newbyteorder("="))
-
-
-def _shapes(arrays: Sequence[Array]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((_dtype_name(array.dtype), array.shape) for array in arrays)
-
-
-def _spell_places(places: tuple[bool, ...]) -> str | tuple[()]:
-    """Return which arrays are in device memory, as the ranks agree on it."""
-    if not places:
-        return ()
-    numbers = [number for number, on_device in enumerate(places) if on_device]
-    which = "" if all(places) else f" (arrays {', '.join(map(str, numbers))})"
-    return f"in device memory{which}"
-
-
-def _check_gatherable(kind: str, shapes: Sequence[Sequence[int]], axis: int) -> None:
-    size = len(shapes)
-    for rank, shape in enumerate(shapes):
-        if not shape:
-            raise ValueError(
-                f"{kind}: the value on rank {rank} of {size} is 0-d and has no axis to "
-                "concatenate along. Give it one, for example with numpy.reshape(value, (1,))."
-            )
-        if not -len(shape) <= axis < len(shape):
-            raise ValueError(
-                f"{kind}: axis {axis} is out of range for the array of shape {tuple(shape)} on "
-                f"rank {rank} of {size}. Use an axis in [{-len(shape)}, {len(shape) - 1}]."
-            )
-        if _trailing(shape, axis) != _trailing(shapes[0], axis):
-            raise ValueError(
-                f"{kind}: arrays may differ along axis {axis} only, but the shape is "
-                f"{tuple(shapes[0])} on rank 0 and {tuple(shape)} on rank {rank} of {size}."
-            )
-
-
-def _trailing(shape: Sequence[int], axis: int) -> list[int]:
-    """Return the shape that remains after the gathered axis has moved to the front."""
-    axis %= len(shape)
-    return [*shape[:axis], *shape[axis + 1 :]]
-
-
-def _joined(flat: np.ndarray, shapes: Sequence[Sequence[int]], axis: int) -> np.ndarray:
-    length = sum(shape[axis] for shape in shapes)
-    joined = flat.reshape(length, *_trailing(shapes[0], axis))
-    return native(np.moveaxis(joined, 0, axis))

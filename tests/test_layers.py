@@ -16,6 +16,7 @@ LAYERS = [
     {"arrays", "hdf5", "launcher", "launching", "nests", "pending", "tensors", "tracking"},
     {"arguments", "comm", "spans", "values", "world"},
     {"cuda_awareness", "epochs"},
+    {"prepared"},
     {"collectives", "faults", "timeline"},
     {"axis_reductions", "context", "reductions"},
     {"data", "pullbacks", "variables"},
