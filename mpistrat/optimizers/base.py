@@ -294,7 +294,10 @@ class Optimizer(Trackable, abc.ABC):
         }
 
     def attach_child(self, name: str, child: object, *, of: object = None) -> None:
-        """Add a child, which is the slot `name` of the variable `of` where this is given."""
+        """Add a child, which is the slot `name` of the variable `of` where this is given.
+
+        **Collective** where a restore is waiting for the child, else **Local**.
+        """
         super().attach_child(name, child, of=of)
         if isinstance(of, Variable) and isinstance(child, Variable):
             self._slots.add(of, name, child)
