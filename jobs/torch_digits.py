@@ -17,7 +17,7 @@ try:
     import torch
     from torch import nn
 except ImportError:
-    raise SystemExit("torch_digits.py needs PyTorch: pip install 'mpistrat[torch]'") from None
+    raise SystemExit("torch_digits.py needs PyTorch: pip install torch") from None
 
 
 def converted(state, kind, convert, key):

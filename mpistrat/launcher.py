@@ -29,6 +29,8 @@ class Launcher:
     """What ``srun --mpi`` was, by the flag or by the site's default; ``None`` where unknown."""
     has_only_pmix: bool = False
     """Whether a library can find the other tasks by PMIx and by nothing else."""
+    is_inherited: bool = False
+    """Whether the variables are another process's: the connection that they name is not here."""
 
     @property
     def title(self) -> str:
@@ -43,6 +45,11 @@ class Launcher:
         library : str
             What ``MPI_Get_library_version`` says.
         """
+        if self.is_inherited:
+            return (
+                "Start this process without them: env -u PMI_FD -u PMI_RANK -u PMI_SIZE "
+                "-u SLURM_STEP_ID. mpistrat.testing.run_on_ranks does so."
+            )
         if self.name == "slurm":
             flag, family = _srun_flag(library)
             first = f"Start the job with srun {flag} ({family}). " if flag else ""
@@ -74,7 +81,7 @@ _TITLES = {
 _SRUN_FLAGS = (
     ("Open MPI", "--mpi=pmix", "Open MPI"),
     ("CRAY", "--mpi=cray_shasta", "Cray MPICH"),
-    ("Intel", "--mpi=pmi2", "Intel MPI"),
+    ("Intel", "--mpi=pmi2", "Intel MPI, with I_MPI_PMI_LIBRARY set to Slurm's libpmi2.so"),
     ("MVAPICH", "--mpi=pmi2", "MVAPICH"),
     ("MPICH", "--mpi=pmi2", "MPICH"),
 )
@@ -145,6 +152,7 @@ def find_launcher(variables: Mapping[str, str] | None = None) -> Launcher:
                 _number(variables, marks.local_task),
                 variables.get("SLURM_MPI_TYPE") if marks.name == "slurm" else None,
                 "PMIX_NAMESPACE" in variables and "PMI_FD" not in variables,
+                "PMI_FD" in variables and not _is_connected(variables),
             )
     return Launcher("none", 1, node_name)
 
@@ -162,7 +170,11 @@ def is_one_of_several() -> bool:
     variables = environment()
     if "PMIX_RANK" in variables and variables.get("SLURM_TASK_PID") == str(os.getpid()):
         return int(variables.get("SLURM_STEP_NUM_TASKS", "1")) > 1
-    if int(variables.get("PMI_SIZE", "1")) == 1 or "PMI_FD" not in variables:
+    return variables.get("PMI_SIZE", "1") != "1" and _is_connected(variables)
+
+
+def _is_connected(variables: Mapping[str, str]) -> bool:
+    if "PMI_FD" not in variables:
         return False
     try:
         os.fstat(int(variables["PMI_FD"]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Dependent", "OnNewChild", "Trackable"]
 
@@ -32,7 +33,8 @@ class Trackable:
     def __init__(self) -> None:
         self._children: dict[str, object] = {}
         self._dependents: list[Dependent] = []
-        self._on_new_child: OnNewChild | None = None
+        self.on_new_child: OnNewChild | None = None
+        """Called with each child made from now on, before it is added."""
 
     def checkpoint_children(self) -> dict[str, object]:
         """Return the children by name, without those that depend on another object. Local."""
@@ -41,6 +43,14 @@ class Trackable:
     def checkpoint_dependents(self) -> list[Dependent]:
         """Return the children that depend on another object, in the order they came in. Local."""
         return list(self._dependents)
+
+    def late_dependents(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Return what makes the children that a variable will get once it needs them. Local.
+
+        By name: each is called with the variable, and returns the child without attaching it.
+        Until the child is there, the state of this object is that of a new one.
+        """
+        return {}
 
     def attach_child(self, name: str, child: object, *, of: object = None) -> None:
         """Add a child; a restore that was waiting for it fills it first.
@@ -56,13 +66,9 @@ class Trackable:
             What the child belongs to: in a checkpoint its path is `name` and the path of `of`
             there, whatever the two are called.
         """
-        if self._on_new_child is not None:
-            self._on_new_child(name, child, of)
+        if self.on_new_child is not None:
+            self.on_new_child(name, child, of)
         if of is None:
             self._children[name] = child
         else:
             self._dependents.append(Dependent(name, child, of))
-
-    def call_on_new_child(self, callback: OnNewChild | None) -> None:
-        """Have `callback` called with each child made later, before it is added. Local."""
-        self._on_new_child = callback

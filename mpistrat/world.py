@@ -151,10 +151,18 @@ def is_started() -> bool:
 
 
 def _start(launcher: Launcher) -> None:
-    """Start MPI. Raise LaunchError where MPICH would end the process for want of PMIx.
+    """Start MPI. Raise LaunchError where MPICH would end the process, for want of a connection.
 
     It does so inside of MPI_Init, so the library is loaded and asked first.
     """
+    if launcher.is_inherited:
+        load_library()
+        if library_version().startswith("MPICH"):
+            raise LaunchError(
+                f"This process is none of the {launcher.num_tasks} task(s) that {launcher.title} "
+                "started, but has inherited the variables of one, without its connection. "
+                f"{launcher.remedy('')}"
+            )
     if launcher.has_only_pmix:
         file = load_library()
         if library_version().startswith("MPICH") and not _has_symbol(file, "PMIx_Init"):

@@ -26,6 +26,8 @@ _STARTS_RANKS = ("launches", "slurm")
 _TESTS = Path(__file__).parent
 _WITHOUT_RANKS = (_TESTS, _TESTS / "cli", _TESTS / "unit")
 """Tests of pure code, which one rank runs for all."""
+_STARTING_RANKS = (_TESTS / "jobs", _TESTS / "slurm")
+"""Folders in which every test starts its ranks itself."""
 _speech = io.StringIO()
 
 
@@ -37,12 +39,25 @@ def pytest_configure(config):
             reporter._tw._file = _speech
 
 
+def pytest_ignore_collect(collection_path):
+    """Leave out what no rank runs before it is imported, which takes seconds."""
+    if _WORLD is None or not collection_path.match("test_*.py"):
+        return None
+    if collection_path.parent in _STARTING_RANKS:
+        return True
+    return (_WORLD[1] > 1 and _is_of_one_rank(collection_path)) or None
+
+
+def _is_of_one_rank(path):
+    """Return whether a file of tests depends on no other rank: it names no way to one."""
+    text = path.read_text()
+    return path.parent in _WITHOUT_RANKS or not ("strategy" in text.lower() or "MPI" in text)
+
+
 def pytest_collection_modifyitems(config, items):
     if _WORLD is None:
         return
     inside = [item for item in items if not any(map(item.get_closest_marker, _STARTS_RANKS))]
-    if _WORLD[1] > 1:
-        inside = [item for item in inside if item.path.parent not in _WITHOUT_RANKS]
     config.hook.pytest_deselected(items=[item for item in items if item not in inside])
     items[:] = inside
 

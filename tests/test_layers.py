@@ -1,6 +1,7 @@
 """The architecture, read from the imports."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,16 @@ def layer_of(module):
     raise AssertionError(f"{module} is in no layer: add {unit} to the table")
 
 
+@functools.cache
+def nodes_of(path):
+    """Return every node of the syntax tree of a file."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def runtime_imports(path):
     """Yield (module of this package, line) for each import that runs."""
     skipped = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             skipped.update(id(child) for child in ast.walk(node))
         if id(node) in skipped:
@@ -128,7 +135,7 @@ def files_where(test):
     return {
         path.relative_to(PACKAGE).as_posix()
         for path in FILES
-        if any(test(node) for node in ast.walk(ast.parse(path.read_text())))
+        if any(test(node) for node in nodes_of(path))
     }
 
 
@@ -145,7 +152,7 @@ def test_one_module_uses_each_outside_name(name):
 
 def test_nothing_is_pickled():
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             names = [
                 alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)
             ]

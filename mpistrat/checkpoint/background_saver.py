@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from mpistrat.checkpoint.gathering import Gathering
@@ -18,6 +18,7 @@ from mpistrat.epochs.leaving import Leaving, watch_leaving
 from mpistrat.errors import CheckpointError
 from mpistrat.hdf5 import h5py
 from mpistrat.spans import spanned
+from mpistrat.tracking import Trackable
 
 __all__ = ["BackgroundSaver"]
 
@@ -43,13 +44,13 @@ class BackgroundSaver:
 
     @spanned("checkpoint", _WHAT)
     def begin(
-        self, objects: Mapping[str, object], path: str, step: int, then: Callable[[], object]
+        self, root: Trackable, path: str, step: int, then: Callable[[], object]
     ) -> None:
-        """Copy the state of `objects`, and begin to write it to `path`. **Collective**.
+        """Copy the state below `root`, and begin to write it to `path`. **Collective**.
 
         Parameters
         ----------
-        objects : dict of str to object
+        root : Trackable
         path : str
         step : int
         then : callable
@@ -63,7 +64,7 @@ class BackgroundSaver:
             As `Gathering` does.
         """
         began_s = time.perf_counter()
-        gathering = Gathering(objects, _WHAT, path)
+        gathering = Gathering(root, _WHAT, path)
         is_root = gathering.ranks.rank == 0
         sink = _SteadySink(self._snapshot if is_root else None)
         gathering.send_to(sink)

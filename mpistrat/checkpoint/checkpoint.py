@@ -13,7 +13,7 @@ from mpistrat.tracking import Trackable
 
 __all__ = ["Checkpoint"]
 
-_OWN_ATTRIBUTES = frozenset({"_children", "_dependents", "_on_new_child"})
+_OWN_ATTRIBUTES = frozenset({"_children", "_dependents", "on_new_child"})
 
 
 class Checkpoint(Trackable):
@@ -65,7 +65,7 @@ class Checkpoint(Trackable):
         ContextError
             Inside ``strategy.run``.
         """
-        return save(self.checkpoint_children(), path)
+        return save(self, path)
 
     def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
         """Fill all objects from the file `path`, all or none. **Collective**.

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.checkpoint.carrying import Carried, carried_below
 from mpistrat.checkpoint.format import Header, is_storable
 from mpistrat.checkpoint.json_state import split_state
 from mpistrat.checkpoint.objects import Tree, walk
 from mpistrat.checkpoint.paths import agree_on_path
 from mpistrat.checkpoint.ranks import collectives_for, mpi_library
 from mpistrat.collectives import Collectives
+from mpistrat.tracking import Trackable
 
 __all__ = ["Gathering", "Sink"]
 
@@ -35,14 +37,14 @@ class Sink(Protocol):
 
 
 class Gathering:
-    """The state of `objects`, checked and on its way to rank 0.
+    """The state of the objects below `root`, checked and on its way to rank 0.
 
     Making one is **Collective**: all ranks prove that they have the same objects, and that these
     can be saved.
 
     Parameters
     ----------
-    objects : dict of str to object
+    root : Trackable
     what : str
         The public function, for messages.
     path : path
@@ -59,10 +61,8 @@ class Gathering:
         On every rank, if objects cannot be saved or differ over ranks.
     """
 
-    def __init__(
-        self, objects: Mapping[str, object], what: str, path: str | os.PathLike[str]
-    ) -> None:
-        self._tree = tree = walk(objects)
+    def __init__(self, root: Trackable, what: str, path: str | os.PathLike[str]) -> None:
+        self._tree = tree = walk(root.checkpoint_children())
         self.ranks: Collectives = collectives_for(tree, what)
         self.path = agree_on_path(self.ranks, what, path)
         self._states: dict[str, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
@@ -71,6 +71,8 @@ class Gathering:
             for name, each in tree.stateful.items():
                 self._states[name] = split_state(each.state_dict(), name)
         _check_same_on_all_ranks(self.ranks, what, self.path, tree)
+        # Every rank holds the same, but what is expected may have been said on one alone.
+        self._carried = carried_below(root, tree) if self.ranks.rank == 0 else Carried()
 
     def header(self, step: int) -> Header:
         """Return the attributes of the root group. Local."""
@@ -93,6 +95,10 @@ class Gathering:
             sink.add_state(name, state, list(arrays))
             for key, array in arrays.items():
                 sink.add_variable(f"{name}/{key}", array, {}, True)
+        for name, (array, modes) in self._carried.variables.items():
+            sink.add_variable(name, array, modes, True)
+        for name, (state, keys) in self._carried.states.items():
+            sink.add_state(name, state, keys)
 
 
 def _check_savable(tree: Tree) -> None:

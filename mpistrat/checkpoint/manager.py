@@ -134,17 +134,16 @@ class CheckpointManager:
         with ranks.call("CheckpointManager.save") as call:
             number = _checked_step(given)
             call.agree(number)
-        objects = self._checkpoint.checkpoint_children()
         path = os.path.join(self._directory, file_name(number))
         # Rank 0's clock decides, so that all ranks remove the same files.
         entry = Entry(self._from_root("CheckpointManager.save", time.time), number, path)
         planned = copy.copy(self._retention)
         surplus = planned.add(entry)
         if self._saver is not None:
-            self._saver.begin(objects, path, number, lambda: _remove_all(surplus))
+            self._saver.begin(self._checkpoint, path, number, lambda: _remove_all(surplus))
             self._planned = planned
             return path
-        save(objects, path, number)
+        save(self._checkpoint, path, number)
         self._retention = planned
         with ranks.together("CheckpointManager.save", path):
             if ranks.rank == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from mpistrat.errors import CheckpointMismatchError
 from mpistrat.tracking import Dependent, Trackable
 from mpistrat.variables import Variable
 
-__all__ = ["Restoration"]
+__all__ = ["Restoration", "Waiting"]
 
 
 @dataclass
@@ -34,10 +33,14 @@ class Restoration:
     """JSON state by path that no object has taken yet."""
     restored: set[str] = field(default_factory=set)
     """Paths of the objects that have been filled."""
+    modes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Synchronization, aggregation and trainability by path, on rank 0."""
     variables: dict[str, Variable] = field(default_factory=dict)
     """The variables that have been found, by path: later children may belong to them."""
     waiting: list[PlacedDependent] = field(default_factory=list)
     """Children whose variable has not been found yet."""
+    is_partial: bool = False
+    """Whether what no object has taken is not missed."""
 
     def load_state(self, tree: Tree) -> Callable[[], None]:
         """Fill the stateful objects of `tree` that the file has; return how to undo it. Local.
@@ -86,8 +89,8 @@ class Restoration:
                 self.restored.add(path)
         for path in tree.stateful:
             if path in self.state:
-                for name in self._arrays_below(path):
-                    del self.arrays[name]
+                for key in self.arrays_below(path):
+                    del self.arrays[f"{path}/{key}"]
                 del self.state[path]
                 self.restored.add(path)
         for path, trackable in tree.trackables.items():
@@ -99,9 +102,10 @@ class Restoration:
 
     def wait_for_children(self, path: str, trackable: Trackable) -> None:
         """Fill the children that `trackable` gets from now on. Local."""
-        trackable.call_on_new_child(functools.partial(self._fill_new_child, path))
+        trackable.on_new_child = Waiting(self, path)
 
-    def _fill_new_child(self, prefix: str, name: str, child: object, of: object) -> None:
+    def fill_new_child(self, prefix: str, name: str, child: object, of: object) -> None:
+        """Fill the `child` that the object at the path `prefix` has got. Local."""
         objects = {name: child} if of is None else {}
         dependents = [] if of is None else [(prefix, Dependent(name, child, of))]
         tree = walk(objects, prefix, dependents, self.variables)
@@ -114,15 +118,26 @@ class Restoration:
         self.load_variables(tree)
         self.take(tree)
 
-    def _arrays_below(self, path: str) -> list[str]:
-        return [name for name in self.arrays if name.startswith(f"{path}/")]
+    def arrays_below(self, path: str) -> list[str]:
+        """Return the keys of the arrays that belong to the state `path`. Local."""
+        below = f"{path}/"
+        return [name.removeprefix(below) for name in self.arrays if name.startswith(below)]
 
     def _state_of(self, path: str) -> dict[str, Any]:
-        arrays = {
-            name.removeprefix(f"{path}/"): self.arrays[name].copy()
-            for name in self._arrays_below(path)
-        }
+        arrays = {key: self.arrays[f"{path}/{key}"].copy() for key in self.arrays_below(path)}
         return join_state(copy.deepcopy(self.state[path]), arrays)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Fills the children that an object gets later, where it stood at the path `prefix`."""
+
+    restoration: Restoration
+    prefix: str
+
+    def __call__(self, name: str, child: object, of: object) -> None:
+        """Fill `child`. Local."""
+        self.restoration.fill_new_child(self.prefix, name, child, of)
 
 
 def _ids(variables: dict[str, Variable]) -> set[int]:

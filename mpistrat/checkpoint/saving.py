@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpistrat.arrays import Array
@@ -15,6 +15,7 @@ from mpistrat.checkpoint.gathering import Gathering
 from mpistrat.checkpoint.writer import CheckpointWriter, create_checkpoint
 from mpistrat.collectives import Collectives
 from mpistrat.spans import spanned
+from mpistrat.tracking import Trackable
 
 __all__ = ["save"]
 
@@ -23,14 +24,14 @@ _logger = logging.getLogger("mpistrat")
 
 
 @spanned("checkpoint", _WHAT)
-def save(objects: Mapping[str, object], path: str | os.PathLike[str], step: int = -1) -> str:
-    """Write the state of `objects` to `path`, and return it as a string. **Collective**.
+def save(root: Trackable, path: str | os.PathLike[str], step: int = -1) -> str:
+    """Write the state below `root` to `path`, and return it as a string. **Collective**.
 
     Variables travel one at a time. Where rank 0 fails to write, it still takes part for the
     rest, and the error is raised on every rank at the end.
     """
     began_s = time.perf_counter()
-    gathering = Gathering(objects, _WHAT, path)
+    gathering = Gathering(root, _WHAT, path)
     ranks, target = gathering.ranks, gathering.path
     with _file_of_root(ranks, target, gathering.header(step)) as file:
         gathering.send_to(file)

@@ -28,6 +28,7 @@ class RestoreStatus:
 
     Paths of the file that no object has taken when the checkpoint object goes away are named
     in one warning of the logger ``mpistrat``, unless one of the methods here has been called.
+    Until an object takes them, their values go along into the files that are saved.
     """
 
     def __init__(self, root: Trackable, restoration: Restoration, warns: bool) -> None:
@@ -64,8 +65,13 @@ class RestoreStatus:
         return self
 
     def expect_partial(self) -> RestoreStatus:
-        """Say that paths without a match are meant, so that no warning comes. Local."""
+        """Say that paths without a match are meant. Local.
+
+        No warning comes, and what no object has taken does not go into files that are saved
+        later. Objects that are made later still get their values.
+        """
         self._warning.detach()
+        self._restoration.is_partial = True
         return self
 
     def _unexpected(self) -> list[str]:

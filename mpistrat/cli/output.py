@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
@@ -23,8 +24,11 @@ _NARROWEST = 16
 
 
 def is_terminal() -> bool:
-    """Return whether people read what is printed, rather than programs. Local."""
-    return sys.stdout.isatty()
+    """Return whether people read what is printed, rather than programs. Local.
+
+    The terminals that launchers make for their tasks have no width, and may end in a file.
+    """
+    return sys.stdout.isatty() and shutil.get_terminal_size((0, 0)).columns > 0
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

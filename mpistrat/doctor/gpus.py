@@ -73,7 +73,7 @@ def _no_gpus(facts: Sequence[RankFacts]) -> Finding:
             "gpus",
             f"GPUs are allocated, but {reason}",
             "The replicas compute in host memory.",
-            'pip install "mpistrat[cuda13x]", or "mpistrat[cuda12x]" for an older driver',
+            "pip install cupy-cuda13x, or cupy-cuda12x for an older driver",
         )
     return ok("gpus", f"none; replicas compute in host memory ({reason})")
 

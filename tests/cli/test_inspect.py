@@ -52,6 +52,15 @@ def on_a_terminal(width, *arguments, **variables):
 
 
 @pytest.mark.launches
+def test_a_terminal_without_a_width_is_a_launchers_and_nothing_is_folded(file):
+    piped = subprocess.run(
+        [sys.executable, "-m", "mpistrat", "inspect", file],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert on_a_terminal(0, "inspect", file) == piped.stdout
+
+
+@pytest.mark.launches
 def test_a_terminal_gets_a_tree_that_fits(file):
     wide = on_a_terminal(100, "inspect", file).splitlines()
     (dense,) = (number for number, line in enumerate(wide) if "├── dense" in line)

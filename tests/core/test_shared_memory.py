@@ -156,14 +156,14 @@ def test_who_is_interrupted_before_the_agreement_may_try_again(strategy, rank, s
             reduce(3)
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@pytest.mark.parametrize("op", ["mean", "max"])
 @pytest.mark.parametrize("fill", ["no rank", "rank 0", "all ranks"])
 def test_results_are_right_wherever_they_lie(strategy, rank, size, op, fill):
     if fill == "all ranks" or (fill == "rank 0" and rank == 0):
         pool = strategy.extended.collectives.channel.pool
         held = [pool.take((2**22,), np.dtype(np.uint8)) for _ in range(17)]
         assert len({array.ctypes.data for array in held}) == len(held)
-    for length in (16_383, 16_385, 131_071, 131_073, 262_145, 400_001, 1_048_576, 1_048_577):
+    for length in (16_383, 131_073, 262_145, 1_048_577):
         for dtype in (np.float32, np.float64):
             rows = [np.arange(length, dtype=dtype) % 97 + each for each in range(size)]
             nests = [[row, row[: length // 3] * 2] for row in rows]

@@ -94,6 +94,36 @@ def run_case(case, folder: Path) -> Finished:
     return Finished(done.returncode, ours(done.stderr), text, ended - began)
 
 
+# Runs the program in each folder that is given, and writes down there what this rank catches.
+ONE_AFTER_THE_OTHER = """
+import os, runpy, sys, traceback
+from mpistrat.testing.launch import rank_and_size
+for folder in sys.argv[1:]:
+    os.chdir(folder)
+    caught = "nothing"
+    try:
+        runpy.run_path("program.py")
+    except Exception as error:
+        caught = "".join(traceback.format_exception_only(error))
+    with open(f"caught-{rank_and_size()[0]}", "w") as file:
+        file.write(caught)
+"""
+
+
+def catch_each(cases, folder: Path, ranks: int) -> dict[str, list[str]]:
+    """Run all programs in one job; return what each rank catches of each case, by name."""
+    folders = [folder / str(number) for number in range(len(cases))]
+    for case, each in zip(cases, folders, strict=True):
+        each.mkdir()
+        (each / "program.py").write_text(PRELUDE + case.program)
+    done = launch.run(["-c", ONE_AFTER_THE_OTHER, *folders], ranks, LAUNCH_S)
+    assert (done.returncode, ours(done.stderr)) == (0, "")
+    return {
+        case.name: [(each / f"caught-{rank}").read_text() for rank in range(ranks)]
+        for case, each in zip(cases, folders, strict=True)
+    }
+
+
 def end_processes(folder: Path):
     """Kill the ranks that have outlived their launcher, a stopped one for example."""
     script = os.fsencode(folder / "program.py")
@@ -104,11 +134,15 @@ def end_processes(folder: Path):
                 os.kill(pid, signal.SIGKILL)
 
 
-def places(case):
-    """Return ``{name: "program.py:LINE"}`` of the lines that are marked."""
-    lines = (PRELUDE + MARKS + case.program).split("\n")
-    found = ((re.search(r"#> (\w+)$", line), i) for i, line in enumerate(lines, 1))
-    return {match[1]: f"program.py:{number}" for match, number in found if match}
+def check_words(case, text: str, head: str = PRELUDE):
+    """Assert that `text`, said of the program after `head`, holds all that is expected."""
+    lines = (head + case.program).split("\n")
+    marks = ((re.search(r"#> (\w+)$", line), i) for i, line in enumerate(lines, 1))
+    places = {match[1]: f"program.py:{number}" for match, number in marks if match}
+    for words in case.expected:
+        for name, place in places.items():
+            words = words.replace(f"<{name}>", place)
+        assert words in text, f"{words!r} is not in:\n{text}"
 
 
 def check(case, done: Finished):
@@ -124,7 +158,4 @@ def check(case, done: Finished):
     assert done.after_s < limit_s, f"{done.after_s:.1f} s:\n{done.all_text}"
     assert done.text.count("\n") < 40, done.all_text
     assert done.text.count("Traceback") <= 1, done.all_text
-    for words in case.expected:
-        for name, place in places(case).items():
-            words = words.replace(f"<{name}>", place)
-        assert words in done.text, f"{words!r} is not in:\n{done.all_text}"
+    check_words(case, done.text, PRELUDE + MARKS)

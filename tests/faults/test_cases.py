@@ -1,11 +1,11 @@
-"""Each case of `cases`: it ends in time, with the ranks to blame and the lines of code."""
+"""Each of `cases`: what is said names the ranks to blame and the lines of code, and jobs end."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.faults.cases import CASES
-from tests.faults.running import check, run_case
+from tests.faults.cases import CASES, DISAGREEMENTS
+from tests.faults.running import catch_each, check, check_words, run_case
 
 pytestmark = pytest.mark.launches
 
@@ -34,5 +34,21 @@ def test_case(outcomes, case):
     check(case, outcomes[case.name].result())
 
 
-def test_the_names_of_cases_are_different():
-    assert len({case.name for case in CASES}) == len(CASES) >= 20
+@pytest.fixture(scope="module")
+def caught(tmp_path_factory):
+    """Return what four ranks catch of each disagreement, by name, in one job."""
+    folder = tmp_path_factory.mktemp("disagreements")
+    caught = catch_each(DISAGREEMENTS, folder, 4)
+    assert not list(folder.rglob("*.h5")), "one rank alone has written a file"
+    return caught
+
+
+@pytest.mark.parametrize("case", DISAGREEMENTS, ids=str)
+def test_a_disagreement_is_told_on_every_rank_which_can_go_on(caught, case):
+    assert len(set(caught[case.name])) == 1
+    check_words(case, caught[case.name][0])
+
+
+@pytest.mark.parametrize("cases", [CASES, DISAGREEMENTS])
+def test_the_names_of_cases_are_different(cases):
+    assert len({case.name for case in cases}) == len(cases) >= 20

@@ -24,8 +24,7 @@ def fail(tmp_path, program, ranks=3, limit_s=20, **variables):
     return text
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_an_exception_in_step_on_one_rank(tmp_path, ranks):
+def test_an_exception_in_step_on_one_rank(tmp_path):
     text = fail(
         tmp_path,
         """
@@ -36,9 +35,9 @@ def step():
 for _ in range(3):
     strategy.run(step)
 """,
-        ranks,
+        ranks=2,
     )
-    assert text.startswith(f"mpistrat: rank {ranks - 1} of {ranks} failed at program.py:13:")
+    assert text.startswith("mpistrat: rank 1 of 2 failed at program.py:13:")
     assert text.endswith("ZeroDivisionError: the loss is gone")
 
 
@@ -61,35 +60,6 @@ def test_the_others_are_busy_elsewhere(tmp_path):
         MPISTRAT_EXIT_GRACE_S="1",
     )
     assert "rank 1 of 3 failed at program.py:11:" in text
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "loss.result()",
-        'ms.Checkpoint(loss=loss).write("x.h5")',
-        "with_scope()",
-    ],
-)
-def test_a_collective_behind_if_rank_is_0(tmp_path, call):
-    text = fail(
-        tmp_path,
-        f"""
-def with_scope():
-    with strategy.scope():
-        return ms.Variable(1.0)
-with strategy.scope():
-    loss = ms.metrics.Mean(name="loss")
-if rank == 0:
-    {call}
-strategy.reduce("sum", 1)
-""",
-    )
-    assert "EpochMismatchError: The ranks disagree:" in text
-    assert "ranks 1-2: reduce SUM" in text
-    assert "at program.py:18" in text
-    assert "ranks 0-2 of 3 failed at program.py:" in text
-    assert not (tmp_path / "x.h5").exists()
 
 
 def test_a_healthy_program_ends_quietly_also_when_ranks_end_at_different_times(tmp_path):
@@ -140,12 +110,12 @@ rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
 def test_a_rank_that_fails_before_or_while_it_makes_the_first_strategy(tmp_path, failure):
     script = tmp_path / "program.py"
     script.write_text(BEFORE + f"if rank == 1:\n    {failure}\nms.MPIStrategy()\ntime.sleep(0.1)\n")
-    result = launch.run([script], 3, 20)
+    result = launch.run([script], 2, 20)
     assert result.returncode != 0
     assert result.stderr.count("Traceback") == 1, result.stderr
     if "PMI" in result.stderr or (launch.is_open_mpi() and "early" in failure):
         return  # without MPI, a rank of Open MPI is ended by its launcher
-    assert "rank 1 of 3 failed at program.py:6:" in result.stderr
+    assert "rank 1 of 2 failed at program.py:6:" in result.stderr
 
 
 def test_ranks_are_those_of_the_largest_group(tmp_path):
@@ -202,12 +172,11 @@ strategy.run(step)
     )
 
 
-@pytest.mark.parametrize("ending", ["", 'raise KeyError("after")'])
-def test_dropped_handles_touch_no_memory_that_is_used_again(tmp_path, ending):
+def test_dropped_handles_touch_no_memory_that_is_used_again(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
         PRELUDE
-        + f"""
+        + """
 def drop():
     for _ in range(3):
         ms.get_replica_context().start_all_reduce("sum", np.ones(2_000_000))
@@ -219,15 +188,14 @@ junk = [np.full(2_000_000, 7.0) for _ in range(5)]
 time.sleep(0.5)
 assert all((each == 7).all() for each in junk)
 print("done")
-{ending}
+raise KeyError("after")
 """
     )
     result = launch.run([script], 3, 60)
     assert result.stdout.split() == ["done"] * 3, result.stderr
     assert result.stderr.count("dropped without wait()") >= 1
-    if ending:
-        assert result.returncode != 0
-        assert "KeyError: 'after'" in result.stderr
+    assert result.returncode != 0
+    assert "KeyError: 'after'" in result.stderr
 
 
 def test_the_limit_holds_for_the_first_strategy_too(tmp_path):

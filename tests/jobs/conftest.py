@@ -57,11 +57,3 @@ def digits(tmp_path_factory):
 @pytest.fixture
 def job(digits, tmp_path):
     return Job(digits, tmp_path / "runs" / "digits")
-
-
-@pytest.fixture(scope="module")
-def finished(digits, tmp_path_factory):
-    """Return a job that has trained with its defaults on 2 ranks, and is only looked at."""
-    job = Job(digits, tmp_path_factory.mktemp("finished") / "runs" / "digits")
-    job.accuracy = job.train()
-    return job

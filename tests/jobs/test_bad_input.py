@@ -16,11 +16,19 @@ pytestmark = [pytest.mark.launches, pytest.mark.timeout(200)]
 LIMIT_S = 60
 
 
+@pytest.fixture(scope="module")
+def earlier(digits, tmp_path_factory):
+    """Return a job that has trained, and is only looked at."""
+    job = Job(digits, tmp_path_factory.mktemp("earlier") / "runs" / "digits")
+    job.train("--epochs", 2, ranks=1)
+    return job
+
+
 @pytest.fixture
-def job(finished, tmp_path):
+def job(earlier, tmp_path):
     """Return a job whose data may be spoiled and whose folder holds an earlier run."""
-    shutil.copytree(finished.output.parent, tmp_path / "runs")
-    shutil.copy(finished.data, tmp_path / "digits.h5")
+    shutil.copytree(earlier.output.parent, tmp_path / "runs")
+    shutil.copy(earlier.data, tmp_path / "digits.h5")
     return Job(tmp_path / "digits.h5", tmp_path / "runs" / "digits")
 
 
@@ -101,19 +109,19 @@ def test_an_output_folder_that_cannot_be_written(job, ranks):
 
 def test_resuming_with_a_checkpoint_of_another_model(job):
     layers = [{"kernel": ms.Variable(np.zeros((64, 32), np.float32))}]
-    path = job.output / "checkpoint-31.h5"
+    path = job.output / "checkpoint-3.h5"
     ms.Checkpoint(model={"layers": layers}).write(path)
     assert_refused(job, "--resume", because="(64, 32)")
 
 
 def test_resuming_with_a_checkpoint_of_part_of_the_model(job):
-    with h5py.File(job.output / "checkpoint-30.h5", "a") as file:
+    with h5py.File(job.output / "checkpoint-2.h5", "a") as file:
         del file["variables/model/layers/2"]
     assert_refused(job, "--resume", because="model/layers/2/kernel")
 
 
 def test_resuming_with_a_damaged_checkpoint(job):
-    os.truncate(job.output / "checkpoint-30.h5", 1000)
+    os.truncate(job.output / "checkpoint-2.h5", 1000)
     assert_refused(job, "--resume", because="truncated")
 
 

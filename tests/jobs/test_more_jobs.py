@@ -141,7 +141,7 @@ class TestTorchDigits:
         path = {"PYTHONPATH": str(tmp_path)}
         done = launch.run([ROOT / "jobs" / "torch_digits.py"], env=path)
         assert done.returncode == 1
-        assert done.stderr == "torch_digits.py needs PyTorch: pip install 'mpistrat[torch]'\n"
+        assert done.stderr == "torch_digits.py needs PyTorch: pip install torch\n"
 
 
 class TestHeatInverse:

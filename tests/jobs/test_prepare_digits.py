@@ -3,7 +3,6 @@
 import h5py
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from mpistrat.testing import launch
 from tests.jobs.conftest import PREPARE
@@ -12,6 +11,8 @@ pytestmark = pytest.mark.launches
 
 
 def test_every_digit_is_in_one_part_with_its_label(digits):
+    from sklearn.datasets import load_digits  # which takes seconds
+
     with h5py.File(digits) as file:
         images = np.concatenate([file["train/image"][:], file["test/image"][:]])
         labels = np.concatenate([file["train/label"][:], file["test/label"][:]])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mpistrat.testing import launch
+from tests.jobs.conftest import Job
 
 PYTHON = os.path.realpath(sys.executable)
 
@@ -34,6 +35,19 @@ def assert_equal_bits(path, other):
         assert np.asarray(value).tobytes() == np.asarray(theirs[name]).tobytes(), name
 
 
+@pytest.fixture(scope="module")
+def finished(digits, tmp_path_factory):
+    """Return a job that has trained with its defaults on 2 ranks, and is only looked at."""
+    job = Job(digits, tmp_path_factory.mktemp("finished") / "runs" / "digits")
+    job.accuracy = job.train()
+    return job
+
+
+def losses(job):
+    """Return the losses on the training and the test part, for each epoch."""
+    return [(row["loss"], row["test_loss"]) for row in job.rows()]
+
+
 def test_it_learns_the_digits(finished):
     assert finished.accuracy >= 0.95
     assert finished.accuracy == pytest.approx(finished.rows()[-1]["test_accuracy"], abs=1e-4)
@@ -48,34 +62,23 @@ def test_it_leaves_checkpoints_and_the_learning_curve(finished):
 
 
 def test_the_loss_curve_is_the_same_on_any_number_of_ranks(digits, tmp_path, finished):
-    expected = [row["loss"] for row in finished.rows()]
+    expected = losses(finished)[:6]
     for ranks in (1, 3, 4):
-        job = type(finished)(digits, tmp_path / str(ranks) / "digits")
-        assert job.train(ranks=ranks) >= 0.95
-        loss = [row["loss"] for row in job.rows()]
-        np.testing.assert_allclose(loss, expected, rtol=1e-4)
-        shutil.rmtree(job.output)
+        job = Job(digits, tmp_path / str(ranks) / "digits")
+        job.train("--epochs", 6, ranks=ranks)
+        np.testing.assert_allclose(losses(job), expected, rtol=1e-4)
 
 
-def test_the_loss_curve_is_the_same_where_ranks_have_empty_slices(job, tmp_path):
+@pytest.mark.parametrize("batch_norm", ["none", "synchronized"])
+def test_the_loss_curve_is_the_same_where_ranks_have_empty_slices(job, tmp_path, batch_norm):
     # 1,437 examples in batches of 359: the last batch has one example, for one rank of three.
+    options = ("--epochs", 3, "--batch-size", 359, "--batch-norm", batch_norm)
     curves = []
     for ranks in (1, 3):
         job.output = tmp_path / str(ranks) / "digits"
-        job.train("--epochs", 5, "--batch-size", 359, ranks=ranks)
-        curves.append([row["loss"] for row in job.rows()])
-    np.testing.assert_allclose(*curves, rtol=1e-4)
-
-
-def test_synchronized_batch_norm_has_one_loss_curve_on_any_number_of_ranks(job, tmp_path):
-    # The last batch has one example, so that on three ranks two have empty slices.
-    options = ("--epochs", 4, "--batch-size", 359, "--batch-norm", "synchronized")
-    curves = []
-    for ranks in (1, 2, 3, 4):
-        job.output = tmp_path / str(ranks) / "digits"
         job.train(*options, ranks=ranks)
-        curves.append([(row["loss"], row["test_loss"]) for row in job.rows()])
-        np.testing.assert_allclose(curves[-1], curves[0], rtol=1e-4)
+        curves.append(losses(job))
+    np.testing.assert_allclose(*curves, rtol=1e-4)
 
 
 def test_batch_norm_per_replica_learns_and_resumes(job):
@@ -97,20 +100,16 @@ def test_a_log_file_has_one_plain_line_per_epoch(job):
         assert "s left" in line
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(job, tmp_path):
-    options = ("--epochs", 40)
-    killed = launch.Launched(job.command(*options), ranks=3)
-    killed.wait_for_output("epoch  3/40")
+def test_a_killed_run_goes_on_to_the_same_bits(job, finished):
+    killed = launch.Launched(job.command(), ranks=2)
+    killed.wait_for_output("epoch  3/30")
     killed.kill()
-    assert not (job.output / "checkpoint-40.h5").exists()
-    done = job.run(*options, "--resume", ranks=3)
+    assert not (job.output / "checkpoint-30.h5").exists()
+    done = job.run("--resume")
     assert done.returncode == 0, done.stderr
     assert "goes on from" in done.stdout
-
-    whole = type(job)(job.data, tmp_path / "whole" / "digits")
-    whole.train(*options, ranks=3)
-    assert_equal_bits(job.output / "checkpoint-40.h5", whole.output / "checkpoint-40.h5")
-    assert job.rows() == whole.rows()
+    assert_equal_bits(job.output / "checkpoint-30.h5", finished.output / "checkpoint-30.h5")
+    assert job.rows() == finished.rows()
 
 
 def test_a_preempted_run_goes_on_in_the_middle_of_the_epoch(job, finished):
@@ -125,28 +124,22 @@ def test_a_preempted_run_goes_on_in_the_middle_of_the_epoch(job, finished):
     assert job.rows() == finished.rows()
 
 
-def test_resuming_goes_on_on_another_number_of_ranks(job, tmp_path):
+def test_resuming_goes_on_on_another_number_of_ranks(job, finished):
     job.train("--epochs", 3, ranks=2)
     job.train("--epochs", 6, "--resume", ranks=3)
-    whole = type(job)(job.data, tmp_path / "whole" / "digits")
-    whole.train("--epochs", 6)
-    ours, theirs = ([row["loss"] for row in each.rows()] for each in (job, whole))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    np.testing.assert_allclose(losses(job), losses(finished)[:6], rtol=1e-4)
 
 
-def test_resuming_without_a_run_starts_one(job):
-    job.train("--epochs", 1, "--resume")
-    assert len(job.rows()) == 1
-
-
-def test_resuming_a_finished_run_prints_its_accuracy(job):
-    accuracy = job.train("--epochs", 2)
+def test_resuming_starts_a_run_where_there_is_none_and_prints_the_accuracy_of_a_finished_one(job):
+    accuracy = job.train("--epochs", 2, "--resume")
+    assert len(job.rows()) == 2
     assert job.train("--epochs", 2, "--resume") == accuracy
 
 
-def test_a_new_run_moves_the_earlier_one_aside(job):
-    job.train("--epochs", 2)
+def test_a_new_run_with_another_seed_moves_the_earlier_one_aside(job):
+    job.train("--epochs", 1)
     before = {path.name: digest for path, digest in job.files().items()}
+    first = job.rows()
     done = job.run("--epochs", 1, "--seed", 7)
     assert done.returncode == 0, done.stderr
     assert "moved the earlier run" in done.stdout
@@ -154,12 +147,6 @@ def test_a_new_run_moves_the_earlier_one_aside(job):
     after = {path.name: digest for path, digest in job.files().items() if path.parent == aside}
     assert after == before
     assert len(job.rows()) == 1
-
-
-def test_another_seed_gives_another_run(job):
-    job.train("--epochs", 1)
-    first = job.rows()
-    job.train("--epochs", 1, "--seed", 1)
     assert job.rows() != first
 
 

@@ -12,7 +12,7 @@ from tests import ROOT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
 
-EPOCHS = 40
+EPOCHS = 24
 
 
 @pytest.fixture

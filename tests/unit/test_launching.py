@@ -1,5 +1,6 @@
 """What launchers say to their ranks, and how a rank starts a new world."""
 
+import os
 import sys
 
 import pytest
@@ -113,7 +114,7 @@ def test_numbers_that_cannot_be_read_are_passed_over(text):
         ("MPICH Version: 5.0.2", "srun --mpi=pmi2 (MPICH)"),
         ("Open MPI v5.0.11, package: x", "srun --mpi=pmix (Open MPI)"),
         ("MPI VERSION : CRAY MPICH version 8.1.30", "srun --mpi=cray_shasta (Cray MPICH)"),
-        ("Intel(R) MPI Library 2021.13 for Linux", "srun --mpi=pmi2 (Intel MPI)"),
+        ("Intel(R) MPI Library 2021.13 for Linux", "srun --mpi=pmi2 (Intel MPI, with I_MPI_PMI"),
         ("MVAPICH Version: 4.0", "srun --mpi=pmi2 (MVAPICH)"),
         ("Another MPI 1.0", "--mpi=pmi2 is for MPICH"),
     ],
@@ -127,3 +128,17 @@ def test_pmix_alone_is_told_from_pmi_beside_it():
     assert find_launcher({**SRUN, **pmix}).has_only_pmix
     assert not find_launcher({**SRUN, **pmix, "PMI_FD": "11"}).has_only_pmix
     assert not find_launcher(SRUN).has_only_pmix
+
+
+def test_the_child_of_a_task_is_told_from_the_task():
+    own, other = os.pipe()
+    try:
+        assert not find_launcher({**SRUN, "PMI_FD": str(own)}).is_inherited
+    finally:
+        os.close(own)
+        os.close(other)
+    assert not find_launcher(SRUN).is_inherited
+    for text in (str(own), "none"):
+        child = find_launcher({**SRUN, "PMI_FD": text})
+        assert child.is_inherited
+        assert "env -u PMI_FD" in child.remedy("MPICH Version: 5.0")
