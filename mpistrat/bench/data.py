@@ -23,7 +23,7 @@ from mpistrat.bench.benchmark import (
     text,
     time,
 )
-from mpistrat.bench.data_files import BATCH_SIZE, FILES, NUM_EXAMPLES, write_files
+from mpistrat.bench.data_files import BATCH_SIZE, FILES, write_files
 from mpistrat.bench.data_peers import NUM_FANCY, NUM_LOADED, fancy_reads, loader_reads, scan
 from mpistrat.bench.pictures import Bars
 from mpistrat.bench.timing import Timings, take_turns
@@ -35,6 +35,7 @@ __all__ = ["BENCHMARK"]
 _SCAN, _SLICES = "h5py, scan, gzip", "h5py, scan, contiguous"
 _LOADER = "torch DataLoader, shuffled, 2 workers, gzip"
 _STEPS = "steps"
+_NUM_EXAMPLES = 20_000
 _NUM_STEPS, _WIDTH = 40, 512
 
 
@@ -50,7 +51,7 @@ def measure(choices: Choices) -> Findings:
         folder = Path(collectives.broadcast_json(own))
         with collectives.together("bench data"):
             if collectives.rank == 0:
-                write_files(folder)
+                write_files(folder, _NUM_EXAMPLES)
         paths = {name: folder / f"{name}.h5" for name in FILES}
         calls, lengths = _candidates(strategy, paths, collectives.rank)
         timings = take_turns(calls, collectives, choices.num_samples)
@@ -69,7 +70,7 @@ def _candidates(
     calls: dict[str, Callable[[], object]] = {}
     lengths: dict[str, int] = {}
 
-    def add(name: str, call: Callable[[], object], length: int = NUM_EXAMPLES) -> None:
+    def add(name: str, call: Callable[[], object], length: int = _NUM_EXAMPLES) -> None:
         calls[name], lengths[name] = call, length
 
     def alone(call: Callable[[], object]) -> Callable[[], object]:
@@ -134,8 +135,8 @@ def _row(name: str, num_examples: int, timings: Timings) -> Row:
     return {
         "what": name,
         "examples_per_s": num_examples / timings.median_s(name),
-        "rate_over_scan": timings.median_ratio(base, name) * num_examples / NUM_EXAMPLES,
-        "pass_s": timings.median_s(name) * NUM_EXAMPLES / num_examples,
+        "rate_over_scan": timings.median_ratio(base, name) * num_examples / _NUM_EXAMPLES,
+        "pass_s": timings.median_s(name) * _NUM_EXAMPLES / num_examples,
     }
 
 

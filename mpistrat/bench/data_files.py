@@ -8,15 +8,14 @@ import numpy as np
 
 from mpistrat.hdf5 import h5py
 
-__all__ = ["BATCH_SIZE", "FILES", "NUM_EXAMPLES", "write_files"]
+__all__ = ["BATCH_SIZE", "FILES", "write_files"]
 
-NUM_EXAMPLES = 20_000
 BATCH_SIZE = 256
 FILES = ("gzip", "contiguous")
 _SIDE, _CHUNK = 32, 64
 
 
-def write_files(folder: Path) -> None:
+def write_files(folder: Path, num_examples: int) -> None:
     """Write the same images chunked and compressed, and in one piece. Local.
 
     Waves of random length and direction in 32 steps of brightness: about as compressible as
@@ -24,13 +23,14 @@ def write_files(folder: Path) -> None:
     """
     rng = np.random.default_rng(0)
     y, x = np.mgrid[:_SIDE, :_SIDE]
-    image = np.empty((NUM_EXAMPLES, _SIDE, _SIDE, 3), np.uint8)
-    for first in range(0, NUM_EXAMPLES, 1000):
-        a, b = rng.random((2, 1000, 1, 1)) / 2
-        color = rng.random((1000, 1, 1, 3))
+    image = np.empty((num_examples, _SIDE, _SIDE, 3), np.uint8)
+    for first in range(0, num_examples, 1000):
+        count = min(1000, num_examples - first)
+        a, b = rng.random((2, count, 1, 1)) / 2
+        color = rng.random((count, 1, 1, 3))
         waves = 128 + 60 * np.sin(a * x + b * y)[..., None] * color
-        image[first : first + 1000] = waves.astype(np.uint8) // 8 * 8
-    label = rng.integers(0, 10, NUM_EXAMPLES)
+        image[first : first + count] = waves.astype(np.uint8) // 8 * 8
+    label = rng.integers(0, 10, num_examples)
     for name in FILES:
         with h5py().File(folder / f"{name}.h5", "w") as file:
             options = {"chunks": (_CHUNK, *image.shape[1:]), "compression": "gzip"}

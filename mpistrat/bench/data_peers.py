@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.bench.data_files import BATCH_SIZE, NUM_EXAMPLES
+from mpistrat.bench.data_files import BATCH_SIZE
 from mpistrat.hdf5 import h5py
 from mpistrat.tensors import import_torch
 
@@ -26,16 +26,16 @@ def scan(path: Path) -> None:
     """Read all batches in the order of the file, by plain slices of h5py. Local."""
     with h5py().File(path, "r") as file:
         image, label = file["image"], file["label"]
-        for first in range(0, NUM_EXAMPLES, BATCH_SIZE):
+        for first in range(0, len(image), BATCH_SIZE):
             image[first : first + BATCH_SIZE]
             label[first : first + BATCH_SIZE]
 
 
 def fancy_reads(path: Path) -> None:
     """Read random batches by index arrays, sorted as h5py wants them. Local."""
-    order = np.random.default_rng(0).permutation(NUM_EXAMPLES)[:NUM_FANCY]
     with h5py().File(path, "r") as file:
         image, label = file["image"], file["label"]
+        order = np.random.default_rng(0).permutation(len(image))[:NUM_FANCY]
         for first in range(0, NUM_FANCY, BATCH_SIZE):
             rows = np.sort(order[first : first + BATCH_SIZE])
             image[rows]
@@ -56,8 +56,9 @@ class _Examples:
         file = self._files.get(os.getpid())
         if file is None:
             file = self._files[os.getpid()] = h5py().File(self._path, "r")
-        row = number * (NUM_EXAMPLES // NUM_LOADED)
-        return file["image"][row], file["label"][row]
+        image, label = file["image"], file["label"]
+        row = number * len(image) // NUM_LOADED
+        return image[row], label[row]
 
 
 def loader_reads(path: Path) -> Callable[[], None] | None:

@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from mpistrat import nests, values
-from mpistrat.arrays import Device, is_array, is_number, place
+from mpistrat import values
+from mpistrat.arrays import Device
 from mpistrat.data.feeds import Feed
 from mpistrat.data.iterators import ElementIterator
 from mpistrat.data.position import Position
+from mpistrat.data.transfer import transfer_to
 from mpistrat.errors import EpochError
 
 if TYPE_CHECKING:
@@ -62,30 +63,26 @@ class DistributedDataset:
         return ElementIterator(self._placed(pass_number, start), on_step)
 
     def _placed(self, pass_number: int, start: int) -> Generator[Any, None, None]:
-        elements = self._feed.elements(pass_number, start)
-        with contextlib.closing(elements):
-            while True:
-                try:
-                    element = nests.map_nest(self._place, next(elements))
-                except StopIteration:
-                    return
-                except EpochError:
-                    raise
-                except Exception as error:
-                    self._tell(error)
-                    raise
-                yield values.per_replica(element)
+        with contextlib.closing(transfer_to(self._device)) as transfer:
+            elements = self._feed.elements(pass_number, start, transfer.begin)
+            with contextlib.closing(elements):
+                while True:
+                    try:
+                        # No name for the element, which would keep it in memory until the next.
+                        yield values.per_replica(transfer.end(next(elements)))
+                    except StopIteration:
+                        return
+                    except EpochError:
+                        raise
+                    except Exception as error:
+                        self._tell(error)
+                        raise
 
     def _tell(self, error: Exception) -> None:
         """Let the other ranks know of an error here: they would wait for this rank. Collective."""
         # What comes of it on this rank is no news beside the error itself.
         with contextlib.suppress(Exception), self._collectives.call("next batch"):
             raise error
-
-    def _place(self, leaf: Any) -> Any:
-        if self._device is None or not (is_array(leaf) or is_number(leaf)):
-            return leaf
-        return place(leaf, self._device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the pass, and how many of its batches were handed out. Local.

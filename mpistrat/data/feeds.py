@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.pipeline import Pipeline, Prepare
 from mpistrat.data.signature import position_layout
 from mpistrat.data.spec import empty_batch, open_batch
 from mpistrat.errors import DataError
@@ -37,8 +37,10 @@ class Feed(Protocol):
     def layout(self) -> dict[str, Any]:
         """What must be the same for a position within a pass to be valid again: JSON values."""
 
-    def elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
-        """Return the elements of a pass from element `start` on, in host memory."""
+    def elements(
+        self, pass_number: int, start: int, prepare: Prepare
+    ) -> Generator[Any, None, None]:
+        """Return what `prepare` makes of the elements of a pass from element `start` on."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,11 @@ class SplitFeed:
         """Nothing of the ranks: the batches are the same at any number of them."""
         return position_layout(self.pipeline)
 
-    def elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
+    def elements(
+        self, pass_number: int, start: int, prepare: Prepare
+    ) -> Generator[Any, None, None]:
         """Return the parts of this rank. Local."""
-        return self.pipeline.elements(pass_number, start, self.size, self.rank)
+        return self.pipeline.elements(pass_number, start, self.size, self.rank, prepare)
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,12 @@ class OwnFeed:
         batches = {} if batch is None else {"replica_batch_size": batch.batch_size}
         return {"num_replicas": self.size} | batches | {"order": self.order}
 
-    def elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
+    def elements(
+        self, pass_number: int, start: int, prepare: Prepare
+    ) -> Generator[Any, None, None]:
         """Return the batches of this rank. Collective where the length is not certain."""
         nothing: Any = None
-        with closing(self.pipeline.elements(pass_number, start)) as own:
+        with closing(self.pipeline.elements(pass_number, start, prepare=prepare)) as own:
             for _ in self._steps(start):
                 if self.take is None:
                     element = next(own, None)
@@ -117,7 +123,8 @@ class OwnFeed:
                     if not has_any_rank:
                         return
                 if element is None:
-                    nothing = empty_batch(self.element_spec) if nothing is None else nothing
+                    if nothing is None:
+                        nothing = prepare(empty_batch(self.element_spec))
                     yield nothing
                 else:
                     yield element

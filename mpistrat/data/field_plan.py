@@ -60,7 +60,7 @@ class FieldPlan:
         Parameters
         ----------
         files, rows : ndarray of int
-            The file of each row, and its number within the file.
+            The file of each row, or of all, and their numbers within the file.
         """
         chunks, within = np.divmod(rows, self.rows_per_chunk[files])
         return chunks + self._first_chunk[files], within

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -22,9 +22,6 @@ from mpistrat.data.threads import num_decoding_threads
 from mpistrat.errors import DataError
 
 __all__ = ["Hdf5Reader"]
-
-_PIECE_ROWS = 256
-"""Announced rows are given up in pieces of so many, once they have been read."""
 
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
 """What h5py raises."""
@@ -55,20 +52,19 @@ class Hdf5Reader:
         self._pool = ThreadPoolExecutor(num_decoding_threads(), "mpistrat-decode")
         self._pid = os.getpid()
         self._plans = plan_fields(catalog, window_rows)
-        self._row_sizes = catalog.row_sizes
-        self._all = list(range(len(self._row_sizes)))
-        self._empty = [field for field, size in enumerate(self._row_sizes) if not size]
-        self._filled = [field for field, size in enumerate(self._row_sizes) if size]
+        specs = [layout.spec for layout in catalog.files[0].layouts]
+        self._specs = [(spec.known_shape, spec.dtype) for spec in specs]
+        self._filled = [field for field, size in enumerate(catalog.row_sizes) if size]
         self._chunked = [
             field
             for field in self._filled
             if any(file.layouts[field].is_chunked for file in catalog.files)
         ]
-        self._unchunked = [field for field in self._filled if field not in self._chunked]
+        # In disorder data without chunks are read in blocks, which are treated like chunks.
+        self._announced = self._filled if window_rows else self._chunked
+        self._sliced = [field for field in self._filled if field not in self._announced]
         self._stores: dict[int, ChunkStore] = {}
-        # Announced pieces: how many rows, and for each field with chunks in use, which.
-        self._expected: deque[tuple[int, dict[int, list[int]]]] = deque()
-        self._num_read = 0
+        self._num_announced = 0
         widest = self._plans[catalog.widest]
         if window_rows or self._chunked:
             self.lookahead_rows = max(widest.num_slots * widest.rows_per_slot * 4 // 9, 1)
@@ -78,17 +74,10 @@ class Hdf5Reader:
     def expect(self, block: Block) -> None:
         """Note that the rows `block` are going to be read, after those noted before. Local."""
         self._check_process()
-        numbers = np.asarray(block, np.int64)
-        for first in range(0, len(numbers), _PIECE_ROWS):
-            piece = numbers[first : first + _PIECE_ROWS]
-            by_chunks = self._sliced_and_gathered(piece)[1]
-            files, rows = self._locate(piece)
-            needs: dict[int, list[int]] = {}
-            for field in by_chunks:
-                chunks, _ = self._plans[field].locate(files, rows)
-                needs[field] = list(dict.fromkeys(chunks.tolist()))
-                self._store(field).announce(needs[field])
-            self._expected.append((len(piece), needs))
+        files, rows = self._locate(np.asarray(block, np.int64))
+        for field in self._announced:
+            self._store(field).announce(self._plans[field].locate(files, rows)[0])
+        self._num_announced += len(rows)
 
     def read(self, block: Block) -> Any:
         """Return the examples `block`, as a nest of arrays of shape ``(len(block), *shape)``.
@@ -102,28 +91,38 @@ class Hdf5Reader:
         """
         self._check_process()
         numbers = np.asarray(block, np.int64)
-        by_slices, by_chunks = self._sliced_and_gathered(numbers)
-        outputs = self._slices(numbers, by_slices) if by_slices else {}
-        if by_chunks:
-            files, rows = self._locate(numbers)
-            for field in by_chunks:
-                outputs[field] = self._gathered(field, files, rows)
-        for field in self._all if not len(numbers) else self._empty:
-            if field not in outputs:
-                spec = self._catalog.files[0].layouts[field].spec
-                outputs[field] = np.empty((len(numbers), *spec.known_shape), spec.dtype)
-        self._release(len(numbers))
-        return nests.unflatten(self._catalog.structure, map(outputs.__getitem__, sorted(outputs)))
+        outputs: dict[int, np.ndarray] = {}
+        if len(numbers):
+            if self._sliced and _is_run(numbers):
+                outputs = self._slices(numbers, self._sliced)
+            if len(outputs) < len(self._filled):
+                self._gather(numbers, outputs)
+        leaves = []
+        for field, (shape, dtype) in enumerate(self._specs):
+            leaf = outputs.get(field)
+            leaves.append(np.empty((len(numbers), *shape), dtype) if leaf is None else leaf)
+        return nests.unflatten(self._catalog.structure, leaves)
 
-    def _sliced_and_gathered(self, numbers: np.ndarray) -> tuple[list[int], list[int]]:
-        """Return the fields to read by slices, and those to pick from chunks."""
-        if not len(numbers):
-            return [], []
-        is_run = _is_run(numbers)
-        return (self._unchunked, self._chunked) if is_run else ([], self._filled)
+    def _gather(self, numbers: np.ndarray, outputs: dict[int, np.ndarray]) -> None:
+        """Add the fields that are missing in `outputs`, picked from their chunks."""
+        files, rows = self._locate(numbers)
+        are_announced = self._num_announced > 0
+        for field in self._filled:
+            if field in outputs:
+                continue
+            chunks, within = self._plans[field].locate(files, rows)
+            shape, dtype = self._specs[field]
+            outputs[field] = np.empty((len(rows), *shape), dtype)
+            store = self._store(field)
+            store.take(chunks, within, outputs[field])
+            if are_announced and field in self._announced:
+                store.release(chunks)
+        self._num_announced -= len(rows) * are_announced
 
     def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the file of each example, and its row there."""
+        """Return the file of each example, or of all, and their rows there."""
+        if len(self._starts) == 2:
+            return np.zeros((), np.intp), numbers
         files = np.searchsorted(self._offsets, numbers, "right") - 1
         return files, numbers - self._offsets[files]
 
@@ -150,29 +149,22 @@ class Hdf5Reader:
         except _READ_ERRORS as reason:
             raise self._named(reason, file, field, start, stop) from reason
 
-    def _gathered(self, field: int, files: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return rows of one field, picked from its chunks."""
-        spec = self._catalog.files[0].layouts[field].spec
-        output = np.empty((len(rows), *spec.known_shape), spec.dtype)
-        self._store(field).take(*self._plans[field].locate(files, rows), output)
-        return output
-
     def _store(self, field: int) -> ChunkStore:
         """Return the decoded chunks of a field; they take memory from the first use on."""
         store = self._stores.get(field)
         if store is None:
-            plan, spec = self._plans[field], self._catalog.files[0].layouts[field].spec
-            shape = (plan.rows_per_slot, *spec.known_shape)
+            plan, (shape, dtype) = self._plans[field], self._specs[field]
+            slot_shape = (plan.rows_per_slot, *shape)
             load = partial(self._begin_to_load, field)
             store = self._stores[field] = ChunkStore(
-                plan.num_chunks, plan.num_slots, shape, spec.dtype, load
+                plan.num_chunks, plan.num_slots, slot_shape, dtype, load
             )
         return store
 
-    def _begin_to_load(self, field: int, chunks: list[tuple[int, np.ndarray]]) -> Future[None]:
+    def _begin_to_load(self, field: int, chunks: Sequence[tuple[int, np.ndarray]]) -> Future[None]:
         return self._pool.submit(self._load_all, field, chunks)
 
-    def _load_all(self, field: int, chunks: list[tuple[int, np.ndarray]]) -> None:
+    def _load_all(self, field: int, chunks: Sequence[tuple[int, np.ndarray]]) -> None:
         """Fill the slots of some chunks. Runs in a thread of the pool."""
         for chunk, slot in chunks:
             self._load(field, chunk, slot)
@@ -201,15 +193,6 @@ class Hdf5Reader:
             f"{self._catalog.files[file].path} cannot be read: {reason}. The file is damaged, "
             "or it changed after the data set was made."
         )
-
-    def _release(self, num_rows: int) -> None:
-        """Give up the announced pieces that have been read whole."""
-        self._num_read += num_rows
-        while self._expected and self._expected[0][0] <= self._num_read:
-            num_expected, needs = self._expected.popleft()
-            self._num_read -= num_expected
-            for field, chunks in needs.items():
-                self._store(field).release(chunks)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+
+import numpy as np
 
 from mpistrat.data.order import Block, Reader
 
 __all__ = ["look_ahead"]
 
+_ROWS_AT_A_TIME = 2**12
+"""Rows of several batches are told at a time, or telling keeps the threads from decoding."""
+
 
 def look_ahead(
-    blocks: Iterator[Block], reader: Reader, rows_of: Callable[[Block], Iterable[Block]]
+    blocks: Iterator[Block], reader: Reader, rows_of: Callable[[Block], list[Block]]
 ) -> Iterator[Block]:
     """Yield `blocks`, of which `reader` knows as many rows in advance as it wants to. Local.
 
@@ -26,17 +31,23 @@ def look_ahead(
     ahead: deque[tuple[Block, int]] = deque()
     num_rows = 0
     while True:
+        news: list[Block] = []
+        num_new = 0
         while not ahead or num_rows < reader.lookahead_rows:
             block = next(blocks, None)
             if block is None:
                 break
-            count = 0
-            if reader.lookahead_rows:
-                for rows in rows_of(block):
-                    reader.expect(rows)
-                    count += len(rows)
+            parts = rows_of(block) if reader.lookahead_rows else []
+            count = sum(map(len, parts))
             ahead.append((block, count))
             num_rows += count
+            news += parts
+            num_new += count
+            if num_new >= _ROWS_AT_A_TIME:
+                reader.expect(np.concatenate(news))
+                news, num_new = [], 0
+        if news:
+            reader.expect(np.concatenate(news))
         if not ahead:
             return
         block, count = ahead.popleft()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,15 @@ from mpistrat.data.spec import batched, open_batch, spec_of, with_room_for_text
 from mpistrat.data.transforms import Batch, Map, Prefetch
 from mpistrat.errors import DataError
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "Prepare"]
+
+Prepare = Callable[[Any], Any]
+"""Takes a batch in host memory, and may begin to bring it elsewhere."""
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -109,7 +117,12 @@ class Pipeline:
         return next((block[:1] for block in blocks if len(block)), np.empty(0, np.int64))
 
     def elements(
-        self, pass_number: int, start: int = 0, size: int = 1, rank: int = 0
+        self,
+        pass_number: int,
+        start: int = 0,
+        size: int = 1,
+        rank: int = 0,
+        prepare: Prepare = _as_it_is,
     ) -> Generator[Any, None, None]:
         """Return the elements of a pass: of each batch, the part of `rank`. Local.
 
@@ -120,13 +133,15 @@ class Pipeline:
             How many elements to pass over, without reading them.
         size, rank : int
             Into how many parts each batch is split, and which of them to return.
+        prepare : callable
+            Applied to each batch once it is there, by the thread that runs ahead if one does.
         """
-        elements = self._elements(pass_number, start, size, rank)
+        elements = self._elements(pass_number, start, size, rank, prepare)
         ahead = max((s.num_elements for s in self.steps if isinstance(s, Prefetch)), default=0)
         return in_background(elements, ahead) if ahead else elements
 
     def _elements(
-        self, pass_number: int, start: int, size: int, rank: int
+        self, pass_number: int, start: int, size: int, rank: int, prepare: Prepare
     ) -> Generator[Any, None, None]:
         """Return `elements` without prefetching."""
         layout = self.source.layout
@@ -151,7 +166,7 @@ class Pipeline:
                 else:
                     for batch_number, items in enumerate(block, number):
                         part = sharding.slice_of_rank(len(items), size, rank)
-                        yield make.batch(items, part, batch_number * batch.batch_size)
+                        yield prepare(make.batch(items, part, batch_number * batch.batch_size))
                 number += len(block)
 
     def _maker(self, reader: Reader, pass_number: int) -> ElementMaker:

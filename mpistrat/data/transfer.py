@@ -1,0 +1,137 @@
+"""Batches on their way to where a replica computes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpistrat import nests
+from mpistrat.arrays import (
+    Array,
+    Device,
+    copy_on,
+    current_stream,
+    host_view,
+    is_array,
+    is_number,
+    is_on_host,
+    namespace,
+    new_stream,
+    on_device,
+    pinned_empty,
+    place,
+    record,
+)
+
+__all__ = ["DeviceTransfer", "HostTransfer", "Transfer", "transfer_to"]
+
+
+_TEXT = "SU"
+"""Kinds of dtype that no device knows: such arrays stay in host memory."""
+
+
+class Transfer(Protocol):
+    """Brings elements to a device in two steps, between which there may be others."""
+
+    def begin(self, element: Any) -> Any:
+        """Begin to bring an element, in any thread. Local."""
+
+    def end(self, element: Any) -> Any:
+        """Return what `begin` has returned as a nest of arrays that are there. Local."""
+
+    def close(self) -> None:
+        """Wait for elements that nobody will ask for. Local."""
+
+
+class HostTransfer:
+    """To host memory, where elements are made already."""
+
+    def begin(self, element: Any) -> Any:
+        """Return the element. Local."""
+        return nests.map_nest(lambda leaf: host_view(leaf) if _is_moved(leaf) else leaf, element)
+
+    def end(self, element: Any) -> Any:
+        """Return the element. Local."""
+        return element
+
+    def close(self) -> None:
+        """Nothing is under way. Local."""
+
+
+class DeviceTransfer:
+    """To a GPU, through page-locked memory and on a stream of its own.
+
+    So the copies go on beside what the program computes. To be made in the thread that uses the
+    elements, because the current stream there is the one that they are used on.
+
+    Parameters
+    ----------
+    device : Device
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        with on_device(device):
+            self._stream, self._consumer = new_stream(), current_stream()
+        self._under_way: list[_Arrival] = []
+
+    def begin(self, element: Any) -> Any:
+        """Queue copies of the arrays in host memory. Local."""
+        with on_device(self._device):
+            return nests.map_nest(self._begin, element)
+
+    def _begin(self, leaf: Any) -> Any:
+        if not _is_moved(leaf):
+            return leaf
+        if not is_on_host(leaf) or not np.size(leaf):
+            return place(leaf, self._device)
+        source = np.asarray(leaf)
+        if source.dtype.kind in _TEXT:
+            return source
+        buffer = pinned_empty(source.size, source.dtype.newbyteorder("="))
+        buffer.reshape(source.shape)[...] = source
+        target = namespace(self._device).empty(source.shape, buffer.dtype)
+        # The program may have given this memory up before what it has queued is done with it.
+        self._stream.wait_event(record(self._consumer))
+        copy_on(self._stream, target, buffer)
+        arrival = _Arrival(target, buffer, record(self._stream))
+        # The pools of memory know no events: what is still copied may not go back to them.
+        self._under_way = [each for each in self._under_way if not each.event.done]
+        self._under_way.append(arrival)
+        return arrival
+
+    def end(self, element: Any) -> Any:
+        """Wait for the copies, which have mostly been made where elements are prefetched. Local."""
+        return nests.map_nest(_arrived, element)
+
+    def close(self) -> None:
+        """Wait for all copies. Local."""
+        for each in self._under_way:
+            each.event.synchronize()
+        self._under_way = []
+
+
+class _Arrival:
+    """An array that is being copied to the device."""
+
+    __slots__ = ("buffer", "event", "target")
+
+    def __init__(self, target: Array, buffer: np.ndarray, event: Any) -> None:
+        self.target, self.buffer, self.event = target, buffer, event
+
+
+def _arrived(leaf: Any) -> Any:
+    if not isinstance(leaf, _Arrival):
+        return leaf
+    leaf.event.synchronize()
+    return leaf.target
+
+
+def _is_moved(leaf: Any) -> bool:
+    return is_array(leaf) or is_number(leaf)
+
+
+def transfer_to(device: Device | None) -> Transfer:
+    """Return the way to `device`, with ``None`` for host memory. Local."""
+    return DeviceTransfer(device) if device is not None and device.kind == "gpu" else HostTransfer()
