@@ -45,17 +45,18 @@ def check_cores(facts: Sequence[RankFacts]) -> Finding:
 
 def check_blas_threads(facts: Sequence[RankFacts]) -> Finding:
     """Return whether NumPy starts more threads than there are cores. Local."""
-    for each in facts:
-        if each.asked_threads > max(len(each.cores), 1):
-            names = ", ".join(f"{k}={v}" for k, v in each.thread_variables.items())
-            return _too_many(
-                f"{each.asked_threads} BLAS threads on {rank_list([each.rank])}, which may use "
-                f"{len(each.cores)} core(s) ({names or 'no variable limits them'})",
-                max(len(each.cores), 1),
-            )
     for node in by_node(facts):
-        num_threads = sum(each.asked_threads for each in node)
         num_cores = _cores_of(node)
+        share = max(num_cores // len(node), 1)
+        for each in node:
+            if each.asked_threads > max(len(each.cores), 1):
+                names = ", ".join(f"{k}={v}" for k, v in each.thread_variables.items())
+                return _too_many(
+                    f"{each.asked_threads} BLAS threads on {rank_list([each.rank])}, which may use "
+                    f"{len(each.cores)} core(s) ({names or 'no variable limits them'})",
+                    min(share, max(len(each.cores), 1)),
+                )
+        num_threads = sum(each.asked_threads for each in node)
         if num_threads <= num_cores or all(each.asked_threads == 1 for each in node):
             continue
         each = node[0]
@@ -64,7 +65,6 @@ def check_blas_threads(facts: Sequence[RankFacts]) -> Finding:
             f"{len(node)} ranks with {each.asked_threads} BLAS threads each on {num_cores} core(s) "
             f"of {each.node} ({names or 'no variable limits them'})"
         )
-        share = max(num_cores // len(node), 1)
         # Twice as many happens where two ranks try something out, and costs little.
         if each.thread_variables or num_threads > 2 * num_cores:
             return _too_many(seen, share)

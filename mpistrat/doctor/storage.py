@@ -73,8 +73,9 @@ def check_hdf5(facts: HDF5Facts) -> Finding:
             "hdf5",
             f"{seen} with MPI: h5py loads {', '.join(found['of_h5py'])}, mpi4py {of_mpi4py}",
             "Two MPI libraries in one process mix up their functions: jobs crash or hang.",
-            "pip install h5py (built without MPI, which is enough), or build h5py with the MPI of "
-            "mpi4py: CC=mpicc HDF5_MPI=ON pip install --no-binary=h5py h5py",
+            "pip install --force-reinstall --no-deps --only-binary=h5py h5py (built without MPI, "
+            "which is enough), or build it with the MPI of mpi4py: CC=mpicc HDF5_MPI=ON "
+            "pip install --force-reinstall --no-deps --no-binary=h5py h5py",
         )
     if found["is_parallel"]:
         return ok("hdf5", f"{seen} with MPI, the same library as mpi4py's")

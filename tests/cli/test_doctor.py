@@ -99,7 +99,7 @@ def test_everything_wrong_at_once_is_found_and_fits_a_screen(tmp_path):
     assert found.problems == {"blas", "gpus", "cuda-aware", "hdf5", "folder"}
     findings = found.findings
     assert f"{NUM_CORES + 2} BLAS threads on rank 0" in findings["blas"]["seen"]
-    assert f"OMP_NUM_THREADS={NUM_CORES}" in findings["blas"]["remedy"]
+    assert f"OMP_NUM_THREADS={max(NUM_CORES // 2, 1)} " in findings["blas"]["remedy"]
     assert "2 ranks on" in findings["gpus"]["seen"]
     assert "--ntasks-per-node=1" in findings["gpus"]["remedy"]
     assert "MPISTRAT_CUDA_AWARE=on" in findings["cuda-aware"]["seen"]
