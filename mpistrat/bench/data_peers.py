@@ -23,12 +23,14 @@ _NUM_WORKERS = 2
 
 
 def scan(path: Path) -> None:
-    """Read all batches in the order of the file, by plain slices of h5py. Local."""
+    """Read all batches in the order of the file, by plain slices of h5py. Local.
+
+    Each batch is kept until the next has come, as in any program that uses it.
+    """
     with h5py().File(path, "r") as file:
         image, label = file["image"], file["label"]
         for first in range(0, len(image), BATCH_SIZE):
-            image[first : first + BATCH_SIZE]
-            label[first : first + BATCH_SIZE]
+            _batch = image[first : first + BATCH_SIZE], label[first : first + BATCH_SIZE]
 
 
 def fancy_reads(path: Path) -> None:

@@ -119,7 +119,8 @@ class ChunkStore:
                 slot = self._spare_slot()
                 self._put(chunk, self._slot_in_use(chunks) if slot is None else slot)
             self._begin(absent)
-            for slot in self._slot_of[chunks].tolist():
+            # From the last on: tasks end in the order in which they begin, so one wait may do.
+            for slot in self._slot_of[chunks[::-1]].tolist():
                 if self._is_loading[slot]:
                     self._finish(slot)
         finally:

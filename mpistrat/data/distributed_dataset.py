@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from mpistrat import values
+from mpistrat import nests, values
 from mpistrat.arrays import Device
 from mpistrat.data.feeds import Feed
 from mpistrat.data.iterators import ElementIterator
@@ -63,13 +63,17 @@ class DistributedDataset:
         return ElementIterator(self._placed(pass_number, start), on_step)
 
     def _placed(self, pass_number: int, start: int) -> Generator[Any, None, None]:
+        def per_replica_of(leaf: Any) -> Any:
+            leaf = transfer.end(leaf)
+            return values.PerReplica(leaf) if values.is_value(leaf) else leaf
+
         with contextlib.closing(transfer_to(self._device)) as transfer:
             elements = self._feed.elements(pass_number, start, transfer.begin)
             with contextlib.closing(elements):
                 while True:
                     try:
                         # No name for the element, which would keep it in memory until the next.
-                        yield values.per_replica(transfer.end(next(elements)))
+                        yield nests.map_nest(per_replica_of, next(elements))
                     except StopIteration:
                         return
                     except EpochError:

@@ -37,8 +37,8 @@ class Transfer(Protocol):
     def begin(self, element: Any) -> Any:
         """Begin to bring an element, in any thread. Local."""
 
-    def end(self, element: Any) -> Any:
-        """Return what `begin` has returned as a nest of arrays that are there. Local."""
+    def end(self, leaf: Any) -> Any:
+        """Return a leaf of what `begin` has returned, once it is there. Local."""
 
     def close(self) -> None:
         """Wait for elements that nobody will ask for. Local."""
@@ -49,11 +49,11 @@ class HostTransfer:
 
     def begin(self, element: Any) -> Any:
         """Return the element. Local."""
-        return nests.map_nest(lambda leaf: host_view(leaf) if _is_moved(leaf) else leaf, element)
-
-    def end(self, element: Any) -> Any:
-        """Return the element. Local."""
         return element
+
+    def end(self, leaf: Any) -> Any:
+        """Return the array in host memory, where it nearly always is. Local."""
+        return host_view(leaf) if _is_moved(leaf) else leaf
 
     def close(self) -> None:
         """Nothing is under way. Local."""
@@ -101,9 +101,12 @@ class DeviceTransfer:
         self._under_way.append(arrival)
         return arrival
 
-    def end(self, element: Any) -> Any:
-        """Wait for the copies, which have mostly been made where elements are prefetched. Local."""
-        return nests.map_nest(_arrived, element)
+    def end(self, leaf: Any) -> Any:
+        """Wait for the copy, which has mostly been made where elements are prefetched. Local."""
+        if not isinstance(leaf, _Arrival):
+            return leaf
+        leaf.event.synchronize()
+        return leaf.target
 
     def close(self) -> None:
         """Wait for all copies. Local."""
@@ -119,13 +122,6 @@ class _Arrival:
 
     def __init__(self, target: Array, buffer: np.ndarray, event: Any) -> None:
         self.target, self.buffer, self.event = target, buffer, event
-
-
-def _arrived(leaf: Any) -> Any:
-    if not isinstance(leaf, _Arrival):
-        return leaf
-    leaf.event.synchronize()
-    return leaf.target
 
 
 def _is_moved(leaf: Any) -> bool:

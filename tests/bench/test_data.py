@@ -14,16 +14,12 @@ from mpistrat.bench.data_files import FILES, write_files
 NUM_EXAMPLES = 1100
 
 
-@pytest.fixture
-def findings(strategy, monkeypatch):
+def test_all_ranks_get_equal_figures_that_have_places_in_tables(strategy, monkeypatch):
     monkeypatch.setattr(data, "_NUM_EXAMPLES", NUM_EXAMPLES)
     monkeypatch.setattr(data, "_NUM_STEPS", 2)
     # Its workers are processes of their own, which is no matter of the figures.
     monkeypatch.setattr(data, "loader_reads", lambda path: None)
-    return data.BENCHMARK.measure(Choices(num_samples=1, sizes=()))
-
-
-def test_all_ranks_get_equal_figures(findings, strategy):
+    findings = data.BENCHMARK.measure(Choices(num_samples=1, sizes=()))
     everyone = strategy.extended.collectives.gather_json(findings.tables)
     assert all(each == everyone[0] for each in everyone)
     rows = {row["what"]: row for row in findings.tables["results"]}
@@ -39,9 +35,6 @@ def test_all_ranks_get_equal_figures(findings, strategy):
     assert steps["num_steps"] == 2
     assert 0 < steps["waiting"] < 1
     assert "PyTorch" in findings.notes[0]
-
-
-def test_every_figure_has_its_place_in_a_table(findings):
     for table in data.BENCHMARK.tables:
         for row in json.loads(json.dumps(findings.tables[table.key])):
             assert all(column.spell(row) not in ("", "-") for column in table.columns)
@@ -60,7 +53,6 @@ def test_both_files_hold_the_same_examples(tmp_path):
 
 
 def test_the_loader_reads_from_all_of_the_file(tmp_path):
-    pytest.importorskip("torch")
     write_files(tmp_path, NUM_EXAMPLES)
     path = tmp_path / "gzip.h5"
     examples = data_peers._Examples(path)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat import arrays
+from mpistrat import arrays, nests
 from mpistrat.arrays import Device, count_gpus, host_view
 from mpistrat.data import Dataset, transfer
 from mpistrat.data.distributed import distribute
@@ -73,7 +73,7 @@ def test_anything_goes_through_or_stays(cuda):
         "text": np.array([b"a", b"bc"]),
         "word": "word",
     }
-    arrived = to_gpu.end(to_gpu.begin(given))
+    arrived = nests.map_nest(to_gpu.end, to_gpu.begin(given))
     assert arrived["foreign order"].dtype == np.dtype("f4")
     assert arrived["word"] == "word"
     for name in list(given)[:-1]:
@@ -84,7 +84,7 @@ def test_anything_goes_through_or_stays(cuda):
 def test_without_a_device_arrays_stay_where_they_are():
     to_host = transfer_to(None)
     x = np.arange(3)
-    arrived = to_host.end(to_host.begin((x, "word")))
+    arrived = nests.map_nest(to_host.end, to_host.begin((x, "word")))
     assert arrived[0] is x
     assert arrived[1] == "word"
     to_host.close()
