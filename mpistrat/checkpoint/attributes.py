@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -20,7 +21,7 @@ def read_attribute(node: Any, name: str) -> bool | int | str | None:
     found = _open(node, name)
     if found is None or found.shape != ():
         return None
-    value = _read(found).item()
+    value = _read(found, ()).item()
     if isinstance(value, bytes):
         value = value.decode()
     return value if isinstance(value, bool | int | str) else None
@@ -48,7 +49,7 @@ def read_names(node: Any, name: str, longest_bytes: int) -> list[str] | None:
         raise ValueError(f"the attribute {name} is no list of names")
     if math.prod(found.shape) * max(longest_bytes, found.dtype.itemsize) > _LONGEST_BYTES:
         raise ValueError(f"the attribute {name} has {found.shape[0]} names, which are too long")
-    return [each.decode() for each in _read(found).tolist()]
+    return [each.decode() for each in _read(found, found.shape).tolist()]
 
 
 def _open(node: Any, name: str) -> Any:
@@ -62,7 +63,18 @@ def _open(node: Any, name: str) -> Any:
     return found if isinstance(found.get_type(), kinds) else None
 
 
-def _read(attribute: Any) -> np.ndarray:
-    values = np.empty(attribute.shape, attribute.dtype)
-    attribute.read(values)
+@functools.cache
+def _type_of_texts() -> Any:
+    """Return the type of Python's strings in memory, which h5py would make for each read."""
+    return h5py().h5t.py_create(h5py().string_dtype())
+
+
+def _read(attribute: Any, shape: tuple[int, ...]) -> np.ndarray:
+    stored = attribute.get_type()
+    if isinstance(stored, h5py().h5t.TypeStringID) and stored.is_variable_str():
+        values = np.empty(shape, object)
+        attribute.read(values, _type_of_texts())
+    else:
+        values = np.empty(shape, stored.dtype)
+        attribute.read(values)
     return values

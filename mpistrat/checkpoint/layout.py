@@ -14,7 +14,7 @@ from typing import Any
 from mpistrat.hdf5 import h5py
 from mpistrat.spelling import readable_size
 
-__all__ = ["check_expansion", "check_layout", "check_streams", "stored_chunks", "unpacked_bytes"]
+__all__ = ["check_expansion", "check_layout", "check_streams", "stored_chunks"]
 
 _HARMLESS_BYTES = 2**28
 """So much any machine can hold, however small the file."""
@@ -24,28 +24,34 @@ _PIECE_BYTES = 2**20
 _REPACK = "h5repack -f NONE -l CONTI IN OUT"
 
 
-def check_layout(dataset: Any, file_bytes: int) -> None:
+def check_layout(dataset: Any, file_bytes: int) -> int:
     """Refuse values that lie in other files, or behind filters that could run wild. Local.
+
+    Returns
+    -------
+    int
+        How much memory HDF5 takes at most to read all of `dataset`, in bytes.
 
     Raises
     ------
     ValueError
         If that is so.
     """
-    if dataset.shape is None:
+    shape = dataset.shape
+    if shape is None:
         raise ValueError("it has no values")
     properties = dataset.id.get_create_plist()
     layout = properties.get_layout()
     if layout == h5py().h5d.VIRTUAL or properties.get_external_count():
         raise ValueError("its values lie in other files, which are never opened")
-    if layout == h5py().h5d.CHUNKED:
-        chunks = [
-            -(-length // of_chunk)
-            for length, of_chunk in zip(dataset.shape, properties.get_chunk(), strict=True)
-        ]
+    of_chunk = properties.get_chunk() if layout == h5py().h5d.CHUNKED else ()
+    if of_chunk:
+        chunks = [-(-length // part) for length, part in zip(shape, of_chunk, strict=True)]
         if math.prod(chunks) > file_bytes:
             raise ValueError(f"it has {math.prod(chunks)} chunks, more than the file has bytes")
     _check_filters(_filters(properties))
+    unpacked: int = max(math.prod(shape), math.prod(of_chunk)) * dataset.dtype.itemsize
+    return unpacked
 
 
 def _check_filters(filters: list[tuple[int, str]]) -> None:
@@ -64,12 +70,6 @@ def _filters(properties: Any) -> list[tuple[int, str]]:
     """Return number and name of each filter, in the order of writing."""
     found = [properties.get_filter(i) for i in range(properties.get_nfilters())]
     return [(each[0], each[3].decode(errors="replace") or str(each[0])) for each in found]
-
-
-def unpacked_bytes(dataset: Any) -> int:
-    """Return how much memory HDF5 takes at most to read all of `dataset`. Local."""
-    chunk = math.prod(dataset.chunks) if dataset.chunks else 0
-    return int(max(math.prod(dataset.shape), chunk) * dataset.dtype.itemsize)
 
 
 def check_expansion(unpacked: int, file_bytes: int) -> None:

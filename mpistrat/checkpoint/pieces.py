@@ -11,7 +11,7 @@ from mpistrat.variables.broadcasting import pieces
 
 __all__ = ["BYTES_PER_PIECE", "copy_to_host", "pieces_on_host"]
 
-BYTES_PER_PIECE = 2**23
+BYTES_PER_PIECE = 2**21
 """What a copy from the device costs in host memory, and about how much stays in a cache."""
 
 

@@ -30,7 +30,6 @@ from mpistrat.checkpoint.layout import (
     check_expansion,
     check_layout,
     check_streams,
-    unpacked_bytes,
 )
 from mpistrat.checkpoint.links import survey
 from mpistrat.checkpoint.selections import selections
@@ -79,8 +78,7 @@ class CheckpointReader:
         unpacked = 0
         for name, dataset in (*self._variables.items(), *self._state.items()):
             with _naming_damage(self.path, name):
-                check_layout(dataset, file_bytes)
-                unpacked += unpacked_bytes(dataset)
+                unpacked += check_layout(dataset, file_bytes)
                 check_expansion(unpacked, file_bytes)
 
     def _check_state(self, name: str, dataset: Any) -> None:

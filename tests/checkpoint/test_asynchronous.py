@@ -184,6 +184,9 @@ if how == "exception of another":
     strategy.extended.collectives.gather_json(None)
 if how == "exception of rank 0" and rank == 0:
     raise RuntimeError("uncaught")
+if how == "exception after the end of rank 0" and rank == 1:
+    time.sleep(0.5)
+    raise RuntimeError("uncaught")
 if how in ("exception of rank 0", "killed"):
     time.sleep(60)
 """
@@ -192,7 +195,13 @@ if how in ("exception of rank 0", "killed"):
 @pytest.mark.launches
 @pytest.mark.parametrize(
     ("how", "code"),
-    [("end", 0), ("exit", 3), ("exception of another", 1), ("exception of rank 0", 1)],
+    [
+        ("end", 0),
+        ("exit", 3),
+        ("exception of another", 1),
+        ("exception of rank 0", 1),
+        ("exception after the end of rank 0", 1),
+    ],
 )
 def test_the_end_of_the_program_waits_for_the_file(tmp_path, how, code):
     program = tmp_path / "program.py"
