@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -41,7 +42,7 @@ class _MpiRound:
         self.send[:] = first, _MASK - first, second, _MASK - second
         self.start()
         done = self.done
-        if not any(done() for _ in range(_POLLS)):
+        if not any(done() or os.sched_yield() for _ in range(_POLLS)):
             return 0
         return 2 if (self.receive == self.send).all() else 1
 
