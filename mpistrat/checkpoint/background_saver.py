@@ -103,6 +103,10 @@ class BackgroundSaver:
                     _unended.discard(self)
         return True
 
+    def is_writing(self) -> bool:
+        """Return whether the thread has not come to the end of the file. From any thread."""
+        return self._thread.is_busy()
+
     def finish(self) -> None:
         """Wait at the end of the program, and log what nobody will ask for. Local."""
         try:
@@ -173,7 +177,13 @@ class _AtTheEnd(Leaving):
     def before_abort(self) -> None:
         """Wait for all, and forget them."""
         while self._savers and os.getpid() == self._pid:
-            self._savers.pop().finish()
+            saver = next(iter(self._savers))
+            saver.finish()
+            self._savers.discard(saver)
+
+    def is_at_work(self) -> bool:
+        """Return whether a file may not be on disk yet."""
+        return any(saver.is_writing() for saver in list(self._savers))
 
 
 _unended = _AtTheEnd()

@@ -40,6 +40,10 @@ class Background:
         if self._last is not None:
             self._last.wait_for_end()
 
+    def is_busy(self) -> bool:
+        """Return whether something is not done. Local, from any thread."""
+        return self._last is not None and not self._last.is_done()
+
     def close(self) -> None:
         """Let the thread end once everything is done; nothing may be submitted any more. Local."""
         if self._thread is not None:
@@ -78,6 +82,9 @@ class _Task:
             # What the function holds is held no longer than needed.
             self._function = None
             self._done.set()
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
 
     def wait_for_end(self) -> None:
         if not self._done.is_set():

@@ -18,7 +18,7 @@ __all__ = ["NonblockingRound", "PersistentRound", "SharedRound"]
 _MASK = 2**64 - 1
 
 _POLLS = 200
-"""About 100 us, before a waiting rank starts to give the core away."""
+"""About 100 us, before a waiting rank looks at limits and losses too."""
 
 _TURNS = 4096
 """The same, counted in looks at shared memory."""
@@ -42,9 +42,11 @@ class _MpiRound:
         self.send[:] = first, _MASK - first, second, _MASK - second
         self.start()
         done = self.done
-        if not any(done() or os.sched_yield() for _ in range(_POLLS)):
-            return 0
-        return 2 if (self.receive == self.send).all() else 1
+        for _ in range(_POLLS):
+            if done():
+                return 2 if (self.receive == self.send).all() else 1
+            os.sched_yield()
+        return 0
 
 
 class PersistentRound(_MpiRound):

@@ -92,6 +92,10 @@ class Companions:
                 return rank
         return self._channel.rank
 
+    def are_at_work(self) -> bool:
+        """Return whether another rank has something to finish before the job may end. Local."""
+        return any(found.get("at_work") for found in self.ask_all(self.others()).values())
+
     def is_here(self, found: Whereabouts) -> bool:
         """Return whether an answer says that the rank is in this rank's collective. Local."""
         is_here: bool = found["state"] == State.HERE

@@ -37,6 +37,8 @@ _TURN_S = 1.0
 _SHORT_TURN_S = 0.3
 _SOON_S = 1.0
 _TELL_S = 2.0
+_PRINT_S = 0.3
+"""What a launcher may need to take up the last lines: it may drop them where a rank aborts."""
 _MAX_TURNS = 3
 
 
@@ -147,6 +149,7 @@ def _on_uncaught(
         except EpochTimeoutError:
             _process.previous_hook(kind, error, trace)
             sys.stderr.flush()
+            time.sleep(_PRINT_S)
             _process.abort(1)
     if not _process.channels or not _process.can_speak():
         if not getattr(error, "is_told_elsewhere", False):
@@ -219,7 +222,8 @@ def _others_end(
 ) -> bool:
     """Wait for the others, and return whether all have ended in time. Local.
 
-    Only a rank that has failed, is stuck or interrupted limits its patience.
+    Only a rank that has failed, is stuck or interrupted limits its patience, and not while another
+    one is at work on what must not be lost.
     """
     since = time.monotonic()
     is_hurried = False
@@ -229,11 +233,19 @@ def _others_end(
             # The others have been interrupted too, and come now or never.
             is_hurried, since = True, time.monotonic()
         may_abort = has_failed or is_hurried or any(each.is_stuck for each in partings)
-        is_late = may_abort and time.monotonic() - since > limit_s
-        if is_late or any(each.channel.is_told for each in partings):
+        if any(each.channel.is_told for each in partings):
             return False
+        if may_abort and time.monotonic() - since > limit_s:
+            if not any(_are_at_work(each.channel) for each in partings):
+                return False
+            since = time.monotonic() - limit_s + _TURN_S
         time.sleep(_POLL_S)
     return True
+
+
+def _are_at_work(channel: Channel) -> bool:
+    """Return whether to end the job now would lose what another rank is about to finish. Local."""
+    return channel.companions is not None and channel.companions.are_at_work()
 
 
 def _explain_the_end(channels: Sequence[Channel]) -> None:

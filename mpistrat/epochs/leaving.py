@@ -13,7 +13,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Leaving", "finish_work", "prepare", "watch_leaving"]
+__all__ = ["Leaving", "finish_work", "is_at_work", "prepare", "watch_leaving"]
 
 _logger = logging.getLogger("mpistrat")
 
@@ -34,6 +34,10 @@ class Leaving:
 
     def before_abort(self) -> None:
         """Finish what must not be lost, because this rank is about to end the job for all."""
+
+    def is_at_work(self) -> bool:
+        """Return whether something must not be lost that is not finished. From any thread."""
+        return False
 
 
 class _Process:
@@ -70,6 +74,11 @@ def finish_work() -> None:
         _for_each("before_abort")
     except Exception as failure:
         _logger.warning("%s while leaving: %s", type(failure).__name__, failure)
+
+
+def is_at_work() -> bool:
+    """Return whether this process has something to finish before it may be ended. Local."""
+    return any(watcher.is_at_work() for watcher in list(_process.watchers))
 
 
 def _on_uncaught(

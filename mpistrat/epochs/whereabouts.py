@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.epochs.callsite import UNKNOWN_PLACE, is_own_code, site_of
+from mpistrat.epochs.leaving import is_at_work
 
 if TYPE_CHECKING:
     from mpistrat.epochs.channel import Channel
@@ -49,7 +50,11 @@ def whereabouts(channel: Channel, channels: Sequence[Channel], has_left: bool) -
     """Return what the thread that uses `channel` is doing. Local, from any thread."""
     now = time.monotonic()
     frame = sys._current_frames().get(channel.thread)
-    found: Whereabouts = {"sequence": channel.ledger.sequence, "site": site_of(frame)}
+    found: Whereabouts = {
+        "sequence": channel.ledger.sequence,
+        "site": site_of(frame),
+        "at_work": is_at_work(),
+    }
     others = (each for each in channels if each is not channel and each.waiting is not None)
     waits_elsewhere = next(others, None)
     if channel.stuck_at is not None:
