@@ -274,7 +274,7 @@ def main():
     manager = ms.CheckpointManager(training.checkpoint, args.output, max_to_keep=3)
     if args.resume and manager.latest_checkpoint:
         status = training.checkpoint.restore(manager.latest_checkpoint)
-        status.assert_existing_objects_matched()  # the optimizer's slots are yet to be made
+        status.assert_existing_objects_matched()
         if speaks:
             print(f"goes on from {manager.latest_checkpoint}")
     else:

@@ -90,7 +90,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
     from mpistrat.bench.pictures import is_available
 
     if arguments.plot and not is_available():
-        hint = 'Install it with: pip install "mpistrat[jobs]".'
+        hint = "Install it with: pip install matplotlib."
         raise ValueError(f"--plot needs matplotlib, which is not installed. {hint}")
     for path in filter(None, (arguments.output, arguments.plot)):
         if path.is_dir() or not path.parent.is_dir():

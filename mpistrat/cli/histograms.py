@@ -93,7 +93,7 @@ def check_can_draw(path: Path) -> None:
     except ImportError:
         raise ValueError(
             "--plot needs matplotlib, which is not installed. Install it with: "
-            'pip install "mpistrat[jobs]".'
+            "pip install matplotlib."
         ) from None
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"{path} cannot be written: its folder must exist, and it be a file.")

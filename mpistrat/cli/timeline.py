@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             draw(times, arguments.plot)
         except ImportError:
-            hint = 'Install it with: pip install "mpistrat[jobs]".'
+            hint = "Install it with: pip install matplotlib."
             print_error("timeline", f"--plot needs matplotlib, which is not installed. {hint}")
             return 2
         except OSError as error:
