@@ -94,7 +94,8 @@ class Companions:
 
     def are_at_work(self) -> bool:
         """Return whether another rank has something to finish before the job may end. Local."""
-        return any(found.get("at_work") for found in self.ask_all(self.others()).values())
+        answers = _at_once(lambda rank: self.ask(rank, limit_s=_SHORT_LIMIT_S), self.others())
+        return any(found.get("at_work") for found in answers)
 
     def is_here(self, found: Whereabouts) -> bool:
         """Return whether an answer says that the rank is in this rank's collective. Local."""

@@ -27,6 +27,7 @@ dataset = ms.data.Dataset.from_arrays(np.arange(80.0)).batch(10)
 def step(x):
     time.sleep(DELAY_S)
     optimizer.apply_gradients([(np.ones(1000, np.float32), weight)])
+    ms.get_replica_context().merge_call(lambda strategy: None)
 for x in strategy.experimental_distribute_dataset(dataset):
     strategy.run(step, args=(x,))
 """
