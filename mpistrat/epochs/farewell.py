@@ -36,7 +36,9 @@ _POLL_S = 0.0005
 _TURN_S = 1.0
 _SHORT_TURN_S = 0.3
 _SOON_S = 1.0
-_TELL_S = 2.0
+_TELL_S = 1.0
+_ASK_S = 0.3
+"""How long a rank that does not answer keeps the one that asks."""
 _PRINT_S = 0.3
 """What a launcher may need to take up the last lines: it may drop them where a rank aborts."""
 _MAX_TURNS = 3
@@ -226,7 +228,7 @@ def _others_end(
     one is at work on what must not be lost.
     """
     since = time.monotonic()
-    is_hurried = False
+    is_hurried = is_idle = False
     # A list, because every parting has to be polled, not only the first that is not done.
     while [parting for parting in partings if not parting.is_done()]:
         if interruption.is_asked and not is_hurried:
@@ -235,10 +237,12 @@ def _others_end(
         may_abort = has_failed or is_hurried or any(each.is_stuck for each in partings)
         if any(each.channel.is_told for each in partings):
             return False
-        if may_abort and time.monotonic() - since > limit_s:
-            if not any(_are_at_work(each.channel) for each in partings):
-                return False
-            since = time.monotonic() - limit_s + _TURN_S
+        if may_abort and not is_idle and time.monotonic() - since > limit_s - _ASK_S:
+            is_idle = not _are_at_work(partings[0].channel)
+            if not is_idle:
+                since = time.monotonic() - limit_s + _TURN_S
+        if is_idle and time.monotonic() - since > limit_s:
+            return False
         time.sleep(_POLL_S)
     return True
 
