@@ -92,10 +92,11 @@ class Companions:
                 return rank
         return self._channel.rank
 
-    def are_at_work(self) -> bool:
-        """Return whether another rank has something to finish before the job may end. Local."""
-        answers = _at_once(lambda rank: self.ask(rank, limit_s=_SHORT_LIMIT_S), self.others())
-        return any(found.get("at_work") for found in answers)
+    def is_root_at_work(self) -> bool:
+        """Return whether rank 0, which writes files for all, must not be ended yet. Local."""
+        if self._channel.rank == 0:
+            return False
+        return bool(self.ask(0, limit_s=_SHORT_LIMIT_S).get("at_work"))
 
     def is_here(self, found: Whereabouts) -> bool:
         """Return whether an answer says that the rank is in this rank's collective. Local."""

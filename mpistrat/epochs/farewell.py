@@ -224,8 +224,8 @@ def _others_end(
 ) -> bool:
     """Wait for the others, and return whether all have ended in time. Local.
 
-    Only a rank that has failed, is stuck or interrupted limits its patience, and not while another
-    one is at work on what must not be lost.
+    Only a rank that has failed, is stuck or interrupted limits its patience, and not while rank 0
+    is at work on what must not be lost.
     """
     since = time.monotonic()
     is_hurried = is_idle = False
@@ -238,7 +238,7 @@ def _others_end(
         if any(each.channel.is_told for each in partings):
             return False
         if may_abort and not is_idle and time.monotonic() - since > limit_s - _ASK_S:
-            is_idle = not _are_at_work(partings[0].channel)
+            is_idle = not any(_is_root_at_work(each.channel) for each in partings)
             if not is_idle:
                 since = time.monotonic() - limit_s + _TURN_S
         if is_idle and time.monotonic() - since > limit_s:
@@ -247,9 +247,9 @@ def _others_end(
     return True
 
 
-def _are_at_work(channel: Channel) -> bool:
-    """Return whether to end the job now would lose what another rank is about to finish. Local."""
-    return channel.companions is not None and channel.companions.are_at_work()
+def _is_root_at_work(channel: Channel) -> bool:
+    """Return whether to end the job now would lose what rank 0 is about to finish. Local."""
+    return channel.companions is not None and channel.companions.is_root_at_work()
 
 
 def _explain_the_end(channels: Sequence[Channel]) -> None:

@@ -192,6 +192,8 @@ class Optimizer(Trackable, abc.ABC):
         self, call: CollectiveCall, strategy: Any, pairs: Any, summed: bool
     ) -> Callable[[], None]:
         """Return what takes the step, once the ranks agree on it. **Collective**."""
+        if self.loss_scale is not None:  # a program may have set another one since the last step
+            check_owners(call.kind, strategy, self.loss_scale.variables)
         plan, gradients = self._plans.find(strategy, pairs) if summed else (None, [])
         variables: Sequence[Variable]
         if plan is None:
@@ -228,8 +230,7 @@ class Optimizer(Trackable, abc.ABC):
     ) -> tuple[list[Any], list[Variable]]:
         """Return the gradients, checked, and their variables. Local."""
         gradients, variables = split_pairs(kind, pairs)
-        own = () if self.loss_scale is None else self.loss_scale.variables
-        check_owners(kind, strategy, [*variables, self.iterations, *own])
+        check_owners(kind, strategy, [*variables, self.iterations])
         gradients = check_gradients(kind, gradients, variables, summed)
         each = zip(gradients, variables, strict=True)
         missing = [variable.name for gradient, variable in each if gradient is None]

@@ -25,6 +25,18 @@ def test_gradients_are_divided_by_the_scale(strategy, size):
     np.testing.assert_allclose(variable.numpy(), 1 - 0.5 * 0.25, rtol=1e-3)
 
 
+def test_a_scale_of_another_strategy_is_refused_between_steps_too(strategy):
+    variable, own, optimizer = make(strategy)
+    apply(strategy, optimizer, variable, np.zeros(3, np.float32))
+    with ms.MPIStrategy(device="cpu").scope():
+        optimizer.loss_scale = ms.optimizers.LossScale()
+    with pytest.raises(ms.errors.ContextError, match="Different strategies"):
+        apply(strategy, optimizer, variable, np.zeros(3, np.float32))
+    optimizer.loss_scale = own
+    apply(strategy, optimizer, variable, np.zeros(3, np.float32))
+    assert optimizer.iterations.numpy() == 2
+
+
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_all_skip_a_step_that_overflows_anywhere(strategy, rank, size, bad):
     variable, loss_scale, optimizer = make(strategy, {"initial_scale": 8, "backoff_factor": 0.25})
