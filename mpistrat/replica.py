@@ -174,7 +174,7 @@ class ReplicaContext:
         self._check()
         with self._collectives.call("all_reduce", options=options) as call:
             op = ReduceOp.parse(reduce_op)
-            if type(value) is not np.ndarray and is_loaded() and has_tensors(localize(value)):
+            if type(value) not in _NO_NESTS and is_loaded() and has_tensors(localize(value)):
                 backward_calls = self._backward_calls(call, options)
                 return all_reduce_tensors(call, backward_calls, op, localize(value))
             return all_reduce_nest(call, op, value)
@@ -284,6 +284,10 @@ class ReplicaContext:
             f"it is used in {here}. Ask mpistrat.get_replica_context() for the current one inside "
             "strategy.run; inside a merge_fn use the strategy that it is given."
         )
+
+
+_NO_NESTS = (np.ndarray, int, float)
+"""What is reduced most often, and surely holds no tensors."""
 
 
 def _unchanged(value: Any) -> Any:

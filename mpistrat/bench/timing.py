@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +11,9 @@ from mpistrat.collectives import Collectives
 
 __all__ = ["Timings", "take_turns"]
 
-_TARGET_S = 0.01
-"""About how long one sample takes; calls shorter than that are repeated within it."""
+_TARGET_S = 0.02
+"""About how long one sample takes; calls shorter than that are repeated within it, as a program
+does, so that caches are warm for most of them."""
 
 
 class Timings:
@@ -54,7 +56,8 @@ def take_turns(
 ) -> Timings:
     """Time one call of each candidate in each round, after a warm-up. **Collective**.
 
-    A sample is the time of the slowest rank, so all ranks get equal numbers.
+    A sample is the time of the slowest rank, so all ranks get equal numbers. Each round has an
+    order of its own, because a candidate finds the caches as the one before has left them.
 
     Parameters
     ----------
@@ -70,10 +73,14 @@ def take_turns(
         once_s = max(collectives.gather_json(_time(call, 3)))
         repeats[name] = max(1, round(_TARGET_S / max(once_s, 1e-9)))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    order = random.Random(0)  # equal on all ranks
     for _ in range(num_samples):
-        for name, call in candidates.items():
+        order.shuffle(names)
+        for name in names:
             collectives.gather_json(None)
-            samples[name].append(max(collectives.gather_json(_time(call, repeats[name]))))
+            seconds = _time(candidates[name], repeats[name])
+            samples[name].append(max(collectives.gather_json(seconds)))
     return Timings(samples)
 
 

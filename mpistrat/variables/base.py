@@ -165,7 +165,7 @@ class Variable(RowWrites, ArrayLike):
     @property
     def values(self) -> tuple[Array, ...]:
         """The components on this rank: a tuple with one read-only view. Local."""
-        return (self._view(),)
+        return (Variable.value(self),)
 
     @property
     def storage(self) -> Array:
@@ -176,12 +176,6 @@ class Variable(RowWrites, ArrayLike):
         """
         return self._storage
 
-    def _view(self) -> Array:
-        view = self._storage.view()
-        if type(view) is np.ndarray:
-            view.setflags(write=False)
-        return view
-
     def value(self) -> Array:
         """Return the value as a read-only view of the storage, without a copy.
 
@@ -189,7 +183,10 @@ class Variable(RowWrites, ArrayLike):
         **Local**, but for SyncOnRead variables in cross-replica context: there the components
         are aggregated, which is **Collective**, and the result is an array of its own.
         """
-        return self._view()
+        view = self._storage.view()
+        if type(view) is np.ndarray:
+            view.setflags(write=False)
+        return view
 
     def read_value(self) -> Array:
         """Return a snapshot of `value()`, on the device. Collective where that is."""

@@ -23,10 +23,6 @@ class MirroredVariable(Variable, on_read=False):
     its own component.
     """
 
-    def value(self) -> Array:
-        """Return a read-only view of the local component. Local in every context."""
-        return self._view()
-
     def _write_in_context(self, write: Write, value: Any) -> None:
         kind = context.mode_for(self._strategy, f"The variable {self.name!r}")
         if kind is context.Kind.UPDATE:

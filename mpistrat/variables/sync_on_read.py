@@ -35,7 +35,7 @@ class SyncOnReadVariable(Variable, on_read=True):
             In cross-replica context, if the aggregation is NONE.
         """
         if self._kind() is not context.Kind.CROSS_REPLICA:
-            return self._view()
+            return super().value()
         with self._collectives.call("read of SyncOnRead variable", self.name) as call:
             self._check_can_aggregate("read")
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
