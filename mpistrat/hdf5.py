@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import glob
 import importlib
 import os
@@ -36,6 +37,7 @@ TEMPORARY_SUFFIX = ".partial"
 """Ending of files that are being written. Never ``.h5``, so that no pattern picks them up."""
 
 
+@functools.cache
 def h5py() -> Any:
     """Return the h5py module, with the filters of hdf5plugin registered. Local."""
     importlib.import_module("hdf5plugin")

@@ -18,10 +18,10 @@ _LONGEST_BYTES = 2**28
 
 def read_attribute(node: Any, name: str) -> bool | int | str | None:
     """Return one value; ``None`` if it is missing, or of a kind that no checkpoint has. Local."""
-    found = _open(node, name)
+    found, stored = _open(node, name)
     if found is None or found.shape != ():
         return None
-    value = _read(found, ()).item()
+    value = _read(found, stored, ()).item()
     if isinstance(value, bytes):
         value = value.decode()
     return value if isinstance(value, bool | int | str) else None
@@ -42,25 +42,26 @@ def read_names(node: Any, name: str, longest_bytes: int) -> list[str] | None:
     ValueError
         If it is no list of texts, or if they are too long.
     """
-    found = _open(node, name)
+    found, stored = _open(node, name)
     if found is None and not h5py().h5a.exists(node.id, name.encode()):
         return None
     if found is None or len(found.shape) != 1 or found.dtype.kind not in "OS":
         raise ValueError(f"the attribute {name} is no list of names")
     if math.prod(found.shape) * max(longest_bytes, found.dtype.itemsize) > _LONGEST_BYTES:
         raise ValueError(f"the attribute {name} has {found.shape[0]} names, which are too long")
-    return [each.decode() for each in _read(found, found.shape).tolist()]
+    return [each.decode() for each in _read(found, stored, found.shape).tolist()]
 
 
-def _open(node: Any, name: str) -> Any:
-    """Return the low-level attribute if it is of one of our kinds."""
+def _open(node: Any, name: str) -> tuple[Any, Any]:
+    """Return the low-level attribute and its type if it is of one of our kinds."""
     h5a, h5t = h5py().h5a, h5py().h5t
     try:
         found = h5a.open(node.id, name.encode())
     except KeyError:
-        return None
+        return None, None
+    stored = found.get_type()
     kinds = (h5t.TypeStringID, h5t.TypeIntegerID, h5t.TypeEnumID)
-    return found if isinstance(found.get_type(), kinds) else None
+    return (found, stored) if isinstance(stored, kinds) else (None, None)
 
 
 @functools.cache
@@ -69,8 +70,7 @@ def _type_of_texts() -> Any:
     return h5py().h5t.py_create(h5py().string_dtype())
 
 
-def _read(attribute: Any, shape: tuple[int, ...]) -> np.ndarray:
-    stored = attribute.get_type()
+def _read(attribute: Any, stored: Any, shape: tuple[int, ...]) -> np.ndarray:
     if isinstance(stored, h5py().h5t.TypeStringID) and stored.is_variable_str():
         values = np.empty(shape, object)
         attribute.read(values, _type_of_texts())

@@ -96,6 +96,8 @@ def check_streams(dataset: Any) -> None:
     ValueError
         If there is one.
     """
+    if dataset.chunks is None:  # and so without filters
+        return
     filters = [number for number, _ in _filters(dataset.id.get_create_plist())]
     if h5py().h5z.FILTER_DEFLATE not in filters:
         return

@@ -63,19 +63,18 @@ def survey(file: Any) -> Contents:
     while stack:
         above, group, depth = stack.pop()
         for link in list(group):
-            path = above + link.decode(errors="surrogateescape")
-            problem = _problem_of_link(group, link) or (
-                f"lies below {_DEEPEST} groups" if depth > _DEEPEST else ""
-            )
+            name = link.decode(errors="surrogateescape")
+            path = above + name
+            found = group.links.get_info(link)
+            problem = _problem_of_link(found, name, depth)
             if problem:
                 contents.problems.append(f"{path} {problem}")
                 continue
-            node = h5.h5o.open(group, link)
-            address = h5.h5o.get_info(node).addr
-            if address in addresses:
+            if found.u in addresses:
                 contents.problems.append(f"{path} is a second name of something else")
                 continue
-            addresses.add(address)
+            addresses.add(found.u)
+            node = h5.h5o.open(group, link)
             if isinstance(node, h5.h5g.GroupID):
                 contents.groups.add(path)
                 stack.append((f"{path}/", node, depth + 1))
@@ -86,9 +85,9 @@ def survey(file: Any) -> Contents:
     return contents
 
 
-def _problem_of_link(group: Any, link: bytes) -> str:
-    if not is_path_part(link.decode(errors="surrogateescape")):
+def _problem_of_link(found: Any, name: str, depth: int) -> str:
+    if not is_path_part(name):
         return "has a name that no object can have"
-    if group.links.get_info(link).type != h5py().h5l.TYPE_HARD:
+    if found.type != h5py().h5l.TYPE_HARD:
         return "is a link to another place, which is never followed"
-    return ""
+    return f"lies below {_DEEPEST} groups" if depth > _DEEPEST else ""

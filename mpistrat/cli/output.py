@@ -7,12 +7,11 @@ import math
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, TextIO
 
-from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 __all__ = ["is_terminal", "print_error", "print_json", "print_line", "print_table"]
@@ -38,25 +37,36 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     column is folded to make room for the others; where that is not enough, each row is a
     paragraph.
     """
-    cells = [[_printable(str(cell), sys.stdout) for cell in row] for row in rows]
+    cells = [
+        [_printable(str(cell), sys.stdout).replace("\n", "\\n") for cell in row] for row in rows
+    ]
     widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
     if not is_terminal():
         for row in (columns, *cells):
-            padded = map(set_cell_size, row, widths)
-            print((" " * _GAP).join(padded).rstrip())
+            print(_padded(row, widths))
         return
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
-    if sum(widths) + _GAP * len(widths) - max(widths) + _NARROWEST > console.width:
+    console = Console(file=sys.stdout)
+    room = console.width - sum(widths) - _GAP * (len(widths) - 1) + max(widths)
+    if room < _NARROWEST:
         for first, *others in cells:
             named = [f"{title} {c}" for title, c in zip(columns[1:], others, strict=True) if c]
             print("\n  ".join(filter(None, [first, ", ".join(named)])))
         return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, title in enumerate(columns):
-        table.add_column(title, overflow="fold", no_wrap=number != widths.index(max(widths)))
-    for row in cells:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    widths[widths.index(max(widths))] = min(room, max(widths))
+    for row in (columns, ["-" * width for width in widths], *cells):
+        folded = [_fold(console, cell, width) for cell, width in zip(row, widths, strict=True)]
+        for line in zip_longest(*folded, fillvalue=""):
+            print(_padded(line, widths))
+
+
+def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
+    return (" " * _GAP).join(map(set_cell_size, row, widths)).rstrip()
+
+
+def _fold(console: Console, cell: str, width: int) -> list[str]:
+    if cell_len(cell) <= width:
+        return [cell]
+    return [line.plain for line in Text(cell).wrap(console, width)]
 
 
 def print_line(text: str) -> None:
@@ -90,6 +100,8 @@ def _printable(text: str, stream: TextIO) -> str:
     That is control characters, which a hostile file could bring, and letters that its encoding
     does not have.
     """
+    if text.isascii() and text.isprintable():
+        return text
     safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     encoding = stream.encoding or "utf-8"
     return safe.encode(encoding, "backslashreplace").decode(encoding)

@@ -113,11 +113,12 @@ def test_inspect_names_bad_files(file, tmp_path, capsys):
 
 
 def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
-    path = write(tmp_path / "run.h5", {"[red]x\x1b[31m": 1.0})
+    path = write(tmp_path / "run.h5", {"[red]x\x1b[31m": 1.0, "two\nlines": 2.0})
     assert main(["inspect", path]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "[red]x\\x1b[31m" in out
+    assert "two\\nlines" in out
 
 
 def test_verify(file, tmp_path, capsys):

@@ -8,14 +8,16 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from fcntl import ioctl
 
+import h5py
 import numpy as np
 import pytest
 
 from mpistrat.checkpoint.format import Header
 from mpistrat.checkpoint.writer import create_checkpoint
-from mpistrat.cli import main
+from mpistrat.cli import main, output
 from tests import ROOT
 
 NAMES = ["model/dense/bias", "model/dense/kernel", "model/größe $x_", "step"]
@@ -74,11 +76,49 @@ def test_a_terminal_gets_a_tree_that_fits(file):
     assert narrow[kernel + 1].endswith("nan_count 0")
 
 
+def test_the_widest_column_is_folded_at_words(monkeypatch, capsys):
+    monkeypatch.setattr(output, "is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    words = " ".join(f"word{number}" for number in range(20))
+    output.print_table(("path", "difference"), [("kernel", words), ("bias", "x" * 50)])
+    title, rule, *lines = capsys.readouterr().out.splitlines()
+    assert title.split() == ["path", "difference"]
+    assert set(rule) == {"-", " "}
+    assert len(rule) == max(map(len, lines)) == 40
+    (bias,) = (number for number, line in enumerate(lines) if line.startswith("bias"))
+    assert lines[0].startswith("kernel   word0 ")
+    assert " ".join(line[9:] for line in lines[:bias]) == words
+    assert "".join(line[9:] for line in lines[bias:]) == "x" * 50
+
+
 @pytest.mark.launches
 def test_a_terminal_without_unicode(file):
     text = on_a_terminal(300, "inspect", file, PYTHONIOENCODING="ascii")
     assert "gr\\xf6\\xdfe" in text
     assert "Traceback" not in text
+
+
+def test_many_small_variables_cost_about_as_much_as_in_plain_h5py(tmp_path, capsys):
+    path, num_variables = str(tmp_path / "many.h5"), 800
+    with create_checkpoint(path, Header(step=3)) as writer:
+        for number in range(num_variables):
+            writer.add_variable(f"model/layer{number}/kernel", np.float32([number]))
+    found = {}
+
+    def take(name, node):
+        if isinstance(node, h5py.Dataset):
+            found[name] = node[()], dict(node.attrs)
+
+    begin = time.process_time()
+    with h5py.File(path) as file:
+        file.visititems(take)
+    plain_s = time.process_time() - begin
+    assert len(found) == num_variables
+    for arguments in (["inspect"], ["inspect", "--json", "--stats"], ["verify"]):
+        begin = time.process_time()
+        assert main([*arguments, path]) == 0
+        assert time.process_time() - begin < 3 * plain_s, arguments
+        assert str(num_variables) in capsys.readouterr().out
 
 
 def test_json_of_verify_and_diff(file, tmp_path, capsys):
