@@ -202,7 +202,7 @@ def create_atomically(path: str | os.PathLike[str]) -> Iterator[Any]:
     )
     try:
         os.fchmod(handle, 0o666 & ~_umask())
-        file = h5py().File(temporary, "w", libver=("v110", "v110"))
+        file = _create(temporary)
         try:
             yield file
             file.flush()  # where it fails, the file can still be closed
@@ -219,6 +219,16 @@ def create_atomically(path: str | os.PathLike[str]) -> Iterator[Any]:
     finally:
         os.close(handle)
     _fsync_folder(path.parent)
+
+
+def _create(path: str) -> Any:
+    h5f, h5p = h5py().h5f, h5py().h5p
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5f.CLOSE_STRONG)
+    access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
+    # Small arrays are else written when their data set is closed, where nothing can be raised.
+    access.set_sieve_buf_size(0)
+    return h5py().File(h5f.create(os.fsencode(path), h5f.ACC_TRUNC, fapl=access))
 
 
 def _discard(file: Any) -> None:

@@ -5,6 +5,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -92,6 +94,93 @@ def test_an_error_on_every_rank_and_the_older_file_intact(
     strategy.extended.collectives.gather_json(None)
     if trouble is not removed_folder:  # which took the unfinished file with it
         assert sorted(os.listdir(manager.directory)) == ["checkpoint-1.h5", "checkpoint-2.h5"]
+
+
+FILLS_A_DISK = """
+import os, subprocess, sys
+from pathlib import Path
+import numpy as np
+import mpistrat as ms
+
+disk = Path(sys.argv[1])
+strategy = ms.MPIStrategy(device="cpu")
+rank, collectives = strategy.cluster_resolver.task_id, strategy.extended.collectives
+with strategy.scope():
+    large = ms.Variable(np.zeros(100_000), name="large")
+    small = ms.Variable(np.zeros(3), name="small")
+checkpoint = ms.Checkpoint(large=large, small=small)
+
+def save(manager, value):
+    large.assign(np.full(100_000, float(value)))
+    path = manager.save(value)
+    manager.wait()
+    return path
+
+def fails(manager, value, words):
+    older, files = manager.checkpoints, sorted(disk.rglob("*"))
+    try:
+        save(manager, value)
+    except ms.errors.CheckpointError as error:
+        assert f"cannot be written: {words}" in str(error), error
+    else:
+        raise AssertionError(f"saved in spite of: {words}")
+    collectives.gather_json(None)
+    assert (manager.checkpoints, sorted(disk.rglob("*"))) == (older, files)
+    checkpoint.restore(older[-1]).assert_consumed()
+    assert np.all(large.value() == value - 1)
+
+def on_one_rank(act):
+    collectives.gather_json(None)
+    if rank == 0:
+        act()
+    collectives.gather_json(None)
+
+def remount(how):
+    subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
+
+def fill(left_bytes):
+    with open(disk / "ballast", "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(10_000)):
+                pass
+        except OSError:
+            file.truncate(file.tell() - left_bytes)
+
+for asynchronous in (False, True):
+    manager = ms.CheckpointManager(
+        checkpoint, disk / f"asynchronous-{asynchronous}", asynchronous=asynchronous
+    )
+    save(manager, 1)
+    for left_bytes in (0, 100_000, 700_000):
+        on_one_rank(lambda: fill(left_bytes))
+        fails(manager, 2, "No space left on device")
+    on_one_rank((disk / "ballast").unlink)
+    save(manager, 2)
+    on_one_rank(lambda: remount("ro"))
+    fails(manager, 3, "Read-only file system")
+    on_one_rank(lambda: remount("rw"))
+    assert ms.latest_checkpoint(manager.directory) == manager.checkpoints[-1]
+    on_one_rank(lambda: [os.unlink(path) for path in manager.checkpoints])
+print(f"rank {rank} saw it all\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.slow
+def test_a_disk_that_fills_and_one_that_turns_read_only(tmp_path):
+    own_mounts = ["unshare", "--user", "--map-root-user", "--mount"]
+    if not shutil.which("unshare") or subprocess.run([*own_mounts, "true"], check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    (tmp_path / "program.py").write_text(FILLS_A_DISK)
+    (tmp_path / "disk").mkdir()
+    mount = ["sh", "-c", 'mount -t tmpfs -o size=3m none "$0" && exec "$@"', tmp_path / "disk"]
+    ranks = [sys.executable, "-m", "mpistrat.testing", "-n", "3", "--limit", "60", "--"]
+    done = subprocess.run(
+        [*own_mounts, *mount, *ranks, tmp_path / "program.py", tmp_path / "disk"],
+        capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} saw it all" for rank in range(3)]
 
 
 MEASURES = """
