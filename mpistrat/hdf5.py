@@ -21,7 +21,7 @@ from typing import Any
 from mpistrat.files import replace_file
 
 __all__ = [
-    "contiguous_extent",
+    "contiguous_offset",
     "create_atomically",
     "extension_path",
     "filters_of",
@@ -68,22 +68,18 @@ def is_stored_as(dataset: Any, dtype: Any) -> bool:
     return bool(dataset.id.get_type().equal(h5py().h5t.py_create(dtype, logical=True)))
 
 
-def contiguous_extent(dataset: Any) -> tuple[int, int] | None:
-    """Return where the elements of `dataset` lie, if in one piece as in a NumPy array. Local.
+def contiguous_offset(dataset: Any) -> int | None:
+    """Return where the elements of `dataset` begin in its file, if in one piece as in an array.
 
-    Returns
-    -------
-    tuple or None
-        The descriptor of the open file, which is HDF5's own, and the offset of the first byte.
+    Local. ``None`` also where the file is not read in the usual way.
     """
     if dataset.chunks or not dataset.size or dataset.file.driver != "sec2":
         return None
     if dataset.id.get_storage_size() != dataset.nbytes:  # nothing was ever written
         return None
     offset = dataset.id.get_offset()  # none where they are in the header or in other files
-    if offset is None or not is_stored_as(dataset, dataset.dtype):
-        return None
-    return int(dataset.file.id.get_vfd_handle()), int(offset)
+    is_plain = offset is not None and is_stored_as(dataset, dataset.dtype)
+    return int(offset) if is_plain else None
 
 
 def max_open_files() -> int:

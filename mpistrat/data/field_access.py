@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,8 @@ from mpistrat.data.filters import ChunkDecoder, make_decoder
 
 __all__ = ["FieldAccess", "StoredRows"]
 
+_Place = tuple[slice, ...]
+
 
 @dataclass(frozen=True)
 class StoredRows:
@@ -25,8 +26,8 @@ class StoredRows:
     dtype: np.dtype
     """As stored, foreign byte order too."""
     chunk_shape: tuple[int, ...]
-    chunks: list[tuple[tuple[int, ...], int, bytes]]
-    """Of each the index of the first element but for the row, the filter mask and the content."""
+    chunks: list[tuple[_Place, int, bytes]]
+    """Of each which part of the rows it fills, the filter mask and the content."""
 
     def decode(self, rows: np.ndarray) -> bool:
         """Fill `rows`. Local; other threads may run.
@@ -37,16 +38,14 @@ class StoredRows:
             Whether it could be done. If not, `FieldAccess.read` can, or says why not.
         """
         num_bytes = math.prod(self.chunk_shape) * self.dtype.itemsize
-        for origin, filter_mask, content in self.chunks:
+        for place, filter_mask, content in self.chunks:
             try:
                 decoded = self.decoder.decode(content, filter_mask, num_bytes)
             except ValueError:
                 return False
             elements = np.frombuffer(decoded, self.dtype).reshape(self.chunk_shape)
-            # At the edges of the data set chunks stand out.
-            ends = map(operator.add, origin, self.chunk_shape[1:])
-            place = (slice(None), *map(slice, origin, ends))
             target = rows[place]
+            # At the edges of the data set chunks stand out.
             target[...] = elements[tuple(map(slice, target.shape))]
         return True
 
@@ -66,7 +65,7 @@ class FieldAccess:
         self._identifier = dataset.id
         is_plain = dataset.chunks is not None and hdf5.is_stored_as(dataset, dataset.dtype)
         self._decoder = make_decoder(hdf5.filters_of(dataset)) if is_plain else None
-        self._extent = hdf5.contiguous_extent(dataset)
+        self._places = _places(self._shape[1:], self._chunk_shape[1:]) if is_plain else []
 
     def fetch(self, start: int) -> StoredRows | None:
         """Return the chunks that begin with row `start`, without decoding them. Local.
@@ -75,32 +74,29 @@ class FieldAccess:
         """
         if self._decoder is None:
             return None
-        starts = map(range, itertools.repeat(0), self._shape[1:], self._chunk_shape[1:])
         chunks = []
-        for origin in itertools.product(*starts):
+        for origin, place in self._places:
             try:
                 filter_mask, content = self._identifier.read_direct_chunk((start, *origin))
             except (OSError, RuntimeError, ValueError):
                 return None
-            chunks.append((origin, filter_mask, content))
+            chunks.append((place, filter_mask, content))
         return StoredRows(self._decoder, self._dtype, self._chunk_shape, chunks)
 
     def read(self, start: int, rows: np.ndarray) -> None:
         """Fill `rows`, which begin with row `start`, as h5py reads them. Local."""
         if rows.size:
-            rows[...] = self.slice(
-                start, start + len(rows)
-            )  # several times faster than read_direct
+            # Several times faster than read_direct.
+            rows[...] = self._dataset[start : start + len(rows)]
 
-    def slice(self, start: int, stop: int) -> np.ndarray:
-        """Return the rows as a new array, in the byte order of the file. Local."""
-        if self._extent is None:
-            rows: np.ndarray = self._dataset[start:stop]
-            return rows
-        descriptor, offset = self._extent
-        rows = np.empty((stop - start, *self._shape[1:]), self._dtype)
-        row_bytes = rows.nbytes // max(stop - start, 1)
-        content = rows.reshape(-1).view(np.uint8)
-        if os.preadv(descriptor, [content.data], offset + start * row_bytes) != rows.nbytes:
-            rows[...] = self._dataset[start:stop]  # which knows what is wrong
-        return rows
+
+def _places(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...]
+) -> list[tuple[tuple[int, ...], _Place]]:
+    """Return where each of the chunks side by side begins in a row, and what it fills of rows."""
+    starts = itertools.product(*map(range, itertools.repeat(0), shape, chunk_shape))
+    places = []
+    for start in starts:
+        ends = map(operator.add, start, chunk_shape)
+        places.append((start, (slice(None), *map(slice, start, ends))))
+    return places

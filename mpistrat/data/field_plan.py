@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,9 @@ _SMALL_SHARE = 0.02
 
 _SMALL_FIELD_BLOCK_BYTES = 2**20
 
+_MAX_WHOLE_CHUNKS = 64
+"""A small field is read at once if it has no more chunks: few files and short work."""
+
 
 @dataclass(frozen=True)
 class FieldPlan:
@@ -37,8 +41,10 @@ class FieldPlan:
     """Length of each file."""
     rows_per_chunk: np.ndarray
     """For each file."""
-    num_slots: int
-    """How many chunks to keep."""
+    is_whole: bool = False
+    """Whether all chunks are read together, and kept."""
+    num_slots: int = 0
+    """How many chunks to keep otherwise."""
 
     @property
     def rows_per_slot(self) -> int:
@@ -67,10 +73,17 @@ class FieldPlan:
 
     def extent(self, chunk: int) -> tuple[int, int, int]:
         """Return the file of a chunk, its first row there and the row after its last. Local."""
-        file = int(np.searchsorted(self._first_chunk, chunk, "right")) - 1
-        length = int(self.rows_per_chunk[file])
-        start = (chunk - int(self._first_chunk[file])) * length
-        return file, start, min(start + length, int(self.rows_of_file[file]))
+        first_chunks, rows_per_chunk, rows_of_file = self._as_lists
+        file = bisect.bisect_right(first_chunks, chunk) - 1
+        start = (chunk - first_chunks[file]) * rows_per_chunk[file]
+        return file, start, min(start + rows_per_chunk[file], rows_of_file[file])
+
+    @cached_property
+    def _as_lists(self) -> tuple[list[int], list[int], list[int]]:
+        # One number is found in a list sooner than in an array.
+        arrays = self._first_chunk, self.rows_per_chunk, self.rows_of_file
+        first_chunks, rows_per_chunk, rows_of_file = map(np.ndarray.tolist, arrays)
+        return first_chunks, rows_per_chunk, rows_of_file
 
 
 def plan_fields(catalog: Catalog, window_rows: int) -> list[FieldPlan]:
@@ -88,7 +101,10 @@ def plan_fields(catalog: Catalog, window_rows: int) -> list[FieldPlan]:
         lengths = np.array(
             [_block_rows(catalog, file, field) for file in range(len(catalog.files))]
         )
-        plan = FieldPlan(rows_of_file, lengths, 0)
+        plan = FieldPlan(rows_of_file, lengths)
+        if _is_small(catalog, field) and plan.num_chunks <= _MAX_WHOLE_CHUNKS:
+            plans.append(dataclasses.replace(plan, is_whole=True))
+            continue
         least_bytes = _MIN_CAPACITY_BYTES if field == catalog.widest else _SMALL_FIELD_BYTES
         num_slots = max(
             # An eighth more than two windows, because lanes do not end with whole chunks.
@@ -104,9 +120,13 @@ def _block_rows(catalog: Catalog, file: int, field: int) -> int:
     layouts = catalog.files[file].layouts
     if layouts[field].is_chunked or field == catalog.widest:
         return layouts[field].rows_per_chunk
-    row_bytes = catalog.row_sizes[field]
-    is_small = int(catalog.offsets[-1]) * row_bytes <= _SMALL_FIELD_BYTES
-    if is_small and row_bytes <= _SMALL_SHARE * sum(catalog.row_sizes):
-        return max(_SMALL_FIELD_BLOCK_BYTES // max(row_bytes, 1), 1)
+    if _is_small(catalog, field):
+        return max(_SMALL_FIELD_BLOCK_BYTES // max(catalog.row_sizes[field], 1), 1)
     # The rows of one chunk, which are needed together.
     return layouts[catalog.widest].rows_per_chunk
+
+
+def _is_small(catalog: Catalog, field: int) -> bool:
+    row_bytes = catalog.row_sizes[field]
+    num_bytes = int(catalog.offsets[-1]) * row_bytes
+    return num_bytes <= _SMALL_FIELD_BYTES and row_bytes <= _SMALL_SHARE * sum(catalog.row_sizes)

@@ -9,11 +9,13 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from mpistrat import hdf5, nests
+from mpistrat.data.extents import Extent, extent_of
 from mpistrat.data.spec import ArraySpec
 from mpistrat.data.virtual_sources import check_virtual_sources
 from mpistrat.errors import DataError
@@ -47,6 +49,8 @@ class FieldLayout:
     """How many rows are read together."""
     is_chunked: bool
     """Whether HDF5 must decode a whole chunk to give one row of it."""
+    extent: Extent | None
+    """Where the rows lie, if in one piece."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +77,17 @@ class Catalog:
     driver: str | None = None
     """The driver of HDF5 that the files are opened with; ``None`` for the usual one."""
 
-    @property
+    @cached_property
     def offsets(self) -> np.ndarray:
         """Number of the first example of each file, and at the end the number of examples."""
         return np.cumsum([0, *(file.num_rows for file in self.files)])
 
-    @property
+    @cached_property
     def row_sizes(self) -> list[int]:
         """Size of one example of each field in bytes."""
         return [bytes_per_row(layout.spec) for layout in self.files[0].layouts]
 
-    @property
+    @cached_property
     def widest(self) -> int:
         """Number of the field with the largest rows, which cost most to read and decode."""
         return int(np.argmax(self.row_sizes))
@@ -201,11 +205,11 @@ def _read_layout(dataset: Any, path: str, name: str) -> FieldLayout:
         )
     spec = ArraySpec(dataset.shape[1:], dataset.dtype.newbyteorder("="))
     if dataset.chunks:
-        return FieldLayout(spec, dataset.chunks[0], True)
+        return FieldLayout(spec, dataset.chunks[0], True, None)
     row_bytes = max(bytes_per_row(spec), 1)
     share = len(dataset) * row_bytes // _BLOCKS_PER_FILE
     block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
-    return FieldLayout(spec, max(block_bytes // row_bytes, 1), False)
+    return FieldLayout(spec, max(block_bytes // row_bytes, 1), False, extent_of(dataset))
 
 
 def bytes_per_row(spec: ArraySpec) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.arrays import native
 from mpistrat.data.chunk_store import ChunkStore
+from mpistrat.data.field_access import StoredRows
 from mpistrat.data.field_plan import plan_fields
 from mpistrat.data.hdf5_catalog import Catalog
 from mpistrat.data.open_files import OpenFiles
@@ -35,7 +35,7 @@ class Hdf5Reader:
 
     Whole chunks are decoded, by threads and outside of HDF5 where their filters are known, in the
     order in which `expect` has heard of them. Runs of rows of data without chunks are read by
-    slices.
+    slices, small fields at once.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Hdf5Reader:
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
         self._files = OpenFiles(catalog)
-        self._pool = ThreadPoolExecutor(num_decoding_threads(), "mpistrat-decode")
+        self._pool: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._plans = plan_fields(catalog, window_rows)
         specs = [layout.spec for layout in catalog.files[0].layouts]
@@ -60,13 +60,15 @@ class Hdf5Reader:
             for field in self._filled
             if any(file.layouts[field].is_chunked for file in catalog.files)
         ]
+        picked = [field for field in self._filled if not self._plans[field].is_whole]
         # In disorder data without chunks are read in blocks, which are treated like chunks.
-        self._announced = self._filled if window_rows else self._chunked
-        self._sliced = [field for field in self._filled if field not in self._announced]
+        self._announced = [field for field in picked if window_rows or field in self._chunked]
+        self._sliced = [field for field in picked if field not in self._announced]
         self._stores: dict[int, ChunkStore] = {}
+        self._wholes: dict[int, np.ndarray] = {}
         self._num_announced = 0
         widest = self._plans[catalog.widest]
-        if window_rows or self._chunked:
+        if self._announced:
             self.lookahead_rows = max(widest.num_slots * widest.rows_per_slot * 4 // 9, 1)
         else:  # nothing to decode, and runs are read whole
             self.lookahead_rows = 0
@@ -93,8 +95,8 @@ class Hdf5Reader:
         numbers = np.asarray(block, np.int64)
         outputs: dict[int, np.ndarray] = {}
         if len(numbers):
-            if self._sliced and _is_run(numbers):
-                outputs = self._slices(numbers, self._sliced)
+            if _is_run(numbers):
+                outputs = self._slices(int(numbers[0]), int(numbers[-1]) + 1)
             if len(outputs) < len(self._filled):
                 self._gather(numbers, outputs)
         leaves = []
@@ -104,17 +106,21 @@ class Hdf5Reader:
         return nests.unflatten(self._catalog.structure, leaves)
 
     def _gather(self, numbers: np.ndarray, outputs: dict[int, np.ndarray]) -> None:
-        """Add the fields that are missing in `outputs`, picked from their chunks."""
+        """Add the fields that are missing in `outputs`, picked from what was decoded."""
         files, rows = self._locate(numbers)
         are_announced = self._num_announced > 0
         for field in self._filled:
             if field in outputs:
                 continue
-            chunks, within = self._plans[field].locate(files, rows)
             shape, dtype = self._specs[field]
-            outputs[field] = np.empty((len(rows), *shape), dtype)
+            output = outputs[field] = np.empty((len(rows), *shape), dtype)
+            plan = self._plans[field]
+            if plan.is_whole:
+                np.take(self._whole(field), numbers, 0, output, "clip")
+                continue
+            chunks, within = plan.locate(files, rows)
             store = self._store(field)
-            store.take(chunks, within, outputs[field])
+            store.take(chunks, within, output)
             if are_announced and field in self._announced:
                 store.release(chunks)
         self._num_announced -= len(rows) * are_announced
@@ -126,28 +132,39 @@ class Hdf5Reader:
         files = np.searchsorted(self._offsets, numbers, "right") - 1
         return files, numbers - self._offsets[files]
 
-    def _slices(self, numbers: np.ndarray, fields: list[int]) -> dict[int, np.ndarray]:
-        """Return a run of rows of some fields, from each file one slice."""
-        first, end = int(numbers[0]), int(numbers[-1]) + 1
-        parts: list[dict[int, np.ndarray]] = []
-        while first < end:
-            file = bisect.bisect_right(self._starts, first) - 1
+    def _slices(self, first: int, end: int) -> dict[int, np.ndarray]:
+        """Return the rows [first, end) of the fields that can be had without decoding."""
+        outputs = {}
+        for field in self._filled:
+            if self._plans[field].is_whole:
+                outputs[field] = self._whole(field)[first:end].copy()
+        for field in self._sliced:
+            shape, dtype = self._specs[field]
+            outputs[field] = np.empty((end - first, *shape), dtype)
+        start = first
+        while self._sliced and start < end:
+            file = bisect.bisect_right(self._starts, start) - 1
             stop = min(end, self._starts[file + 1])
-            bounds = (first - self._starts[file], stop - self._starts[file])
-            parts.append({field: self._slice(file, field, *bounds) for field in fields})
-            first = stop
-        if len(parts) == 1:
-            return parts[0]
-        return {field: np.concatenate([part[field] for part in parts]) for field in fields}
+            for field in self._sliced:
+                rows = outputs[field][start - first : stop - first]
+                self._read(file, field, start - self._starts[file], rows)
+            start = stop
+        return outputs
 
-    def _slice(self, file: int, field: int, start: int, stop: int) -> np.ndarray:
-        try:
-            with self._files.lock:
-                return native(self._files.field(file, field).slice(start, stop))
-        except DataError:
-            raise
-        except _READ_ERRORS as reason:
-            raise self._named(reason, file, field, start, stop) from reason
+    def _whole(self, field: int) -> np.ndarray:
+        """Return a small field, all of whose rows are read for the first of them."""
+        rows = self._wholes.get(field)
+        if rows is None:
+            plan, (shape, dtype) = self._plans[field], self._specs[field]
+            rows = np.empty((self._starts[-1], *shape), dtype)
+            places = [
+                (chunk, rows[self._starts[file] + start : self._starts[file] + stop])
+                for chunk in range(plan.num_chunks)
+                for file, start, stop in [plan.extent(chunk)]
+            ]
+            self._load_all(field, places)
+            self._wholes[field] = rows
+        return rows
 
     def _store(self, field: int) -> ChunkStore:
         """Return the decoded chunks of a field; they take memory from the first use on."""
@@ -162,31 +179,49 @@ class Hdf5Reader:
         return store
 
     def _begin_to_load(self, field: int, chunks: Sequence[tuple[int, np.ndarray]]) -> Future[None]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(num_decoding_threads(), "mpistrat-decode")
         return self._pool.submit(self._load_all, field, chunks)
 
     def _load_all(self, field: int, chunks: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Fill the slots of some chunks. Runs in a thread of the pool."""
-        for chunk, slot in chunks:
-            self._load(field, chunk, slot)
+        """Fill the slots of some chunks. For any thread."""
+        extents = [self._plans[field].extent(chunk) for chunk, _ in chunks]
+        # Together, because threads that wait for the lock stand in each other's way.
+        stored = self._fetch(field, extents)
+        for (file, start, stop), (_, slot), content in zip(extents, chunks, stored, strict=True):
+            rows = slot[: stop - start]
+            if content is None or not content.decode(rows):
+                self._read(file, field, start, rows)
 
-    def _load(self, field: int, chunk: int, slot: np.ndarray) -> None:
-        """Fill `slot` with a chunk."""
-        file, start, stop = self._plans[field].extent(chunk)
-        rows = slot[: stop - start]
+    def _fetch(self, field: int, extents: list[tuple[int, int, int]]) -> list[StoredRows | None]:
+        """Return chunks as they are stored; ``None`` for those that h5py has to decode."""
+        stored: list[StoredRows | None] = []
+        with self._files.lock:
+            for file, start, stop in extents:
+                if not self._catalog.files[file].layouts[field].is_chunked:
+                    stored.append(None)
+                    continue
+                try:
+                    stored.append(self._files.field(file, field).fetch(start))
+                except DataError:
+                    raise
+                except _READ_ERRORS as reason:
+                    raise self._named(reason, file, field, start, stop) from reason
+        return stored
+
+    def _read(self, file: int, field: int, start: int, rows: np.ndarray) -> None:
+        """Fill `rows`, which begin with row `start` of a file, without the threads' help."""
+        extent = self._catalog.files[file].layouts[field].extent
         try:
             with self._files.lock:
-                stored = self._files.field(file, field).fetch(start)
-            if stored is None or not stored.decode(rows):
-                with self._files.lock:
+                if not (extent and extent.read(self._files.descriptor(file), start, rows)):
                     self._files.field(file, field).read(start, rows)
         except DataError:
             raise
         except _READ_ERRORS as reason:
-            raise self._named(reason, file, field, start, stop) from reason
+            raise self._named(reason, file, field, start, start + len(rows)) from reason
 
-    def _named(
-        self, reason: Exception, file: int, field: int, start: int, stop: int
-    ) -> DataError:
+    def _named(self, reason: Exception, file: int, field: int, start: int, stop: int) -> DataError:
         """Return the error that says where h5py has raised `reason`."""
         return DataError(
             f"Rows {start} to {stop - 1} of the field {self._catalog.names[field]!r} of "
@@ -204,13 +239,15 @@ class Hdf5Reader:
     def close(self) -> None:
         """End the threads, close the files and forget the chunks. Local."""
         if os.getpid() == self._pid:
-            self._pool.shutdown(cancel_futures=True)
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
             for store in self._stores.values():
                 store.close()
             self._files.close()
 
 
 def _is_run(numbers: np.ndarray) -> bool:
-    if len(numbers) < _MIN_RUN_ROWS or numbers[-1] - numbers[0] != len(numbers) - 1:
+    first, count = int(numbers[0]), len(numbers)
+    if count < _MIN_RUN_ROWS or numbers[-1] != first + count - 1:
         return False
-    return bool((numbers[1:] - numbers[:-1] == 1).all())
+    return np.arange(first, first + count).tobytes() == numbers.tobytes()

@@ -12,7 +12,9 @@ from mpistrat.data.order import Block, Reader
 __all__ = ["look_ahead"]
 
 _ROWS_AT_A_TIME = 2**12
-"""Rows of several batches are told at a time, or telling keeps the threads from decoding."""
+_SHARE_AT_A_TIME = 8
+"""Rows of several batches are told at a time, or telling keeps the threads from decoding: at most
+so many, and a part of those that the reader wants to know."""
 
 
 def look_ahead(
@@ -30,14 +32,20 @@ def look_ahead(
     """
     ahead: deque[tuple[Block, int]] = deque()
     num_rows = 0
+    wanted = reader.lookahead_rows
+    if not wanted:
+        yield from blocks
+        return
+    few = wanted - min(_ROWS_AT_A_TIME, wanted // _SHARE_AT_A_TIME)
     while True:
+        is_short = num_rows < few
         news: list[Block] = []
         num_new = 0
-        while not ahead or num_rows < reader.lookahead_rows:
+        while not ahead or (is_short and num_rows < wanted):
             block = next(blocks, None)
             if block is None:
                 break
-            parts = rows_of(block) if reader.lookahead_rows else []
+            parts = rows_of(block)
             count = sum(map(len, parts))
             ahead.append((block, count))
             num_rows += count

@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from mpistrat import hdf5
 from mpistrat.data.field_access import FieldAccess
@@ -15,6 +16,8 @@ from mpistrat.data.hdf5_catalog import Catalog, FileEntry, stamp_of
 from mpistrat.errors import DataError
 
 __all__ = ["OpenFiles"]
+
+_T = TypeVar("_T")
 
 _MAX_OPEN_FILES = 64
 _SHARE_OF_LIMIT = 4
@@ -25,10 +28,19 @@ _CHECK_INTERVAL_S = 0.5
 
 
 class _OpenFile:
-    def __init__(self, file: Any, num_fields: int) -> None:
-        self.file = file
+    """A file that is open, for HDF5 or without it or both."""
+
+    def __init__(self, num_fields: int) -> None:
+        self.file: Any = None
+        self.descriptor: int | None = None
         self.fields: list[FieldAccess | None] = [None] * num_fields
         self.checked_at = time.monotonic()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+        if self.descriptor is not None:
+            os.close(self.descriptor)
 
 
 class OpenFiles:
@@ -58,11 +70,32 @@ class OpenFiles:
         access = opened.fields[field]
         if access is None:
             name = self._catalog.names[field]
+            if opened.file is None:
+                path = self._catalog.files[file].path
+                opened.file = self._with_room(
+                    lambda: hdf5.open_for_reading(path, DataError, self._catalog.driver)
+                )
             try:
                 access = opened.fields[field] = FieldAccess(opened.file[name])
             except KeyError:
                 raise DataError(_changed(self._catalog.files[file].path)) from None
         return access
+
+    def descriptor(self, file: int) -> int:
+        """Return the descriptor of a file; hold `lock` meanwhile. Local.
+
+        Raises
+        ------
+        DataError
+            As `field`.
+        OSError
+            If the file cannot be opened.
+        """
+        opened = self._opened(file)
+        if opened.descriptor is None:
+            path = self._catalog.files[file].path
+            opened.descriptor = self._with_room(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return opened.descriptor
 
     def _opened(self, number: int) -> _OpenFile:
         entry = self._catalog.files[number]
@@ -71,7 +104,7 @@ class OpenFiles:
             _check_unchanged(entry)
             while len(self._open) >= self._limit:
                 self._close_oldest()
-            opened = self._open[number] = _OpenFile(self._open_file(entry.path), len(entry.layouts))
+            opened = self._open[number] = _OpenFile(len(entry.layouts))
         self._open.move_to_end(number)
         now = time.monotonic()
         if now - opened.checked_at >= _CHECK_INTERVAL_S:
@@ -79,18 +112,19 @@ class OpenFiles:
             opened.checked_at = now
         return opened
 
-    def _open_file(self, path: str) -> Any:
+    def _with_room(self, open_it: Callable[[], _T]) -> _T:
+        """Return what `open_it` opens, if need be after closing others. The newest one stays."""
         while True:
             try:
-                return hdf5.open_for_reading(path, DataError, self._catalog.driver)
-            except DataError as error:
-                reason = getattr(error.__cause__, "errno", None)
-                if reason not in (errno.EMFILE, errno.ENFILE) or not self._open:
+                return open_it()
+            except (OSError, DataError) as error:
+                reason = getattr(error.__cause__ or error, "errno", None)
+                if reason not in (errno.EMFILE, errno.ENFILE) or len(self._open) < 2:
                     raise
             self._close_oldest()
 
     def _close_oldest(self) -> None:
-        self._open.popitem(last=False)[1].file.close()
+        self._open.popitem(last=False)[1].close()
 
     def close(self) -> None:
         """Close all files. Local."""

@@ -75,15 +75,16 @@ def test_a_shuffled_file_has_no_visible_order(numbered):
 
 def count_chunk_reads(monkeypatch):
     reads = []
-    load = Hdf5Reader._load
+    load = Hdf5Reader._load_all
 
-    def counting(self, field, chunk, slot):
-        file, start, _ = self._plans[field].extent(chunk)
-        if self._catalog.files[file].layouts[field].is_chunked:
-            reads.append((file, field, start))
-        return load(self, field, chunk, slot)
+    def counting(self, field, chunks):
+        for chunk, _ in chunks:
+            file, start, _ = self._plans[field].extent(chunk)
+            if self._catalog.files[file].layouts[field].is_chunked:
+                reads.append((file, field, start))
+        return load(self, field, chunks)
 
-    monkeypatch.setattr(Hdf5Reader, "_load", counting)
+    monkeypatch.setattr(Hdf5Reader, "_load_all", counting)
     return reads
 
 
