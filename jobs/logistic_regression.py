@@ -81,9 +81,9 @@ def main():
         loss, accuracy = ms.metrics.Mean(name="loss"), ms.metrics.Accuracy(name="accuracy")
     saved = ms.Checkpoint(weight=weight, bias=bias, optimizer=optimizer, batches=batches)
     manager = ms.CheckpointManager(saved, args.output, step_counter=optimizer.iterations)
+    handler = ms.PreemptionCheckpointHandler(manager, walltime_margin_s=60)
     if (path := manager.restore_or_initialize()) and is_first:
         print(f"goes on from {path}")
-    handler = ms.PreemptionCheckpointHandler(manager, walltime_margin_s=60)
 
     def train_step(x, y):
         _, slope, _ = forward(xp, weight, bias, x, y)

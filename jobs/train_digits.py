@@ -272,6 +272,7 @@ def main():
     if speaks and not args.resume:
         move_aside(args.output)
     manager = ms.CheckpointManager(training.checkpoint, args.output, max_to_keep=3)
+    handler = ms.PreemptionCheckpointHandler(manager, walltime_margin_s=args.walltime_margin)
     if args.resume and manager.latest_checkpoint:
         status = training.checkpoint.restore(manager.latest_checkpoint)
         status.assert_existing_objects_matched()
@@ -279,8 +280,6 @@ def main():
             print(f"goes on from {manager.latest_checkpoint}")
     else:
         manager.save(step=0)  # a folder that cannot be written shows now, not after an epoch
-
-    handler = ms.PreemptionCheckpointHandler(manager, walltime_margin_s=args.walltime_margin)
 
     def leave_if_preempted():
         if handler.save_checkpoint_if_preempted():

@@ -30,7 +30,8 @@ class PreemptionCheckpointHandler:
     """Notices that the job is about to be ended, and saves once on all ranks at one step.
 
     Making it is **Collective**, in the main thread. It handles `signals` from then on until
-    `close`; each rank may get them, or a single one.
+    `close`; each rank may get them, or a single one. Make it before a restore, so that a signal
+    does not end the program while it reads.
 
     Parameters
     ----------
@@ -139,7 +140,8 @@ class PreemptionCheckpointHandler:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noticed = f"got {signal.Signals(number).name}"
+        if self._noticed is None:
+            self._noticed = f"got {signal.Signals(number).name}"
 
 
 def _checked_signals(signals: Any) -> list[signal.Signals]:

@@ -1,5 +1,6 @@
 """Saving before the job is taken away."""
 
+import contextlib
 import json
 import os
 import re
@@ -117,32 +118,104 @@ def test_it_is_made_in_the_main_thread(manager):
         ms.PreemptionCheckpointHandler(None)
 
 
+class Startled:
+    """An object whose state takes so long that signals come to this process meanwhile."""
+
+    def __init__(self, signals):
+        self.signals = signals
+        self.value = 0
+
+    def state_dict(self):
+        self._startle()
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self._startle()
+        self.value = state["value"]
+
+    def _startle(self):
+        for number in self.signals:
+            os.kill(os.getpid(), number)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_signals_while_a_file_is_written_or_read(strategy, mpi_tmp_path, rank, size, asynchronous):
+    startled = Startled([])
+    with strategy.scope():
+        step = ms.Variable(np.int64(0), name="step")
+        weight = ms.Variable(np.zeros(3), name="weight")
+    manager = ms.CheckpointManager(
+        ms.Checkpoint(step=step, startled=startled, weight=weight), mpi_tmp_path,
+        step_counter=step, asynchronous=asynchronous,
+    )  # fmt: skip
+
+    def go_on(number):
+        with strategy.scope():
+            step.assign(np.int64(number))
+            weight.assign(np.full(3, float(number)))
+        startled.value = number
+
+    def check(number):
+        go_on(100)
+        assert manager.restore_or_initialize() == manager.checkpoints[-1]
+        assert (int(step.value()), startled.value) == (number, number)
+        assert np.all(weight.value() == number)
+
+    go_on(1)
+    with ms.PreemptionCheckpointHandler(manager) as handler:
+        startled.signals = [signal.SIGUSR1] if rank == size - 1 else []
+        manager.save()  # is not disturbed, and what came meanwhile is not forgotten
+        startled.signals = []
+        go_on(2)
+        assert handler.save_checkpoint_if_preempted()
+        check(2)
+    with ms.PreemptionCheckpointHandler(manager) as handler:
+        startled.signals = [signal.SIGTERM] if rank == 0 else []
+        check(2)
+        go_on(3)
+        # The first signal is followed by others on other ranks, while the file is written.
+        startled.signals = [signal.SIGUSR1, signal.SIGTERM] if rank == size - 1 else []
+        assert handler.save_checkpoint_if_preempted()
+        go_on(4)
+        assert handler.save_checkpoint_if_preempted()
+        startled.signals = []
+        check(3)
+    assert [os.path.basename(path) for path in manager.checkpoints] == [
+        f"checkpoint-{number}.h5" for number in (1, 2, 3)
+    ]
+
+
 TRAINS = """
-import os, sys, time
-import numpy as np
+import os, signal, sys, time
 import mpistrat as ms
 
-folder, num_steps = sys.argv[1], int(sys.argv[2])
+folder, mode = sys.argv[1:]
 strategy = ms.MPIStrategy(device="cpu")
 rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
 dataset = ms.data.Dataset.range(1000).shuffle(seed=0).batch(10)
 batches = strategy.experimental_distribute_dataset(dataset)
 with strategy.scope():
     total = ms.metrics.Sum(name="total")
-    step_counter = ms.Variable(np.int64(0), name="step")
+    step_counter = ms.Variable(0, dtype="int64", name="step")
 manager = ms.CheckpointManager(
     ms.Checkpoint(total=total, batches=batches, step=step_counter), folder,
     step_counter=step_counter,
 )
+handler = ms.PreemptionCheckpointHandler(manager, walltime_margin_s=2)
+if mode == "at once" and rank == size - 1:
+    os.kill(os.getpid(), signal.SIGUSR1)
 manager.restore_or_initialize()
-handler = ms.PreemptionCheckpointHandler(manager)
-print(f"pid {rank} {os.getpid()}", flush=True)
+print(f"pid {rank} {os.getpid()}\\n", end="", flush=True)
 for batch in batches:
+    # Each rank is somewhere else when it is told.
+    time.sleep(0.006 * (rank + 1) if mode == "paced" else 0)
     strategy.run(total.update_state, args=(batch,))
     step_counter.assign(step_counter.value() + 1)
+    time.sleep(0.006 * (size - rank) if mode == "paced" else 0)
     if handler.save_checkpoint_if_preempted():
+        print(f"saved at {int(step_counter.value())}\\n", end="", flush=True)
         sys.exit(handler.EXIT_CODE)
-    time.sleep(0.02 if num_steps else 0)
 figures = [int(step_counter.value()), float(total.result())]
 if rank == 0:
     print("done", figures, flush=True)
@@ -150,19 +223,41 @@ if rank == 0:
 
 
 @pytest.mark.launches
-def test_sigterm_to_one_rank_saves_and_the_next_run_goes_on_at_another_size(tmp_path):
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [("got SIGTERM", 1), ("got SIGUSR1", 2), ("the end of the job is near", None)],
+    ids=["SIGTERM", "SIGUSR1", "end_of_the_job"],
+)
+def test_any_rank_may_be_told_and_the_next_run_goes_on_at_another_size(tmp_path, reason, told):
     program = tmp_path / "program.py"
     program.write_text(TRAINS)
     folder = tmp_path / "ckpt"
-    first = launch.Launched([program, folder, "1"], ranks=3)
-    first.wait_for_output("pid 1 ")
-    time.sleep(0.3)
-    os.kill(int(re.search(r"pid 1 (\d+)", first.stdout())[1]), signal.SIGTERM)
-    assert first.wait(30) == ms.PreemptionCheckpointHandler.EXIT_CODE, first.stderr()
-    assert "got SIGTERM" in first.stderr()
-    (name,) = os.listdir(folder)
-    assert 0 < int(re.fullmatch(r"checkpoint-(\d+)\.h5", name)[1]) < 100
-    second = launch.run([program, folder, "0"], ranks=2)
-    assert second.returncode == 0, second.stderr
-    figures = json.loads(re.search(r"done (.*)", second.stdout)[1])
+    end = {} if told is not None else {"SLURM_JOB_END_TIME": str(int(time.time()) + 5)}
+    first = launch.Launched([program, folder, "paced"], ranks=3, env=end)
+    if told is not None:
+        first.wait_for_output(f"pid {told} ")
+        time.sleep(0.3)
+        pid = int(re.search(rf"pid {told} (\d+)", first.stdout())[1])
+        os.kill(pid, signal.Signals[reason.split()[1]])
+        with contextlib.suppress(ProcessLookupError):  # a scheduler tells it twice
+            os.kill(pid, signal.SIGTERM)
+    done = first.finish(30)
+    saved_at = step_of_all_ranks(done, 3)
+    assert f"{reason}: all ranks save" in done.stderr
+    assert 0 < saved_at < 100
+    early = launch.run([program, folder, "at once"], ranks=2)
+    assert step_of_all_ranks(early, 2) == saved_at + 1
+    assert "got SIGUSR1" in early.stderr
+    names = [f"checkpoint-{number}.h5" for number in (saved_at, saved_at + 1)]
+    assert sorted(os.listdir(folder)) == sorted(names)
+    last = launch.run([program, folder, "to the end"], ranks=4)
+    assert last.returncode == 0, last.stderr
+    figures = json.loads(re.search(r"done (.*)", last.stdout)[1])
     assert figures == [100, 999 * 1000 / 2]
+
+
+def step_of_all_ranks(done, size):
+    assert done.returncode == ms.PreemptionCheckpointHandler.EXIT_CODE, done.stderr
+    steps = re.findall(r"saved at (\d+)", done.stdout)
+    assert steps == [steps[0]] * size
+    return int(steps[0])
