@@ -7,7 +7,7 @@ The window, the rows of those chunks over all lanes, bounds what a rank holds in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,14 +79,16 @@ class Shuffle:
         else:
             blocks = regroup(blocks, window)
         for number, block in enumerate(blocks, first):
-            yield block[self._permutation(len(block), *key, number)]
+            yield block[_RandomStream(self.seed, (*key, number)).permutation(0, len(block))]
 
     def _chunk_blocks(
         self, rows: range, layout: ChunkLayout, key: PassKey, batch_size: int
     ) -> Iterator[Block]:
         starts, lengths = _pieces(rows, layout.starts)
-        shuffled = self._permutation(len(starts), *key)
+        stream = _RandomStream(self.seed, key)
+        shuffled = stream.permutation(0, len(starts))
         starts, lengths = starts[shuffled], lengths[shuffled]
+        stops = np.cumsum(lengths)
         window = self.window_rows(layout)
         window_pieces = window // layout.rows_per_chunk
         lanes = sharding.num_lanes(len(starts), len(rows), batch_size, window_pieces)
@@ -94,11 +96,13 @@ class Shuffle:
         ends = np.cumsum(supply)
         streams = [
             _Lane(
-                self._lane_blocks(
-                    *_cut(starts, lengths, end - count, end), window // lanes, (*key, lane)
+                _lane_blocks(
+                    *_cut(starts, lengths, stops, end - count, end),
+                    window // lanes,
+                    stream.after(len(starts) + end - count),
                 )
             )
-            for lane, (end, count) in enumerate(zip(ends.tolist(), supply, strict=True))
+            for end, count in zip(ends.tolist(), supply, strict=True)
         ]
         num_full, rest = divmod(len(rows), batch_size)
         at_a_time = max(_ROWS_AT_A_TIME // batch_size, 1)
@@ -114,22 +118,24 @@ class Shuffle:
             ]
             yield from rows.start + rows.step * np.concatenate(positions, axis=1)
 
-    def _lane_blocks(
-        self, starts: np.ndarray, lengths: np.ndarray, window: int, key: PassKey
-    ) -> Iterator[Block]:
-        """Return the positions of a lane's pieces, mixed over as many as fit the window."""
-        stops = np.cumsum(lengths)
-        first = done = number = 0
-        while first < len(starts):
-            stop = max(int(np.searchsorted(stops, done + window, "right")), first + 1)
-            positions = _expand(starts[first:stop], lengths[first:stop])
-            yield positions[self._permutation(len(positions), *key, number)]
-            first, done, number = stop, int(stops[stop - 1]), number + 1
 
-    def _permutation(self, length: int, *key: int) -> np.ndarray:
+class _RandomStream:
+    """The random numbers of a pass, of which each lane has a part."""
+
+    def __init__(self, seed: int, key: PassKey) -> None:
+        self._bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key))
+        self._beginning = self._bits.state
+
+    def after(self, count: int) -> Callable[[int, int], np.ndarray]:
+        """Return `permutation` without the first `count` numbers."""
+        return lambda first, length: self.permutation(count + first, length)
+
+    def permutation(self, first: int, length: int) -> np.ndarray:
+        """Return an order of `length` items, drawn with as many numbers from `first` on."""
+        self._bits.state = self._beginning
         # Raw bits are the one stream that NumPy promises not to change between versions.
-        bits = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=key))
-        return np.argsort(bits.random_raw(length), kind="stable")
+        bits = self._bits.advance(first).random_raw(length)
+        return np.argsort(bits, kind="stable")
 
 
 class _Lane:
@@ -150,6 +156,22 @@ class _Lane:
         return np.concatenate(parts)
 
 
+def _lane_blocks(
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    window: int,
+    permutation: Callable[[int, int], np.ndarray],
+) -> Iterator[Block]:
+    """Return the positions of a lane's pieces, mixed over as many as fit the window."""
+    stops = np.cumsum(lengths)
+    first = done = 0
+    while first < len(starts):
+        stop = max(int(np.searchsorted(stops, done + window, "right")), first + 1)
+        positions = _expand(starts[first:stop], lengths[first:stop])
+        yield positions[permutation(done, len(positions))]
+        first, done = stop, int(stops[stop - 1])
+
+
 def _pieces(rows: range, chunk_starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return first position within `rows` and length of the part of `rows` in each chunk."""
     bounds = np.clip(-((rows.start - chunk_starts) // rows.step), 0, len(rows))
@@ -158,12 +180,12 @@ def _pieces(rows: range, chunk_starts: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _cut(
-    starts: np.ndarray, lengths: np.ndarray, begin: int, end: int
+    starts: np.ndarray, lengths: np.ndarray, stops: np.ndarray, begin: int, end: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces of the positions [begin, end) of all pieces laid end to end."""
-    stops = np.cumsum(lengths)
+    """Return the pieces of the positions [begin, end) of all pieces, which end at `stops`."""
     touched = slice(np.searchsorted(stops, begin, "right"), np.searchsorted(stops, end) + 1)
-    stops, begins = stops[touched], (stops - lengths)[touched]
+    stops = stops[touched]
+    begins = stops - lengths[touched]
     cut_begins = np.maximum(begins, begin)
     lengths = np.minimum(stops, end) - cut_begins
     return (starts[touched] + cut_begins - begins)[lengths > 0], lengths[lengths > 0]

@@ -15,7 +15,7 @@ from mpistrat.data.transforms import Prefetch, SameOrder
 
 __all__ = ["digest", "order_digest", "position_layout", "signature"]
 
-_ORDER_VERSION = 1
+_ORDER_VERSION = 2
 """Raised whenever an unchanged data set gets another order, so that old positions are refused."""
 
 
