@@ -70,9 +70,11 @@ class Checkpoint(Trackable):
     def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
         """Fill all objects from the file `path`, all or none. **Collective**.
 
-        Rank 0 reads, checks every digest, and broadcasts. SyncOnRead variables under SUM get
-        value / N on each of today's N replicas, the others the value. Objects attached later,
-        and variables that optimizers make later, are filled when they appear.
+        The ranks of rank 0's node read the file together, each byte once, check every digest
+        and broadcast. Until all of it has been checked they hold the values of the file, in
+        about equal parts. SyncOnRead variables under SUM get value / N on each of today's N
+        replicas, the others the value. Objects attached later, and variables that optimizers
+        make later, are filled when they appear.
 
         Returns
         -------

@@ -13,11 +13,14 @@ from mpistrat.comm.background import Background
 from mpistrat.cores import num_cores
 from mpistrat.variables.broadcasting import pieces
 
-__all__ = ["Digester", "Digests"]
+__all__ = ["BYTES_WORTH_A_THREAD", "Digester", "Digests"]
+
+BYTES_WORTH_A_THREAD = 2**18
+"""The digests of smaller arrays are computed at once."""
 
 _MOST_THREADS = 8
 """SHA-256 is slower than many disks, but so many threads are faster than most."""
-_BYTES_AT_ONCE = 2**20
+_BYTES_AT_ONCE = 2**19
 """Small enough to stay in the cache of a core between the digest and the write."""
 _MAX_BEHIND = 4
 """How many pieces that exist for this alone may wait for their turn."""
@@ -70,10 +73,16 @@ class Digester:
 
 
 class Digests:
-    """Context manager that makes digests, and waits at its end until no thread is at work."""
+    """Context manager that makes digests, and waits at its end until no thread is at work.
 
-    def __init__(self) -> None:
-        num_threads = max(2, min(num_cores(), _MOST_THREADS))
+    Parameters
+    ----------
+    cores : int, optional
+        How many cores there are for them, by default all that this process may use.
+    """
+
+    def __init__(self, cores: int | None = None) -> None:
+        num_threads = max(2, min(num_cores() if cores is None else cores, _MOST_THREADS))
         self._threads = [Background("mpistrat-digest") for _ in range(num_threads)]
         self._count = 0
 

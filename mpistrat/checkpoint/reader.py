@@ -21,6 +21,7 @@ from mpistrat.checkpoint.format import (
     VARIABLES,
     Header,
     VariableInfo,
+    digest_of_array,
     digest_of_text,
     spell_digest,
 )
@@ -35,7 +36,7 @@ from mpistrat.checkpoint.links import survey
 from mpistrat.checkpoint.selections import selections
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["CheckpointReader", "open_checkpoint"]
+__all__ = ["CheckpointReader", "check_digest", "naming_damage", "open_checkpoint"]
 
 
 class CheckpointReader:
@@ -49,27 +50,30 @@ class CheckpointReader:
         By object path, sorted.
     state_paths : list of str
         Paths of the objects with JSON state, sorted.
+    handle : int
+        The descriptor of the file.
     """
 
     def __init__(self, file: Any, path: Path) -> None:
         self.path = path
-        with _naming_damage(path, "the tree"):
+        self.handle: int = file.id.get_vfd_handle()
+        with naming_damage(path, "the tree"):
             contents = survey(file)
-        with _naming_damage(path, "its texts"):
+        with naming_damage(path, "its texts"):
             self._longest_bytes = check_heaps(contents.datasets.values(), path)
         self.header = _read_header(file, path)
-        with _naming_damage(path, "the tree"):
+        with naming_damage(path, "the tree"):
             contents.check({VARIABLES, STATE})
         self._variables = contents.below(VARIABLES)
         self._state = contents.below(STATE)
         self._check_storage()
         self.variables = {}
         for name, dataset in self._variables.items():
-            with _naming_damage(path, name):
+            with naming_damage(path, name):
                 self.variables[name] = _read_info(dataset)
         self.state_paths = list(self._state)
         for name, dataset in self._state.items():
-            with _naming_damage(path, name):
+            with naming_damage(path, name):
                 self._check_state(name, dataset)
 
     def _check_storage(self) -> None:
@@ -77,7 +81,7 @@ class CheckpointReader:
         file_bytes = self.path.stat().st_size
         unpacked = 0
         for name, dataset in (*self._variables.items(), *self._state.items()):
-            with _naming_damage(self.path, name):
+            with naming_damage(self.path, name):
                 unpacked += check_layout(dataset, file_bytes)
                 check_expansion(unpacked, file_bytes)
 
@@ -102,37 +106,28 @@ class CheckpointReader:
             If they do not have the digest that the file gives.
         """
         info = self.variables[name]
-        with _naming_damage(self.path, name):
+        with naming_damage(self.path, name):
             values = np.empty(info.shape, info.dtype)
+            offset = self.offset_of(name)
+            if offset is not None:
+                read_at(self.handle, offset, values)
+                check_digest(digest_of_array(values), info.digest)
+                return values
         flat, begin = values.reshape(-1), 0
         for piece in self.read_pieces(name):
             flat[begin : begin + piece.size] = piece
             begin += piece.size
         return values
 
-    def is_plain(self, name: str) -> bool:
-        """Return whether the file holds the bytes of a variable as `read_plain` wants them. Local.
+    def offset_of(self, name: str) -> int | None:
+        """Return at which byte of the file the values of a variable begin. Local.
 
-        They then are those that its digest is over.
+        ``None`` where they do not lie there as one block, as they do in memory.
         """
         info, dataset = self.variables[name], self._variables[name]
-        plain = dataset.dtype == info.dtype and offset_of(dataset, info.size_bytes) is not None
-        return plain or not info.size_bytes
-
-    def read_plain(self, name: str, piece: np.ndarray, at: int) -> None:
-        """Fill `piece` with the bytes of a variable from number `at` on, unchecked. Local.
-
-        Raises
-        ------
-        CheckpointCorruptError
-            If the file cannot give them.
-        """
-        dataset = self._variables[name]
-        with _naming_damage(self.path, name):
-            offset = offset_of(dataset, self.variables[name].size_bytes)
-            if offset is None:
-                raise ValueError("the values have no place in the file")
-            read_at(dataset.file, offset + at, piece)
+        if not info.size_bytes:
+            return 0
+        return offset_of(dataset, info.size_bytes) if dataset.dtype == info.dtype else None
 
     def read_pieces(self, name: str) -> Iterator[np.ndarray]:
         """Yield the values of a variable in C order, flat, in native byte order. Local.
@@ -146,16 +141,15 @@ class CheckpointReader:
         """
         info, dataset = self.variables[name], self._variables[name]
         digest = hashlib.sha256()
-        with _naming_damage(self.path, name):
+        with naming_damage(self.path, name):
             check_streams(dataset)
         for selection in selections(info.shape, info.dtype.itemsize, dataset.chunks):
-            with _naming_damage(self.path, name):
+            with naming_damage(self.path, name):
                 piece = np.asarray(dataset[selection], dataset.dtype).reshape(-1)
                 digest.update(piece.view(np.uint8).data)
             yield piece.astype(info.dtype, copy=False)
-        with _naming_damage(self.path, name):
-            if spell_digest(digest) != info.digest:
-                raise ValueError("the values do not have the digest that was stored with them")
+        with naming_damage(self.path, name):
+            check_digest(spell_digest(digest), info.digest)
 
     def read_state(self, name: str) -> Any:
         """Return the JSON state of an object. Local.
@@ -165,7 +159,7 @@ class CheckpointReader:
         CheckpointCorruptError
             If the text does not have the digest that the file gives.
         """
-        with _naming_damage(self.path, name):
+        with naming_damage(self.path, name):
             dataset = self._state[name]
             text = dataset[()] if dataset.shape == () and dataset.dtype.kind in "OS" else None
             if not isinstance(text, bytes):
@@ -233,7 +227,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[CheckpointReader]:
 
 def _read_header(file: Any, path: Path) -> Header:
     known = Header.__dataclass_fields__
-    with _naming_damage(path, "the attributes of the root group"):
+    with naming_damage(path, "the attributes of the root group"):
         given: dict[str, Any] = {
             name: read_attribute(file, name) for name in (*known, "digest")
         }
@@ -261,7 +255,7 @@ def _read_header(file: Any, path: Path) -> Header:
             f"{', '.join(missing)}."
         )
     header = Header(**{name: given[name] for name in known})
-    with _naming_damage(path, "the attributes of the root group"):
+    with naming_damage(path, "the attributes of the root group"):
         header.check()
         # Files that other programs make need not have it; damage does not take it away.
         if given["digest"] not in (None, header.digest):
@@ -283,9 +277,27 @@ def _read_info(dataset: Any) -> VariableInfo:
     )
 
 
+def check_digest(found: str, stored: str) -> None:
+    """Compare the digest of values with the one that a file gives. Local.
+
+    Raises
+    ------
+    ValueError
+        If they differ.
+    """
+    if found != stored:
+        raise ValueError("the values do not have the digest that was stored with them")
+
+
 @contextlib.contextmanager
-def _naming_damage(path: Path, where: str) -> Iterator[None]:
-    """Turn whatever h5py, NumPy and json raise over bad bytes into one error with the place."""
+def naming_damage(path: str | os.PathLike[str], where: str) -> Iterator[None]:
+    """Turn what h5py, NumPy and json raise over bad bytes into an error with the place. Local.
+
+    Raises
+    ------
+    CheckpointCorruptError
+        In the place of these.
+    """
     try:
         yield
     except (OSError, RuntimeError, ValueError, TypeError, LookupError, MemoryError) as reason:

@@ -1,21 +1,24 @@
-"""Restore a tree of objects: rank 0 reads and checks, all ranks assign, or none does."""
+"""Restore a tree of objects: what is read and checked all ranks assign, or none does."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint.distribution import broadcast_array, broadcast_pieces, read_arrays
+from mpistrat.checkpoint.distribution import broadcast_array, broadcast_pieces
 from mpistrat.checkpoint.late import attach_children, fresh_children, late_children, make_children
 from mpistrat.checkpoint.objects import Tree, walk
 from mpistrat.checkpoint.paths import agree_on_path
 from mpistrat.checkpoint.ranks import collectives_for
-from mpistrat.checkpoint.reader import open_checkpoint
+from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
+from mpistrat.checkpoint.reading import Places, Values, find_places, read_values
 from mpistrat.checkpoint.restoration import Restoration
 from mpistrat.checkpoint.shapes import Shape, check_shapes, shapes_as_json, shapes_from_json
 from mpistrat.checkpoint.status import RestoreStatus, check_nothing_missing
@@ -50,14 +53,8 @@ def restore(
     tree = walk(root.checkpoint_children())
     ranks = collectives_for(tree, _WHAT)
     file = agree_on_path(ranks, _WHAT, path)
-    arrays: dict[str, np.ndarray] = {}
-    modes: dict[str, dict[str, Any]] = {}
-    contents: dict[str, Any] = {}
-    with ranks.together(_WHAT, file):
-        if ranks.rank == 0:
-            arrays, modes, contents = _read(file)
-    contents = ranks.broadcast_json(contents)
-    state, shapes = contents["state"], shapes_from_json(contents["shapes"])
+    found = _read(ranks, file)
+    state, shapes, values = found.state, found.shapes, found.values
     late = late_children(tree)
     made = make_children(late, tree, shapes)
     tree.variables |= made
@@ -70,9 +67,10 @@ def restore(
         for name, variable in variables.items():
             variable.load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
     others = {name: shape for name, shape in shapes.items() if name not in variables}
-    restoration = Restoration(file, _broadcast(ranks, file, arrays, others), state, modes=modes)
+    arrays = _broadcast(ranks, file, values, others)
+    restoration = Restoration(file, arrays, state, modes=found.modes)
     _load_state(ranks, restoration, tree)
-    _load_variables(ranks, file, variables, arrays, shapes)
+    _load_variables(ranks, file, variables, values, shapes)
     for variable in fresh.values():
         variable.load_value(np.zeros(variable.shape, variable.dtype))
     attach_children(late, made)
@@ -83,30 +81,55 @@ def restore(
     return RestoreStatus(root, restoration, warns=ranks.rank == 0)
 
 
-def _read(
-    path: str,
-) -> tuple[dict[str, np.ndarray], dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return the arrays of a file, their modes, and as JSON values their shapes and all state."""
-    with open_checkpoint(path) as reader:
-        try:
-            state = {name: reader.read_state(name) for name in reader.state_paths}
-        except CheckpointCorruptError:
-            reader.verify()  # names what else is damaged
-            raise
-        modes = {name: each.modes for name, each in reader.variables.items()}
-        arrays = read_arrays(reader)
-    shapes = {name: (arrays[name].shape, arrays[name].dtype) for name in modes}
-    return arrays, modes, {"state": state, "shapes": shapes_as_json(shapes)}
+@dataclass(frozen=True)
+class _Found:
+    """What a file holds."""
+
+    values: Values
+    shapes: dict[str, Shape]
+    state: dict[str, Any]
+    modes: dict[str, dict[str, Any]]
+    """Of variables, on rank 0."""
+
+
+def _read(ranks: Collectives, path: str) -> _Found:
+    """Return what a file holds, once all of it is known to be whole. **Collective**."""
+    contents: dict[str, Any] = {}
+    modes: dict[str, dict[str, Any]] = {}
+    reader: CheckpointReader | None = None
+    with contextlib.ExitStack() as stack:
+        with ranks.together(_WHAT, path):
+            if ranks.rank == 0:
+                reader = stack.enter_context(open_checkpoint(path))
+                modes = {name: each.modes for name, each in reader.variables.items()}
+                contents = _describe(reader)
+        contents = ranks.broadcast_json(contents)
+        shapes = shapes_from_json(contents["shapes"])
+        places = Places(**contents["places"])
+        values = read_values(ranks, _WHAT, path, reader, places, shapes)
+    return _Found(values, shapes, contents["state"], modes)
+
+
+def _describe(reader: CheckpointReader) -> dict[str, Any]:
+    """Return as JSON values all state of a file, and the shapes and places of its arrays."""
+    try:
+        state = {name: reader.read_state(name) for name in reader.state_paths}
+    except CheckpointCorruptError:
+        reader.verify()  # names what else is damaged
+        raise
+    shapes = {name: (each.shape, each.dtype) for name, each in reader.variables.items()}
+    places = asdict(find_places(reader))
+    return {"state": state, "shapes": shapes_as_json(shapes), "places": places}
 
 
 def _broadcast(
-    ranks: Collectives, path: str, arrays: dict[str, np.ndarray], shapes: Mapping[str, Shape]
+    ranks: Collectives, path: str, values: Values, shapes: Mapping[str, Shape]
 ) -> dict[str, np.ndarray]:
-    """Move those of rank 0's `arrays` that `shapes` names to every rank. **Collective**."""
+    """Move those of the `values` that `shapes` names to every rank. **Collective**."""
     with ranks.call(_WHAT, path) as call:
         call.agree("values without an object", *shapes)
         return {
-            name: broadcast_array(call, arrays.pop(name, None), shape)
+            name: broadcast_array(call, values, name, shape)
             for name, shape in shapes.items()
         }
 
@@ -115,14 +138,14 @@ def _load_variables(
     ranks: Collectives,
     path: str,
     variables: Mapping[str, Variable],
-    arrays: dict[str, np.ndarray],
+    values: Values,
     shapes: Mapping[str, Shape],
 ) -> None:
-    """Assign rank 0's `arrays` to `variables` on every rank, piece by piece. **Collective**."""
+    """Assign the `values` of `variables` on every rank, piece by piece. **Collective**."""
     with ranks.call(_WHAT, path) as call:
         call.agree("values of variables")
         for name, variable in variables.items():
-            for start, piece in broadcast_pieces(call, arrays.pop(name, None), shapes[name]):
+            for start, piece in broadcast_pieces(call, values, name, shapes[name]):
                 variable.load_piece(start, piece)
 
 

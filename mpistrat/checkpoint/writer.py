@@ -14,7 +14,7 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view, is_on_host
 from mpistrat.checkpoint.contiguous import create_unwritten, offset_of, write_at
-from mpistrat.checkpoint.digesting import Digester, Digests
+from mpistrat.checkpoint.digesting import BYTES_WORTH_A_THREAD, Digester, Digests
 from mpistrat.checkpoint.format import (
     STATE,
     VARIABLES,
@@ -27,10 +27,6 @@ from mpistrat.checkpoint.pieces import pieces_on_host
 from mpistrat.errors import CheckpointError
 
 __all__ = ["CheckpointWriter", "create_checkpoint"]
-
-
-_BYTES_WORTH_A_THREAD = 2**18
-"""Smaller arrays are written by HDF5, and their digests computed at once."""
 
 
 class CheckpointWriter:
@@ -74,7 +70,7 @@ class CheckpointWriter:
         need not be complete when this returns.
         """
         with _explaining(self._path):
-            if array.nbytes < _BYTES_WORTH_A_THREAD:
+            if array.nbytes < BYTES_WORTH_A_THREAD:
                 host = host_view(array)
                 dataset = self._variables.create_dataset(path, data=host)
                 dataset.attrs["digest"] = digest_of_array(host)

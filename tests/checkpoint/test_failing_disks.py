@@ -228,6 +228,5 @@ def test_memory_does_not_grow_with_ranks_or_variables(tmp_path, ranks):
     found = {int(rank): (float(saving), float(restoring)) for _, rank, saving, restoring in lines}
     assert sorted(found) == list(range(ranks))
     assert found[0][0] < 2, found  # largest variables
-    # Rank 0 has read all seven before any changes; the others take them piece by piece.
-    assert found[0][1] < 8, found
-    assert all(found[rank][1] < 1 for rank in range(1, ranks)), found
+    # All seven are read before any changes, on the ranks in equal parts, and go on piece by piece.
+    assert all(each[1] < -(-7 // ranks) + 1 for each in found.values()), found

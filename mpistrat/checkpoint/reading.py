@@ -1,0 +1,198 @@
+"""Read the values of a file and check them, on all ranks of one node that see it.
+
+Most of the time goes into digests, so each of these ranks reads some of the large variables, and
+keeps them until all are known to be whole. Every byte is read once, by the node of rank 0.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mpistrat.checkpoint.contiguous import read_at
+from mpistrat.checkpoint.digesting import BYTES_WORTH_A_THREAD, Digests
+from mpistrat.checkpoint.reader import CheckpointReader, check_digest, naming_damage
+from mpistrat.checkpoint.shapes import Shape
+from mpistrat.collectives import Collectives
+from mpistrat.cores import cores_of_mask, mask_of_cores, own_cores
+from mpistrat.errors import CheckpointCorruptError
+
+__all__ = ["Places", "Values", "find_places", "read_values"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which file rank 0 has open, and where in it the large variables lie."""
+
+    host: str = ""
+    file: Sequence[int] = ()
+    """Its device and its number there."""
+    blocks: Mapping[str, tuple[int, int, str]] = field(default_factory=dict)
+    """By path the first byte, the number of bytes, and the digest."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of a file, checked, each on one rank."""
+
+    arrays: dict[str, np.ndarray]
+    """Those on this rank, by path."""
+    owners: Mapping[str, int]
+    """The ranks that have those that are not on rank 0."""
+
+    def owner(self, name: str) -> int:
+        """Return the rank that has a variable. Local."""
+        return self.owners.get(name, 0)
+
+
+def find_places(reader: CheckpointReader) -> Places:
+    """Return what other ranks need to read from the file of `reader`. Local."""
+    status = os.fstat(reader.handle)
+    blocks = {}
+    for name, info in reader.variables.items():
+        if info.size_bytes >= BYTES_WORTH_A_THREAD:
+            offset = reader.offset_of(name)
+            if offset is not None:
+                blocks[name] = offset, info.size_bytes, info.digest
+    return Places(socket.gethostname(), (status.st_dev, status.st_ino), blocks)
+
+
+def read_values(
+    ranks: Collectives,
+    what: str,
+    path: str,
+    reader: CheckpointReader | None,
+    places: Places,
+    shapes: Mapping[str, Shape],
+) -> Values:
+    """Read and check everything in a file. **Collective**.
+
+    Parameters
+    ----------
+    ranks : Collectives
+    what : str
+        The public function, for messages.
+    path : str
+        The file.
+    reader : CheckpointReader or None
+        On rank 0.
+    places : Places
+        From `find_places`, equal on all ranks.
+    shapes : mapping of str to Shape
+        Of everything in the file, equal on all ranks.
+
+    Raises
+    ------
+    CheckpointCorruptError
+        On every rank, if something is damaged; the message names all of it.
+    """
+    own_handle = _open_same(path, places) if reader is None else None
+    handle = own_handle if reader is None else reader.handle
+    try:
+        cores = None if handle is None else mask_of_cores(own_cores())
+        masks = {rank: m for rank, m in enumerate(ranks.gather_json(cores)) if m is not None}
+        owners = share_out({name: size for name, (_, size, _) in places.blocks.items()}, [*masks])
+        with ranks.together(what, path):
+            own = [name for name, owner in owners.items() if owner == ranks.rank]
+            threads = _num_threads(cores or 0, [*masks.values()])
+            part = _Part(path, handle, threads)
+            part.read_blocks({name: (places.blocks[name], shapes[name]) for name in own})
+            if reader is not None:
+                part.read_rest(reader, places)
+    finally:
+        if own_handle is not None:
+            os.close(own_handle)
+    damage: dict[str, str] = {}
+    for each in ranks.gather_json(part.damage):
+        damage |= each
+    if damage:
+        with ranks.together(what, path):
+            if ranks.rank == 0:
+                raise CheckpointCorruptError("\n".join(damage[name] for name in sorted(damage)))
+    return Values(part.arrays, owners)
+
+
+def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
+    """Return which of `ranks` reads each variable, so that each has about as many bytes. Local."""
+    loads = [(0, rank) for rank in ranks]
+    owners = {}
+    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
+        load, rank = heapq.heappop(loads)
+        owners[name] = rank
+        heapq.heappush(loads, (load + sizes[name], rank))
+    return owners
+
+
+def _open_same(path: str, places: Places) -> int | None:
+    """Return a descriptor of rank 0's file, ``None`` where this rank does not see it."""
+    if not places.blocks or places.host != socket.gethostname():
+        return None
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which may be a pipe here
+    except OSError:
+        return None
+    status = os.fstat(handle)
+    if [status.st_dev, status.st_ino] == list(places.file):
+        return handle
+    os.close(handle)
+    return None
+
+
+def _num_threads(own: int, masks: Sequence[int]) -> int:
+    """Return this rank's part of the cores that it may use, where others may use them too."""
+    return round(sum(1 / sum(m >> core & 1 for m in masks) for core in cores_of_mask(own)))
+
+
+class _Part:
+    """What one rank reads."""
+
+    def __init__(self, path: str, handle: int | None, threads: int) -> None:
+        self._path = path
+        self._handle = handle
+        self._threads = threads
+        self.arrays: dict[str, np.ndarray] = {}
+        self.damage: dict[str, str] = {}
+        """What is wrong with a variable, by path."""
+
+    def read_blocks(self, blocks: Mapping[str, tuple[tuple[int, int, str], Shape]]) -> None:
+        """Read large variables in several threads. Local."""
+        if self._handle is None:
+            return
+        with Digests(self._threads) as digests:
+            digesters = {}
+            for name, ((offset, _, _), (shape, dtype)) in blocks.items():
+                array = self.arrays[name] = np.empty(shape, dtype)
+                digesters[name] = digests.begin(before=_Input(self._handle, offset))
+                digesters[name].update(array.reshape(-1), is_view=True)
+            for name, ((_, _, digest), _) in blocks.items():
+                try:
+                    with naming_damage(self._path, name):
+                        check_digest(digesters[name].result(), digest)
+                except CheckpointCorruptError as error:
+                    self.damage[name] = str(error)
+
+    def read_rest(self, reader: CheckpointReader, places: Places) -> None:
+        """Read what is small, or does not lie in the file as it does in memory. Local."""
+        for name in reader.variables:
+            if name not in places.blocks:
+                try:
+                    self.arrays[name] = reader.read_variable(name)
+                except CheckpointCorruptError as error:
+                    self.damage[name] = str(error)
+
+
+class _Input:
+    """Fills one part of a variable after the other from the file."""
+
+    def __init__(self, handle: int, offset: int) -> None:
+        self._handle = handle
+        self._offset = offset
+
+    def __call__(self, part: np.ndarray) -> None:
+        read_at(self._handle, self._offset, part)
+        self._offset += part.nbytes

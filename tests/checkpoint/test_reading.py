@@ -1,0 +1,146 @@
+"""The ranks of one node read a file together: each byte once, and one verdict for all."""
+
+import itertools
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpistrat as ms
+from mpistrat.checkpoint import reading
+from mpistrat.checkpoint.reading import share_out
+
+LARGE = 2**16
+"""Elements of the variables that ranks share: 256 KiB of float32."""
+NAMES = [f"weight{i}" for i in range(5)]
+
+
+@given(
+    st.dictionaries(st.text(), st.integers(0, 2**40)),
+    st.sets(st.integers(0, 100), min_size=1).map(sorted),
+)
+def test_each_rank_gets_about_as_many_bytes(sizes, ranks):
+    owners = share_out(sizes, ranks)
+    assert owners.keys() == sizes.keys()
+    assert set(owners.values()) <= set(ranks)
+    loads = [sum(sizes[each] for each in sizes if owners[each] == rank) for rank in ranks]
+    assert max(loads) - min(loads) <= max(sizes.values(), default=0)
+
+
+@pytest.fixture
+def strategy():
+    return ms.MPIStrategy(device="cpu")
+
+
+@pytest.fixture
+def blocks_read(monkeypatch):
+    """Return the list of the files' bytes that this rank reads from now on."""
+    found = []
+    read_at = reading.read_at
+
+    def spy(handle, offset, piece):
+        found.append((offset, piece.nbytes))
+        read_at(handle, offset, piece)
+
+    monkeypatch.setattr(reading, "read_at", spy)
+    return found
+
+
+def make(strategy, number):
+    with strategy.scope():
+        variables = {
+            name: ms.Variable(np.full(LARGE + i, number + i, np.float32), name=name)
+            for i, name in enumerate(NAMES)
+        }
+        small = ms.Variable(np.full(3, number), name="small")
+    return ms.Checkpoint(**variables, small=small, moved=np.random.default_rng(number)), variables
+
+
+def holds(variables, number):
+    return all(np.all(variables[name].numpy() == number + i) for i, name in enumerate(NAMES))
+
+
+@pytest.mark.mpi
+def test_every_byte_is_read_once_by_all_ranks_together(strategy, mpi_tmp_path, blocks_read):
+    size = strategy.num_replicas_in_sync
+    path = make(strategy, 1)[0].write(mpi_tmp_path / "run.h5")
+    checkpoint, variables = make(strategy, 20)
+    checkpoint.restore(path).assert_consumed()
+    assert holds(variables, 1)
+    by_rank = strategy.extended.collectives.gather_json(blocks_read)
+    assert sum(map(bool, by_rank)) == min(size, len(NAMES))
+    blocks = sorted(itertools.chain.from_iterable(by_rank))
+    assert sum(num_bytes for _, num_bytes in blocks) == sum(
+        variable.storage.nbytes for variable in variables.values()
+    )
+    assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(blocks))
+
+
+@pytest.mark.mpi
+def test_a_rank_that_does_not_see_the_file_gets_its_values(
+    strategy, mpi_tmp_path, blocks_read, monkeypatch
+):
+    collectives = strategy.extended.collectives
+    rank, size = collectives.rank, collectives.size
+    path = Path(make(strategy, 1)[0].write(mpi_tmp_path / "run.h5"))
+    other = mpi_tmp_path / f"of-rank-{rank}"
+    other.mkdir()
+    if rank:
+        if rank % 2:
+            (other / "run.h5").write_bytes(path.read_bytes())  # another file of that name
+        monkeypatch.chdir(other)
+    else:
+        monkeypatch.chdir(mpi_tmp_path)
+    checkpoint, variables = make(strategy, 20)
+    checkpoint.restore("run.h5").assert_consumed()
+    assert holds(variables, 1)
+    by_rank = collectives.gather_json(len(blocks_read))
+    assert by_rank == [by_rank[0]] + [0] * (size - 1)
+    assert by_rank[0] > 0
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("damage", ["flips", "ends"])
+def test_damage_that_several_ranks_find_is_one_error(
+    strategy, mpi_tmp_path, monkeypatch, damage
+):
+    rank = strategy.extended.collectives.rank
+    path = Path(make(strategy, 1)[0].write(mpi_tmp_path / "run.h5"))
+    checkpoint, variables = make(strategy, 20)
+    numbers = (1, 2, 4)
+    if damage == "flips":
+        if rank == 0:
+            data = bytearray(path.read_bytes())
+            for i in numbers:
+                values = np.full(LARGE + i, 1 + i, np.float32).tobytes()
+                data[data.find(values) + 5 * LARGE // 2] ^= 1
+            path.write_bytes(data)
+        reason = "digest"
+    else:  # after HDF5 has looked at the file
+        reason = "ends at byte"
+        first = {np.float32(1 + i).tobytes() * 9: i for i in numbers}
+        data = path.read_bytes()
+        begins = {data.find(values): i for values, i in first.items()}
+        read_at = reading.read_at
+
+        def cut(handle, offset, piece):
+            if any(begin <= offset < begin + 4 * LARGE for begin in begins):
+                offset += 2**40
+            read_at(handle, offset, piece)
+
+        monkeypatch.setattr(reading, "read_at", cut)
+    strategy.extended.collectives.gather_json(None)
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ms.errors.CheckpointCorruptError) as caught:
+        checkpoint.restore(path)
+    found = re.findall(rf"damaged at (\w+): [^\n]*{reason}", str(caught.value))
+    assert found == [NAMES[i] for i in numbers]
+    assert holds(variables, 20)
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    monkeypatch.undo()
+    checkpoint.write(path)
+    checkpoint.restore(path).assert_consumed()
