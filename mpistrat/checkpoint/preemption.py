@@ -23,6 +23,7 @@ __all__ = ["PreemptionCheckpointHandler"]
 
 _WHAT = "PreemptionCheckpointHandler"
 _END_TIME = "SLURM_JOB_END_TIME"
+_JOB = "SLURM_JOB_ID"
 _logger = logging.getLogger("mpistrat")
 
 
@@ -39,8 +40,9 @@ class PreemptionCheckpointHandler:
     signals : sequence of signal.Signals
         Those that announce the end.
     walltime_margin_s : float, optional
-        So many seconds before the end of a Slurm job (``SLURM_JOB_END_TIME``) count as a signal.
-        Without Slurm the job has no end. ``None`` leaves the end to the signals.
+        So many seconds before the end of a Slurm job (``SLURM_JOB_END_TIME``, which
+        ``jobs/train.sbatch`` sets where Slurm does not) count as a signal. Without Slurm the job
+        has no end. ``None`` leaves the end to the signals.
 
     Raises
     ------
@@ -82,6 +84,8 @@ class PreemptionCheckpointHandler:
             numbers_of_signals = _checked_signals(signals)
             self._end_s = _end_of_job(walltime_margin_s)
             call.agree(*numbers_of_signals, walltime_margin_s)
+        if walltime_margin_s is not None and self._ranks.rank == 0:
+            _warn_without_end()
         for number in numbers_of_signals:
             self._previous[number] = signal.signal(number, self._note)
 
@@ -174,3 +178,12 @@ def _end_of_job(margin_s: Any) -> float:
     if not text.isdigit():
         raise ValueError(f"{_END_TIME} must be a number of seconds since 1970, not {text!r}.")
     return float(text) - float(margin_s)
+
+
+def _warn_without_end() -> None:
+    if _JOB in environment() and _END_TIME not in environment():
+        _logger.warning(
+            "walltime_margin_s has no effect: this Slurm job has no variable %s. Set it in the "
+            "launch file, as jobs/train.sbatch does.",
+            _END_TIME,
+        )

@@ -71,6 +71,17 @@ def test_the_end_of_the_job_is_known_from_slurm(manager, make, monkeypatch, rank
 
 
 @pytest.mark.mpi
+def test_a_slurm_job_without_a_known_end_is_told(make, monkeypatch, caplog, rank):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    make()
+    assert not caplog.records
+    make(walltime_margin_s=60)
+    assert len(caplog.records) == (rank == 0)
+    assert all("SLURM_JOB_END_TIME" in each.message for each in caplog.records)
+
+
+@pytest.mark.mpi
 def test_a_save_that_fails_is_tried_again(manager, make, monkeypatch, rank):
     handler = make()
     os.kill(os.getpid(), signal.SIGUSR1)
