@@ -7,15 +7,19 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, namespace_of
 from mpistrat.collectives import Collectives
 from mpistrat.options import ReduceOp, VariableAggregation
 from mpistrat.values import PerReplica
 from mpistrat.variables.base import Variable
-from mpistrat.variables.broadcasting import broadcast_in_pieces
+from mpistrat.variables.broadcasting import broadcast_in_pieces, pieces
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
 __all__ = ["SyncOnReadVariable"]
+
+_SAVE = "save of SyncOnRead variable"
+_BYTES_REDUCED_AT_ONCE = 2**22
+"""So that a save needs little memory beside the result, whatever way the values take."""
 
 
 class SyncOnReadVariable(Variable, on_read=True):
@@ -112,13 +116,27 @@ class SyncOnReadVariable(Variable, on_read=True):
         ValueError
             If the aggregation is NONE.
         """
-        with self._collectives.call("save of SyncOnRead variable", self.name) as call:
+        is_root = self._collectives.rank == 0
+        is_first = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+        value = self._storage if is_root else None
+        with self._collectives.call(_SAVE, self.name) as call:
             self._check_can_aggregate("checkpoint")
-            if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                call.agree(str(self.dtype), self.shape)
-                return self._storage if self._collectives.rank == 0 else None
-            reduced = call.reduce(ReduceOp[self.aggregation.name], [self._storage], 0)
-        return None if reduced is None else reduced[0]
+            if is_root and not is_first:
+                value = namespace_of(self._storage).empty_like(self._storage)
+            call.agree(str(self.dtype), self.shape)
+        if not is_first:
+            self._reduce_to(value)
+        return value
+
+    def _reduce_to(self, value: Array | None) -> None:
+        """Write the components' aggregate to `value`, which is there on rank 0. **Collective**."""
+        begin = 0
+        for piece in pieces(self._storage, _BYTES_REDUCED_AT_ONCE):
+            with self._collectives.call(_SAVE, self.name) as call:
+                reduced = call.reduce(ReduceOp[self.aggregation.name], [piece], 0)
+            if value is not None and reduced is not None:
+                value.reshape(-1)[begin : begin + piece.size] = reduced[0]
+            begin += piece.size
 
     def _own_part(self, array: np.ndarray) -> np.ndarray:
         own: np.ndarray = self._share(array)

@@ -189,7 +189,10 @@ import numpy as np
 import mpistrat as ms
 
 BYTES = 2**25
-strategy = ms.MPIStrategy(device="cpu")
+way = ms.CommunicationImplementation[sys.argv[2]]
+strategy = ms.MPIStrategy(
+    device="cpu", communication_options=ms.CommunicationOptions(implementation=way)
+)
 rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
 
 def peak_bytes():
@@ -220,9 +223,9 @@ print(f"rank {rank} {saving / BYTES:.2f} {restoring / BYTES:.2f}\\n", end="", fl
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_memory_does_not_grow_with_ranks_or_variables(tmp_path, ranks):
-    done = launch.run(["-c", MEASURES, tmp_path / "run.h5"], ranks=ranks, limit_s=120)
+@pytest.mark.parametrize(("ranks", "way"), [(1, "AUTO"), (3, "AUTO"), (3, "MPI")])
+def test_memory_does_not_grow_with_ranks_or_variables(tmp_path, ranks, way):
+    done = launch.run(["-c", MEASURES, tmp_path / "run.h5", way], ranks=ranks, limit_s=120)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     found = {int(rank): (float(saving), float(restoring)) for _, rank, saving, restoring in lines}
