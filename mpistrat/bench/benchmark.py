@@ -37,6 +37,8 @@ class Choices:
     """Samples for each median."""
     sizes: tuple[int, ...]
     """Sizes of float32 arrays in bytes, for benchmarks that sweep over them."""
+    num_examples: int = 0
+    """Examples in files, for benchmarks that read some."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Benchmark:
     pictures: tuple[Lines | Bars, ...]
     sizes: tuple[int, ...] = ()
     """The sizes it sweeps over where the user names none; empty where it does not sweep."""
+    num_examples: int = 0
+    """How many examples it reads where the user does not say; 0 where it reads none."""
 
 
 def text(title: str, key: str) -> Column:

@@ -30,6 +30,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="sizes of float32 arrays, for agreement, allreduce, overlap and scaling",
     )
+    parser.add_argument(
+        "--examples", type=int, metavar="N", help="examples in the files that data reads"
+    )
     parser.add_argument("--samples", type=int, default=15, help="samples for each median")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON to it")
@@ -82,7 +85,14 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
     for size in sizes:
         if size < 4 or size % 4:
             raise ValueError(f"--sizes are bytes of float32 arrays, multiples of 4, not {size}.")
-    return Choices(arguments.samples, sizes or benchmark.sizes)
+    num_examples = arguments.examples
+    if num_examples is not None and not benchmark.num_examples:
+        raise ValueError(f"{benchmark.name} reads no examples: leave out --examples.")
+    if num_examples is not None and num_examples < 1:
+        raise ValueError(f"--examples must be at least 1, not {num_examples}.")
+    return Choices(
+        arguments.samples, sizes or benchmark.sizes, num_examples or benchmark.num_examples
+    )
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

@@ -39,7 +39,7 @@ class Extent:
             Whether all could be read. If not, HDF5 can, or says why not.
         """
         offset = self.offset + start * (rows.nbytes // len(rows))
-        if os.preadv(descriptor, [rows], offset) != rows.nbytes:
+        if os.preadv(descriptor, [rows.data], offset) != rows.nbytes:
             return False
         if not self.dtype.isnative:
             rows.byteswap(inplace=True)

@@ -26,6 +26,10 @@ __all__ = ["Hdf5Reader"]
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
 """What h5py raises."""
 
+_TINY_CHUNK_BYTES = 2**14
+"""Chunks of at most that size are decoded where they are announced: most of that is Python's work,
+of which threads get no more done, and handing it over takes longer."""
+
 _MIN_RUN_ROWS = 8
 """Fewer rows in a row may still be a part of disorder: then a block is read and kept."""
 
@@ -179,6 +183,15 @@ class Hdf5Reader:
         return store
 
     def _begin_to_load(self, field: int, chunks: Sequence[tuple[int, np.ndarray]]) -> Future[None]:
+        if chunks[0][1].nbytes <= _TINY_CHUNK_BYTES:
+            done: Future[None] = Future()
+            try:
+                self._load_all(field, chunks)
+            except Exception as error:  # to be raised where a row of them is read
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            return done
         if self._pool is None:
             self._pool = ThreadPoolExecutor(num_decoding_threads(), "mpistrat-decode")
         return self._pool.submit(self._load_all, field, chunks)

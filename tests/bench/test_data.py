@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from mpistrat.bench import data, data_peers
+from mpistrat.bench import data, data_files, data_peers
 from mpistrat.bench.benchmark import Choices
 from mpistrat.bench.data_files import FILES, write_files
 
@@ -15,11 +15,10 @@ NUM_EXAMPLES = 1100
 
 
 def test_all_ranks_get_equal_figures_that_have_places_in_tables(strategy, monkeypatch):
-    monkeypatch.setattr(data, "_NUM_EXAMPLES", NUM_EXAMPLES)
     monkeypatch.setattr(data, "_NUM_STEPS", 2)
     # Its workers are processes of their own, which is no matter of the figures.
     monkeypatch.setattr(data, "loader_reads", lambda path: None)
-    findings = data.BENCHMARK.measure(Choices(num_samples=1, sizes=()))
+    findings = data.BENCHMARK.measure(Choices(num_samples=1, sizes=(), num_examples=NUM_EXAMPLES))
     everyone = strategy.extended.collectives.gather_json(findings.tables)
     assert all(each == everyone[0] for each in everyone)
     rows = {row["what"]: row for row in findings.tables["results"]}
@@ -40,7 +39,9 @@ def test_all_ranks_get_equal_figures_that_have_places_in_tables(strategy, monkey
             assert all(column.spell(row) not in ("", "-") for column in table.columns)
 
 
-def test_both_files_hold_the_same_examples(tmp_path):
+@pytest.mark.parametrize("num_distinct", [NUM_EXAMPLES, 320])
+def test_both_files_hold_the_same_examples(tmp_path, monkeypatch, num_distinct):
+    monkeypatch.setattr(data_files, "_NUM_DISTINCT", num_distinct)
     write_files(tmp_path, NUM_EXAMPLES)
     images = {}
     for name in FILES:
@@ -49,7 +50,7 @@ def test_both_files_hold_the_same_examples(tmp_path):
             assert file["label"].shape == (NUM_EXAMPLES,)
             assert file["image"].compression == ("gzip" if name == "gzip" else None)
     np.testing.assert_array_equal(*images.values())
-    assert len(np.unique(images["gzip"].reshape(NUM_EXAMPLES, -1), axis=0)) == NUM_EXAMPLES
+    assert len(np.unique(images["gzip"].reshape(NUM_EXAMPLES, -1), axis=0)) == num_distinct
 
 
 def test_the_loader_reads_from_all_of_the_file(tmp_path):

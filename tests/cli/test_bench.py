@@ -172,6 +172,8 @@ def test_checkpoints_are_measured_and_leave_no_files(tmp_path):
         (["--samples", "0"], "--samples must be at least 1, not 0."),
         (["--sizes", "8", "6"], "multiples of 4, not 6."),
         (["gradients", "--sizes", "8"], "gradients does not sweep over sizes"),
+        (["gradients", "--examples", "8"], "gradients reads no examples"),
+        (["data", "--examples", "0"], "--examples must be at least 1, not 0."),
         (["--output", "no/such/folder/x.json"], "x.json cannot be written"),
         (["--plot", "/"], "/ cannot be written"),
     ],

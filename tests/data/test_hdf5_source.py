@@ -9,6 +9,11 @@ from mpistrat.data.hdf5_reader import Hdf5Reader
 from mpistrat.errors import DataError
 
 
+@pytest.fixture(autouse=True)
+def tiny_chunks_are_for_threads_too(monkeypatch):
+    monkeypatch.setattr("mpistrat.data.hdf5_reader._TINY_CHUNK_BYTES", 0)
+
+
 def labels(dataset):
     return np.concatenate([batch["label"] for batch in dataset]).tolist()
 

@@ -105,7 +105,7 @@ def threads_of_readers():
 
 
 def test_no_thread_outlives_its_iterator(numbered):
-    iterator = iter(Dataset.from_hdf5(numbered(1000, chunk=10)).shuffle(0).batch(10))
+    iterator = iter(Dataset.from_hdf5(numbered(10_000, chunk=2000)).shuffle(0).batch(10))
     next(iterator)
     assert threads_of_readers()
     iterator.close()
@@ -122,7 +122,8 @@ def in_child(dataset, iterator, answers):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_reads_with_an_iterator_of_its_own(numbered):
-    dataset = Dataset.from_hdf5(numbered(100, chunk=10, compression="gzip")).shuffle(0).batch(10)
+    path = numbered(10_000, chunk=2000, compression="gzip")
+    dataset = Dataset.from_hdf5(path).shuffle(0).batch(1000)
     iterator = iter(dataset)
     next(iterator)
     fork = multiprocessing.get_context("fork")
@@ -132,5 +133,5 @@ def test_a_forked_process_reads_with_an_iterator_of_its_own(numbered):
     child.join(30)
     assert child.exitcode == 0
     assert "begun in process" in answers.get()
-    assert answers.get() == [10] * 10
+    assert answers.get() == [1000] * 10
     assert len(list(iterator)) == 9  # the fork has not disturbed this one
