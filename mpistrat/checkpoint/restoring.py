@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint.distribution import broadcast_array, broadcast_pieces
+from mpistrat.checkpoint.distribution import broadcast_array, load_variables
 from mpistrat.checkpoint.late import attach_children, fresh_children, late_children, make_children
 from mpistrat.checkpoint.objects import Tree, walk
 from mpistrat.checkpoint.paths import agree_on_path
@@ -26,7 +26,6 @@ from mpistrat.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError
 from mpistrat.spans import spanned
 from mpistrat.tracking import Trackable
-from mpistrat.variables import Variable
 
 __all__ = ["restore"]
 
@@ -70,7 +69,9 @@ def restore(
     arrays = _broadcast(ranks, file, values, others)
     restoration = Restoration(file, arrays, state, modes=found.modes)
     _load_state(ranks, restoration, tree)
-    _load_variables(ranks, file, variables, values, shapes)
+    with ranks.call(_WHAT, file) as call:
+        call.agree("values of variables")
+        load_variables(call, values, variables)
     for variable in fresh.values():
         variable.load_value(np.zeros(variable.shape, variable.dtype))
     attach_children(late, made)
@@ -132,21 +133,6 @@ def _broadcast(
             name: broadcast_array(call, values, name, shape)
             for name, shape in shapes.items()
         }
-
-
-def _load_variables(
-    ranks: Collectives,
-    path: str,
-    variables: Mapping[str, Variable],
-    values: Values,
-    shapes: Mapping[str, Shape],
-) -> None:
-    """Assign the `values` of `variables` on every rank, piece by piece. **Collective**."""
-    with ranks.call(_WHAT, path) as call:
-        call.agree("values of variables")
-        for name, variable in variables.items():
-            for start, piece in broadcast_pieces(call, values, name, shapes[name]):
-                variable.load_piece(start, piece)
 
 
 def _load_state(ranks: Collectives, restoration: Restoration, tree: Tree) -> None:
