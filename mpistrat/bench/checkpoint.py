@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,8 @@ from mpistrat.bench.benchmark import (
 from mpistrat.bench.pictures import Bars
 from mpistrat.bench.timing import Timings
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
+from mpistrat.checkpoint.digesting import Digests
+from mpistrat.checkpoint.reading import share_out
 from mpistrat.collectives import Collectives
 from mpistrat.strategies import MPIStrategy
 from mpistrat.variables import Variable
@@ -66,7 +69,9 @@ def measure(choices: Choices) -> Findings:
         ]
     note = (
         "Plain h5py is alone on rank 0: it writes and flushes to disk, and reads without a digest. "
-        "Cold: the file has left the memory of the system. Each copy goes to warm memory."
+        "Cold: the file has left the memory of the system. Each copy goes to warm memory. Digests: "
+        "SHA-256 of the same bytes and nothing else, for a save on rank 0, for a restore on all "
+        "ranks; bound is their time divided by that of the peer."
     )
     return Findings({RESULTS: rows}, (note,))
 
@@ -81,6 +86,11 @@ def _comparisons(
     def on_root(call: Callable[[], object]) -> Callable[[], object]:
         return call if ranks.rank == 0 else lambda: None
 
+    def digest(num_ranks: int) -> _Candidate:
+        owners = share_out({name: array.nbytes for name, array in arrays.items()}, range(num_ranks))
+        own = [array for name, array in arrays.items() if owners[name] == ranks.rank]
+        return _Candidate(lambda: _digest(own))
+
     manager = CheckpointManager(checkpoint, folder / "managed", 1, asynchronous=True)
     copies = {name: array.copy() for name, array in arrays.items()}
     yield (
@@ -94,6 +104,7 @@ def _comparisons(
                 on_root(lambda: _write(paths["peer"], arrays)),
                 on_root(partial(_remove, paths["peer"])),
             ),
+            "digests": digest(1),
         },
     )
     yield (
@@ -113,6 +124,7 @@ def _comparisons(
             {
                 "ours": _Candidate(lambda: checkpoint.restore(paths["ours"]), files["ours"]),
                 "peer": _Candidate(on_root(lambda: _read(paths["peer"])), files["peer"]),
+                "digests": digest(ranks.size),
             },
         )
 
@@ -126,8 +138,12 @@ def _row(
 ) -> Row:
     """Let the candidates take turns, after one round that does not count. **Collective**."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    order = random.Random(0)  # equal on all ranks
     for number in range(num_samples + 1):
-        for name, candidate in candidates.items():
+        order.shuffle(names)
+        for name in names:
+            candidate = candidates[name]
             candidate.prepare()
             ranks.gather_json(None)
             began_s = perf_counter()
@@ -138,7 +154,10 @@ def _row(
     timings = Timings(samples)
     num_bytes = _NUM_ARRAYS * _BYTES_PER_ARRAY
     row: dict[str, Any] = {"what": what, "peer": peer, "num_bytes": num_bytes}
-    return row | timings.medians() | {"ours_over_peer": timings.median_ratio("ours", "peer")}
+    row |= timings.medians() | {"ours_over_peer": timings.median_ratio("ours", "peer")}
+    if "digests" in candidates:
+        row["digests_over_peer"] = timings.median_ratio("digests", "peer")
+    return row
 
 
 @contextmanager
@@ -167,6 +186,16 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def _read(path: Path) -> dict[str, np.ndarray]:
     with hdf5.h5py().File(path, "r") as file:
         return {name: dataset[()] for name, dataset in file.items()}
+
+
+def _digest(arrays: Sequence[np.ndarray]) -> None:
+    """Compute the digests of arrays in memory."""
+    with Digests() as digests:
+        digesters = [digests.begin() for _ in arrays]
+        for digester, array in zip(digesters, arrays, strict=True):
+            digester.update(array, is_view=True)
+        for digester in digesters:
+            digester.result()
 
 
 def _copy(targets: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> None:
@@ -205,6 +234,8 @@ BENCHMARK = Benchmark(
                 text("peer", "peer"),
                 time("its time", "peer_s"),
                 ratio("ratio", "ours_over_peer"),
+                time("digests", "digests_s"),
+                ratio("bound", "digests_over_peer"),
             )
         ),
     ),
