@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,15 +20,16 @@ _MIN_CAPACITY_BYTES = 2**25
 """Decoded size of the chunks that are kept at least, of the field with the largest rows."""
 
 _SMALL_FIELD_BYTES = 2**23
-"""The same of each other field. One of at most that size stays in memory whole."""
+"""The same of each other field."""
+
+_KEPT_BYTES = 2**23
+"""So much of a data set stays in memory over its passes: the smallest fields, often all of them."""
 
 _SMALL_SHARE = 0.02
-"""A field with at most this part of an example's bytes may be read whole by every rank."""
+"""A kept field with at most this part of an example's bytes may be read in large blocks, of which
+every rank needs most."""
 
 _SMALL_FIELD_BLOCK_BYTES = 2**20
-
-_MAX_WHOLE_CHUNKS = 64
-"""A small field is read at once if it has no more chunks: few files and short work."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class FieldPlan:
     """Length of each file."""
     rows_per_chunk: np.ndarray
     """For each file."""
-    is_whole: bool = False
-    """Whether all chunks are read together, and kept."""
+    is_kept: bool = False
+    """Whether decoded chunks stay in memory over passes."""
     num_slots: int = 0
     """How many chunks to keep otherwise."""
 
@@ -96,14 +98,15 @@ def plan_fields(catalog: Catalog, window_rows: int) -> list[FieldPlan]:
         How many rows are mixed at a time: as many are in use, and as many decoded ahead.
     """
     rows_of_file = np.array([file.num_rows for file in catalog.files])
+    kept = _kept_fields(catalog)
     plans = []
     for field, row_bytes in enumerate(catalog.row_sizes):
         lengths = np.array(
-            [_block_rows(catalog, file, field) for file in range(len(catalog.files))]
+            [_block_rows(catalog, file, field, kept) for file in range(len(catalog.files))]
         )
-        plan = FieldPlan(rows_of_file, lengths)
-        if _is_small(catalog, field) and plan.num_chunks <= _MAX_WHOLE_CHUNKS:
-            plans.append(dataclasses.replace(plan, is_whole=True))
+        plan = FieldPlan(rows_of_file, lengths, field in kept)
+        if plan.is_kept:
+            plans.append(plan)
             continue
         least_bytes = _MIN_CAPACITY_BYTES if field == catalog.widest else _SMALL_FIELD_BYTES
         num_slots = max(
@@ -115,18 +118,22 @@ def plan_fields(catalog: Catalog, window_rows: int) -> list[FieldPlan]:
     return plans
 
 
-def _block_rows(catalog: Catalog, file: int, field: int) -> int:
+def _kept_fields(catalog: Catalog) -> set[int]:
+    """Return the smallest fields, as many as may stay in memory."""
+    num_rows, sizes = int(catalog.offsets[-1]), catalog.row_sizes
+    # Of equal ones the widest last, whose chunks decide what is read ahead.
+    ascending = sorted(range(len(sizes)), key=lambda field: (sizes[field], field == catalog.widest))
+    totals = itertools.accumulate(num_rows * sizes[field] for field in ascending)
+    return {field for field, total in zip(ascending, totals, strict=True) if total <= _KEPT_BYTES}
+
+
+def _block_rows(catalog: Catalog, file: int, field: int, kept: set[int]) -> int:
     """Return how many rows of a field to read together."""
     layouts = catalog.files[file].layouts
     if layouts[field].is_chunked or field == catalog.widest:
         return layouts[field].rows_per_chunk
-    if _is_small(catalog, field):
-        return max(_SMALL_FIELD_BLOCK_BYTES // max(catalog.row_sizes[field], 1), 1)
+    row_bytes = catalog.row_sizes[field]
+    if field in kept and row_bytes <= _SMALL_SHARE * sum(catalog.row_sizes):
+        return max(_SMALL_FIELD_BLOCK_BYTES // max(row_bytes, 1), 1)
     # The rows of one chunk, which are needed together.
     return layouts[catalog.widest].rows_per_chunk
-
-
-def _is_small(catalog: Catalog, field: int) -> bool:
-    row_bytes = catalog.row_sizes[field]
-    num_bytes = int(catalog.offsets[-1]) * row_bytes
-    return num_bytes <= _SMALL_FIELD_BYTES and row_bytes <= _SMALL_SHARE * sum(catalog.row_sizes)

@@ -16,6 +16,7 @@ from mpistrat.data.chunk_store import ChunkStore
 from mpistrat.data.field_access import StoredRows
 from mpistrat.data.field_plan import plan_fields
 from mpistrat.data.hdf5_catalog import Catalog
+from mpistrat.data.kept_rows import KeptRows
 from mpistrat.data.open_files import OpenFiles
 from mpistrat.data.order import Block
 from mpistrat.data.threads import num_decoding_threads
@@ -39,16 +40,19 @@ class Hdf5Reader:
 
     Whole chunks are decoded, by threads and outside of HDF5 where their filters are known, in the
     order in which `expect` has heard of them. Runs of rows of data without chunks are read by
-    slices, small fields at once.
+    slices. Small fields are read once and kept.
 
     Parameters
     ----------
     catalog : Catalog
     window_rows : int
         How many rows are mixed at a time.
+    kept : dict from int to KeptRows
+        Small fields, by their numbers, as far as earlier readers of the same files have needed
+        them. The others are added.
     """
 
-    def __init__(self, catalog: Catalog, window_rows: int) -> None:
+    def __init__(self, catalog: Catalog, window_rows: int, kept: dict[int, KeptRows]) -> None:
         self._catalog = catalog
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
@@ -64,12 +68,13 @@ class Hdf5Reader:
             for field in self._filled
             if any(file.layouts[field].is_chunked for file in catalog.files)
         ]
-        picked = [field for field in self._filled if not self._plans[field].is_whole]
+        picked = [field for field in self._filled if not self._plans[field].is_kept]
+        self._kept = [field for field in self._filled if field not in picked]
+        self._kept_rows = kept
         # In disorder data without chunks are read in blocks, which are treated like chunks.
         self._announced = [field for field in picked if window_rows or field in self._chunked]
         self._sliced = [field for field in picked if field not in self._announced]
         self._stores: dict[int, ChunkStore] = {}
-        self._wholes: dict[int, np.ndarray] = {}
         self._num_announced = 0
         widest = self._plans[catalog.widest]
         if self._announced:
@@ -99,19 +104,38 @@ class Hdf5Reader:
         numbers = np.asarray(block, np.int64)
         outputs: dict[int, np.ndarray] = {}
         if len(numbers):
-            if _is_run(numbers):
+            if self._sliced and _is_run(numbers):
                 outputs = self._slices(int(numbers[0]), int(numbers[-1]) + 1)
             if len(outputs) < len(self._filled):
-                self._gather(numbers, outputs)
+                files, rows = self._locate(numbers)
+                if self._kept:
+                    self._take_kept(numbers, files, rows, outputs)
+                self._gather(files, rows, outputs)
         leaves = []
         for field, (shape, dtype) in enumerate(self._specs):
             leaf = outputs.get(field)
             leaves.append(np.empty((len(numbers), *shape), dtype) if leaf is None else leaf)
         return nests.unflatten(self._catalog.structure, leaves)
 
-    def _gather(self, numbers: np.ndarray, outputs: dict[int, np.ndarray]) -> None:
+    def _take_kept(
+        self,
+        numbers: np.ndarray,
+        files: np.ndarray,
+        rows: np.ndarray,
+        outputs: dict[int, np.ndarray],
+    ) -> None:
+        """Add the small fields to `outputs`, provided that their files are what they were."""
+        for file in np.unique(files).tolist() if files.ndim else (0,):
+            self._files.check(file)
+        for field in self._kept:
+            kept = self._kept_rows.get(field)
+            if kept is None:
+                kept = KeptRows(self._plans[field], self._offsets, *self._specs[field])
+                kept = self._kept_rows.setdefault(field, kept)
+            outputs[field] = kept.take(numbers, files, rows, partial(self._load_all, field))
+
+    def _gather(self, files: np.ndarray, rows: np.ndarray, outputs: dict[int, np.ndarray]) -> None:
         """Add the fields that are missing in `outputs`, picked from what was decoded."""
-        files, rows = self._locate(numbers)
         are_announced = self._num_announced > 0
         for field in self._filled:
             if field in outputs:
@@ -119,9 +143,6 @@ class Hdf5Reader:
             shape, dtype = self._specs[field]
             output = outputs[field] = np.empty((len(rows), *shape), dtype)
             plan = self._plans[field]
-            if plan.is_whole:
-                np.take(self._whole(field), numbers, 0, output, "clip")
-                continue
             chunks, within = plan.locate(files, rows)
             store = self._store(field)
             store.take(chunks, within, output)
@@ -137,16 +158,13 @@ class Hdf5Reader:
         return files, numbers - self._offsets[files]
 
     def _slices(self, first: int, end: int) -> dict[int, np.ndarray]:
-        """Return the rows [first, end) of the fields that can be had without decoding."""
+        """Return the rows [first, end) of the fields that are read by slices."""
         outputs = {}
-        for field in self._filled:
-            if self._plans[field].is_whole:
-                outputs[field] = self._whole(field)[first:end].copy()
         for field in self._sliced:
             shape, dtype = self._specs[field]
             outputs[field] = np.empty((end - first, *shape), dtype)
         start = first
-        while self._sliced and start < end:
+        while start < end:
             file = bisect.bisect_right(self._starts, start) - 1
             stop = min(end, self._starts[file + 1])
             for field in self._sliced:
@@ -154,21 +172,6 @@ class Hdf5Reader:
                 self._read(file, field, start - self._starts[file], rows)
             start = stop
         return outputs
-
-    def _whole(self, field: int) -> np.ndarray:
-        """Return a small field, all of whose rows are read for the first of them."""
-        rows = self._wholes.get(field)
-        if rows is None:
-            plan, (shape, dtype) = self._plans[field], self._specs[field]
-            rows = np.empty((self._starts[-1], *shape), dtype)
-            places = [
-                (chunk, rows[self._starts[file] + start : self._starts[file] + stop])
-                for chunk in range(plan.num_chunks)
-                for file, start, stop in [plan.extent(chunk)]
-            ]
-            self._load_all(field, places)
-            self._wholes[field] = rows
-        return rows
 
     def _store(self, field: int) -> ChunkStore:
         """Return the decoded chunks of a field; they take memory from the first use on."""

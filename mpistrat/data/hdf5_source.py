@@ -13,6 +13,7 @@ import numpy as np
 from mpistrat import nests, sharding
 from mpistrat.data.hdf5_catalog import Catalog, read_catalog, resolve_paths
 from mpistrat.data.hdf5_reader import Hdf5Reader
+from mpistrat.data.kept_rows import KeptRows
 from mpistrat.data.order import Block, ChunkLayout
 
 __all__ = ["Hdf5Source"]
@@ -59,6 +60,7 @@ class Hdf5Source:
             raise ValueError(f'driver must be None or "mpio", not {driver!r}.')
         self._fields = fields
         self._driver = driver
+        self._kept: dict[int, KeptRows] = {}
 
     def share_of_rank(self, size: int, rank: int) -> Hdf5Source:
         """Return the source of every `size`-th file, from file `rank` on. Local.
@@ -133,7 +135,7 @@ class Hdf5Source:
 
     def open(self, window_rows: int) -> Hdf5Reader:
         """Return a reader that keeps two windows: one in use, and the next. Local."""
-        return Hdf5Reader(self.catalog, window_rows)
+        return Hdf5Reader(self.catalog, window_rows, self._kept)
 
 
 def _check_fields(fields: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 import time
@@ -34,7 +35,6 @@ class _OpenFile:
         self.file: Any = None
         self.descriptor: int | None = None
         self.fields: list[FieldAccess | None] = [None] * num_fields
-        self.checked_at = time.monotonic()
 
     def close(self) -> None:
         if self.file is not None:
@@ -55,6 +55,7 @@ class OpenFiles:
         self._catalog = catalog
         self._limit = max(1, min(_MAX_OPEN_FILES, hdf5.max_open_files() // _SHARE_OF_LIMIT))
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
+        self._checked_at: dict[int, float] = {}
         self.lock = threading.Lock()
         """To be held while a field is used: another thread might close its file."""
 
@@ -97,19 +98,29 @@ class OpenFiles:
             opened.descriptor = self._with_room(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         return opened.descriptor
 
+    def check(self, file: int) -> None:
+        """Look whether a file has changed, if that was some time ago. Local; for any thread.
+
+        Raises
+        ------
+        DataError
+            If it is not what it was when the data set was made.
+        """
+        now = time.monotonic()
+        if now - self._checked_at.get(file, -math.inf) >= _CHECK_INTERVAL_S:
+            _check_unchanged(self._catalog.files[file])
+            self._checked_at[file] = now
+
     def _opened(self, number: int) -> _OpenFile:
-        entry = self._catalog.files[number]
         opened = self._open.get(number)
         if opened is None:
-            _check_unchanged(entry)
+            self._checked_at.pop(number, None)  # what is opened now may be another file
+        self.check(number)
+        if opened is None:
             while len(self._open) >= self._limit:
                 self._close_oldest()
-            opened = self._open[number] = _OpenFile(len(entry.layouts))
+            opened = self._open[number] = _OpenFile(len(self._catalog.files[number].layouts))
         self._open.move_to_end(number)
-        now = time.monotonic()
-        if now - opened.checked_at >= _CHECK_INTERVAL_S:
-            _check_unchanged(entry)
-            opened.checked_at = now
         return opened
 
     def _with_room(self, open_it: Callable[[], _T]) -> _T:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,7 +58,7 @@ class ChunkLayout:
     bytes_per_row: int
     """Size of one decoded example, all fields together."""
 
-    @property
+    @cached_property
     def rows_per_chunk(self) -> int:
         """Length of the longest chunk."""
         return int(np.diff(self.starts).max(initial=1))

@@ -46,6 +46,12 @@ def all_ranks():
 
 
 @pytest.fixture
+def streamed(monkeypatch):
+    """Small files are read like large ones: no field of them is kept."""
+    monkeypatch.setattr("mpistrat.data.field_plan._KEPT_BYTES", 0)
+
+
+@pytest.fixture
 def numbered(tmp_path):
     """Return a function that writes n examples whose image and label tell their number."""
 

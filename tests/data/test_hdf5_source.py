@@ -10,7 +10,7 @@ from mpistrat.errors import DataError
 
 
 @pytest.fixture(autouse=True)
-def tiny_chunks_are_for_threads_too(monkeypatch):
+def tiny_chunks_are_for_threads_too(streamed, monkeypatch):
     monkeypatch.setattr("mpistrat.data.hdf5_reader._TINY_CHUNK_BYTES", 0)
 
 

@@ -31,6 +31,7 @@ def touched(path):
     os.utime(path, ns=(0, 0))
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 2**20])
 @pytest.mark.parametrize(
     ("happens", "message"),
     [
@@ -40,10 +41,11 @@ def touched(path):
         (os.unlink, "data.h5 has vanished since"),
     ],
 )
-def test_a_file_that_changes_is_noticed(numbered, monkeypatch, happens, message):
+def test_a_file_that_changes_is_noticed(numbered, monkeypatch, happens, message, kept_bytes):
     path = numbered(1000, chunk=10, compression="gzip")
     dataset = Dataset.from_hdf5(path, "image").batch(10)
     monkeypatch.setattr(open_files, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("mpistrat.data.field_plan._KEPT_BYTES", kept_bytes)
     # As little as possible is read ahead.
     monkeypatch.setattr("mpistrat.data.field_plan._MIN_CAPACITY_BYTES", 0)
     iterator = iter(dataset)
@@ -84,6 +86,7 @@ def test_a_file_system_that_cannot_lock(numbered, monkeypatch):
         Dataset.from_hdf5(path).cardinality()
 
 
+@pytest.mark.usefixtures("streamed")
 def test_more_files_than_may_be_open(numbered, tmp_path):
     for number in range(40):
         numbered(4, chunk=2, name=f"part{number:02}.h5", first=4 * number)
@@ -104,6 +107,7 @@ def threads_of_readers():
     return [each for each in threading.enumerate() if each.name.startswith("mpistrat-decode")]
 
 
+@pytest.mark.usefixtures("streamed")
 def test_no_thread_outlives_its_iterator(numbered):
     iterator = iter(Dataset.from_hdf5(numbered(10_000, chunk=2000)).shuffle(0).batch(10))
     next(iterator)
@@ -121,7 +125,9 @@ def in_child(dataset, iterator, answers):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_reads_with_an_iterator_of_its_own(numbered):
+@pytest.mark.parametrize("kept_bytes", [0, 2**20])
+def test_a_forked_process_reads_with_an_iterator_of_its_own(numbered, monkeypatch, kept_bytes):
+    monkeypatch.setattr("mpistrat.data.field_plan._KEPT_BYTES", kept_bytes)
     path = numbered(10_000, chunk=2000, compression="gzip")
     dataset = Dataset.from_hdf5(path).shuffle(0).batch(1000)
     iterator = iter(dataset)
