@@ -58,7 +58,7 @@ class KeptRows:
             if missing:
                 self._add(missing, load)
         # All indices are in bounds. In the default mode NumPy would copy by way of a buffer.
-        return np.take(self._rows, numbers, 0, mode="clip")
+        return self._rows.take(numbers, 0, mode="clip")
 
     def _add(self, chunks: list[int], load: Load) -> None:
         places = [self._rows_of(chunk) for chunk in chunks]
