@@ -10,6 +10,7 @@ from types import FrameType, TracebackType
 __all__ = [
     "UNKNOWN_PLACE",
     "call_site",
+    "ends_program",
     "failure_site",
     "is_inside",
     "is_installed",
@@ -76,6 +77,24 @@ def failure_site(trace: TracebackType | None) -> str:
     for frame in reversed(own or frames):
         return f"{os.path.basename(frame.filename)}:{frame.lineno}"
     return UNKNOWN_PLACE
+
+
+def ends_program(trace: TracebackType | None) -> bool:
+    """Return whether an exception has ended the program, rather than been reported by it. Local.
+
+    Extension modules report errors that they cannot raise, as where memory is freed, to
+    ``sys.excepthook`` too, and the program goes on.
+
+    Parameters
+    ----------
+    trace : traceback or None
+        What the hook was given; None of a program that could not be compiled.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    return not frames or any(
+        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
+        for frame in frames
+    )
 
 
 def is_installed(filename: str) -> bool:

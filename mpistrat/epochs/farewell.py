@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from mpistrat.epochs import logs
-from mpistrat.epochs.callsite import failure_site
+from mpistrat.epochs.callsite import ends_program, failure_site
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.companions import existing_beacon
 from mpistrat.epochs.interruption import Interruption
@@ -145,6 +145,9 @@ def _at_exit() -> None:
 def _on_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    if not ends_program(trace):
+        _process.previous_hook(kind, error, trace)
+        return
     if not _process.channels and _process.can_speak() and _process.open_channel is not None:
         try:
             _process.open_channel(_grace_s())

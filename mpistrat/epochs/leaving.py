@@ -13,6 +13,8 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from mpistrat.epochs.callsite import ends_program
+
 __all__ = ["Leaving", "finish_work", "is_at_work", "prepare", "watch_leaving"]
 
 _logger = logging.getLogger("mpistrat")
@@ -85,7 +87,8 @@ def _on_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     try:
-        _for_each("failed", kind, error, trace)
+        if ends_program(trace):
+            _for_each("failed", kind, error, trace)
     except Exception as failure:
         # The others have to hear of the error all the same.
         _logger.warning("%s while leaving: %s", type(failure).__name__, failure)

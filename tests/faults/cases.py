@@ -321,6 +321,22 @@ assert sum(counts) == sum(3 + 2 * each for each in range(size)), counts
         variables={"MPISTRAT_FAULT": "jitter:0.004@seed=3"},
     ),
     Case(
+        "an error that an extension module cannot raise",
+        """
+def free_memory():
+    try:
+        raise OSError("told, and no more")
+    except OSError:
+        sys.excepthook(*sys.exc_info())  # as Cython does where an object is freed
+if rank == 1:
+    sys.stderr = open(os.devnull, "w")
+    free_memory()
+for _ in range(3):
+    assert strategy.reduce("sum", rank) == last * size // 2
+""",
+        is_healthy=True,
+    ),
+    Case(
         "work on rank 0 alone",
         """
 if rank == 0:
