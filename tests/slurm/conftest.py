@@ -43,12 +43,12 @@ def cluster(request, protocol):
 def srun(cluster, tmp_path):
     """Return a function that runs the text of a program with srun, on two nodes."""
 
-    def run(program, *flags, limit_s=30, **variables):
+    def run(program, *flags, limit_s=60, **variables):
         script = tmp_path / "program.py"
         script.write_text(program)
         command = ["srun", "--nodes=2", *flags, sys.executable, script]
         # MPICH's addresses for UCX are sometimes longer than what Slurm's pmi2 plugin can read.
-        variables = {"MPIR_CVAR_CH4_NETMOD": "ofi", **variables}
+        variables = {"MPIR_CVAR_CH4_NETMOD": "ofi", "MPISTRAT_WAIT_NOTICE_S": "20", **variables}
         return cluster.run(*command, limit_s=limit_s, cwd=tmp_path, env=variables)
 
     return run
