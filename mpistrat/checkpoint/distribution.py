@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -44,13 +47,22 @@ def load_variables(
 ) -> None:
     """Assign to `variables` the values of these paths on every rank, piece by piece.
 
-    **Collective** like `broadcast_array`. A rank assigns what it has itself at the end, when no
-    other one waits for it.
+    **Collective** like `broadcast_array`. Every rank that has values sends its next piece at the
+    same time, and assigns what it has itself at the end, when no other one waits for it.
     """
     # The last path of a variable counts, on all ranks alike.
     names = list({id(variable): name for name, variable in variables.items()}.values())
-    for name in names:
-        _send_or_load(call, values, name, variables[name])
+    owners = sorted({values.owner(name) for name in names})
+    lanes = [
+        _pieces_from(owner, values, {name: variables[name] for name in names}) for owner in owners
+    ]
+    for row in itertools.zip_longest(*lanes):
+        moving = [(owner, each) for owner, each in zip(owners, row, strict=True) if each]
+        call.channel.transport.broadcast_each(
+            [each.buffer for _, each in moving], [owner for owner, _ in moving]
+        )
+        for _, each in moving:
+            each.assign()
     for name in names:
         own = values.arrays.pop(name, None)
         if own is not None:
@@ -58,23 +70,38 @@ def load_variables(
                 variables[name].load_piece(start, piece)
 
 
-def _send_or_load(call: CollectiveCall, values: Values, name: str, variable: Variable) -> None:
-    """Broadcast one of the values, and assign it on the ranks that did not have it."""
-    array, owner = values.arrays.get(name), values.owner(name)
-    broadcast = call.channel.transport.broadcast
-    if array is not None:
-        for _, piece in _numbered_pieces(array):
-            broadcast(piece, owner)
-    elif _is_stored_as_read(variable):
-        for _, piece in _numbered_pieces(variable.storage):
-            broadcast(piece, owner)
-    else:
-        size = int(np.prod(variable.shape))
-        memory = np.empty(min(size, _length(variable.dtype)), variable.dtype)
-        for start in range(0, size, max(1, memory.size)):
-            piece = memory[: size - start]
-            broadcast(piece, owner)
-            variable.load_piece(start, piece)
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a variable on its way between ranks."""
+
+    buffer: np.ndarray
+    """What is sent, or where it comes to."""
+    assign: Callable[[], object] = bool
+    """Called once it is there."""
+
+
+def _pieces_from(
+    owner: int, values: Values, variables: Mapping[str, Variable]
+) -> Iterator[_Piece]:
+    """Yield what `owner` sends, as this rank needs it. Local."""
+    for name, variable in variables.items():
+        if values.owner(name) != owner:
+            continue
+        array = values.arrays.get(name)
+        if array is not None or _is_stored_as_read(variable):
+            memory = variable.storage if array is None else array
+            yield from (_Piece(piece) for _, piece in _numbered_pieces(memory))
+        else:
+            yield from _pieces_to_assign(variable)
+
+
+def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
+    """Yield pieces in memory of their own, which the next piece uses again. Local."""
+    size = int(np.prod(variable.shape))
+    memory = np.empty(min(size, _length(variable.dtype)), variable.dtype)
+    for start in range(0, size, max(1, memory.size)):
+        piece = memory[: size - start]
+        yield _Piece(piece, functools.partial(variable.load_piece, start, piece))
 
 
 def _is_stored_as_read(variable: Variable) -> bool:

@@ -89,6 +89,15 @@ class MpiTransport:
         for part in in_parts(buffer):
             self.comm.Bcast([_as_bytes(part), MPI.BYTE], root)
 
+    def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
+        """Overwrite each of `buffers` with that of its root. **Collective**."""
+        requests = [
+            self.comm.Ibcast([_as_bytes(part), MPI.BYTE], root)
+            for buffer, root in zip(buffers, roots, strict=True)
+            for part in in_parts(buffer)
+        ]
+        MPI.Request.Waitall(requests)
+
     def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return the parts of all ranks, one behind the other. **Collective**."""
         gathered = np.empty(sum(counts), part.dtype)

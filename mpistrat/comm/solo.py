@@ -62,6 +62,9 @@ class SoloTransport:
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Leave `buffer` as it is. Local."""
 
+    def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
+        """Leave `buffers` as they are. Local."""
+
     def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return a copy of `part`. Local."""
         return np.array(part)

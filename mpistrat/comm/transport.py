@@ -121,6 +121,9 @@ class Transport(Protocol):
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`."""
 
+    def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
+        """Replace each of `buffers` on every rank by that of its root, all of them at a time."""
+
     def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return the 1-d parts of all ranks, of `counts` elements each, one behind the other."""
 

@@ -78,6 +78,11 @@ class _CorruptingTransport:
         self._transport.broadcast(buffer, root)
         self._corrupt(buffer)
 
+    def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
+        self._transport.broadcast_each(buffers, roots)
+        for buffer in buffers:
+            self._corrupt(buffer)
+
     def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         gathered = self._transport.all_gather(part, counts)
         self._corrupt(gathered)
