@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import product
 
 import pytest
 
@@ -146,43 +147,61 @@ def test_one_rank_alone_counts_and_predicts_nothing():
     assert "nothing predicted" in report["notes"][0]
 
 
-@pytest.mark.slow
-def test_optimizers_are_measured():
-    done = bench("optimizers", "--samples", "1", "--json", ranks=1)
+IN_SMALL = """
+import sys
+from mpistrat.bench import {module}
+from mpistrat.cli import main
+{module}.{constant} = {value}
+sys.exit(main(["bench", "{module}", "--samples", "1", "--json"]))
+"""
+
+
+def bench_in_small(folder, ranks, **names):
+    """Return the rows of a benchmark that no option makes smaller."""
+    done = launch.run(["-c", IN_SMALL.format(**names)], ranks, 120, cwd=folder)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["results"]
-    assert {row["optimizer"] for row in rows} == {"SGD", "SGD, momentum", "Adam", "AdamW"}
+    return json.loads(done.stdout)["results"]
+
+
+def test_optimizers_are_measured(tmp_path):
+    layouts = {"one array": ((4096,),), "three": ((64, 32), (32,), ())}
+    rows = bench_in_small(tmp_path, 1, module="optimizers", constant="_LAYOUTS", value=layouts)
+    rules = {"SGD", "SGD, momentum", "Adam", "AdamW"}
+    assert {(row["optimizer"], row["layout"]) for row in rows} == set(product(rules, layouts))
     assert all(row["ours_s"] > 0 for row in rows)
 
 
-@pytest.mark.slow
 def test_checkpoints_are_measured_and_leave_no_files(tmp_path):
-    command = ["-m", "mpistrat", "bench", "checkpoint", "--samples", "1", "--json"]
-    done = launch.run(command, 2, 120, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["results"]
+    small = {"module": "checkpoint", "constant": "_BYTES_PER_ARRAY", "value": 2**16}
+    rows = bench_in_small(tmp_path, 2, **small)
     assert [row["peer"] for row in rows] == ["h5py and fsync", "copy", "h5py", "h5py"]
     assert all(row["ours_s"] > 0 and row["ours_over_peer"] > 0 for row in rows)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--samples", "0"], "--samples must be at least 1, not 0."),
-        (["--sizes", "8", "6"], "multiples of 4, not 6."),
-        (["gradients", "--sizes", "8"], "gradients does not sweep over sizes"),
-        (["gradients", "--examples", "8"], "gradients reads no examples"),
-        (["data", "--examples", "0"], "--examples must be at least 1, not 0."),
-        (["--output", "no/such/folder/x.json"], "x.json cannot be written"),
-        (["--plot", "/"], "/ cannot be written"),
-    ],
-)
-def test_bad_arguments_are_refused_by_all_ranks_and_told_once(arguments, complaint):
-    done = bench(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count(complaint) == 1
-    assert not done.stdout
+BAD_ARGUMENTS = {
+    "--samples must be at least 1, not 0.": ["--samples", "0"],
+    "multiples of 4, not 6.": ["--sizes", "8", "6"],
+    "gradients does not sweep over sizes": ["gradients", "--sizes", "8"],
+    "gradients reads no examples": ["gradients", "--examples", "8"],
+    "--examples must be at least 1, not 0.": ["data", "--examples", "0"],
+    "x.json cannot be written": ["--output", "no/such/folder/x.json"],
+    "/ cannot be written": ["--plot", "/"],
+}
+EACH_REFUSAL = """
+import json, sys
+from mpistrat.cli import main
+for arguments in json.loads(sys.argv[1]):
+    code = main(["bench", *arguments])
+    assert code == 2, (arguments, code)
+"""
+
+
+def test_bad_arguments_are_refused_by_all_ranks_and_told_once():
+    arguments = json.dumps(list(BAD_ARGUMENTS.values()))
+    done = launch.run(["-c", EACH_REFUSAL, arguments], 2)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert [done.stderr.count(complaint) for complaint in BAD_ARGUMENTS] == [1] * len(BAD_ARGUMENTS)
 
 
 def test_every_benchmark_is_a_choice_of_the_command():
