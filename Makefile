@@ -16,6 +16,8 @@ LAUNCH := $(PY) -m mpistrat.testing
 SHELL := /bin/bash
 export OMP_NUM_THREADS := 1
 export OPENBLAS_NUM_THREADS := 1
+# There may be more ranks than cores: one that waits in MPICH soon lets another run.
+export MPIR_CVAR_POLLS_BEFORE_YIELD := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -79,9 +81,9 @@ $(VENV)/.jobs: $(SOURCES) | $(VENV)/.python
 	$(INSTALL) -e ".[$(MPI),jobs]"
 	touch $@
 
-$(VENV)/.test: $(SOURCES) | $(VENV)/.jobs
+$(VENV)/.test: $(SOURCES) | $(VENV)/.python
 	$(INSTALL) -e ".[$(MPI),jobs,test]"
-	touch $@
+	touch $(VENV)/.jobs $@
 
 $(VENV)/.docs: $(SOURCES) | $(VENV)/.jobs
 	$(INSTALL) -e ".[$(MPI),jobs,docs]"
