@@ -7,6 +7,7 @@ import errno
 import functools
 import glob
 import importlib
+import mmap
 import os
 import re
 import resource
@@ -32,6 +33,9 @@ __all__ = [
     "plugin_libraries",
     "remove_leftovers",
 ]
+
+_BYTES_WORTH_ALIGNING = 2**18
+"""What is as large begins with a page of the system, so that no two writers share one."""
 
 TEMPORARY_SUFFIX = ".partial"
 """Ending of files that are being written. Never ``.h5``, so that no pattern picks them up."""
@@ -224,6 +228,7 @@ def _create(path: str) -> Any:
     access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
     # Small arrays are else written when their data set is closed, where nothing can be raised.
     access.set_sieve_buf_size(0)
+    access.set_alignment(_BYTES_WORTH_ALIGNING, mmap.PAGESIZE)
     return h5py().File(h5f.create(os.fsencode(path), h5f.ACC_TRUNC, fapl=access))
 
 

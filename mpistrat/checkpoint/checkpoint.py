@@ -49,23 +49,33 @@ class Checkpoint(Trackable):
                 raise ValueError(f"{name!r} cannot name an object. Use another name.")
             setattr(self, name, each)
 
-    def write(self, path: str | os.PathLike[str]) -> str:
+    def write(self, path: str | os.PathLike[str], *, parallel: bool = False) -> str:
         """Save all objects to exactly `path`, and return it on every rank. **Collective**.
 
         Rank 0 writes, and makes missing folders. Mirrored variables are saved from rank 0,
         SyncOnRead variables aggregated over replicas, generators and other state from rank 0.
         The file appears under its name once it is complete and on disk.
 
+        Parameters
+        ----------
+        path : path
+        parallel : bool
+            Whether all ranks that see the file write to it: each some of the large mirrored
+            variables, of which all have the same values. For states of many GiB on a parallel
+            file system, where one node cannot write as fast as several. The file is the same.
+
         Raises
         ------
         CheckpointError
             On every rank, if the file cannot be written; what was there before is unchanged.
+        TypeError
+            If `parallel` is no bool.
         ValueError
             If a SyncOnRead variable has the aggregation NONE, or if ranks differ in objects.
         ContextError
             Inside ``strategy.run``.
         """
-        return save(self, path)
+        return save(self, path, parallel=parallel)
 
     def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
         """Fill all objects from the file `path`, all or none. **Collective**.

@@ -7,6 +7,7 @@ is written beside it, so the bytes of large arrays take the file's own descripto
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.hdf5 import h5py
 
-__all__ = ["create_unwritten", "offset_of", "read_at", "write_at"]
+__all__ = ["InOrder", "create_unwritten", "offset_of", "read_at", "write_at"]
 
 
 def create_unwritten(group: Any, path: str, array: Array) -> Any:
@@ -38,17 +39,39 @@ def offset_of(dataset: Any, num_bytes: int) -> int | None:
     return offset
 
 
-def write_at(file: Any, offset: int, piece: np.ndarray) -> None:
-    """Write the bytes of `piece` to the open h5py `file`, and have the system begin to flush them.
+class InOrder:
+    """Moves one part of an array after the other, from a place in a file on.
 
-    Local.
+    Parameters
+    ----------
+    move : callable
+        `read_at` or `write_at`.
+    handle : int
+    offset : int
+        Where the first part begins.
+    """
+
+    def __init__(
+        self, move: Callable[[int, int, np.ndarray], None], handle: int, offset: int
+    ) -> None:
+        self._move = move
+        self._handle = handle
+        self._offset = offset
+
+    def __call__(self, part: np.ndarray) -> None:
+        """Move the next `part`. Local."""
+        self._move(self._handle, self._offset, part)
+        self._offset += part.nbytes
+
+
+def write_at(handle: int, offset: int, piece: np.ndarray) -> None:
+    """Write the bytes of `piece` to an open file, and have the system begin to flush them. Local.
 
     Raises
     ------
     OSError
         If the system refuses.
     """
-    handle = file.id.get_vfd_handle()
     left = memoryview(piece.reshape(-1).view(np.uint8).data)
     while left:
         written = os.pwrite(handle, left, offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,20 +18,29 @@ from mpistrat.checkpoint.paths import agree_on_path
 from mpistrat.checkpoint.ranks import collectives_for, mpi_library
 from mpistrat.collectives import Collectives
 from mpistrat.tracking import Trackable
+from mpistrat.variables import MirroredVariable
 
-__all__ = ["Gathering", "Sink"]
+__all__ = ["Gathering", "Life", "Sink"]
+
+
+class Life(enum.Enum):
+    """Who has the values of a variable, and for how long."""
+
+    BRIEF = enum.auto()
+    """Rank 0, until it has been told of the next variable."""
+    LONG = enum.auto()
+    """Rank 0, until the end of the save."""
+    EVERYWHERE = enum.auto()
+    """All ranks, the same values, until the end of the save."""
 
 
 class Sink(Protocol):
     """What takes the state on one rank. It keeps its failures, so that rank 0 stays in step."""
 
     def add_variable(
-        self, path: str, array: Array | None, modes: dict[str, Any], lives_on: bool
+        self, path: str, array: Array | None, modes: dict[str, Any], life: Life
     ) -> None:
-        """Take the values of a variable, which rank 0 always has and the others may have. Local.
-
-        Where `lives_on`, they stay as they are until the end of the save.
-        """
+        """Take the values of a variable, which rank 0 always has and the others may have. Local."""
 
     def add_state(self, path: str, state: dict[str, Any], arrays: Sequence[str]) -> None:
         """Take JSON state, and the names of the arrays that belong to it. Local."""
@@ -49,6 +59,8 @@ class Gathering:
         The public function, for messages.
     path : path
         The file that is to be written, equal on all ranks.
+    parallel : bool
+        Whether all ranks write, equal on all ranks.
 
     Attributes
     ----------
@@ -61,10 +73,12 @@ class Gathering:
         On every rank, if objects cannot be saved or differ over ranks.
     """
 
-    def __init__(self, root: Trackable, what: str, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, root: Trackable, what: str, path: str | os.PathLike[str], parallel: bool = False
+    ) -> None:
         self._tree = tree = walk(root.checkpoint_children())
         self.ranks: Collectives = collectives_for(tree, what)
-        self.path = agree_on_path(self.ranks, what, path)
+        self.path = agree_on_path(self.ranks, what, path, parallel=parallel)
         self._states: dict[str, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
         with self.ranks.together(what, self.path):
             _check_savable(tree)
@@ -89,14 +103,17 @@ class Gathering:
                 "aggregation": variable.aggregation.name,
                 "trainable": variable.trainable,
             }
-            sink.add_variable(name, value, modes, value is variable.storage)
+            life = Life.LONG if value is variable.storage else Life.BRIEF
+            if isinstance(variable, MirroredVariable):
+                life = Life.EVERYWHERE
+            sink.add_variable(name, value, modes, life)
             del value  # or the next would come while this one is there
         for name, (state, arrays) in self._states.items():
             sink.add_state(name, state, list(arrays))
             for key, array in arrays.items():
-                sink.add_variable(f"{name}/{key}", array, {}, True)
+                sink.add_variable(f"{name}/{key}", array, {}, Life.LONG)
         for name, (array, modes) in self._carried.variables.items():
-            sink.add_variable(name, array, modes, True)
+            sink.add_variable(name, array, modes, Life.LONG)
         for name, (state, keys) in self._carried.states.items():
             sink.add_state(name, state, keys)
 

@@ -15,7 +15,7 @@ from mpistrat.checkpoint.background_saver import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.folder import PREFIX, Entry, file_name, list_folder
 from mpistrat.checkpoint.objects import walk
-from mpistrat.checkpoint.paths import checked_path
+from mpistrat.checkpoint.paths import check_switch, checked_path
 from mpistrat.checkpoint.ranks import collectives_for
 from mpistrat.checkpoint.resuming import restore_newest
 from mpistrat.checkpoint.retention import Retention
@@ -50,6 +50,9 @@ class CheckpointManager:
     asynchronous : bool
         Whether `save` returns once it has copied the state, and rank 0 writes the copy while the
         program goes on. Rank 0 keeps the memory of the copy for the next one.
+    parallel : bool
+        Whether all ranks write each file, as by ``Checkpoint.write(path, parallel=True)``. Not
+        together with `asynchronous`.
 
     Raises
     ------
@@ -65,6 +68,7 @@ class CheckpointManager:
         keep_every_n_hours: float | None = None,
         step_counter: Variable | Callable[[], int] | None = None,
         asynchronous: bool = False,
+        parallel: bool = False,
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"CheckpointManager needs a Checkpoint, not {checkpoint!r}.")
@@ -75,9 +79,15 @@ class CheckpointManager:
             _check_counter(step_counter)
             _check_limit("max_to_keep", max_to_keep, numbers.Integral)
             _check_limit("keep_every_n_hours", keep_every_n_hours, numbers.Real)
-            if not isinstance(asynchronous, bool):
-                raise TypeError(f"asynchronous must be True or False, not {asynchronous!r}.")
-            call.agree(self._directory, max_to_keep, keep_every_n_hours, asynchronous)
+            check_switch("asynchronous", asynchronous)
+            check_switch("parallel", parallel)
+            if asynchronous and parallel:
+                raise ValueError(
+                    "A CheckpointManager saves with asynchronous=True or with parallel=True, not "
+                    "with both: in the background rank 0 writes alone."
+                )
+            call.agree(self._directory, max_to_keep, keep_every_n_hours, asynchronous, parallel)
+        self._parallel = parallel
         self._saver = BackgroundSaver() if asynchronous else None
         self._planned: Retention | None = None
         keep_every_s = None if keep_every_n_hours is None else keep_every_n_hours * 3600.0
@@ -143,7 +153,7 @@ class CheckpointManager:
             self._saver.begin(self._checkpoint, path, number, lambda: _remove_all(surplus))
             self._planned = planned
             return path
-        save(self._checkpoint, path, number)
+        save(self._checkpoint, path, number, self._parallel)
         self._retention = planned
         with ranks.together("CheckpointManager.save", path):
             if ranks.rank == 0:

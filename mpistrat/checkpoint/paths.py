@@ -6,10 +6,12 @@ import os
 
 from mpistrat.collectives import Collectives
 
-__all__ = ["agree_on_path", "checked_path"]
+__all__ = ["agree_on_path", "check_switch", "checked_path"]
 
 
-def agree_on_path(ranks: Collectives, what: str, path: str | os.PathLike[str]) -> str:
+def agree_on_path(
+    ranks: Collectives, what: str, path: str | os.PathLike[str], **switches: bool
+) -> str:
     """Return `path` as a string, once all ranks have given the same. **Collective**.
 
     Parameters
@@ -18,17 +20,21 @@ def agree_on_path(ranks: Collectives, what: str, path: str | os.PathLike[str]) -
     what : str
         The public function, for messages.
     path : path
+    **switches : bool
+        What else must be equal, by the name of the argument.
 
     Raises
     ------
     TypeError, ValueError
-        As `checked_path`, where it is bad on this rank.
+        As `checked_path` and `check_switch`, where it is bad on this rank.
     EpochMismatchError
         If it is bad on another rank, or differs there.
     """
     with ranks.call(what) as call:
         checked = checked_path(what, path)
-        call.agree(checked)
+        for name, value in switches.items():
+            check_switch(name, value)
+        call.agree(checked, switches)
     return checked
 
 
@@ -48,3 +54,14 @@ def checked_path(what: str, path: str | os.PathLike[str]) -> str:
     if not name or "\0" in name:
         raise ValueError(f"{what} needs a path, but {name!r} is none.")
     return name
+
+
+def check_switch(name: str, value: object) -> None:
+    """Refuse what is neither true nor false. Local.
+
+    Raises
+    ------
+    TypeError
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}.")

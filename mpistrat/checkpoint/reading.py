@@ -6,7 +6,6 @@ keeps them until all are known to be whole. Every byte is read once, by the node
 
 from __future__ import annotations
 
-import heapq
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,12 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mpistrat.checkpoint.contiguous import read_at
+from mpistrat.checkpoint.contiguous import InOrder, read_at
 from mpistrat.checkpoint.digesting import BYTES_WORTH_A_THREAD, Digests
 from mpistrat.checkpoint.reader import CheckpointReader, check_digest, naming_damage
 from mpistrat.checkpoint.shapes import Shape
+from mpistrat.checkpoint.shares import agree_on_shares
 from mpistrat.collectives import Collectives
-from mpistrat.cores import cores_of_mask, mask_of_cores, own_cores
 from mpistrat.errors import CheckpointCorruptError
 
 __all__ = ["Places", "Values", "find_places", "read_values"]
@@ -94,14 +93,11 @@ def read_values(
     own_handle = _open_same(path, places) if reader is None else None
     handle = own_handle if reader is None else reader.handle
     try:
-        cores = None if handle is None else mask_of_cores(own_cores())
-        masks = {rank: m for rank, m in enumerate(ranks.gather_json(cores)) if m is not None}
-        owners = share_out({name: size for name, (_, size, _) in places.blocks.items()}, [*masks])
+        sizes = {name: size for name, (_, size, _) in places.blocks.items()}
+        shares = agree_on_shares(ranks, sizes, handle is not None)
         with ranks.together(what, path):
-            own = [name for name, owner in owners.items() if owner == ranks.rank]
-            threads = _num_threads(cores or 0, [*masks.values()])
-            part = _Part(path, handle, threads)
-            part.read_blocks({name: (places.blocks[name], shapes[name]) for name in own})
+            part = _Part(path, handle, shares.num_threads)
+            part.read_blocks({name: (places.blocks[name], shapes[name]) for name in shares.own})
             if reader is not None:
                 part.read_rest(reader, places)
     finally:
@@ -114,18 +110,7 @@ def read_values(
         with ranks.together(what, path):
             if ranks.rank == 0:
                 raise CheckpointCorruptError("\n".join(damage[name] for name in sorted(damage)))
-    return Values(part.arrays, owners)
-
-
-def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
-    """Return which of `ranks` reads each variable, so that each has about as many bytes. Local."""
-    loads = [(0, rank) for rank in ranks]
-    owners = {}
-    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
-        load, rank = heapq.heappop(loads)
-        owners[name] = rank
-        heapq.heappush(loads, (load + sizes[name], rank))
-    return owners
+    return Values(part.arrays, shares.owners)
 
 
 def _open_same(path: str, places: Places) -> int | None:
@@ -141,11 +126,6 @@ def _open_same(path: str, places: Places) -> int | None:
         return handle
     os.close(handle)
     return None
-
-
-def _num_threads(own: int, masks: Sequence[int]) -> int:
-    """Return this rank's part of the cores that it may use, where others may use them too."""
-    return round(sum(1 / sum(m >> core & 1 for m in masks) for core in cores_of_mask(own)))
 
 
 class _Part:
@@ -167,7 +147,7 @@ class _Part:
             digesters = {}
             for name, ((offset, _, _), (shape, dtype)) in blocks.items():
                 array = self.arrays[name] = np.empty(shape, dtype)
-                digesters[name] = digests.begin(before=_Input(self._handle, offset))
+                digesters[name] = digests.begin(before=InOrder(read_at, self._handle, offset))
                 digesters[name].update(array.reshape(-1), is_view=True)
             for name, ((_, _, digest), _) in blocks.items():
                 try:
@@ -184,15 +164,3 @@ class _Part:
                     self.arrays[name] = reader.read_variable(name)
                 except CheckpointCorruptError as error:
                     self.damage[name] = str(error)
-
-
-class _Input:
-    """Fills one part of a variable after the other from the file."""
-
-    def __init__(self, handle: int, offset: int) -> None:
-        self._handle = handle
-        self._offset = offset
-
-    def __call__(self, part: np.ndarray) -> None:
-        read_at(self._handle, self._offset, part)
-        self._offset += part.nbytes

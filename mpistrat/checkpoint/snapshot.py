@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint.format import Header
+from mpistrat.checkpoint.gathering import Life
 from mpistrat.checkpoint.pieces import copy_to_host
 from mpistrat.checkpoint.writer import create_checkpoint
 
@@ -32,7 +33,7 @@ class Snapshot:
         self._variables, self._states = {}, {}
 
     def add_variable(
-        self, path: str, array: Array | None, modes: dict[str, Any], lives_on: bool
+        self, path: str, array: Array | None, modes: dict[str, Any], life: Life
     ) -> None:
         """Copy the values of a variable on the rank that has them. Local."""
         if array is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 
 from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view, is_on_host
-from mpistrat.checkpoint.contiguous import create_unwritten, offset_of, write_at
+from mpistrat.checkpoint.contiguous import InOrder, create_unwritten, offset_of, write_at
 from mpistrat.checkpoint.digesting import BYTES_WORTH_A_THREAD, Digester, Digests
 from mpistrat.checkpoint.format import (
     STATE,
@@ -26,7 +27,7 @@ from mpistrat.checkpoint.json_text import dump_json
 from mpistrat.checkpoint.pieces import pieces_on_host
 from mpistrat.errors import CheckpointError
 
-__all__ = ["CheckpointWriter", "create_checkpoint"]
+__all__ = ["CheckpointWriter", "create_checkpoint", "explaining"]
 
 
 class CheckpointWriter:
@@ -39,6 +40,13 @@ class CheckpointWriter:
     path : path
         The final name, for messages.
     digests : Digests
+
+    Attributes
+    ----------
+    temporary : str
+        The name of the file until it is complete.
+    handle : int
+        Its descriptor.
     """
 
     def __init__(
@@ -48,7 +56,8 @@ class CheckpointWriter:
         for name, value in asdict(header).items():
             file.attrs[name] = value
         file.attrs["digest"] = header.digest
-        self._file = file
+        self.temporary: str = file.filename
+        self.handle: int = file.id.get_vfd_handle()
         self._variables = file.create_group(VARIABLES)
         self._state = file.create_group(STATE)
         self._digests = digests
@@ -69,23 +78,43 @@ class CheckpointWriter:
         Where `lives_on`, nobody changes or drops `array` before `finish`, so that its digest
         need not be complete when this returns.
         """
-        with _explaining(self._path):
+        with explaining(self._path):
             if array.nbytes < BYTES_WORTH_A_THREAD:
                 host = host_view(array)
                 dataset = self._variables.create_dataset(path, data=host)
                 dataset.attrs["digest"] = digest_of_array(host)
             else:
                 dataset = self._write_large(path, array, lives_on)
-            dataset.attrs["synchronization"] = synchronization
-            dataset.attrs["aggregation"] = aggregation
-            dataset.attrs["trainable"] = trainable
+            _set_modes(dataset, synchronization, aggregation, trainable)
 
-    def _write_large(self, path: str, array: Array, lives_on: bool) -> Any:
+    def reserve(
+        self, path: str, array: Array, *, synchronization: str, aggregation: str, trainable: bool
+    ) -> int:
+        """Make room for the values of a large variable, and return where it begins. Local.
+
+        It begins with a page of the system. The values come by `write_at`, their digest by
+        `set_digest`.
+        """
+        with explaining(self._path):
+            dataset, offset = self._make_room(path, array)
+            _set_modes(dataset, synchronization, aggregation, trainable)
+            return offset
+
+    def set_digest(self, path: str, digest: str) -> None:
+        """Add the digest of a variable for which there was only room. Local."""
+        with explaining(self._path):
+            self._variables[path].attrs["digest"] = digest
+
+    def _make_room(self, path: str, array: Array) -> tuple[Any, int]:
         dataset = create_unwritten(self._variables, path, array)
         offset = offset_of(dataset, array.nbytes)
-        if offset is None:
+        if offset is None or offset % mmap.PAGESIZE:
             raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {path}")
-        digester = self._digests.begin(after=_Output(self._file, offset))
+        return dataset, offset
+
+    def _write_large(self, path: str, array: Array, lives_on: bool) -> Any:
+        dataset, offset = self._make_room(path, array)
+        digester = self._digests.begin(after=InOrder(write_at, self.handle, offset))
         for piece in pieces_on_host(array):
             digester.update(piece, is_view=is_on_host(array))
         if lives_on:
@@ -99,7 +128,7 @@ class CheckpointWriter:
         text = dump_json(value).encode()
         # Texts of variable length would lie in a heap that has no checksum.
         dtype = hdf5.h5py().string_dtype("utf-8", len(text))
-        with _explaining(self._path):
+        with explaining(self._path):
             dataset = self._state.create_dataset(path, data=text, dtype=dtype)
             dataset.attrs["digest"] = digest_of_text(text)
             names = np.array(arrays, dtype=object)
@@ -107,22 +136,10 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Write the digests that were not complete before. Local."""
-        with _explaining(self._path):
+        with explaining(self._path):
             for dataset, digester in self._unfinished:
                 dataset.attrs["digest"] = digester.result()
             self._unfinished.clear()
-
-
-class _Output:
-    """Writes one part after the other, from a place in the file on."""
-
-    def __init__(self, file: Any, offset: int) -> None:
-        self._file = file
-        self._offset = offset
-
-    def __call__(self, part: np.ndarray) -> None:
-        write_at(self._file, self._offset, part)
-        self._offset += part.nbytes
 
 
 @contextlib.contextmanager
@@ -136,18 +153,31 @@ def create_checkpoint(path: str | os.PathLike[str], header: Header) -> Iterator[
     """
     header = replace(header, created=header.created or Header.now())
     with contextlib.ExitStack() as stack:
-        with _explaining(path):
+        with explaining(path):
             file = stack.enter_context(hdf5.create_atomically(path))
             digests = stack.enter_context(Digests())
             writer = CheckpointWriter(file, header, path, digests)
         yield writer
         writer.finish()
-        with _explaining(path):
+        with explaining(path):
             stack.close()
 
 
+def _set_modes(dataset: Any, synchronization: str, aggregation: str, trainable: bool) -> None:
+    dataset.attrs["synchronization"] = synchronization
+    dataset.attrs["aggregation"] = aggregation
+    dataset.attrs["trainable"] = trainable
+
+
 @contextlib.contextmanager
-def _explaining(path: str | os.PathLike[str]) -> Iterator[None]:
+def explaining(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what the system and h5py raise into an error with the remedy. Local.
+
+    Raises
+    ------
+    CheckpointError
+        In the place of these.
+    """
     try:
         yield
     except (OSError, RuntimeError) as reason:  # h5py raises either where the system refuses

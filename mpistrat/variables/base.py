@@ -239,7 +239,7 @@ class Variable(RowWrites, ArrayLike):
         write.apply(self._storage, write.checked(self._target, value))
 
     def save_value(self) -> Array | None:
-        """Return what a checkpoint stores: an array on rank 0, ``None`` elsewhere.
+        """Return what a checkpoint stores: an array on rank 0, which other ranks may have too.
 
         It lies where the variable does and may be its storage. **Collective** for SyncOnRead
         variables, else **Local**.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mpistrat import context
-from mpistrat.arrays import Array
 from mpistrat.collectives import Collectives
 from mpistrat.options import VariableAggregation
 from mpistrat.values import PerReplica
@@ -58,7 +57,3 @@ class MirroredVariable(Variable, on_read=False):
     def _collectives(self) -> Collectives:
         collectives: Collectives = self.strategy.extended.collectives
         return collectives
-
-    def save_value(self) -> Array | None:
-        """Return rank 0's component there, ``None`` elsewhere. Local."""
-        return self._storage if self._collectives.rank == 0 else None

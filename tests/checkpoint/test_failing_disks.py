@@ -15,6 +15,7 @@ import mpistrat as ms
 from mpistrat import hdf5
 from mpistrat.testing import launch
 
+MODES = [{}, {"asynchronous": True}, {"parallel": True}]
 LARGE = 2**17
 """Elements of an array that is written past the HDF5 library."""
 
@@ -60,16 +61,16 @@ def removed_folder(manager, monkeypatch):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("trouble", [full_disk, read_only_folder, removed_folder])
 def test_an_error_on_every_rank_and_the_older_file_intact(
-    strategy, mpi_tmp_path, monkeypatch, asynchronous, trouble
+    strategy, mpi_tmp_path, monkeypatch, mode, trouble
 ):
     with strategy.scope():
         small = ms.Variable(np.zeros(3), name="small")
         large = ms.Variable(np.zeros(LARGE), name="large")
     checkpoint = ms.Checkpoint(small=small, large=large)
-    manager = ms.CheckpointManager(checkpoint, mpi_tmp_path / "c", asynchronous=asynchronous)
+    manager = ms.CheckpointManager(checkpoint, mpi_tmp_path / "c", **mode)
 
     def save(value):
         with strategy.scope():
@@ -146,10 +147,8 @@ def fill(left_bytes):
         except OSError:
             file.truncate(file.tell() - left_bytes)
 
-for asynchronous in (False, True):
-    manager = ms.CheckpointManager(
-        checkpoint, disk / f"asynchronous-{asynchronous}", asynchronous=asynchronous
-    )
+for mode in ({}, {"asynchronous": True}, {"parallel": True}):
+    manager = ms.CheckpointManager(checkpoint, disk / "-".join(["mode", *mode]), **mode)
     save(manager, 1)
     for left_bytes in (0, 100_000, 700_000):
         on_one_rank(lambda: fill(left_bytes))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mpistrat as ms
 from mpistrat.checkpoint import reading
-from mpistrat.checkpoint.reading import share_out
+from mpistrat.checkpoint.shares import share_out
 
 LARGE = 2**16
 """Elements of the variables that ranks share: 256 KiB of float32."""
