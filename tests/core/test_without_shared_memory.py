@@ -89,7 +89,6 @@ def copy_of_the_package(folder, reason):
     ("reason", "where"),
     [
         ("never compiled", "True"),
-        ("never compiled", "rank == 0"),
         ("never compiled", "rank == 1"),
         ("compiled from another source", "rank == 0"),
         ("damaged", "rank == 1"),
