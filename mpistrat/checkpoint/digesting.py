@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -35,13 +36,22 @@ class Digester:
     ----------
     thread : Background
         What computes it.
+    stop : threading.Event
+        Once it is set, no further part is touched.
     before, after : callable, optional
         Called in the thread with each part of the array, in order, before or after it goes into
         the digest: to read it, or to write it.
     """
 
-    def __init__(self, thread: Background, before: _OnPart | None, after: _OnPart | None) -> None:
+    def __init__(
+        self,
+        thread: Background,
+        stop: threading.Event,
+        before: _OnPart | None,
+        after: _OnPart | None,
+    ) -> None:
         self._thread = thread
+        self._stop = stop
         self._before = before
         self._after = after
         self._hash = hashlib.sha256()
@@ -59,6 +69,8 @@ class Digester:
 
     def _absorb(self, piece: np.ndarray) -> None:
         for part in pieces(piece, _BYTES_AT_ONCE):
+            if self._stop.is_set():
+                return
             if self._before is not None:
                 self._before(part)
             self._hash.update(part.view(np.uint8).data)
@@ -75,6 +87,9 @@ class Digester:
 class Digests:
     """Context manager that makes digests, and waits at its end until no thread is at work.
 
+    After an exception what is still to be done is left: nobody wants it, and whoever interrupts
+    a second time would close files that threads write to.
+
     Parameters
     ----------
     cores : int, optional
@@ -85,16 +100,20 @@ class Digests:
         num_threads = max(2, min(num_cores() if cores is None else cores, _MOST_THREADS))
         self._threads = [Background("mpistrat-digest") for _ in range(num_threads)]
         self._count = 0
+        self._stop = threading.Event()
 
     def begin(self, before: _OnPart | None = None, after: _OnPart | None = None) -> Digester:
         """Return the digest of another array; see `Digester`. Local."""
         self._count += 1
-        return Digester(self._threads[self._count % len(self._threads)], before, after)
+        thread = self._threads[self._count % len(self._threads)]
+        return Digester(thread, self._stop, before, after)
 
     def __enter__(self) -> Digests:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._stop.set()
         for thread in self._threads:
             thread.drain()
             thread.close()

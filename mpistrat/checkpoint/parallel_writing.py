@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, is_on_host
-from mpistrat.checkpoint.contiguous import InOrder, read_at, write_at
+from mpistrat.checkpoint.contiguous import InOrder, write_at
 from mpistrat.checkpoint.digesting import BYTES_WORTH_A_THREAD, Digests
 from mpistrat.checkpoint.format import digest_of_array
 from mpistrat.checkpoint.gathering import Life
@@ -135,16 +135,18 @@ class ParallelWriting:
         for rank, report in enumerate(reports):
             for name, each in report.items():
                 written, begin = _Written(**each), self._offsets[name]
-                page = np.empty(_PAGE, np.uint8)
-                read_at(writer.handle, begin, page)
-                if digest_of_array(page) != written.first_page:
+                with explaining(self._path):
+                    page = os.pread(writer.handle, _PAGE, begin)  # nothing behind the end
+                if digest_of_array(np.frombuffer(page, np.uint8)) != written.first_page:
                     raise CheckpointError(
                         f"The checkpoint {self._path} cannot be written by all ranks together: "
                         f"rank 0 does not find in it what rank {rank} has written of {name}. This "
                         "file system does not show all nodes the same. Save with parallel=False."
                     )
                 rest = np.frombuffer(base64.b64decode(written.rest), np.uint8)
-                write_at(writer.handle, begin + self._arrays[name].nbytes - rest.size, rest)
+                end = begin + self._arrays[name].nbytes
+                with explaining(self._path):
+                    write_at(writer.handle, end - rest.size, rest)
                 writer.set_digest(name, written.digest)
 
 

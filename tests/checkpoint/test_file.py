@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import subprocess
+import threading
+import time
 
 import h5py
 import numpy as np
@@ -163,6 +165,29 @@ def test_an_exception_while_writing_leaves_the_old_file_and_nothing_else(file):
         fail()
     assert file.read_bytes() == before
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_after_an_interrupt_no_thread_writes_the_rest(file, monkeypatch):
+    begun, written = threading.Event(), []
+
+    def write_slowly(handle, offset, piece):
+        begun.set()
+        time.sleep(0.05)
+        written.append(offset)
+
+    def interrupt():
+        with create_checkpoint(file, Header()) as writer:
+            writer.add_variable("large", np.zeros(2**24, np.uint8), lives_on=True)
+            begun.wait()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("mpistrat.checkpoint.writer.write_at", write_slowly)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    num_written = len(written)
+    assert num_written < 16, "as good as all 32 parts"
+    time.sleep(0.1)
+    assert len(written) == num_written
 
 
 def test_missing_folders_are_made(tmp_path):

@@ -1,5 +1,6 @@
 """All ranks write to one file: each byte once, no two to one page, the file as ever."""
 
+import errno
 import itertools
 import mmap
 import os
@@ -121,6 +122,11 @@ def fail_to_grow(patch):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
 
 
+def write_nothing(patch):
+    """What this rank writes never comes, and the file may end before it."""
+    patch.setattr(parallel_writing, "write_at", lambda handle, offset, piece: None)
+
+
 def write_elsewhere(patch):
     """What this rank writes is not where rank 0 sees it."""
     write_at = parallel_writing.write_at
@@ -131,13 +137,30 @@ def write_elsewhere(patch):
     )
 
 
+def fail_at_the_end(patch):
+    """The disk is full for what comes after the whole pages of a variable."""
+    write_at = parallel_writing.write_at
+
+    def write(handle, offset, piece):
+        if 0 < piece.nbytes < PAGE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_at(handle, offset, piece)
+
+    patch.setattr(parallel_writing, "write_at", write)
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("trouble", "words"),
-    [(fail_to_grow, "File too large"), (write_elsewhere, "rank 0 does not find in it what rank")],
+    ("rank", "trouble", "words"),
+    [
+        (-1, fail_to_grow, "cannot be written: File too large"),
+        (-1, write_elsewhere, "rank 0 does not find in it what rank"),
+        (-1, write_nothing, "rank 0 does not find in it what rank"),
+        (0, fail_at_the_end, "cannot be written: No space left on device"),
+    ],
 )
-def test_what_the_last_rank_fails_at_all_ranks_raise(
-    world, mpi_tmp_path, monkeypatch, trouble, words
+def test_what_one_rank_fails_at_all_ranks_raise(
+    world, mpi_tmp_path, monkeypatch, rank, trouble, words
 ):
     collectives, checkpoint, large = world
     manager = ms.CheckpointManager(checkpoint, mpi_tmp_path, parallel=True)
@@ -146,7 +169,7 @@ def test_what_the_last_rank_fails_at_all_ranks_raise(
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         with monkeypatch.context() as patch:
-            if collectives.rank == collectives.size - 1:
+            if collectives.rank == rank % collectives.size:
                 trouble(patch)
             with pytest.raises(ms.errors.CheckpointError, match=words):
                 manager.save(2)
