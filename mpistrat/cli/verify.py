@@ -25,13 +25,13 @@ def _run(arguments: argparse.Namespace) -> int:
     given: list[Path] = []
     in_folders: list[Path] = []
     try:
-        for path in map(Path, arguments.path):
-            if path.is_dir():
-                in_folders += _find(path)
-            elif os.path.exists(path):
-                given.append(path)
+        for name in arguments.path:
+            if not os.path.exists(name):  # also without a name, which is no folder to look into
+                raise ValueError(f"There is no file or folder {name!r}.")
+            if os.path.isdir(name):
+                in_folders += _find(Path(name))
             else:
-                raise ValueError(f"There is no file or folder {path}.")
+                given.append(Path(name))
     except ValueError as error:
         print_error("verify", error)
         return 2

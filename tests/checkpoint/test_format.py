@@ -201,9 +201,11 @@ def test_a_newer_version_is_refused_and_named(strategy):
 
 
 @pytest.mark.launches
-def test_the_commands_know_the_files(capsys):
+def test_the_commands_know_the_files(capsys, monkeypatch):
     assert main(["verify", str(GOLDEN)]) == 0
     assert main(["verify", str(FILES)]) == 1
     lines = capsys.readouterr().out.splitlines()
     verdicts = {Path(x.split(": ")[0]).name: x.split(": ")[1] for x in lines if ": NOT" in x}
     assert verdicts == dict.fromkeys([*DAMAGED, "v2.h5"], "NOT SOUND")
+    monkeypatch.chdir(FILES)
+    assert main(["verify", ""]) == 2, "no name is not the folder that this runs in"
