@@ -32,6 +32,7 @@ __all__ = [
     "open_for_reading",
     "plugin_libraries",
     "remove_leftovers",
+    "words_of",
 ]
 
 _BYTES_WORTH_ALIGNING = 2**18
@@ -230,6 +231,14 @@ def _create(path: str) -> Any:
     access.set_sieve_buf_size(0)
     access.set_alignment(_BYTES_WORTH_ALIGNING, mmap.PAGESIZE)
     return h5py().File(h5f.create(os.fsencode(path), h5f.ACC_TRUNC, fapl=access))
+
+
+def words_of(reason: Exception) -> str:
+    """Return the system's own words from what it or h5py has raised. Local."""
+    if isinstance(reason, OSError) and reason.strerror and "errno" not in reason.strerror:
+        return f"{reason.strerror} ({reason.filename})" if reason.filename else reason.strerror
+    found = re.search(r"error message = '([^']+)'", str(reason))
+    return found[1] if found else str(reason)
 
 
 def _discard(file: Any) -> None:

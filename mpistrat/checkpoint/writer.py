@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -181,15 +180,8 @@ def explaining(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as reason:  # h5py raises either where the system refuses
+        words = hdf5.words_of(reason)
         raise CheckpointError(
-            f"The checkpoint {os.fspath(path)} cannot be written: {_explain(reason)}. Check the "
-            "folder, its permissions and the free space; what was there before is unchanged."
+            f"The checkpoint {os.fspath(path)} cannot be written: {words}. Check the folder, "
+            "its permissions and the free space; what was there before is unchanged."
         ) from reason
-
-
-def _explain(reason: Exception) -> str:
-    """Return the system's own words from an error of the system or of HDF5."""
-    if isinstance(reason, OSError) and reason.strerror and "errno" not in reason.strerror:
-        return f"{reason.strerror} ({reason.filename})" if reason.filename else reason.strerror
-    found = re.search(r"error message = '([^']+)'", str(reason))
-    return found[1] if found else str(reason)

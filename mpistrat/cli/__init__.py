@@ -28,8 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        2 for arguments that cannot be used; otherwise what the command says.
+        2 for arguments that cannot be used, and where the output cannot be written; otherwise what
+        the command says.
     """
+    if sys.stdout is None:  # it was closed before: the exit code alone is wanted
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  until the end
     try:
         arguments = _parser().parse_args(argv)
     except SystemExit as end:  # argparse has printed the help or the error
@@ -38,9 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return 0
+    except OSError as reason:
+        if reason.filename is not None:  # that is about another file
+            raise
+        _forget_output()
+        print(f"mpistrat: the output cannot be written: {reason.strerror}.", file=sys.stderr)
+        return 2
     return code
+
+
+def _forget_output() -> None:
+    """Have what is still to be printed go nowhere, or Python would try it again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

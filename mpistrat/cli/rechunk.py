@@ -12,6 +12,7 @@ from time import perf_counter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mpistrat import hdf5
 from mpistrat.cli.command import Command
 from mpistrat.cli.output import print_error, print_line
 from mpistrat.data.compression import COMPRESSIONS, compression
@@ -88,8 +89,12 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         with _progress() as report:
             done = rechunk(source, target, arguments.chunk_bytes, chosen, arguments.threads, report)
-    except (DataError, OSError, RuntimeError) as error:
+    except DataError as error:
         print_error("rechunk", error)
+        return 1
+    except (OSError, RuntimeError) as error:
+        reason = hdf5.words_of(error)
+        print_error("rechunk", f"{source} cannot be written anew: {reason}. {target} is as it was.")
         return 1
     except KeyboardInterrupt:
         print_error("rechunk", f"interrupted; {target} is as it was.")

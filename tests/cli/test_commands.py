@@ -256,7 +256,13 @@ def test_piped_output_is_neither_cut_nor_folded(file):
 
 
 @pytest.mark.launches
-def test_a_reader_that_stops_early_is_no_error(file):
-    command = f"'{sys.executable}' -m mpistrat inspect '{file}' | head -n 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
-    assert done.stderr == ""
+def test_where_the_output_goes_does_not_change_what_is_said(file):
+    def run(where):
+        command = f"'{sys.executable}' -m mpistrat verify '{file}' {where}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr
+
+    assert run("| head -c 1") == (0, "")  # a reader that stops early
+    assert run(">&-") == (0, "")
+    refusal = "mpistrat: the output cannot be written: No space left on device.\n"
+    assert run("> /dev/full") == (2, refusal)

@@ -1,6 +1,7 @@
 """``mpistrat rechunk``: everything in a file is kept but for the chunks."""
 
 import re
+import resource
 
 import h5py
 import hdf5plugin
@@ -191,6 +192,15 @@ def test_what_fails_leaves_the_target_as_it_was(everything, tmp_path, capsys, mo
         assert main(["rechunk", str(tmp_path / name), str(target), "--overwrite"]) == 1
         assert message in capsys.readouterr().err
         assert target.read_text() == "before"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # as where a disk is full
+    try:
+        assert main(["rechunk", str(everything), str(target), "--overwrite"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    words = "cannot be written anew: File too large"
+    assert f"{words}. {target} is as it was.\n" in capsys.readouterr().err
+    assert target.read_text() == "before"
     checksums = iter(range(10**6))
     monkeypatch.setattr(rechunk_rows, "_checksum", lambda rows: next(checksums))
     assert main(["rechunk", str(everything), str(target), "--overwrite"]) == 1
