@@ -16,9 +16,9 @@ LAUNCH := $(PY) -m mpistrat.testing
 SHELL := /bin/bash
 export OMP_NUM_THREADS := 1
 export OPENBLAS_NUM_THREADS := 1
-# There may be more ranks than cores: one that waits in MPI lets another run at once.
-export MPIR_CVAR_POLLS_BEFORE_YIELD := 1
-export OMPI_MCA_mpi_yield_when_idle := 1
+# Tests have more ranks than cores: one that waits in MPI lets another run at once.
+test-%: export MPIR_CVAR_POLLS_BEFORE_YIELD := 1
+test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

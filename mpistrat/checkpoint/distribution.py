@@ -51,11 +51,10 @@ def load_variables(
     same time, and assigns what it has itself at the end, when no other one waits for it.
     """
     # The last path of a variable counts, on all ranks alike.
-    names = list({id(variable): name for name, variable in variables.items()}.values())
-    owners = sorted({values.owner(name) for name in names})
-    lanes = [
-        _pieces_from(owner, values, {name: variables[name] for name in names}) for owner in owners
-    ]
+    names = {id(variable): name for name, variable in variables.items()}.values()
+    variables = {name: variables[name] for name in names}
+    owners = sorted({values.owner(name) for name in variables})
+    lanes = [_pieces_from(owner, values, variables) for owner in owners]
     for row in itertools.zip_longest(*lanes):
         moving = [(owner, each) for owner, each in zip(owners, row, strict=True) if each]
         call.channel.transport.broadcast_each(
@@ -63,11 +62,11 @@ def load_variables(
         )
         for _, each in moving:
             each.assign()
-    for name in names:
+    for name, variable in variables.items():
         own = values.arrays.pop(name, None)
         if own is not None:
             for start, piece in _numbered_pieces(own):
-                variables[name].load_piece(start, piece)
+                variable.load_piece(start, piece)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ class ParallelWriting:
                     return {}
                 places = {name: room.offsets[name] for name in shares.own}
                 written = self._write_own(handle, places, shares.num_threads)
-                os.fsync(handle)
+                if ranks.rank:  # rank 0 flushes the file at its end
+                    os.fsync(handle)
                 return written
         finally:
             if handle is not None:

@@ -96,6 +96,8 @@ class CheckpointWriter:
         """
         with explaining(self._path):
             dataset, offset = self._make_room(path, array)
+            if offset % mmap.PAGESIZE:
+                raise RuntimeError(f"HDF5 has placed {path} at byte {offset}, inside of a page")
             _set_modes(dataset, synchronization, aggregation, trainable)
             return offset
 
@@ -107,7 +109,7 @@ class CheckpointWriter:
     def _make_room(self, path: str, array: Array) -> tuple[Any, int]:
         dataset = create_unwritten(self._variables, path, array)
         offset = offset_of(dataset, array.nbytes)
-        if offset is None or offset % mmap.PAGESIZE:
+        if offset is None:
             raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {path}")
         return dataset, offset
 

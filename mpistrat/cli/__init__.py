@@ -43,13 +43,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         _forget_output()
         return 0
-    except OSError as reason:
-        if reason.filename is not None:  # that is about another file
+    except OSError:
+        reason = _why_output_fails()
+        if reason is None:  # something else does
             raise
         _forget_output()
-        print(f"mpistrat: the output cannot be written: {reason.strerror}.", file=sys.stderr)
+        print(f"mpistrat: the output cannot be written: {reason}.", file=sys.stderr)
         return 2
     return code
+
+
+def _why_output_fails() -> str | None:
+    """Return what the system says against the output, which is still there to be written."""
+    try:
+        sys.stdout.flush()
+    except OSError as reason:
+        return reason.strerror
+    return None
 
 
 def _forget_output() -> None:
