@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _why_output_fails() -> str | None:
-    """Return what the system says against the output, which is still there to be written."""
+    """Return what the system says against one more line, ``None`` where it takes it."""
     try:
-        sys.stdout.flush()
+        print(flush=True)
     except OSError as reason:
         return reason.strerror
     return None

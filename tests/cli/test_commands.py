@@ -256,9 +256,10 @@ def test_piped_output_is_neither_cut_nor_folded(file):
 
 
 @pytest.mark.launches
-def test_where_the_output_goes_does_not_change_what_is_said(file):
+@pytest.mark.parametrize("flags", ["", "-u"], ids=["buffered", "unbuffered"])
+def test_where_the_output_goes_does_not_change_what_is_said(file, flags):
     def run(where):
-        command = f"'{sys.executable}' -m mpistrat verify '{file}' {where}"
+        command = f"'{sys.executable}' {flags} -m mpistrat verify '{file}' {where}"
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
         return done.returncode, done.stderr
 
