@@ -28,6 +28,7 @@ LIVE_STATES = (None, "PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 CONFIGURATION = """
 ClusterName=tests
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser={user}
@@ -133,6 +134,9 @@ class Cluster:
                 user=getpass.getuser(),
                 folder=folder,
                 cpus=CPUS_PER_NODE,
+                # MPICH names its files in /dev/shm by the number of the job. One that was killed
+                # leaves them, and a job of another cluster with the same number would open them.
+                first_job=1 + secrets.randbelow(60_000_000),
             )
         )
         self._start_munge()
