@@ -20,10 +20,12 @@ from pathlib import Path
 from mpistrat.testing import launch
 from tests.slurm import guard
 
-__all__ = ["NODES", "Cluster", "missing_programs"]
+__all__ = ["NETWORK", "NODES", "Cluster", "missing_programs"]
 
 NODES = ("n1", "n2")
 CPUS_PER_NODE = 4
+NETWORK = {"MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp"}
+"""What lets MPICH start on two nodes: see jobs/train.sbatch."""
 LIVE_STATES = (None, "PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 CONFIGURATION = """
@@ -146,7 +148,7 @@ class Cluster:
         self._daemon("slurmctld", "-D", "-c")
         self._expect(self._is_idle, "The nodes")
 
-    def _expect(self, condition, what, limit_s=30):
+    def _expect(self, condition, what, limit_s=60):
         if not _wait_until(condition, limit_s):
             logs = "\n".join(f"{log}:\n{log.read_text()}" for log in self._folder.glob("*.log"))
             raise RuntimeError(f"{what} did not come up within {limit_s} s.\n{logs}")
@@ -182,8 +184,10 @@ class Cluster:
     def _is_idle(self):
         if any(daemon.poll() is not None for daemon in self._daemons):
             return False
-        states = self._call(["sinfo", "--noheader", "--Node", "--format=%T"], 10).stdout.split()
-        return states == ["idle"] * len(NODES)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            states = self._call(["sinfo", "--noheader", "--Node", "--format=%T"], 10).stdout.split()
+            return states == ["idle"] * len(NODES)
+        return False
 
     def _environment(self, changes):
         own = {"PATH": _path(), "SLURM_CONF": str(self._configuration)}

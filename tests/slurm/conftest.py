@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from mpistrat.testing import launch
-from tests.slurm.cluster import Cluster, missing_programs
+from tests.slurm.cluster import NETWORK, Cluster, missing_programs
 
 
 def pytest_addoption(parser):
@@ -47,8 +47,7 @@ def srun(cluster, tmp_path):
         script = tmp_path / "program.py"
         script.write_text(program)
         command = ["srun", "--nodes=2", *flags, sys.executable, script]
-        # MPICH's addresses for UCX are sometimes longer than what Slurm's pmi2 plugin can read.
-        variables = {"MPIR_CVAR_CH4_NETMOD": "ofi", "MPISTRAT_WAIT_NOTICE_S": "20", **variables}
+        variables = {**NETWORK, "MPISTRAT_WAIT_NOTICE_S": "20", **variables}
         return cluster.run(*command, limit_s=limit_s, cwd=tmp_path, env=variables)
 
     return run

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.slurm.cluster import NETWORK
+
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
 
 # Host memory takes the place of the GPU's; the claim is made up.
@@ -38,8 +40,7 @@ def test_children_of_a_task_are_no_tasks(srun, protocol):
 
 def test_the_exchange_runs_between_nodes_by_hand(cluster, protocol):
     program = [sys.executable, "-m", "mpistrat.cuda_awareness", "--memory", "host"]
-    variables = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
-    done = cluster.run("srun", "--nodes=2", "-n2", f"--mpi={protocol}", *program, env=variables)
+    done = cluster.run("srun", "--nodes=2", "-n2", f"--mpi={protocol}", *program, env=NETWORK)
     assert done.returncode == 0, done.stderr
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [report["exchange"] for report in reports] == ["begun", "passed"]

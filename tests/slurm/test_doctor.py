@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpistrat.testing import launch
-from tests.slurm.cluster import NODES
+from tests.slurm.cluster import NETWORK, NODES
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
 
@@ -15,8 +15,7 @@ DOCTOR = (sys.executable, "-m", "mpistrat", "doctor")
 
 
 def srun(cluster, *arguments, cwd):
-    variables = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
-    return cluster.run("srun", *arguments, limit_s=60, cwd=cwd, env=variables)
+    return cluster.run("srun", *arguments, limit_s=60, cwd=cwd, env=NETWORK)
 
 
 def test_ranks_that_find_each_other(cluster, protocol, tmp_path):

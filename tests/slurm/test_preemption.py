@@ -13,7 +13,7 @@ import pytest
 
 from tests import ROOT
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 EPOCHS = 30
 """So many that the first run is not through with them before it is told to go."""
@@ -89,7 +89,7 @@ class Job:
 
 def test_a_signal_saves_requeues_and_resumes(submit):
     job = submit()
-    job.wait_until(lambda: "epoch  1/" in job.log(), 60)
+    job.wait_until(lambda: "epoch  1/" in job.log(), 120)
     job.send("USR1")
     check_it_saved(job, "got SIGUSR1")
     check_it_goes_on(job)
@@ -104,16 +104,16 @@ def test_the_end_of_the_allocation_saves_requeues_and_resumes(submit):
 
 def test_a_killed_job_resumes_when_it_is_queued_again(submit):
     job = submit()
-    job.wait_until(lambda: "epoch  1/" in job.log(), 60)
+    job.wait_until(lambda: "epoch  1/" in job.log(), 120)
     shared = job.kill_tasks()
-    job.wait_until(lambda: job.fact("JobState") == "FAILED", 60)
+    job.wait_until(lambda: job.fact("JobState") == "FAILED", 120)
     # A library that took what the killed tasks have left for its own would now fail at once, not
     # hang once in many times.
     left = [path for path in shared if path.exists()]
     for path in left:
         os.truncate(path, path.stat().st_size // 2)
     job.control("requeue", job.number)
-    job.wait_until(job.is_queued_again, 60)
+    job.wait_until(job.is_queued_again, 120)
     check_it_goes_on(job)
     for path in left:
         path.unlink(missing_ok=True)
@@ -121,7 +121,7 @@ def test_a_killed_job_resumes_when_it_is_queued_again(submit):
 
 def check_it_saved(job, reason):
     """Check that `job` has saved for a `reason`, and is queued again."""
-    job.wait_until(job.is_queued_again, 60)
+    job.wait_until(job.is_queued_again, 120)
     log = job.log()
     assert f"saved before the end; job {job.number} is queued again" in log
     assert reason in log
@@ -136,7 +136,7 @@ def check_it_goes_on(job, *changes):
     time.sleep(1.5)  # a node does not start a job in the second in which it has ended it
     # Slurm would let it wait for two minutes.
     job.control("update", f"JobId={job.number}", "StartTime=now", *changes)
-    job.wait_until(lambda: job.fact("JobState") not in ("PENDING", "RUNNING", "COMPLETING"), 90)
+    job.wait_until(lambda: job.fact("JobState") not in ("PENDING", "RUNNING", "COMPLETING"), 180)
     assert (job.fact("JobState"), job.fact("ExitCode")) == ("COMPLETED", "0:0"), job.log()
     assert f"goes on from {newest.relative_to(job.folder)}" in job.log()
     rows = json.loads((newest.parent / "learning_curve.json").read_text())

@@ -7,7 +7,7 @@ import pytest
 
 from tests import ROOT
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def checkout(tmp_path):
 
 
 def test_the_digits_are_trained_on_two_nodes_and_the_job_resumes(cluster, checkout):
-    first = cluster.batch("jobs/train.sbatch", "--epochs", 2, limit_s=90, cwd=checkout)
+    first = cluster.batch("jobs/train.sbatch", "--epochs", 2, limit_s=180, cwd=checkout)
     assert first.returncode == 0, first.stdout
     assert "test accuracy: " in first.stdout
     runs = checkout / "runs/digits"
@@ -27,7 +27,7 @@ def test_the_digits_are_trained_on_two_nodes_and_the_job_resumes(cluster, checko
 
     # Three tasks on one node and two on the other.
     layout = ("--ntasks=5", "--ntasks-per-node=3")
-    second = cluster.batch(*layout, "jobs/train.sbatch", "--epochs", 3, limit_s=90, cwd=checkout)
+    second = cluster.batch(*layout, "jobs/train.sbatch", "--epochs", 3, limit_s=180, cwd=checkout)
     assert second.returncode == 0, second.stdout
     assert "goes on from runs/digits/checkpoint-2.h5" in second.stdout
     with h5py.File(runs / "checkpoint-3.h5") as file:
@@ -35,7 +35,7 @@ def test_the_digits_are_trained_on_two_nodes_and_the_job_resumes(cluster, checko
 
 
 def test_a_job_that_fails_is_a_failed_job(cluster, checkout):
-    done = cluster.batch("jobs/train.sbatch", "--epochs", 0, limit_s=60, cwd=checkout)
+    done = cluster.batch("jobs/train.sbatch", "--epochs", 0, limit_s=120, cwd=checkout)
     assert done.returncode != 0
     assert done.stdout.count("Traceback") == 1, done.stdout
     assert "ValueError: --epochs must be at least 1, not 0." in done.stdout
