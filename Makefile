@@ -38,13 +38,13 @@ test-%: $(VENV)/.test  ## run the suite at so many ranks, as in make test-3
 	$(LAUNCH) -n $* --limit 900 -- -m pytest --with-mpi -p no:cacheprovider $(ARGS)
 
 test-launch: $(VENV)/.test  ## run the tests that start MPI programs of their own
-	timeout --kill-after=10 1200 $(PY) -m pytest -n 2 --dist loadfile -m "launches and not slow" --durations=15 $(ARGS)
+	timeout --kill-after=10 1800 $(PY) -m pytest -n 2 --dist loadfile -m "launches and not slow" --durations=15 $(ARGS)
 
 test-slow: $(VENV)/.test  ## run the long tail of the tests
-	timeout --kill-after=10 1200 $(PY) -m pytest -n 2 --dist loadfile -m slow $(ARGS)
+	timeout --kill-after=10 1800 $(PY) -m pytest -n 2 --dist loadfile -m slow $(ARGS)
 
 test-slurm: $(VENV)/.test  ## run the tests on a Slurm cluster of two nodes on this machine
-	timeout --kill-after=10 600 $(PY) -m pytest tests/slurm -m slurm --require-slurm $(ARGS)
+	timeout --kill-after=10 1200 $(PY) -m pytest tests/slurm -m slurm --require-slurm $(ARGS)
 
 lint: $(VENV)/.test  ## check the style of the code
 	$(PY) -m ruff check .

@@ -96,7 +96,7 @@ class Companions:
         """Return whether rank 0, which writes files for all, must not be ended yet. Local."""
         if self._channel.rank == 0:
             return False
-        return bool(self.ask(0, limit_s=_SHORT_LIMIT_S).get("at_work"))
+        return bool(self.ask(0).get("at_work"))
 
     def is_here(self, found: Whereabouts) -> bool:
         """Return whether an answer says that the rank is in this rank's collective. Local."""

@@ -220,10 +220,10 @@ manager.restore_or_initialize()
 print(f"pid {rank} {os.getpid()}\\n", end="", flush=True)
 for batch in batches:
     # Each rank is somewhere else when it is told.
-    time.sleep(0.006 * (rank + 1) if mode == "paced" else 0)
+    time.sleep(0.02 * (rank + 1) if mode == "paced" else 0)
     strategy.run(total.update_state, args=(batch,))
     step_counter.assign(step_counter.value() + 1)
-    time.sleep(0.006 * (size - rank) if mode == "paced" else 0)
+    time.sleep(0.02 * (size - rank) if mode == "paced" else 0)
     if handler.save_checkpoint_if_preempted():
         print(f"saved at {int(step_counter.value())}\\n", end="", flush=True)
         sys.exit(handler.EXIT_CODE)

@@ -97,14 +97,15 @@ def test_a_bad_setting_is_an_error_on_every_rank_and_changes_nothing(strategy, m
 @pytest.mark.parametrize("collective", range(1, CALLS + 1))
 def test_a_delay_comes_at_its_collective_on_its_rank(strategy, rank, last, collective):
     with ms.testing.inject("delay:0.1", last, collective, strategy=strategy) as injection:
-        waits = []
+        calls = []
         for _ in range(CALLS):
             began = time.monotonic()
             strategy.reduce("sum", 1)
-            waits.append(time.monotonic() - began)
-        # All wait for the last rank, because a reduction ends nowhere before all have come.
-        assert waits[collective - 1] > 0.09
+            calls.append((began, time.monotonic()))
         assert injection.is_done is (rank == last)
+    # All wait for the last rank, because a reduction ends nowhere before all have come.
+    delayed = strategy.extended.collectives.gather_json(calls[collective - 1])
+    assert all(ended - delayed[last][0] > 0.09 for _, ended in delayed)
 
 
 def test_a_delay_without_a_number_comes_at_every_collective(strategy):
