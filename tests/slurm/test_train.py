@@ -5,6 +5,7 @@ import shutil
 import h5py
 import pytest
 
+from mpistrat.testing import launch
 from tests import ROOT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -30,6 +31,8 @@ def test_the_digits_are_trained_on_two_nodes_and_the_job_resumes(cluster, checko
     second = cluster.batch(*layout, "jobs/train.sbatch", "--epochs", 3, limit_s=180, cwd=checkout)
     assert second.returncode == 0, second.stdout
     assert "goes on from runs/digits/checkpoint-2.h5" in second.stdout
+    found = ["MPICH uses TCP" in each.stdout for each in (first, second)]
+    assert found == [False, not launch.is_open_mpi()]
     with h5py.File(runs / "checkpoint-3.h5") as file:
         assert file.attrs["num_replicas"] == 5
 
