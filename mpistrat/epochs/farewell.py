@@ -38,7 +38,7 @@ _SHORT_TURN_S = 0.3
 _SOON_S = 1.0
 _TELL_S = 1.0
 _ASK_S = 0.3
-"""How long a rank that does not answer keeps the one that asks."""
+"""How long before its patience ends a rank asks rank 0, which mostly answers at once."""
 _PRINT_S = 0.3
 """What a launcher may need to take up the last lines: it may drop them where a rank aborts."""
 _MAX_TURNS = 3

@@ -10,7 +10,7 @@ from tests.faults.running import PRELUDE, ours
 pytestmark = pytest.mark.launches
 
 
-def fail(tmp_path, program, ranks=3, limit_s=60, **variables):
+def fail(tmp_path, program, ranks=3, limit_s=20, **variables):
     """Run `program` and return its standard error, once it has failed as every failure should."""
     script = tmp_path / "program.py"
     script.write_text(PRELUDE + program)
@@ -202,7 +202,7 @@ def test_the_limit_holds_for_the_first_strategy_too(tmp_path):
     script = tmp_path / "program.py"
     # MPI itself starts on all ranks together, and no limit can end that.
     script.write_text(
-        BEFORE + "from mpi4py import MPI\nif rank == 1:\n    time.sleep(100)\nms.MPIStrategy()\n"
+        BEFORE + "from mpi4py import MPI\nif rank == 1:\n    time.sleep(30)\nms.MPIStrategy()\n"
     )
     changes = {"MPISTRAT_TIMEOUT_S": "1", "MPISTRAT_EXIT_GRACE_S": "1"}
     result = launch.run([script], 3, 20, env=changes)

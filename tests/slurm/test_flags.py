@@ -1,5 +1,7 @@
 """A wrong ``srun --mpi`` ends the job, where else every task would train alone."""
 
+import time
+
 import pytest
 
 from mpistrat.testing import launch
@@ -14,7 +16,9 @@ print("trains with", strategy.num_replicas_in_sync)
 
 
 def refused(srun, flag):
-    done = srun(PROGRAM, "--ntasks=4", flag)
+    began = time.monotonic()
+    done = srun(PROGRAM, "--ntasks=4", flag, limit_s=20)
+    assert time.monotonic() - began < 20
     assert done.returncode != 0
     assert "trains with" not in done.stdout
     assert done.stderr.count("Traceback") <= 1, done.stderr
