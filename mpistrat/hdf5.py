@@ -93,9 +93,7 @@ def max_open_files() -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
-def open_for_reading(
-    path: str | os.PathLike[str], error: type[Exception], driver: str | None = None
-) -> Any:
+def open_for_reading(path: str | os.PathLike[str], error: type[Exception]) -> Any:
     """Return an open ``h5py.File`` of `path`. Local.
 
     Parameters
@@ -103,9 +101,6 @@ def open_for_reading(
     path : path
     error : type
         What to raise.
-    driver : {None, "mpio"}
-        With ``"mpio"`` HDF5 reads through MPI-IO. Each rank opens the file for itself, so no other
-        one has to come.
 
     Raises
     ------
@@ -119,9 +114,8 @@ def open_for_reading(
         raise error(f"There is no file {path}. Check the path; it is relative to {Path.cwd()}.")
     if not os.path.isfile(path):  # opening a pipe would wait for its other end
         raise error(f"{path} is a device or a pipe, but an HDF5 file was expected.")
-    options = {} if driver is None else _mpio_options(error)
     try:
-        return h5py().File(path, "r", **options)
+        return h5py().File(path, "r")
     except OSError as reason:
         raise error(_explain(path, reason)) from reason
 
@@ -160,23 +154,6 @@ def _explain(path: Path, reason: OSError) -> str:
 
 def _plain(reason: OSError) -> str:
     return os.strerror(reason.errno) if reason.errno else str(reason)
-
-
-def _mpio_options(error: type[Exception]) -> dict[str, Any]:
-    if not h5py().get_config().mpi:
-        raise error(
-            'driver="mpio" needs an h5py that was built with MPI, but this one was not. Install '
-            "one (HDF5_MPI=ON, against the job's MPI library), or leave the driver out: the "
-            "results are the same."
-        )
-    from mpi4py import MPI
-
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise error(
-            'driver="mpio" reads in threads, which MPI allows with MPI_THREAD_MULTIPLE alone, but '
-            "MPI was started with less. Leave the driver out: the results are the same."
-        )
-    return {"driver": "mpio", "comm": MPI.COMM_SELF}
 
 
 @contextlib.contextmanager

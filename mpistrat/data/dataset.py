@@ -45,8 +45,6 @@ class Dataset:
         cls,
         files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         fields: str | tuple[str, ...] | list[str] | dict[str, str] | None = None,
-        *,
-        driver: str | None = None,
     ) -> Dataset:
         """Return the examples of HDF5 files, one file after the other. Local.
 
@@ -58,9 +56,6 @@ class Dataset:
             Paths of the data sets to read, all of one length. An example has the same
             structure: an array, a tuple, or a dict with the given labels. ``None`` takes every
             top-level data set, as a dict.
-        driver : {None, "mpio"}, optional
-            With ``"mpio"`` HDF5 reads through MPI-IO, which needs an h5py that was built with MPI.
-            Each rank opens the files for itself, so reading stays local; the results are the same.
 
         Raises
         ------
@@ -70,7 +65,7 @@ class Dataset:
             On first use, if a file is missing or damaged, a field is missing or does not fit
             the others, or there are no examples.
         """
-        return cls(Pipeline(Hdf5Source(files, fields, driver)))
+        return cls(Pipeline(Hdf5Source(files, fields)))
 
     @classmethod
     def from_arrays(cls, nest: Any) -> Dataset:

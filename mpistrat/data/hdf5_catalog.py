@@ -74,8 +74,6 @@ class Catalog:
     structure: nests.Structure
     """The nest that the fields form."""
     files: tuple[FileEntry, ...]
-    driver: str | None = None
-    """The driver of HDF5 that the files are opened with; ``None`` for the usual one."""
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -118,7 +116,7 @@ def stamp_of(status: os.stat_result) -> tuple[int, ...]:
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def read_catalog(paths: Sequence[str], fields: Any, driver: str | None = None) -> Catalog:
+def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
     """Return what `paths` contain. Each file is opened once, and closed. Local.
 
     Parameters
@@ -126,8 +124,6 @@ def read_catalog(paths: Sequence[str], fields: Any, driver: str | None = None) -
     paths : sequence of str
     fields : nest of str, optional
         Paths inside the files; ``None`` for every top-level data set of the first file.
-    driver : str, optional
-        See `Catalog.driver`.
 
     Raises
     ------
@@ -138,7 +134,7 @@ def read_catalog(paths: Sequence[str], fields: Any, driver: str | None = None) -
     names, structure = nests.flatten(fields)
     files: list[FileEntry] = []
     for path in paths:
-        with contextlib.closing(hdf5.open_for_reading(path, DataError, driver)) as file:
+        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
             stamp = stamp_of(os.stat(path))
             if fields is None and not files:
                 names, structure = nests.flatten(_top_level_names(file, path))
@@ -146,7 +142,7 @@ def read_catalog(paths: Sequence[str], fields: Any, driver: str | None = None) -
         _check_same_specs(names, files[0], files[-1])
     if not sum(entry.num_rows for entry in files):
         raise DataError(f"There are no examples in {', '.join(paths)}: {names[0]!r} has length 0.")
-    return Catalog(tuple(names), structure, tuple(files), driver)
+    return Catalog(tuple(names), structure, tuple(files))
 
 
 def _top_level_names(file: Any, path: str) -> dict[str, str]:

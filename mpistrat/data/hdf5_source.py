@@ -28,8 +28,6 @@ class Hdf5Source:
         Paths or glob patterns.
     fields : str, tuple, list or dict of str, optional
         Paths of data sets inside the files; ``None`` for every one at the top level.
-    driver : {None, "mpio"}
-        How HDF5 reads the files.
 
     Raises
     ------
@@ -41,7 +39,6 @@ class Hdf5Source:
         self,
         files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         fields: Any,
-        driver: str | None = None,
     ) -> None:
         if isinstance(files, str | bytes | os.PathLike):
             files = [files]
@@ -56,10 +53,7 @@ class Hdf5Source:
         if not self._patterns:
             raise ValueError("from_hdf5 needs at least one file, but the list is empty.")
         _check_fields(fields)
-        if driver not in (None, "mpio"):
-            raise ValueError(f'driver must be None or "mpio", not {driver!r}.')
         self._fields = fields
-        self._driver = driver
         self._kept: dict[int, KeptRows] = {}
 
     def share_of_rank(self, size: int, rank: int) -> Hdf5Source:
@@ -79,14 +73,14 @@ class Hdf5Source:
                 f"{num_files} for {size} ranks. Use AutoShardPolicy.DATA."
             )
         mine = [self.catalog.files[f] for f in sharding.files_of_rank(num_files, size, rank)]
-        source = Hdf5Source([file.path for file in mine], self._fields, self._driver)
+        source = Hdf5Source([file.path for file in mine], self._fields)
         source.catalog = dataclasses.replace(self.catalog, files=tuple(mine))
         return source
 
     @cached_property
     def catalog(self) -> Catalog:
         """What the files contain; the first use opens each of them."""
-        return read_catalog(resolve_paths(self._patterns), self._fields, self._driver)
+        return read_catalog(resolve_paths(self._patterns), self._fields)
 
     @property
     def element_spec(self) -> Any:

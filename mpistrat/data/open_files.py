@@ -73,9 +73,7 @@ class OpenFiles:
             name = self._catalog.names[field]
             if opened.file is None:
                 path = self._catalog.files[file].path
-                opened.file = self._with_room(
-                    lambda: hdf5.open_for_reading(path, DataError, self._catalog.driver)
-                )
+                opened.file = self._with_room(lambda: hdf5.open_for_reading(path, DataError))
             try:
                 access = opened.fields[field] = FieldAccess(opened.file[name])
             except KeyError:

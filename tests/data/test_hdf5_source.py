@@ -246,6 +246,11 @@ def test_arguments_that_are_no_files_or_fields(args, error):
         Dataset.from_hdf5(*args)
 
 
+def test_a_driver_of_hdf5_is_no_argument():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'driver'"):
+        Dataset.from_hdf5("x.h5", driver="mpio")
+
+
 def test_files_are_closed_after_a_pass_and_after_one_broken_off(numbered):
     path = numbered(100, chunk=10)
     dataset = Dataset.from_hdf5(path).batch(10)
