@@ -5,13 +5,14 @@ import re
 import pytest
 
 from mpistrat.testing import launch
+from tests import ROOT
 
 pytestmark = [pytest.mark.launches, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(("ranks", "seed"), [(4, 1)])
 def test_a_soak_without_false_alarm(ranks, seed):
-    arguments = ["-m", "mpistrat.testing.soak", "--seconds", "20", "--seed", str(seed)]
+    arguments = [ROOT / "tests/faults/soak.py", "--seconds", "20", "--seed", str(seed)]
     done = launch.run(arguments, ranks, 100, env={"MPISTRAT_TIMEOUT_S": "15"})
     assert (done.returncode, done.stderr) == (0, "")
     said = re.fullmatch(rf"(\d+) operations, (\d+) collectives on {ranks} ranks .*\n", done.stdout)

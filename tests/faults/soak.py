@@ -1,6 +1,6 @@
 """Random collectives with random delays for a long time, which must all be right.
 
-``python -m mpistrat.testing -n 4 --limit 700 -- -m mpistrat.testing.soak --seconds 600``
+``python -m mpistrat.testing -n 4 --limit 700 -- tests/faults/soak.py --seconds 600``
 shows that checks raise no false alarm on this machine and MPI library.
 """
 
@@ -23,8 +23,6 @@ from mpistrat.strategies import MPIStrategy, get_replica_context
 from mpistrat.testing.assertions import refused
 from mpistrat.testing.faults import inject
 from mpistrat.variables import Variable
-
-__all__ = ["Soak", "main"]
 
 _JITTER_S = 0.001
 _PAUSE_S = 0.1
