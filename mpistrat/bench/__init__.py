@@ -8,7 +8,6 @@ from mpistrat.bench import (
     gradients,
     optimizers,
     overlap,
-    scaling,
     step,
 )
 
@@ -18,6 +17,6 @@ BENCHMARKS = {
     module.BENCHMARK.name: module.BENCHMARK
     for module in (
         *(agreement, allreduce, checkpoint, data, gradients),
-        *(optimizers, overlap, scaling, step),
+        *(optimizers, overlap, step),
     )
 }

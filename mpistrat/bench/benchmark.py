@@ -76,8 +76,9 @@ class Benchmark:
     """One measurement beside its peers, in one run."""
 
     name: str
-    """The word after ``mpistrat bench``."""
+    """As on the command line and in the report."""
     summary: str
+    """One line, above the pictures."""
     measure: Callable[[Choices], Findings]
     """**Collective** over COMM_WORLD; what rank 0 returns is shown."""
     tables: tuple[Table, ...]

@@ -13,22 +13,27 @@ from mpistrat.cli.output import print_error, print_json, print_line, print_table
 if TYPE_CHECKING:
     from mpistrat.bench.benchmark import Benchmark, Choices
 
-__all__ = ["COMMAND"]
+__all__ = ["COMMAND", "add_options", "run_benchmark"]
 
 _NAMES = (
     *("agreement", "allreduce", "checkpoint", "data", "gradients", "optimizers"),
-    *("overlap", "scaling", "step"),
+    *("overlap", "step"),
 )
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="?", choices=_NAMES, default="allreduce")
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that `run_benchmark` needs. Local."""
     parser.add_argument(
         "--sizes",
         type=int,
         nargs="+",
         metavar="BYTES",
-        help="sizes of float32 arrays, for agreement, allreduce, overlap and scaling",
+        help="sizes of float32 arrays, where a benchmark sweeps over them",
     )
     parser.add_argument(
         "--examples", type=int, metavar="N", help="examples in the files that data reads"
@@ -42,11 +47,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     # MPI starts here, not when the command line is read.
     from mpistrat.bench import BENCHMARKS
+
+    return run_benchmark(BENCHMARKS[arguments.what], arguments)
+
+
+def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
+    """Measure, print and write what the options ask for; return the exit code. **Collective**."""
     from mpistrat.bench.machine import describe_machine
     from mpistrat.strategies import MPIStrategy
     from mpistrat.world import open_world
 
-    benchmark = BENCHMARKS[arguments.what]
     collectives = MPIStrategy(device="cpu").extended.collectives
     try:
         with collectives.together("bench"):
@@ -137,7 +147,7 @@ def _write_files(
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
     if arguments.plot:
-        heading = f"mpistrat bench {benchmark.name}\n{_heading(report)}"
+        heading = f"{benchmark.name}: {benchmark.summary}\n{_heading(report)}"
         draw(benchmark.pictures, report, heading, arguments.plot)
 
 

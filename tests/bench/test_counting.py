@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpistrat.bench.work import Work, all_reduce
 from mpistrat.options import ReduceOp
+from tools.scaling.work import Work, all_reduce
 
 
 @pytest.fixture
@@ -14,8 +14,8 @@ def calls():
 
 @pytest.fixture
 def comm(strategy, calls):
-    from mpistrat.bench.counting import counted
     from mpistrat.world import open_world
+    from tools.scaling.counting import counted
 
     return counted(open_world(None).comm, calls)
 
@@ -81,7 +81,7 @@ def test_what_comes_from_a_communicator_counts_too(comm, calls, rank):
 
 
 def test_the_work_of_all_calls_is_added_up(comm, calls, size):
-    from mpistrat.bench.counting import total_work
+    from tools.scaling.counting import total_work
 
     assert total_work(calls) == Work()
     for num_bytes in (8, 4096):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mpistrat.testing import launch
+from tests import ROOT
 
 pytestmark = pytest.mark.launches
 
@@ -13,7 +14,7 @@ import dataclasses, json, sys
 import numpy as np
 from mpi4py import MPI
 import mpistrat as ms
-from mpistrat.bench.counting import counted, total_work
+from tools.scaling.counting import counted, total_work
 
 calls = []
 strategy = ms.MPIStrategy(counted(MPI.COMM_WORLD, calls), device="cpu")
@@ -43,7 +44,7 @@ def expected_and_sent(folder, times):
     variables = {f"OMPI_MCA_pml_monitoring_{name}": each for name, each in monitoring.items()}
     # Open MPI does what does not block in another way.
     variables["MPISTRAT_CHECKS"] = "off"
-    done = launch.run(["-c", PROGRAM, str(times)], RANKS, 60, env=variables)
+    done = launch.run(["-c", PROGRAM, str(times)], RANKS, 60, cwd=ROOT, env=variables)
     assert done.returncode == 0, done.stderr
     sent = []
     for rank in range(RANKS):

@@ -1,4 +1,4 @@
-"""`mpistrat bench`: the instruments, and never how fast anything is."""
+"""`mpistrat bench` and `make scaling`: the instruments, and never how fast anything is."""
 
 import json
 import math
@@ -7,10 +7,14 @@ from itertools import product
 import pytest
 
 from mpistrat.bench import BENCHMARKS
-from mpistrat.bench.work import package_all_reduce
 from mpistrat.testing import launch
+from tests import ROOT
+from tools.scaling.benchmark import BENCHMARK as SCALING
+from tools.scaling.work import package_all_reduce
 
 pytestmark = pytest.mark.launches
+
+MEASURED = BENCHMARKS | {SCALING.name: SCALING}
 
 DIFFERENCES = {"cost_s", "cost_ratio", "extra_s"}
 """What may be negative where the machine is noisy."""
@@ -25,10 +29,11 @@ OPTIONS = {
 }
 
 
-def bench(*arguments, ranks=2, env=None):
+def bench(name, *options, ranks=2, env=None):
+    program = ["mpistrat", "bench", name] if name in BENCHMARKS else ["tools.scaling"]
     # Open MPI gives rank 0 a terminal, where tables are folded.
     variables = {"COLUMNS": "1000", **(env or {})}
-    return launch.run(["-m", "mpistrat", "bench", *arguments], ranks, 120, env=variables)
+    return launch.run(["-m", *program, *options], ranks, 120, cwd=ROOT, env=variables)
 
 
 def numbers(value, path=()):
@@ -67,7 +72,7 @@ def test_the_report_says_what_was_measured_and_where(run):
 
 def test_every_figure_is_finite_and_every_time_positive(run):
     name, _, report = run
-    found = {table.key: report.get(table.key, []) for table in BENCHMARKS[name].tables}
+    found = {table.key: report.get(table.key, []) for table in MEASURED[name].tables}
     assert found["results"]
     for path, value in numbers(found):
         assert math.isfinite(value), path
@@ -79,7 +84,7 @@ def test_every_figure_is_finite_and_every_time_positive(run):
 
 def test_every_column_is_printed(run):
     name, printed, report = run
-    for table in BENCHMARKS[name].tables:
+    for table in MEASURED[name].tables:
         if report.get(table.key):
             assert table.title in printed
             assert all(column.title in printed for column in table.columns)
@@ -87,7 +92,7 @@ def test_every_column_is_printed(run):
 
 def test_the_sizes_are_those_that_were_asked_for(run):
     name, _, report = run
-    if BENCHMARKS[name].sizes:
+    if MEASURED[name].sizes:
         found = {row["num_bytes"] for row in report["results"]}
         assert found == {int(size) for size in OPTIONS[name][1:]}
 

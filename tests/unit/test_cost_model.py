@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.bench.model import TERMS, Constants, fit
-from mpistrat.bench.scaling import predictions, rank_counts
-from mpistrat.bench.work import COLLECTIVES, Work, all_reduce, package_all_reduce
+from tools.scaling.benchmark import predictions, rank_counts
+from tools.scaling.model import TERMS, Constants, fit
+from tools.scaling.work import COLLECTIVES, Work, all_reduce, package_all_reduce
 
 PRICES = st.tuples(
     st.floats(1e-6, 1e-4),  # a call

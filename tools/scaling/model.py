@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpistrat.bench.work import Work
+from tools.scaling.work import Work
 
 __all__ = ["TERMS", "Constants", "Fit", "fit"]
 

@@ -23,7 +23,7 @@ _ROUND_BYTES = 32
 
 @dataclass(frozen=True)
 class Work:
-    """Amounts, each of which has its price in a `mpistrat.bench.model.Constants`."""
+    """Amounts, each of which has its price in a `tools.scaling.model.Constants`."""
 
     calls: float = 0.0
     """Collective calls of this package: Python, and the record of the call."""

@@ -26,18 +26,18 @@ from mpistrat.bench.benchmark import (
     text,
     time,
 )
-from mpistrat.bench.model import TERMS, Constants, Fit, fit
 from mpistrat.bench.observation import facts_of_last_collective
 from mpistrat.bench.pictures import Bars, Lines
-from mpistrat.bench.probes import Sample, measure_samples
 from mpistrat.bench.resnet50 import NUM_PARAMETERS
-from mpistrat.bench.work import package_all_reduce
 from mpistrat.cores import num_cores
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.replica import ReplicaContext
 from mpistrat.spelling import readable_size
 from mpistrat.strategies import MPIStrategy, get_replica_context
 from mpistrat.world import World, open_world
+from tools.scaling.model import TERMS, Constants, Fit, fit
+from tools.scaling.probes import Sample, measure_samples
+from tools.scaling.work import package_all_reduce
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -124,7 +124,7 @@ def _num_machines(world: World) -> int:
 
 def _count(group: MPI.Intracomm, sizes: Sequence[int]) -> list[Row]:
     """Return what one all-reduction of each size and way sends, on the first rank."""
-    from mpistrat.bench.counting import MpiCall, counted, total_work
+    from tools.scaling.counting import MpiCall, counted, total_work
 
     calls: list[MpiCall] = []
     comm = counted(group, calls)

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpistrat.bench.work import COLLECTIVES, Work
+from tools.scaling.work import COLLECTIVES, Work
 
 __all__ = ["MpiCall", "counted", "total_work"]
 

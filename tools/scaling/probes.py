@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.bench.timing import take_turns
-from mpistrat.bench.work import Work, all_reduce
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import MPIStrategy, get_replica_context
+from tools.scaling.work import Work, all_reduce
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,7 +40,7 @@ def measure_samples(comm: MPI.Intracomm, sizes: Sequence[int], num_samples: int)
     num_samples : int
         For each median.
     """
-    from mpistrat.bench.counting import MpiCall, counted, total_work
+    from tools.scaling.counting import MpiCall, counted, total_work
 
     calls: list[MpiCall] = []
     strategy = MPIStrategy(counted(comm, calls), device="cpu", communication_options=_BY_MPI)

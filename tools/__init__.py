@@ -1,0 +1,1 @@
+"""Programs for work on mpistrat, beside the package and not installed with it."""
