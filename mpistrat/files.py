@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 __all__ = ["remove_file", "replace_file", "write_atomically"]
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+def write_atomically(path: str | os.PathLike[str], text: str | Iterable[str]) -> None:
     """Write `text` to `path`: under a temporary name first, then to disk, then renamed. Local.
+
+    An iterable is written piece by piece, so that a long text is never in memory whole.
 
     Raises
     ------
@@ -23,7 +25,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+            file.writelines([text] if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from mpistrat.files import write_atomically
 from mpistrat.timeline.clocks import ClockFit, Meeting, fit_clock
 from mpistrat.timeline.parts import Part, Span
 
@@ -46,28 +46,17 @@ def write_trace(path: Path, parts: Sequence[Part]) -> None:
     The spans are read twice and never held together, because a job has many.
     """
     fits = fit_clocks(parts)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            _write(file, events(parts, fits), metadata(parts, fits))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomically(path, _texts(events(parts, fits), metadata(parts, fits)))
 
 
-def _write(file: TextIO, all_events: Iterator[dict[str, Any]], facts: dict[str, Any]) -> None:
-    file.write('{"displayTimeUnit": "ms",\n"otherData": ')
-    json.dump(facts, file)
-    file.write(',\n"traceEvents": [')
+def _texts(all_events: Iterator[dict[str, Any]], facts: dict[str, Any]) -> Iterator[str]:
+    """Yield the text of the trace, a line at a time."""
+    yield f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(facts)},\n"traceEvents": ['
     separator = "\n"
     for event in all_events:
-        file.write(separator)
-        json.dump(event, file)
+        yield separator + json.dumps(event)
         separator = ",\n"
-    file.write("\n]}\n")
+    yield "\n]}\n"
 
 
 def metadata(parts: Sequence[Part], fits: Mapping[int, ClockFit]) -> dict[str, Any]:
