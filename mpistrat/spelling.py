@@ -2,27 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-__all__ = ["parse_size", "readable_size", "readable_time"]
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that a size such as ``256KiB``, ``1.5M`` or ``4096`` means. Local.
-
-    Units are powers of 1024, as in `readable_size`.
-
-    Raises
-    ------
-    ValueError
-        If it is no size.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"a size such as 256KiB or 4096 was expected, not {text!r}")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+__all__ = ["readable_size", "readable_time"]
 
 
 def readable_size(size_bytes: int) -> str:

@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpistrat.cli import bench, diff, doctor, explain, inspect, rechunk, timeline, verify
+from mpistrat.cli import bench, diff, doctor, explain, inspect, timeline, verify
 from mpistrat.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 
-_MODULES = (inspect, verify, diff, rechunk, explain, timeline, bench, doctor)
+_MODULES = (inspect, verify, diff, explain, timeline, bench, doctor)
 
 COMMANDS = tuple(module.COMMAND for module in _MODULES)
 

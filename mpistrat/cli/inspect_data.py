@@ -1,4 +1,4 @@
-"""``mpistrat inspect`` of a file of data: what it holds, and how that can be read."""
+"""Inspecting data files: what they hold, and how that can be read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import math
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ def inspect_data(arguments: argparse.Namespace) -> int:
         return 2
     try:
         with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
-            content = _content(file)
+            content = _content(path, file)
     except (DataError, OSError, RuntimeError, KeyError) as error:
         print_error("inspect", f"{path}: {error}")
         return 1
@@ -75,43 +74,40 @@ def inspect_data(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _content(file: Any) -> dict[str, Any]:
-    datasets, links = {}, {}
-    for path, found in _walk(file):
-        if isinstance(found, str):
-            links[path] = found
-        else:
-            datasets[path] = _describe(found)
+def _content(path: str, file: Any) -> dict[str, Any]:
+    found = _objects(file)
+    datasets = {name: _describe(each) for name, each in found.items() if not isinstance(each, str)}
+    lines, command = advice(path, datasets)
     return {
         "attributes": sorted(file.attrs),
         "datasets": datasets,
-        "links": links,
-        "advice": advice(datasets),
+        "links": {name: each for name, each in found.items() if isinstance(each, str)},
+        "advice": lines,
+        "h5repack": command,
     }
 
 
-def _walk(file: Any) -> Iterator[tuple[str, Any]]:
-    """Yield path and object of each data set once, and where links lead, which are not followed."""
+def _objects(file: Any) -> dict[str, Any]:
+    """Return each data set under its first name, and where links lead, which are not followed."""
     h5py = hdf5.h5py()
     seen = {_address(file): "/"}
-    waiting = [("", file)]
-    while waiting:
-        folder, group = waiting.pop(0)
-        for name in group:
-            path = f"{folder}/{name}".lstrip("/")
-            link = group.get(name, getlink=True)
-            if isinstance(link, h5py.SoftLink):
-                yield path, f"link to {link.path}"
-            elif isinstance(link, h5py.ExternalLink):
-                yield path, f"link to {link.path} of {link.filename}"
-            elif _address(found := group[name]) in seen:
-                yield path, f"another name of {seen[_address(found)]}"
-            else:
-                seen[_address(found)] = path
-                if isinstance(found, h5py.Group):
-                    waiting.append((path, found))
-                elif isinstance(found, h5py.Dataset):
-                    yield path, found
+    found = {}
+
+    def visit(path: str, link: Any) -> None:
+        if isinstance(link, h5py.SoftLink):
+            found[path] = f"link to {link.path}"
+        elif isinstance(link, h5py.ExternalLink):
+            found[path] = f"link to {link.path} of {link.filename}"
+        elif (address := _address(target := file[path])) in seen:
+            found[path] = f"another name of {seen[address]}"
+        else:
+            seen[address] = path
+            if isinstance(target, h5py.Dataset):
+                found[path] = target
+
+    # The order of HDF5's tools: h5repack knows an object by the name that comes first in it.
+    file.visititems_links(visit)
+    return found
 
 
 def _address(found: Any) -> int:
@@ -201,6 +197,8 @@ def _print_for_people(path: str, content: dict[str, Any]) -> None:
     print_line(f"{len(datasets)} data set(s), {size}")
     for line in content["advice"]:
         print_line(f"- {line}")
+    if content["h5repack"]:
+        print_line(f"To write it with a better layout:\n{content['h5repack']}")
 
 
 def _row(name: str, dataset: dict[str, Any]) -> list[object]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpistrat import hdf5
 
-__all__ = ["has_lzf", "plugin_apply", "plugin_undo", "undo_lzf"]
+__all__ = ["has_lzf", "plugin_undo", "undo_lzf"]
 
 _REENTRANT = {"blosc", "blosc2", "bshuf", "bzip2", "lz4", "zstd"}
 """Plugins of hdf5plugin that ask nothing of HDF5 while they decode."""
@@ -56,50 +56,32 @@ def plugin_undo(filter_id: int, values: Sequence[int]) -> Callable[[Any, int], b
     values : sequence of int
         The client data of the filter, as the data set keeps them.
     """
-    run = _plugin_run(filter_id, values, _REVERSE)
-    return None if run is None else lambda encoded, num_bytes: run(encoded)
-
-
-def plugin_apply(filter_id: int, values: Sequence[int]) -> Callable[[Any], bytes] | None:
-    """Return what encodes a chunk by the filter, ``None`` where no plugin is known to. Local.
-
-    Parameters
-    ----------
-    filter_id : int
-    values : sequence of int
-        The client data of the filter, as the data set keeps them.
-    """
-    return _plugin_run(filter_id, values, 0)
-
-
-def _plugin_run(filter_id: int, values: Sequence[int], flags: int) -> Callable[[Any], bytes] | None:
     function = _functions().get(filter_id)
     if function is None:
         return None
     parameters = (ctypes.c_uint * len(values))(*values)
 
-    def run(content: Any) -> bytes:
-        size = ctypes.c_size_t(len(content))
+    def undo(encoded: Any, num_bytes: int) -> bytes:
+        size = ctypes.c_size_t(len(encoded))
         # The function frees this memory, and puts its own in place.
-        memory = ctypes.c_void_p(_libc().malloc(max(len(content), 1)))
+        memory = ctypes.c_void_p(_libc().malloc(max(len(encoded), 1)))
         try:
-            ctypes.memmove(memory, bytes(content), len(content))
+            ctypes.memmove(memory, bytes(encoded), len(encoded))
             length = function(
-                flags,
+                _REVERSE,
                 len(parameters),
                 parameters,
-                len(content),
+                len(encoded),
                 ctypes.byref(size),
                 ctypes.byref(memory),
             )
             if not length:
-                what = "decode" if flags else "encode"
-                raise ValueError(f"the filter {filter_id} cannot {what} a chunk")
+                raise ValueError(f"the filter {filter_id} cannot decode a chunk")
             return ctypes.string_at(memory, length)
         finally:
             _libc().free(memory)
 
-    return run
+    return undo
 
 
 def undo_lzf(encoded: Any, num_bytes: int) -> bytes:

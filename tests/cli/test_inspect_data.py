@@ -1,13 +1,21 @@
 """``mpistrat inspect`` of files that are no checkpoints."""
 
 import json
+import math
+import re
+import shutil
+import subprocess
 
 import h5py
 import hdf5plugin
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from mpistrat import sharding
 from mpistrat.cli import main
+from mpistrat.cli.data_advice import advice
 
 
 def inspect(path, capsys):
@@ -61,6 +69,25 @@ def test_layout_chunks_filters_and_links(tmp_path, capsys):
     assert content["advice"][0].startswith("scalar, words cannot be read as examples")
 
 
+needs_h5repack = pytest.mark.skipif(shutil.which("h5repack") is None, reason="needs h5repack")
+
+
+@pytest.fixture
+def repack(capsys):
+    """Return a function that runs the printed command, and returns the path of what it writes."""
+
+    def run(path):
+        command = inspect(path, capsys)["h5repack"]
+        assert main(["inspect", str(path)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == command
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        return path.with_name(f"{path.stem}-repacked.h5")
+
+    return run
+
+
+@needs_h5repack
 @pytest.mark.parametrize(
     ("shape", "options", "expected"),
     [
@@ -69,27 +96,100 @@ def test_layout_chunks_filters_and_links(tmp_path, capsys):
         ((50, 1024, 1024), {"chunks": (25, 1024, 1024)}, "mixes the rows of 1 at a time"),
         ((200, 1024), {"chunks": (200, 1024)}, "would let more ranks share the work"),
         ((99, 8), {"chunks": (9, 8), "scaleoffset": 3, "dtype": "i4"}, "decoded by HDF5 itself"),
+        ((2000,), {"chunks": (1,), **hdf5plugin.Zstd()}, "reads 2000 chunks of 4 B"),
     ],
 )
-def test_bad_chunks_get_advice(tmp_path, capsys, shape, options, expected):
+def test_the_printed_command_mends_the_layout(tmp_path, capsys, repack, shape, options, expected):
+    path = tmp_path / "my data.h5"
+    with h5py.File(path, "w") as file:
+        data = file.create_dataset("a/my x", shape, **{"dtype": "f4"} | options)
+        data[: 2**20 // data[:1].nbytes] = 1
+        file["a"].attrs["x"], file["a/link"] = data.ref, h5py.SoftLink("/a/my x")
+    assert any(expected in line for line in inspect(path, capsys)["advice"])
+    better = repack(path)
+    content = inspect(better, capsys)
+    assert content["h5repack"] is None
+    assert all(line.startswith("Shuffled in batches") for line in content["advice"])
+    with h5py.File(path) as old, h5py.File(better) as new:
+        assert np.array_equal(old["a/my x"], new["a/my x"])
+        assert new[new["a"].attrs["x"]] == new["a/link"]
+
+
+@needs_h5repack
+def test_fields_that_are_read_together_get_chunks_that_begin_together(tmp_path, capsys, repack):
     path = tmp_path / "data.h5"
     with h5py.File(path, "w") as file:
-        data = file.create_dataset("x", shape, **{"dtype": "f4"} | options)
-        if data.nbytes < 2**20:
-            data[...] = 1
-    advice = inspect(path, capsys)["advice"]
-    assert any(expected in line and line.endswith("rechunk.") for line in advice)
-    assert advice[-1].startswith("mpistrat rechunk IN OUT")
-    if data_is_small(shape):
-        target = tmp_path / "better.h5"
-        arguments = [str(path), str(target), "--chunk-bytes", "4K", "--compression", "gzip"]
-        assert main(["rechunk", *arguments]) == 0
-        capsys.readouterr()
-        assert not any(expected in line for line in inspect(target, capsys)["advice"])
+        image = file.create_dataset("z/image", (7000, 3, 32, 32), "u1", chunks=(2500, 1, 4, 8))
+        file.create_dataset("label", data=np.arange(7000), chunks=(1,), compression="gzip")
+        file["hard"] = file["label"]
+        file.create_dataset("z/label", data=np.arange(7000), chunks=(1,), compression="gzip")
+        file["b"] = file["z"]
+        file["z/whole"], image[5] = np.arange(7000), 3
+    content = inspect(repack(path), capsys)
+    assert content["h5repack"] is None
+    chunks = {name: each["chunks"] for name, each in content["datasets"].items()}
+    together = {"b/image": [85, 3, 32, 32], "b/label": [85 * 32], "b/whole": None}
+    assert chunks == together | {"hard": [7000]}
 
 
-def data_is_small(shape):
-    return np.prod(shape) < 2 * 10**5
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("lzf", {"compression": "lzf"}), ("a,b", {}), ("n" * 256, {})],
+)
+def test_there_is_no_command_that_h5repack_would_fail_at(tmp_path, capsys, name, options):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("bad", (2000,), "f4", data=np.zeros(2000), chunks=(1,))
+        file.create_dataset(name, (2000,), "i4", chunks=(2000,), **options)
+    content = inspect(path, capsys)
+    assert content["h5repack"] is None
+    assert any(f"h5repack would fail at {name}, or leave it" in each for each in content["advice"])
+    with h5py.File(path, "a") as file:
+        del file["bad"]
+    assert not any("h5repack" in line for line in inspect(path, capsys)["advice"])
+
+
+@st.composite
+def described_fields(draw):
+    """Return the description of fields of one length with chunks of any shape."""
+    num_rows, fields = draw(st.integers(1, 10**7)), {}
+    for number in range(draw(st.integers(1, 20))):
+        shape = [num_rows, *draw(st.lists(st.integers(1, 3000), max_size=2))]
+        chunks = draw(st.none() | st.tuples(*(st.integers(1, length) for length in shape)))
+        fields[str(number)] = described(shape, chunks and list(chunks))
+    return fields
+
+
+def described(shape, chunks):
+    row_bytes = 8 * math.prod(shape[1:])
+    return {
+        "shape": shape,
+        "layout": "chunked" if chunks else "contiguous",
+        "chunks": chunks,
+        "filters": [],
+        "num_chunks": math.prod(map(sharding.ceil_div, shape, chunks)) if chunks else 0,
+        "chunk_bytes": 8 * math.prod(chunks) if chunks else 0,
+        "rows_per_chunk": chunks[0] if chunks else 1,
+        "row_bytes": row_bytes,
+        "bytes": row_bytes * shape[0],
+        "is_field": True,
+        "decoded_in_threads": True,
+        "unreadable": "",
+    }
+
+
+@settings(max_examples=50)
+@given(described_fields())
+def test_better_chunks_need_no_better_ones(fields):
+    lines, command = advice("data.h5", fields)
+    assert (command is None) == all(line.startswith("Shuffled in batches") for line in lines)
+    for name, chunk in re.findall(r"-l (\d+):CHUNK=(\S+)", command or ""):
+        shape = fields[name]["shape"]
+        chunks = [int(length) for length in chunk.split("x")]
+        assert chunks[1:] == shape[1:]
+        assert 1 <= chunks[0] <= shape[0]
+        fields[name] = described(shape, chunks)
+    assert advice("data.h5", fields)[1] is None
 
 
 def test_sound_chunks_get_no_warning(tmp_path, capsys):
