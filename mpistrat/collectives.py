@@ -187,7 +187,14 @@ class CollectiveCall(Call):
             self.agree_on(signature)
         for message in messages:
             self._reducer(op, message).all_reduce(op, message)
+            self._received(*message.targets)
         return packing.unpack()
+
+    def _received(self, *arrays: Array) -> None:
+        """Show what came from other ranks to a fault that is waiting for it."""
+        for array in arrays:
+            if self.channel.on_received is not None:
+                self.channel.on_received(array)
 
     def _reduce_on_board(self, op: ReduceOp, message: Message, signature: Signature) -> None:
         """Agree with `message` begun as far as no other rank is needed, which saves a wait."""
@@ -204,11 +211,9 @@ class CollectiveCall(Call):
             if transport.node is not None:
                 transport.node.unboard()
             raise
-        if self.channel.transport is not transport:  # faults may have replaced it
-            reducer = self._reducer(op, message)
-        else:
-            self._note(message.size, message.dtype, type(reducer).__name__, why)
+        self._note(message.size, message.dtype, type(reducer).__name__, why)
         reducer.all_reduce(op, message)
+        self._received(*message.targets)
 
     def _carry(
         self,
@@ -222,8 +227,8 @@ class CollectiveCall(Call):
         carrier.board(source)
         self.agree_on(signature)
         self._note(source.size, source.dtype, "Carrier", "travels with the agreement")
-        carrier = self.channel.transport.carrier or carrier  # faults may have replaced it
         carrier.collect(op, target)
+        self._received(target)
 
     def start_all_reduce(
         self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()
@@ -234,8 +239,9 @@ class CollectiveCall(Call):
         ends = [self._reducer(op, each).start_all_reduce(op, each) for each in packing.messages]
 
         def end() -> list[Array]:
-            for end_one in ends:
+            for end_one, message in zip(ends, packing.messages, strict=True):
                 end_one()
+                self._received(*message.targets)
             return packing.unpack()
 
         return end
@@ -247,7 +253,11 @@ class CollectiveCall(Call):
         packing = self._agreed_packing(op, arrays, f"to rank {root}", structure)
         for message in packing.messages:
             self._reducer(op, message).reduce(op, message, root)
-        return packing.unpack() if self.channel.rank == root else None
+        if self.channel.rank != root:
+            return None
+        for message in packing.messages:
+            self._received(*message.targets)
+        return packing.unpack()
 
     def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:
         """Concatenate each array over ranks, in rank order. **Collective**.
@@ -283,6 +293,7 @@ class CollectiveCall(Call):
             )
             for i, host in enumerate(hosts)
         ]
+        self._received(*gathered)
         return [
             placed_like(joined(flat, [shapes[i] for shapes in shapes_of_ranks], axis), arrays[i])
             for i, flat in enumerate(gathered)
@@ -297,6 +308,7 @@ class CollectiveCall(Call):
         buffer = host_copy(array)
         self._note_moved(buffer.nbytes, "broadcast")
         self.channel.transport.broadcast(buffer, root)
+        self._received(buffer)
         return placed_like(buffer, array)
 
     def exchange(self, value: Any) -> list[Any]:
