@@ -27,7 +27,7 @@ from mpistrat.epochs.call import Call, Together
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.ledger import Signature
 from mpistrat.options import CommunicationOptions, ReduceOp
-from mpistrat.prepared import Prepared, dtype_name, prepare, spelt_shapes
+from mpistrat.prepared import Prepared, dtype_name, prepare
 from mpistrat.spans import active
 
 __all__ = ["CollectiveCall", "Collectives"]
@@ -299,17 +299,25 @@ class CollectiveCall(Call):
             for i, flat in enumerate(gathered)
         ]
 
-    def broadcast(self, array: Array, root: int = 0, *details: object) -> Array:
-        """Return the `array` of `root` on every rank. **Collective**.
+    def broadcast(self, array: Array, *details: object, root: int = 0) -> Array:
+        """Return the `array` of `root` on every rank, in memory of its own. **Collective**.
 
         Shape and dtype must agree over ranks, and `details` too.
         """
-        self.agree(f"from rank {root}", spelt_shapes([array]), *details)
-        buffer = host_copy(array)
+        dtype = np.dtype(array.dtype).newbyteorder("=")
+        shape = tuple(array.shape)
+        self.agree(f"from rank {root}", (dtype_name(dtype), shape), *details)
+        is_root = self.channel.rank == root
+        buffer = host_copy(array) if is_root else np.empty(shape, dtype)
         self._note_moved(buffer.nbytes, "broadcast")
         self.channel.transport.broadcast(buffer, root)
         self._received(buffer)
         return placed_like(buffer, array)
+
+    def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
+        """Overwrite each of `buffers` with that of its root, once agreed. **Collective**."""
+        self.channel.transport.broadcast_each(buffers, roots)
+        self._received(*buffers)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**."""
@@ -383,7 +391,7 @@ class Collectives:
     def broadcast(self, array: Array, root: int = 0, kind: str = "broadcast") -> Array:
         """Return the `array` of `root`, whose shape and dtype all ranks pass. **Collective**."""
         with self.call(kind) as call:
-            return call.broadcast(array, root)
+            return call.broadcast(array, root=root)
 
     def gather_json(self, value: Any, kind: str = "gather_json") -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**."""

@@ -16,8 +16,8 @@ from mpistrat.arrays import Array
 from mpistrat.comm.message import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducer import Reducer
-from mpistrat.comm.slices import cut
 from mpistrat.options import ReduceOp
+from mpistrat.sharding import cut
 
 __all__ = ["Copier", "Event", "StagedReducer", "part_bytes", "plan_parts"]
 
