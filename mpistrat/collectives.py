@@ -20,7 +20,6 @@ from mpistrat.comm.gathering import check_gatherable, joined
 from mpistrat.comm.message import Message
 from mpistrat.comm.packing import Packing, Single, describe, pack, placed_like
 from mpistrat.comm.reducer import Reducer
-from mpistrat.comm.shared import SharedReducer
 from mpistrat.comm.solo import SoloTransport
 from mpistrat.comm.transport import Carrier
 from mpistrat.epochs.call import Call, Together
@@ -199,17 +198,18 @@ class CollectiveCall(Call):
     def _reduce_on_board(self, op: ReduceOp, message: Message, signature: Signature) -> None:
         """Agree with `message` begun as far as no other rank is needed, which saves a wait."""
         transport = self.channel.transport
+        node = transport.node
         reducer, why = choose_reducer(
             transport, self.options, op, message.dtype, message.num_bytes
         )
         try:
-            if isinstance(reducer, SharedReducer) and transport.node is not None:
-                transport.node.board(message)
+            if node is not None and reducer is node:
+                node.board(message)
             self.agree_on(signature)
         except BaseException:
             # The channel may stay open, as after an interruption that came before the round.
-            if transport.node is not None:
-                transport.node.unboard()
+            if node is not None:
+                node.unboard()
             raise
         self._note(message.size, message.dtype, type(reducer).__name__, why)
         reducer.all_reduce(op, message)
