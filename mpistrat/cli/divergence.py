@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpistrat.epochs.flight import State
+from mpistrat.spelling import ranks_by_value
 
 __all__ = ["Act", "Divergence", "Group", "first_divergences", "last_acts"]
 
@@ -74,7 +75,7 @@ def first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[Divergence]:
 
 def last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[Act]:
     """Return what each rank did last and why it dumped, equal ranks together. Local."""
-    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    acts: list[tuple[int, tuple[tuple[str, str], ...]]] = []
     for rank, dump in sorted(dumps.items()):
         entries = [each for channel in dump["channels"] for each in channel["entries"]]
         last = max(entries, key=lambda each: int(each["began_ns"]), default=None)
@@ -85,8 +86,8 @@ def last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[Act]:
                 "site": last["site"],
                 "state": last["state"],
             }
-        groups.setdefault(tuple(act.items()), []).append(rank)
-    return [(tuple(ranks), dict(act)) for act, ranks in groups.items()]
+        acts.append((rank, tuple(act.items())))
+    return [(tuple(ranks), dict(act)) for act, ranks in ranks_by_value(acts).items()]
 
 
 def _channels(
@@ -129,14 +130,14 @@ def _first(
 
 def _groups(here: Mapping[int, dict[str, Any]]) -> Iterator[Group]:
     """Yield the groups of ranks that came to the same collective."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    keys: list[tuple[int, tuple[Any, ...]]] = []
     for rank, entry in here.items():
         # What ranks must agree on comes first; then all that the table shows.
         refused = entry["state"] == State.REFUSED and "ends" not in entry["details"]
         details = () if refused else tuple(entry["details"])
         key = (entry["kind"], entry["name"], entry["strategy"], details, refused)
-        groups.setdefault((*key, *(entry[name] for name in _COUNTERS)), []).append(rank)
-    for ranks in groups.values():
+        keys.append((rank, (*key, *(entry[name] for name in _COUNTERS))))
+    for ranks in ranks_by_value(keys).values():
         entries = [here[rank] for rank in ranks]
         yield Group(
             tuple(ranks),
@@ -153,7 +154,7 @@ def _absent(
     of_ranks: Mapping[int, dict[str, Any]],
 ) -> Iterator[Group]:
     """Yield the groups of ranks that did not come."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    found: list[tuple[int, tuple[Any, ...]]] = []
     for rank in absent:
         channel = of_ranks.get(rank)
         counters: dict[str, int] = {}
@@ -165,8 +166,8 @@ def _absent(
             what = f"did not come ({dumps[rank]['reason']})"
             site, state = _user_place(dumps[rank]), "absent"
             counters = {name: channel[name] for name in _COUNTERS}
-        groups.setdefault((what, site, state, tuple(counters.items())), []).append(rank)
-    for (what, site, state, items), ranks in groups.items():
+        found.append((rank, (what, site, state, tuple(counters.items()))))
+    for (what, site, state, items), ranks in ranks_by_value(found).items():
         yield Group(tuple(ranks), what, site, state, dict(items))
 
 

@@ -13,6 +13,7 @@ from mpistrat.collectives import CollectiveCall
 from mpistrat.epochs.report import rank_list
 from mpistrat.errors import ReplicaDriftError
 from mpistrat.options import ReduceOp
+from mpistrat.spelling import ranks_by_value
 from mpistrat.tracking import Reach, Trackable, has_attributes, walk_objects
 from mpistrat.variables.base import Variable
 from mpistrat.variables.sync_on_read import SyncOnReadVariable
@@ -125,9 +126,7 @@ def _drift(
 ) -> ReplicaDriftError:
     """Return the error that says which ranks hold the same. **Collective**."""
     (digests,) = call.all_gather([np.array([digest])], 0)
-    groups: dict[int, list[int]] = {}
-    for rank, each in enumerate(digests.tolist()):
-        groups.setdefault(each, []).append(rank)
+    groups = ranks_by_value(enumerate(digests.tolist()))
     largest_first = sorted(groups.values(), key=len, reverse=True)
     lines = [f"  {rank_list(ranks)}: another value" for ranks in largest_first[:_MAX_GROUPS]]
     lines[0] = f"  {rank_list(largest_first[0])}: one value"
