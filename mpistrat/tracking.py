@@ -11,7 +11,7 @@ from typing import Any
 
 from mpistrat.arrays import is_array
 
-__all__ = ["Dependent", "OnNewChild", "Reach", "Trackable", "has_attributes", "walk_objects"]
+__all__ = ["Dependent", "Reach", "Trackable", "has_attributes", "walk_objects"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class Dependent:
     of: object
 
 
-OnNewChild = Callable[[str, object, object], None]
+_OnNewChild = Callable[[str, object, object], None]
 """Called with the name of a new child, the child, and what it depends on or ``None``."""
 
 
@@ -38,7 +38,7 @@ class Trackable:
     def __init__(self) -> None:
         self._children: dict[str, object] = {}
         self._dependents: list[Dependent] = []
-        self.on_new_child: OnNewChild | None = None
+        self.on_new_child: _OnNewChild | None = None
         """Called with each child made from now on, before it is added."""
 
     def checkpoint_children(self) -> dict[str, object]:

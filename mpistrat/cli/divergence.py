@@ -13,7 +13,7 @@ from typing import Any
 from mpistrat.epochs.flight import State
 from mpistrat.spelling import ranks_by_value
 
-__all__ = ["Act", "Divergence", "Group", "first_divergences", "last_acts"]
+__all__ = ["Act", "Divergence", "first_divergences", "last_acts"]
 
 _COUNTERS = ("runs", "merge_calls", "updates", "failures")
 _CAME = (State.AGREED, State.DONE)
@@ -23,7 +23,7 @@ Act = tuple[tuple[int, ...], dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Group:
+class _Group:
     """Ranks that did the same at one number."""
 
     ranks: tuple[int, ...]
@@ -44,7 +44,7 @@ class Divergence:
     members: tuple[int, ...]
     """All ranks of the communicator."""
     number: int
-    groups: tuple[Group, ...]
+    groups: tuple[_Group, ...]
     """The largest first."""
     began_ns: int
     """When the first rank came to it, by the wall clock of its node."""
@@ -128,7 +128,7 @@ def _first(
     return None
 
 
-def _groups(here: Mapping[int, dict[str, Any]]) -> Iterator[Group]:
+def _groups(here: Mapping[int, dict[str, Any]]) -> Iterator[_Group]:
     """Yield the groups of ranks that came to the same collective."""
     keys: list[tuple[int, tuple[Any, ...]]] = []
     for rank, entry in here.items():
@@ -139,7 +139,7 @@ def _groups(here: Mapping[int, dict[str, Any]]) -> Iterator[Group]:
         keys.append((rank, (*key, *(entry[name] for name in _COUNTERS))))
     for ranks in ranks_by_value(keys).values():
         entries = [here[rank] for rank in ranks]
-        yield Group(
+        yield _Group(
             tuple(ranks),
             _what(entries[0]),
             ", ".join(dict.fromkeys(each["site"] for each in entries)),
@@ -152,7 +152,7 @@ def _absent(
     absent: Sequence[int],
     dumps: Mapping[int, dict[str, Any]],
     of_ranks: Mapping[int, dict[str, Any]],
-) -> Iterator[Group]:
+) -> Iterator[_Group]:
     """Yield the groups of ranks that did not come."""
     found: list[tuple[int, tuple[Any, ...]]] = []
     for rank in absent:
@@ -168,7 +168,7 @@ def _absent(
             counters = {name: channel[name] for name in _COUNTERS}
         found.append((rank, (what, site, state, tuple(counters.items()))))
     for (what, site, state, items), ranks in ranks_by_value(found).items():
-        yield Group(tuple(ranks), what, site, state, dict(items))
+        yield _Group(tuple(ranks), what, site, state, dict(items))
 
 
 def _user_place(dump: dict[str, Any]) -> str:
