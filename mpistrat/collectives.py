@@ -143,27 +143,10 @@ class CollectiveCall(Call):
         structure: object = (),
         wires: Sequence[np.dtype] | None = None,
     ) -> list[Array]:
-        """Reduce each array over ranks. **Collective**.
+        """Reduce each array over ranks, equal to the bit on all of them. **Collective**.
 
-        Parameters
-        ----------
-        op : ReduceOp
-        arrays : sequence of arrays
-            Dtypes and shapes must agree over ranks.
-        structure : hashable
-            Structure of the nest that the arrays come from, to be agreed too.
-        wires : sequence of numpy.dtype, optional
-            What each array travels as, where its own dtype does not tell.
-
-        Returns
-        -------
-        list of arrays
-            In the shapes of `arrays`, equal to the bit on all ranks.
-
-        Raises
-        ------
-        TypeError
-            If `op` cannot reduce a dtype.
+        Dtypes, shapes and the `structure` of the nest that the arrays come from must agree over
+        ranks. `wires` are what they travel as, where their own dtypes do not tell.
         """
         prepared = self._prepared(op, arrays, (structure,), wires)
         signature, may_share = prepared.signature, prepared.may_share and self.channel.checks
