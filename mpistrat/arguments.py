@@ -1,7 +1,9 @@
-"""What callers may give: leaves that become arrays, and axes."""
+"""Validation of arguments: leaves that become arrays, axes, numbers and indices."""
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +13,16 @@ import numpy as np
 from mpistrat.arrays import Array, is_array, is_number
 from mpistrat.tensors import host_array, is_tensor
 
-__all__ = ["as_array", "as_index", "normalize_axes"]
+__all__ = [
+    "as_array",
+    "as_bool",
+    "as_finite",
+    "as_integer",
+    "as_real",
+    "is_real_scalar",
+    "normalize_axes",
+    "span_outside",
+]
 
 
 def as_array(kind: str, leaf: Any) -> Array:
@@ -38,22 +49,65 @@ def as_array(kind: str, leaf: Any) -> Array:
     )
 
 
-def as_index(kind: str, axis: Any) -> int:
-    """Return `axis` as an integer. Local.
+def as_bool(what: str, value: Any) -> bool:
+    """Return `value`, which must be a bool: text such as "no" would count as true. Local."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"{what} must be True or False, not {value!r} of type {type(value).__name__}."
+        )
+    return bool(value)
 
-    Raises
-    ------
-    TypeError
-        If it is none.
-    """
+
+def as_integer(
+    what: str, value: Any, minimum: int | None = None, maximum: int | None = None
+) -> int:
+    """Return `value`, which must be an integer in these bounds and no bool. Local."""
     try:
-        if isinstance(axis, bool):
+        if isinstance(value, bool):
             raise TypeError
-        return operator.index(axis)
+        number = operator.index(value)
     except TypeError:
         raise TypeError(
-            f"{kind}: axis must be an integer, not {axis!r} of type {type(axis).__name__}."
+            f"{what} must be an integer, not {value!r} of type {type(value).__name__}."
         ) from None
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{what} must be at least {minimum}, not {number}.")
+    if maximum is not None and number > maximum:
+        raise ValueError(f"{what} must be at most {maximum}, not {number}.")
+    return number
+
+
+def as_real(what: str, value: Any) -> float:
+    """Return a number, or an array or Variable of no axes, as a float, NaN included. Local."""
+    if not is_real_scalar(value):
+        raise TypeError(f"{what} must be a number, not {value!r} of type {type(value).__name__}.")
+    return float(value)
+
+
+def as_finite(what: str, value: Any, minimum: float | None = None) -> float:
+    """Return `value` as `as_real` does; it must be finite, and not below `minimum`. Local."""
+    number = as_real(what, value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be finite, not {number}.")
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{what} must be at least {minimum}, not {number}.")
+    return number
+
+
+def is_real_scalar(value: Any) -> bool:
+    """Return whether `value` is a real number, or an array or Variable of one. Local."""
+    if isinstance(value, numbers.Real):
+        return True
+    is_real = getattr(getattr(value, "dtype", None), "kind", "") in "biuf"
+    return is_real and getattr(value, "shape", None) == ()
+
+
+def span_outside(indices: Array, num_rows: int) -> tuple[int, int] | None:
+    """Return the lowest and the highest of `indices` if one of them is no row. Local."""
+    if not indices.size:
+        return None
+    low, high = int(indices.min()), int(indices.max())
+    return None if 0 <= low <= high < num_rows else (low, high)
 
 
 def normalize_axes(kind: str, axis: Any, shape: Sequence[int]) -> tuple[int, ...]:
@@ -66,7 +120,8 @@ def normalize_axes(kind: str, axis: Any, shape: Sequence[int]) -> tuple[int, ...
     ValueError
         If an axis is out of range or occurs twice.
     """
-    axes = [as_index(kind, each) for each in (axis if isinstance(axis, tuple) else (axis,))]
+    given = axis if isinstance(axis, tuple) else (axis,)
+    axes = [as_integer(f"{kind}: axis", each) for each in given]
     ndim = len(shape)
     for each in axes:
         if not -ndim <= each < ndim:

@@ -20,14 +20,13 @@ from mpistrat.comm.gathering import check_gatherable, joined
 from mpistrat.comm.message import Message
 from mpistrat.comm.packing import Packing, Single, describe, pack, placed_like
 from mpistrat.comm.reducer import Reducer
-from mpistrat.comm.shared import SharedReducer
 from mpistrat.comm.solo import SoloTransport
 from mpistrat.comm.transport import Carrier
 from mpistrat.epochs.call import Call, Together
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.ledger import Signature
 from mpistrat.options import CommunicationOptions, ReduceOp
-from mpistrat.prepared import Prepared, dtype_name, prepare, spelt_shapes
+from mpistrat.prepared import Prepared, dtype_name, prepare
 from mpistrat.spans import active
 
 __all__ = ["CollectiveCall", "Collectives"]
@@ -144,27 +143,10 @@ class CollectiveCall(Call):
         structure: object = (),
         wires: Sequence[np.dtype] | None = None,
     ) -> list[Array]:
-        """Reduce each array over ranks. **Collective**.
+        """Reduce each array over ranks, equal to the bit on all of them. **Collective**.
 
-        Parameters
-        ----------
-        op : ReduceOp
-        arrays : sequence of arrays
-            Dtypes and shapes must agree over ranks.
-        structure : hashable
-            Structure of the nest that the arrays come from, to be agreed too.
-        wires : sequence of numpy.dtype, optional
-            What each array travels as, where its own dtype does not tell.
-
-        Returns
-        -------
-        list of arrays
-            In the shapes of `arrays`, equal to the bit on all ranks.
-
-        Raises
-        ------
-        TypeError
-            If `op` cannot reduce a dtype.
+        Dtypes, shapes and the `structure` of the nest that the arrays come from must agree over
+        ranks. `wires` are what they travel as, where their own dtypes do not tell.
         """
         prepared = self._prepared(op, arrays, (structure,), wires)
         signature, may_share = prepared.signature, prepared.may_share and self.channel.checks
@@ -187,28 +169,34 @@ class CollectiveCall(Call):
             self.agree_on(signature)
         for message in messages:
             self._reducer(op, message).all_reduce(op, message)
+            self._received(*message.targets)
         return packing.unpack()
+
+    def _received(self, *arrays: Array) -> None:
+        """Show what came from other ranks to a fault that is waiting for it."""
+        for array in arrays:
+            if self.channel.on_received is not None:
+                self.channel.on_received(array)
 
     def _reduce_on_board(self, op: ReduceOp, message: Message, signature: Signature) -> None:
         """Agree with `message` begun as far as no other rank is needed, which saves a wait."""
         transport = self.channel.transport
+        node = transport.node
         reducer, why = choose_reducer(
             transport, self.options, op, message.dtype, message.num_bytes
         )
         try:
-            if isinstance(reducer, SharedReducer) and transport.node is not None:
-                transport.node.board(message)
+            if node is not None and reducer is node:
+                node.board(message)
             self.agree_on(signature)
         except BaseException:
             # The channel may stay open, as after an interruption that came before the round.
-            if transport.node is not None:
-                transport.node.unboard()
+            if node is not None:
+                node.unboard()
             raise
-        if self.channel.transport is not transport:  # faults may have replaced it
-            reducer = self._reducer(op, message)
-        else:
-            self._note(message.size, message.dtype, type(reducer).__name__, why)
+        self._note(message.size, message.dtype, type(reducer).__name__, why)
         reducer.all_reduce(op, message)
+        self._received(*message.targets)
 
     def _carry(
         self,
@@ -222,8 +210,8 @@ class CollectiveCall(Call):
         carrier.board(source)
         self.agree_on(signature)
         self._note(source.size, source.dtype, "Carrier", "travels with the agreement")
-        carrier = self.channel.transport.carrier or carrier  # faults may have replaced it
         carrier.collect(op, target)
+        self._received(target)
 
     def start_all_reduce(
         self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()
@@ -234,8 +222,9 @@ class CollectiveCall(Call):
         ends = [self._reducer(op, each).start_all_reduce(op, each) for each in packing.messages]
 
         def end() -> list[Array]:
-            for end_one in ends:
+            for end_one, message in zip(ends, packing.messages, strict=True):
                 end_one()
+                self._received(*message.targets)
             return packing.unpack()
 
         return end
@@ -247,7 +236,11 @@ class CollectiveCall(Call):
         packing = self._agreed_packing(op, arrays, f"to rank {root}", structure)
         for message in packing.messages:
             self._reducer(op, message).reduce(op, message, root)
-        return packing.unpack() if self.channel.rank == root else None
+        if self.channel.rank != root:
+            return None
+        for message in packing.messages:
+            self._received(*message.targets)
+        return packing.unpack()
 
     def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:
         """Concatenate each array over ranks, in rank order. **Collective**.
@@ -283,21 +276,31 @@ class CollectiveCall(Call):
             )
             for i, host in enumerate(hosts)
         ]
+        self._received(*gathered)
         return [
             placed_like(joined(flat, [shapes[i] for shapes in shapes_of_ranks], axis), arrays[i])
             for i, flat in enumerate(gathered)
         ]
 
-    def broadcast(self, array: Array, root: int = 0, *details: object) -> Array:
-        """Return the `array` of `root` on every rank. **Collective**.
+    def broadcast(self, array: Array, *details: object, root: int = 0) -> Array:
+        """Return the `array` of `root` on every rank, in memory of its own. **Collective**.
 
         Shape and dtype must agree over ranks, and `details` too.
         """
-        self.agree(f"from rank {root}", spelt_shapes([array]), *details)
-        buffer = host_copy(array)
+        dtype = np.dtype(array.dtype).newbyteorder("=")
+        shape = tuple(array.shape)
+        self.agree(f"from rank {root}", (dtype_name(dtype), shape), *details)
+        is_root = self.channel.rank == root
+        buffer = host_copy(array) if is_root else np.empty(shape, dtype)
         self._note_moved(buffer.nbytes, "broadcast")
         self.channel.transport.broadcast(buffer, root)
+        self._received(buffer)
         return placed_like(buffer, array)
+
+    def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
+        """Overwrite each of `buffers` with that of its root, once agreed. **Collective**."""
+        self.channel.transport.broadcast_each(buffers, roots)
+        self._received(*buffers)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**."""
@@ -371,7 +374,7 @@ class Collectives:
     def broadcast(self, array: Array, root: int = 0, kind: str = "broadcast") -> Array:
         """Return the `array` of `root`, whose shape and dtype all ranks pass. **Collective**."""
         with self.call(kind) as call:
-            return call.broadcast(array, root)
+            return call.broadcast(array, root=root)
 
     def gather_json(self, value: Any, kind: str = "gather_json") -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**."""

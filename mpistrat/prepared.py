@@ -15,7 +15,7 @@ from mpistrat.comm.plan import Plan, plan_reduction
 from mpistrat.epochs.ledger import Signature
 from mpistrat.options import CommunicationOptions, ReduceOp
 
-__all__ = ["Prepared", "dtype_name", "prepare", "spelt_shapes"]
+__all__ = ["Prepared", "dtype_name", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def prepare(
     )
     check_plan(options, plan)
     names = () if wires is None else tuple(dtype_name(dtype) for dtype in wires)
-    words = (op.name, spelt_shapes(arrays), *details, names)
+    words = (op.name, _spelt_shapes(arrays), *details, names)
     agreed = Signature(signature(*words, _spelt_places(places), spell_options(options)))
     may_share = bool(plan.packs) and is_shareable(options, op, plan.packs[0])
     is_lone = is_plain and plan.only_wire is not None and plan.only_wire == arrays[0].dtype
@@ -86,7 +86,7 @@ def dtype_name(dtype: np.dtype) -> str:
     return str(dtype.newbyteorder("="))
 
 
-def spelt_shapes(arrays: Sequence[Array]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _spelt_shapes(arrays: Sequence[Array]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return dtype and shape of each array, as the ranks compare them. Local."""
     return tuple((dtype_name(array.dtype), array.shape) for array in arrays)
 

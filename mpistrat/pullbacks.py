@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpistrat.arguments import as_index, normalize_axes
+from mpistrat.arguments import as_integer, normalize_axes
 from mpistrat.arrays import Array, namespace_of
 from mpistrat.collectives import CollectiveCall
 from mpistrat.options import ReduceOp
@@ -137,7 +137,7 @@ def pull_back_all_gather(
         If `axis` is out of range, or on every rank, if a gradient has not the length of all
         values together.
     """
-    axis = as_index(call.kind, axis)
+    axis = as_integer(f"{call.kind}: axis", axis)
     for value in values:
         normalize_axes(call.kind, axis, np.shape(value))
     call.agree(f"axis {axis}", structure, len(values))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.arguments import as_array, as_index
+from mpistrat.arguments import as_array, as_integer
 from mpistrat.arrays import Array, is_array
 from mpistrat.collectives import CollectiveCall
 from mpistrat.comm.dtypes import wire_dtype
@@ -119,7 +119,7 @@ def all_gather_nest(call: CollectiveCall, nest: Any, axis: int) -> Any:
     ValueError
         If shapes do not fit, on every rank.
     """
-    axis = as_index(call.kind, axis)
+    axis = as_integer(f"{call.kind}: axis", axis)
     leaves, structure = nests.flatten(nest)
     for leaf in leaves:
         if isinstance(leaf, IndexedSlices):

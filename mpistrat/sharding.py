@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "ceil_div",
+    "cut",
     "files_of_rank",
     "lane_bounds",
     "lane_lengths",
@@ -32,6 +33,13 @@ _MIN_EXAMPLES_PER_LANE = 64
 def ceil_div(dividend: int, divisor: int) -> int:
     """Return ``dividend / divisor`` rounded up. Local."""
     return -(-dividend // divisor)
+
+
+def cut(num_elements: int, length: int) -> list[slice]:
+    """Divide `num_elements` into slices of `length`, the last one shorter. Local."""
+    return [
+        slice(start, min(start + length, num_elements)) for start in range(0, num_elements, length)
+    ]
 
 
 def slice_of_rank(num_examples: int, size: int, rank: int) -> slice:

@@ -1,8 +1,13 @@
-"""Quantities in the words of people."""
+"""Formatting of quantities, and of who has what, in the words of people."""
 
 from __future__ import annotations
 
-__all__ = ["readable_size", "readable_time"]
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
+
+__all__ = ["ranks_by_value", "readable_size", "readable_time"]
+
+_Value = TypeVar("_Value", bound=Hashable)
 
 
 def readable_size(size_bytes: int) -> str:
@@ -20,3 +25,11 @@ def readable_time(time_s: float) -> str:
     if time_s >= 1:
         return f"{time_s:.3g} s"
     return f"{time_s * 1e3:.3g} ms" if time_s >= 1e-3 else f"{time_s * 1e6:.3g} us"
+
+
+def ranks_by_value(values: Iterable[tuple[int, _Value]]) -> dict[_Value, list[int]]:
+    """Return which ranks have each value, for pairs of ranks and values. Local."""
+    ranks: dict[_Value, list[int]] = {}
+    for rank, value in values:
+        ranks.setdefault(value, []).append(rank)
+    return ranks

@@ -16,7 +16,6 @@ __all__ = [
     "import_torch",
     "is_loaded",
     "is_tensor",
-    "tensor_like",
 ]
 
 Move = Callable[[list[np.ndarray]], list[np.ndarray]]
@@ -69,7 +68,7 @@ def host_array(tensor: Any) -> np.ndarray:
     return array
 
 
-def tensor_like(array: np.ndarray, tensor: Any) -> Any:
+def _tensor_like(array: np.ndarray, tensor: Any) -> Any:
     """Return `array` as a tensor on the device of `tensor`; floats get its dtype. Local."""
     torch = importlib.import_module("torch")
     result = torch.from_numpy(np.asarray(array, order="C"))
@@ -104,7 +103,7 @@ def _function() -> Any:
         @staticmethod
         def forward(ctx: Any, move: Move, pull_back: PullBack, *tensors: Any) -> Any:
             moved = move([host_array(each) for each in tensors])
-            results = [tensor_like(a, t) for a, t in zip(moved, tensors, strict=True)]
+            results = [_tensor_like(a, t) for a, t in zip(moved, tensors, strict=True)]
             ctx.floating = [
                 i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()
             ]
@@ -133,7 +132,7 @@ def _function() -> Any:
             for i, array in zip(ctx.floating, pulled, strict=True):
                 if ctx.needs_input_grad[2 + i]:
                     dtype = ctx.shapes[i][1]
-                    back[i] = tensor_like(array, gradients[i]).to(dtype)
+                    back[i] = _tensor_like(array, gradients[i]).to(dtype)
             return (None, None, *back)
 
     return CollectiveFunction

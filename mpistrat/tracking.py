@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Dependent", "OnNewChild", "Trackable"]
+from mpistrat.arrays import is_array
+
+__all__ = ["Dependent", "Reach", "Trackable", "has_attributes", "walk_objects"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +24,7 @@ class Dependent:
     of: object
 
 
-OnNewChild = Callable[[str, object, object], None]
+_OnNewChild = Callable[[str, object, object], None]
 """Called with the name of a new child, the child, and what it depends on or ``None``."""
 
 
@@ -33,7 +38,7 @@ class Trackable:
     def __init__(self) -> None:
         self._children: dict[str, object] = {}
         self._dependents: list[Dependent] = []
-        self.on_new_child: OnNewChild | None = None
+        self.on_new_child: _OnNewChild | None = None
         """Called with each child made from now on, before it is added."""
 
     def checkpoint_children(self) -> dict[str, object]:
@@ -72,3 +77,62 @@ class Trackable:
             self._children[name] = child
         else:
             self._dependents.append(Dependent(name, child, of))
+
+
+class Reach(enum.Enum):
+    """How a walk has come to an object."""
+
+    GIVEN = enum.auto()
+    """Through nothing but dicts, lists and tuples."""
+    CHILD = enum.auto()
+    """As a child of a trackable, or in dicts, lists and tuples that are one."""
+    ATTRIBUTE = enum.auto()
+    """Through an attribute of an object that may have others of any kind."""
+
+
+def walk_objects(
+    path: str,
+    thing: object,
+    is_leaf: Callable[[object], bool],
+    reach: Reach = Reach.GIVEN,
+    above: tuple[int, ...] = (),
+) -> Iterator[tuple[str, Any, Reach]]:
+    """Yield `thing` and the objects below it, parents first, unless `is_leaf` says to stop. Local.
+
+    Children of trackables, items of dicts, lists and tuples, and attributes of other objects are
+    below. Their names are joined to paths by ``/``. Dependents are left to the caller.
+    """
+    yield path, thing, reach
+    if id(thing) in above or is_leaf(thing):  # a reference back up, as from a layer to its model
+        return
+    children: Iterable[tuple[Any, Any]]
+    if isinstance(thing, Trackable):
+        children, reach = thing.checkpoint_children().items(), Reach.CHILD
+    elif isinstance(thing, dict):
+        children = thing.items()
+    elif isinstance(thing, list | tuple):
+        children = enumerate(thing)
+    elif has_attributes(thing):
+        children, reach = vars(thing).items(), Reach.ATTRIBUTE
+    else:
+        return
+    for name, child in children:
+        below = f"{path}/{name}" if path else str(name)
+        yield from walk_objects(below, child, is_leaf, reach, (*above, id(thing)))
+
+
+def has_attributes(thing: object) -> bool:
+    """Return whether `thing` is an object of the user's own, with attributes to walk. Local."""
+    if is_array(thing) or isinstance(
+        thing,
+        type
+        | types.ModuleType
+        | types.FunctionType
+        | types.MethodType
+        | functools.partial
+        | BaseException,
+    ):
+        return False
+    # Our own objects show their state; a strategy that a model keeps is no part of it.
+    is_ours = type(thing).__module__.partition(".")[0] == "mpistrat"
+    return not is_ours and hasattr(thing, "__dict__")

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpistrat.checkpoint.format import spell_digest
 from mpistrat.comm.background import Background
+from mpistrat.comm.parts import pieces
 from mpistrat.cores import num_cores
-from mpistrat.variables.broadcasting import pieces
 
 __all__ = ["BYTES_WORTH_A_THREAD", "Digester", "Digests"]
 

@@ -14,9 +14,10 @@ from mpistrat.checkpoint.pieces import BYTES_PER_PIECE
 from mpistrat.checkpoint.reading import Values
 from mpistrat.checkpoint.shapes import Shape
 from mpistrat.collectives import CollectiveCall
+from mpistrat.comm.parts import pieces
 from mpistrat.options import VariableSynchronization
+from mpistrat.sharding import cut
 from mpistrat.variables import Variable
-from mpistrat.variables.broadcasting import pieces
 
 __all__ = ["broadcast_array", "load_variables"]
 
@@ -37,8 +38,8 @@ def broadcast_array(call: CollectiveCall, values: Values, name: str, of: Shape) 
     """
     array = values.arrays.pop(name, None)
     found = np.empty(*of) if array is None else array
-    for _, piece in _numbered_pieces(found):
-        call.channel.transport.broadcast(piece, values.owner(name))
+    for piece in pieces(found, BYTES_PER_PIECE):
+        call.broadcast_each([piece], [values.owner(name)])
     return found
 
 
@@ -57,7 +58,7 @@ def load_variables(
     lanes = [_pieces_from(owner, values, variables) for owner in owners]
     for row in itertools.zip_longest(*lanes):
         moving = [(owner, each) for owner, each in zip(owners, row, strict=True) if each]
-        call.channel.transport.broadcast_each(
+        call.broadcast_each(
             [each.buffer for _, each in moving], [owner for owner, _ in moving]
         )
         for _, each in moving:
@@ -65,8 +66,9 @@ def load_variables(
     for name, variable in variables.items():
         own = values.arrays.pop(name, None)
         if own is not None:
-            for start, piece in _numbered_pieces(own):
-                variable.load_piece(start, piece)
+            flat = own.reshape(-1)
+            for each in cut(flat.size, _length(own.dtype)):
+                variable.load_piece(each.start, flat[each])
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def _pieces_from(
         array = values.arrays.get(name)
         if array is not None or _is_stored_as_read(variable):
             memory = variable.storage if array is None else array
-            yield from (_Piece(piece) for _, piece in _numbered_pieces(memory))
+            yield from map(_Piece, pieces(memory, BYTES_PER_PIECE))
         else:
             yield from _pieces_to_assign(variable)
 
@@ -98,21 +100,15 @@ def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
     """Yield pieces in memory of their own, which the next piece uses again. Local."""
     size = int(np.prod(variable.shape))
     memory = np.empty(min(size, _length(variable.dtype)), variable.dtype)
-    for start in range(0, size, max(1, memory.size)):
-        piece = memory[: size - start]
-        yield _Piece(piece, functools.partial(variable.load_piece, start, piece))
+    for each in cut(size, _length(variable.dtype)):
+        piece = memory[: each.stop - each.start]
+        yield _Piece(piece, functools.partial(variable.load_piece, each.start, piece))
 
 
 def _is_stored_as_read(variable: Variable) -> bool:
     """Return whether the memory of `variable` is to hold the bytes of the file."""
     is_whole = variable.synchronization is not VariableSynchronization.ON_READ
     return is_whole and is_on_host(variable.storage)
-
-
-def _numbered_pieces(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield flat pieces, each with the number of its first element."""
-    for i, piece in enumerate(pieces(array, BYTES_PER_PIECE)):
-        yield i * _length(array.dtype), piece
 
 
 def _length(dtype: np.dtype) -> int:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpistrat import hdf5
+from mpistrat.arguments import as_bool, as_integer
 from mpistrat.checkpoint.background_saver import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.folder import PREFIX, Entry, file_name, list_folder
 from mpistrat.checkpoint.objects import walk
-from mpistrat.checkpoint.paths import check_switch, checked_path
+from mpistrat.checkpoint.paths import checked_path
 from mpistrat.checkpoint.ranks import collectives_for
 from mpistrat.checkpoint.resuming import restore_newest
 from mpistrat.checkpoint.retention import Retention
@@ -79,8 +80,8 @@ class CheckpointManager:
             _check_counter(step_counter)
             _check_limit("max_to_keep", max_to_keep, numbers.Integral)
             _check_limit("keep_every_n_hours", keep_every_n_hours, numbers.Real)
-            check_switch("asynchronous", asynchronous)
-            check_switch("parallel", parallel)
+            asynchronous = as_bool("asynchronous", asynchronous)
+            parallel = as_bool("parallel", parallel)
             if asynchronous and parallel:
                 raise ValueError(
                     "A CheckpointManager saves with asynchronous=True or with parallel=True, not "
@@ -241,11 +242,10 @@ class CheckpointManager:
 
 
 def _checked_step(given: Any) -> int:
-    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-        raise TypeError(f"The step of a checkpoint must be an integer, not {given!r}.")
-    if given < 0:
-        raise ValueError(f"The step of a checkpoint must not be negative, but it is {given}.")
-    return int(given)
+    step = as_integer("The step of a checkpoint", given)
+    if step < 0:
+        raise ValueError(f"The step of a checkpoint must not be negative, but it is {step}.")
+    return step
 
 
 def _check_counter(counter: Any) -> None:

@@ -6,18 +6,14 @@ Attribute names and dict keys are joined by ``/``, list items count by number:
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from mpistrat.arrays import is_array
 from mpistrat.checkpoint.dependents import PlacedDependent, find_paths
 from mpistrat.checkpoint.format import check_path
 from mpistrat.checkpoint.generators import generator_state
-from mpistrat.tracking import Trackable
-from mpistrat.values import DistributedValues
+from mpistrat.tracking import Reach, Trackable, has_attributes, walk_objects
 from mpistrat.variables import Variable
 
 __all__ = ["Stateful", "Tree", "check_can_hold_state", "walk"]
@@ -81,7 +77,7 @@ def walk(
     """
     walker = _Walker()
     for name, child in objects.items():
-        walker.visit(_join(prefix, name), child, strict=True)
+        walker.visit(f"{prefix}/{name}" if prefix else name, child)
     walker.take_in([*dependents, *walker.dependents], known or {})
     _check_disjoint(walker.tree.paths())
     return walker.tree
@@ -95,7 +91,7 @@ def check_can_hold_state(path: str, child: object) -> None:
     TypeError
         For numbers, arrays, strings, functions and the like.
     """
-    if _has_own_state(child) or isinstance(child, dict | list | tuple) or _is_plain(child):
+    if _has_own_state(child) or isinstance(child, dict | list | tuple) or has_attributes(child):
         return
     raise TypeError(
         f"A checkpoint cannot save {path!r}, a {type(child).__name__}: it takes variables, "
@@ -113,70 +109,41 @@ def _has_own_state(child: object) -> bool:
     return generator_state(child) is not None
 
 
-def _is_plain(child: object) -> bool:
-    """Return whether `child` is an object of the user's own, with attributes to walk."""
-    if is_array(child) or isinstance(
-        child,
-        type
-        | types.ModuleType
-        | types.FunctionType
-        | types.MethodType
-        | functools.partial
-        | BaseException
-        | DistributedValues,
-    ):
-        return False
-    # Our own objects show their state; a strategy that a model keeps is no part of it.
-    if type(child).__module__.partition(".")[0] == "mpistrat":
-        return False
-    return hasattr(child, "__dict__")
+def _is_leaf(child: object) -> bool:
+    return not isinstance(child, Trackable) and _has_own_state(child)
 
 
 class _Walker:
     def __init__(self) -> None:
         self.tree = Tree()
-        self.ancestors: set[int] = set()
         self.dependents: list[PlacedDependent] = []
 
     def take_in(self, dependents: Sequence[PlacedDependent], known: Mapping[str, Variable]) -> None:
         """Visit children that belong to variables, once the paths of these are known."""
         found, self.tree.outside = find_paths(dependents, {**known, **self.tree.variables})
         for path, (_, dependent) in found.items():
-            self.visit(path, dependent.child, strict=True)
+            self.visit(path, dependent.child)
 
-    def visit(self, path: str, child: object, strict: bool) -> None:
-        """Take in `child`; where `strict`, it must be able to hold state."""
-        if isinstance(child, Variable):
-            self.add(self.tree.variables, path, child)
-        elif isinstance(child, Trackable):
-            self.tree.trackables[path] = child
-            self.dependents += [(path, each) for each in child.checkpoint_dependents()]
-            self.descend(path, child, child.checkpoint_children().items(), strict=True)
-        elif (generator := generator_state(child)) is not None:
-            self.add(self.tree.stateful, path, generator)
-        elif _has_own_state(child):
-            self.add(self.tree.stateful, path, child)
-        elif isinstance(child, dict):
-            self.descend(path, child, child.items(), strict)
-        elif isinstance(child, list | tuple):
-            self.descend(path, child, enumerate(child), strict)
-        elif _is_plain(child):
-            before = len(self.tree.paths())
-            self.descend(path, child, vars(child).items(), strict=False)
-            if strict and len(self.tree.paths()) == before:
-                self.tree.empty.append(path)
-        elif strict:
-            check_can_hold_state(path, child)
-
-    def descend(
-        self, path: str, parent: object, children: Iterable[tuple[Any, Any]], strict: bool
-    ) -> None:
-        if id(parent) in self.ancestors:  # a reference back up, as from a layer to its model
-            return
-        self.ancestors.add(id(parent))
-        for name, child in children:
-            self.visit(_join(path, str(name)), child, strict)
-        self.ancestors.discard(id(parent))
+    def visit(self, path: str, child: object) -> None:
+        """Take in `child` and what is below it."""
+        plain: list[str] = []
+        for place, thing, reach in walk_objects(path, child, _is_leaf):
+            must_hold_state = reach is not Reach.ATTRIBUTE
+            if isinstance(thing, Variable):
+                self.add(self.tree.variables, place, thing)
+            elif isinstance(thing, Trackable):
+                self.tree.trackables[place] = thing
+                self.dependents += [(place, each) for each in thing.checkpoint_dependents()]
+            elif _has_own_state(thing):
+                self.add(self.tree.stateful, place, generator_state(thing) or thing)
+            elif must_hold_state:
+                check_can_hold_state(place, thing)
+                if not isinstance(thing, dict | list | tuple):
+                    plain.append(place)
+        paths = self.tree.paths()
+        self.tree.empty += [
+            each for each in plain if not any(path.startswith(f"{each}/") for path in paths)
+        ]
 
     def add(self, found: dict[str, Any], path: str, child: object) -> None:
         check_path(path)
@@ -198,7 +165,3 @@ def _check_disjoint(paths: list[str]) -> None:
                     f"{above!r} and {path!r} cannot both be saved: the first would be a file "
                     "entry and a folder at once. Rename one of them."
                 )
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}/{name}" if prefix else name

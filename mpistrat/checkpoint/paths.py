@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
+from mpistrat.arguments import as_bool
 from mpistrat.collectives import Collectives
 
-__all__ = ["agree_on_path", "check_switch", "checked_path"]
+__all__ = ["agree_on_path", "checked_path"]
 
 
 def agree_on_path(
@@ -26,14 +27,14 @@ def agree_on_path(
     Raises
     ------
     TypeError, ValueError
-        As `checked_path` and `check_switch`, where it is bad on this rank.
+        As `checked_path` and `as_bool`, where it is bad on this rank.
     EpochMismatchError
         If it is bad on another rank, or differs there.
     """
     with ranks.call(what) as call:
         checked = checked_path(what, path)
         for name, value in switches.items():
-            check_switch(name, value)
+            switches[name] = as_bool(name, value)
         call.agree(checked, switches)
     return checked
 
@@ -54,14 +55,3 @@ def checked_path(what: str, path: str | os.PathLike[str]) -> str:
     if not name or "\0" in name:
         raise ValueError(f"{what} needs a path, but {name!r} is none.")
     return name
-
-
-def check_switch(name: str, value: object) -> None:
-    """Refuse what is neither true nor false. Local.
-
-    Raises
-    ------
-    TypeError
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}.")

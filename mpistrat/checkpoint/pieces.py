@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpistrat.arrays import Array, host_view
-from mpistrat.variables.broadcasting import pieces
+from mpistrat.comm.parts import pieces
 
 __all__ = ["BYTES_PER_PIECE", "copy_to_host", "pieces_on_host"]
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpistrat.epochs.flight import State
+from mpistrat.spelling import ranks_by_value
 
-__all__ = ["Act", "Divergence", "Group", "first_divergences", "last_acts"]
+__all__ = ["Act", "Divergence", "first_divergences", "last_acts"]
 
 _COUNTERS = ("runs", "merge_calls", "updates", "failures")
 _CAME = (State.AGREED, State.DONE)
@@ -22,7 +23,7 @@ Act = tuple[tuple[int, ...], dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Group:
+class _Group:
     """Ranks that did the same at one number."""
 
     ranks: tuple[int, ...]
@@ -43,7 +44,7 @@ class Divergence:
     members: tuple[int, ...]
     """All ranks of the communicator."""
     number: int
-    groups: tuple[Group, ...]
+    groups: tuple[_Group, ...]
     """The largest first."""
     began_ns: int
     """When the first rank came to it, by the wall clock of its node."""
@@ -74,7 +75,7 @@ def first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[Divergence]:
 
 def last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[Act]:
     """Return what each rank did last and why it dumped, equal ranks together. Local."""
-    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    acts: list[tuple[int, tuple[tuple[str, str], ...]]] = []
     for rank, dump in sorted(dumps.items()):
         entries = [each for channel in dump["channels"] for each in channel["entries"]]
         last = max(entries, key=lambda each: int(each["began_ns"]), default=None)
@@ -85,8 +86,8 @@ def last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[Act]:
                 "site": last["site"],
                 "state": last["state"],
             }
-        groups.setdefault(tuple(act.items()), []).append(rank)
-    return [(tuple(ranks), dict(act)) for act, ranks in groups.items()]
+        acts.append((rank, tuple(act.items())))
+    return [(tuple(ranks), dict(act)) for act, ranks in ranks_by_value(acts).items()]
 
 
 def _channels(
@@ -127,18 +128,18 @@ def _first(
     return None
 
 
-def _groups(here: Mapping[int, dict[str, Any]]) -> Iterator[Group]:
+def _groups(here: Mapping[int, dict[str, Any]]) -> Iterator[_Group]:
     """Yield the groups of ranks that came to the same collective."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    keys: list[tuple[int, tuple[Any, ...]]] = []
     for rank, entry in here.items():
         # What ranks must agree on comes first; then all that the table shows.
         refused = entry["state"] == State.REFUSED and "ends" not in entry["details"]
         details = () if refused else tuple(entry["details"])
         key = (entry["kind"], entry["name"], entry["strategy"], details, refused)
-        groups.setdefault((*key, *(entry[name] for name in _COUNTERS)), []).append(rank)
-    for ranks in groups.values():
+        keys.append((rank, (*key, *(entry[name] for name in _COUNTERS))))
+    for ranks in ranks_by_value(keys).values():
         entries = [here[rank] for rank in ranks]
-        yield Group(
+        yield _Group(
             tuple(ranks),
             _what(entries[0]),
             ", ".join(dict.fromkeys(each["site"] for each in entries)),
@@ -151,9 +152,9 @@ def _absent(
     absent: Sequence[int],
     dumps: Mapping[int, dict[str, Any]],
     of_ranks: Mapping[int, dict[str, Any]],
-) -> Iterator[Group]:
+) -> Iterator[_Group]:
     """Yield the groups of ranks that did not come."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    found: list[tuple[int, tuple[Any, ...]]] = []
     for rank in absent:
         channel = of_ranks.get(rank)
         counters: dict[str, int] = {}
@@ -165,9 +166,9 @@ def _absent(
             what = f"did not come ({dumps[rank]['reason']})"
             site, state = _user_place(dumps[rank]), "absent"
             counters = {name: channel[name] for name in _COUNTERS}
-        groups.setdefault((what, site, state, tuple(counters.items())), []).append(rank)
-    for (what, site, state, items), ranks in groups.items():
-        yield Group(tuple(ranks), what, site, state, dict(items))
+        found.append((rank, (what, site, state, tuple(counters.items()))))
+    for (what, site, state, items), ranks in ranks_by_value(found).items():
+        yield _Group(tuple(ranks), what, site, state, dict(items))
 
 
 def _user_place(dump: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from mpistrat.checkpoint.reader import CheckpointReader
 from mpistrat.cli.statistics import summarize
 
-__all__ = ["Histogram", "check_can_draw", "count", "draw"]
+__all__ = ["check_can_draw", "count", "draw"]
 
 _NUM_BINS = 64
 _MAX_PICTURES = 60
@@ -30,7 +30,7 @@ Pieces = Callable[[], Iterable[np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Histogram:
+class _Histogram:
     """How many values lie in each bin."""
 
     edges: np.ndarray
@@ -41,7 +41,7 @@ class Histogram:
     num_infinite: int
 
 
-def count(pieces: Pieces) -> Histogram:
+def count(pieces: Pieces) -> _Histogram:
     """Return the histogram of the finite values, of the magnitudes where they are complex. Local.
 
     Few integers have a bin each.
@@ -58,7 +58,7 @@ def count(pieces: Pieces) -> Histogram:
             num_nan += int(np.count_nonzero(np.isnan(piece)))
         if edges.size:
             counts += np.histogram(_finite(piece), edges)[0]
-    return Histogram(edges, counts, num_nan, num_all - num_nan - int(counts.sum()))
+    return _Histogram(edges, counts, num_nan, num_all - num_nan - int(counts.sum()))
 
 
 def _finite(piece: np.ndarray) -> np.ndarray:
@@ -140,7 +140,7 @@ def draw(reader: CheckpointReader, path: Path) -> str:
     return f"{path} shows the {len(names)} largest variables; {left} more have no room."
 
 
-def _draw_one(axes: Any, histogram: Histogram) -> None:
+def _draw_one(axes: Any, histogram: _Histogram) -> None:
     if histogram.counts.size:
         exponent = _exponent(histogram.edges)
         axes.stairs(histogram.counts, histogram.edges / 10.0**exponent, fill=True)

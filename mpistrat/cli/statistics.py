@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Difference", "Summary", "summarize", "tell_apart"]
+__all__ = ["summarize", "tell_apart"]
 
 
 @dataclass(frozen=True)
-class Summary:
+class _Summary:
     """What is said of the values of a variable.
 
     NaN is left out of the first three, which are ``None`` where nothing is left, and for
@@ -26,7 +26,7 @@ class Summary:
     nan_count: int
 
 
-def summarize(pieces: Iterable[np.ndarray]) -> Summary:
+def summarize(pieces: Iterable[np.ndarray]) -> _Summary:
     """Return the statistics of flat arrays that come one by one. Local."""
     lowest: Any = None
     highest: Any = None
@@ -45,7 +45,7 @@ def summarize(pieces: Iterable[np.ndarray]) -> Summary:
         means.append((_mean(values), values.size))
     count = sum(size for _, size in means)
     mean = sum(each * (size / count) for each, size in means) if means else None
-    return Summary(lowest, highest, mean, nan_count)
+    return _Summary(lowest, highest, mean, nan_count)
 
 
 def _mean(values: np.ndarray) -> float:
@@ -58,7 +58,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 @dataclass
-class Difference:
+class _Difference:
     """How far the values of two variables of one shape and dtype are apart."""
 
     largest: float | int = 0
@@ -69,9 +69,9 @@ class Difference:
     """The number of equal elements whose bits differ: signs of zeros, or kinds of NaN."""
 
 
-def tell_apart(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> Difference:
+def tell_apart(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> _Difference:
     """Return how far two arrays are apart, which come in flat pieces of any sizes. Local."""
-    found = Difference()
+    found = _Difference()
     for piece_a, piece_b in _aligned(iter(a), iter(b)):
         bytes_a, bytes_b = (x.view(np.uint8).reshape(x.size, -1) for x in (piece_a, piece_b))
         other = (bytes_a != bytes_b).any(axis=1)

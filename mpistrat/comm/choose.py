@@ -13,7 +13,6 @@ from mpistrat.comm.functions import compiled_function
 from mpistrat.comm.nccl import NcclReducer, nccl_knows
 from mpistrat.comm.plan import Pack, Plan
 from mpistrat.comm.reducer import Reducer
-from mpistrat.comm.shared import SharedReducer
 from mpistrat.comm.sliced import SlicedReducer
 from mpistrat.comm.staged import StagedReducer
 from mpistrat.comm.transport import Transport
@@ -147,7 +146,7 @@ def _choose_on_host(
         return WholeReducer(transport), f"no compiled {op.name} of {dtype}"
     if asked is not _SHARED and num_bytes < node.min_bytes:
         return WholeReducer(transport), f"MPI was faster below {node.min_bytes} bytes"
-    return SharedReducer(node), "ranks share memory"
+    return node, "ranks share memory"
 
 
 def is_shareable(options: CommunicationOptions, op: ReduceOp, pack: Pack) -> bool:

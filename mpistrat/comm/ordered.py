@@ -6,12 +6,11 @@ NaN is beyond the end, so it wins, and the result is the same on every library.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from mpistrat.arrays import Array, is_on_host
 from mpistrat.options import ReduceOp
+from mpistrat.sharding import cut
 
 __all__ = ["as_floats", "as_ordered_integers", "is_reordered"]
 
@@ -58,14 +57,12 @@ def as_floats(op: ReduceOp, keys: Array, dtype: np.dtype) -> Array:
     return keys.view(dtype)
 
 
-def _parts(keys: Array) -> Iterator[Array]:
-    """Yield parts of `keys`, all of it where that is on a device."""
+def _parts(keys: Array) -> list[Array]:
+    """Return parts of `keys`, all of it where that is on a device."""
     if keys.size <= _PART or not is_on_host(keys):
-        yield keys
-        return
+        return [keys]
     flat = keys.reshape(-1)
-    for start in range(0, flat.size, _PART):
-        yield flat[start : start + _PART]
+    return [flat[each] for each in cut(flat.size, _PART)]
 
 
 def _flip_negatives(keys: Array) -> None:

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["in_parts", "plan_windows"]
+from mpistrat.arrays import Array
+from mpistrat.sharding import cut
+
+__all__ = ["in_parts", "pieces", "plan_windows"]
 
 _PART_BYTES = 2**28
 
@@ -22,9 +25,13 @@ def in_parts(buffer: np.ndarray) -> list[np.ndarray]:
     """
     if buffer.nbytes <= _PART_BYTES:
         return [buffer]
-    flat = buffer.reshape(-1)
-    length = max(_PART_BYTES // flat.itemsize, 1)
-    return [flat[start : start + length] for start in range(0, flat.size, length)]
+    return pieces(buffer, _PART_BYTES)
+
+
+def pieces(array: Array, bytes_per_piece: int) -> list[Array]:
+    """Return 1-d views that cover a C-ordered `array`, each with at least one element. Local."""
+    flat = array.reshape(-1)
+    return [flat[each] for each in cut(flat.size, max(1, bytes_per_piece // flat.itemsize))]
 
 
 def plan_windows(counts: Sequence[int], itemsize: int) -> list[tuple[int, list[int]]]:

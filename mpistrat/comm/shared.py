@@ -16,10 +16,9 @@ from mpistrat.comm.background import Background
 from mpistrat.comm.functions import compiled_function
 from mpistrat.comm.message import Message
 from mpistrat.comm.node import Lane, NodeMemory
-from mpistrat.comm.transport import NodeReducer
 from mpistrat.options import ReduceOp
 
-__all__ = ["SharedMemoryReducer", "SharedReducer"]
+__all__ = ["SharedMemoryReducer"]
 
 _BLOCK_BYTES = 2**19
 _SMALL_BYTES = 2**15
@@ -27,7 +26,7 @@ _SMALL_BYTES = 2**15
 
 
 class SharedMemoryReducer:
-    """Reduces messages in `memory`.
+    """Reduces messages in `memory`. Every element is combined in rank order, by one rank for all.
 
     Parameters
     ----------
@@ -69,6 +68,10 @@ class SharedMemoryReducer:
         self._boarded = None
         self._reduce(self._memory.reductions, op, message, is_boarded)
 
+    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
+        """Reduce each array of `message`, on every rank: that costs no more. **Collective**."""
+        self.all_reduce(op, message)
+
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
         """Have a thread reduce each array of `message`; return what waits for it."""
         return self._background.submit(lambda: self._reduce(self._memory.background, op, message))
@@ -94,29 +97,3 @@ class SharedMemoryReducer:
             message.sources,
             message.targets,
         )
-
-
-class SharedReducer:
-    """Leaves a message to the `NodeReducer` of the transport.
-
-    Every element is combined in rank order, by one rank for all.
-
-    Parameters
-    ----------
-    node : NodeReducer
-    """
-
-    def __init__(self, node: NodeReducer) -> None:
-        self._node = node
-
-    def all_reduce(self, op: ReduceOp, message: Message) -> None:
-        """Reduce each array of `message`. **Collective**."""
-        self._node.all_reduce(op, message)
-
-    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
-        """Begin to reduce each array of `message`. **Collective**, without waiting."""
-        return self._node.start_all_reduce(op, message)
-
-    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
-        """Reduce each array of `message`, on every rank: that costs no more. **Collective**."""
-        self._node.all_reduce(op, message)

@@ -19,7 +19,7 @@ from mpistrat.comm.transport import NodeReducer
 from mpistrat.options import ReduceOp
 from mpistrat.settings import settings_at_the_end
 
-__all__ = ["Sharing", "share_memory"]
+__all__ = ["share_memory"]
 
 _TRIED_BYTES = (2**18, 2**14, 2**6)
 _REPETITIONS = 10
@@ -30,7 +30,7 @@ _Way = Callable[[ReduceOp, Message], None]
 
 
 @dataclass(frozen=True)
-class Sharing:
+class _Sharing:
     """Memory that ranks share, and what reduces in it."""
 
     memory: NodeMemory
@@ -39,7 +39,7 @@ class Sharing:
     """Whether all ranks are on one node."""
 
 
-def share_memory(comm: MPI.Intracomm, otherwise: Reducer) -> Sharing | None:
+def share_memory(comm: MPI.Intracomm, otherwise: Reducer) -> _Sharing | None:
     """Return memory that the ranks of each node share, ``None`` if no rank has company.
 
     **Collective** over `comm`. Takes a few milliseconds, to measure from which size on it is faster
@@ -61,7 +61,7 @@ def share_memory(comm: MPI.Intracomm, otherwise: Reducer) -> Sharing | None:
     else:
         reducer = NodewiseReducer(memory, comm, min(sizes), otherwise)
     reducer.min_bytes = _min_bytes(comm, reducer.all_reduce, otherwise.all_reduce)
-    return Sharing(memory, reducer, holds_all)
+    return _Sharing(memory, reducer, holds_all)
 
 
 def _min_bytes(comm: MPI.Intracomm, shared: _Way, otherwise: _Way) -> int:

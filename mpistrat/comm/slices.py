@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mpistrat.sharding import slice_of_rank
+from mpistrat.sharding import cut, slice_of_rank
 
-__all__ = ["cut", "plan_blocks", "slice_lengths"]
+__all__ = ["plan_blocks", "slice_lengths"]
 
 _BYTES_PER_BLOCK = 4 * 2**20
 """Bounds the memory that a reduction needs besides its buffer."""
@@ -31,13 +31,6 @@ def plan_blocks(num_elements: int, itemsize: int, size: int) -> list[slice]:
         One behind the other, none of them empty.
     """
     return cut(num_elements, max(max(_BYTES_PER_BLOCK, size * _BYTES_PER_SLICE) // itemsize, 1))
-
-
-def cut(num_elements: int, length: int) -> list[slice]:
-    """Divide a buffer into slices of `length` elements, the last one shorter. Local."""
-    return [
-        slice(start, min(start + length, num_elements)) for start in range(0, num_elements, length)
-    ]
 
 
 def slice_lengths(num_elements: int, size: int) -> list[int]:

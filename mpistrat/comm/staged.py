@@ -16,10 +16,10 @@ from mpistrat.arrays import Array
 from mpistrat.comm.message import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducer import Reducer
-from mpistrat.comm.slices import cut
 from mpistrat.options import ReduceOp
+from mpistrat.sharding import cut
 
-__all__ = ["Copier", "Event", "StagedReducer", "part_bytes", "plan_parts"]
+__all__ = ["Copier", "StagedReducer", "part_bytes", "plan_parts"]
 
 _NUM_BUFFERS = 3
 _MAX_PART_BYTES = 4 * 2**20
@@ -27,7 +27,7 @@ _MIN_PART_BYTES = 2**18
 """Below, it costs more to begin a copy than to do it."""
 
 
-class Event(Protocol):
+class _Event(Protocol):
     """The end of a copy."""
 
     def synchronize(self) -> object:
@@ -46,10 +46,10 @@ class Copier(Protocol):
         What is `put` after it has waited for one, so it needs no more.
         """
 
-    def fetch(self, target: np.ndarray, source: Array, after: Event | None = None) -> Event:
+    def fetch(self, target: np.ndarray, source: Array, after: _Event | None = None) -> _Event:
         """Begin to copy `source`, on the device, to the host; not before `after`, a `put`."""
 
-    def put(self, target: Array, source: np.ndarray) -> Event:
+    def put(self, target: Array, source: np.ndarray) -> _Event:
         """Begin to copy `source`, part of a `buffer`, to `target` on the device."""
 
     def end(self) -> None:
@@ -114,9 +114,9 @@ class StagedReducer:
         copier.begin()
         lengths = [part.stop - part.start for part in parts[:_NUM_BUFFERS]]
         buffers = [copier.buffer(length, source.dtype) for length in lengths]
-        puts: list[Event] = []
+        puts: list[_Event] = []
 
-        def fetch(number: int) -> tuple[np.ndarray, Event]:
+        def fetch(number: int) -> tuple[np.ndarray, _Event]:
             part, round_ = parts[number], len(buffers)
             host = buffers[number % round_][: part.stop - part.start]
             after = puts[number - round_] if number >= round_ else None

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrat.comm.message import Message
 from mpistrat.comm.pool import Pool
+from mpistrat.comm.reducer import Reducer
 from mpistrat.options import ReduceOp
 
 __all__ = ["Carrier", "NodeReducer", "Round", "Transport"]
@@ -51,7 +52,7 @@ class Carrier(Round, Protocol):
         """Write the reduction of what travelled with the last round to `target`. Local."""
 
 
-class NodeReducer(Protocol):
+class NodeReducer(Reducer, Protocol):
     """Reduces messages of dtypes and reductions that it knows, in memory that ranks share."""
 
     min_bytes: int
@@ -69,12 +70,6 @@ class NodeReducer(Protocol):
 
     def unboard(self) -> None:
         """Take back what was boarded last, if it was not reduced. Local."""
-
-    def all_reduce(self, op: ReduceOp, message: Message) -> None:
-        """Write the reductions to the targets of `message`. **Collective**."""
-
-    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
-        """Begin `all_reduce`, and return the function that waits for its end. **Collective**."""
 
     def drain(self) -> None:
         """Wait for every reduction that was begun. Local."""

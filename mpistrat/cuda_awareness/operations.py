@@ -16,12 +16,12 @@ from mpistrat.arrays import Array, host_view, synchronize
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["OPERATIONS", "Put", "wrong_operations"]
+__all__ = ["OPERATIONS", "wrong_operations"]
 
 _LENGTHS = (1, 2**10, 2**14, 2**20)
 """Elements of 4 bytes: libraries change their ways between short and long messages."""
 
-Put = Callable[[np.ndarray], Array]
+_Put = Callable[[np.ndarray], Array]
 """Copies a NumPy array to the memory that is tried."""
 
 
@@ -44,7 +44,7 @@ def _parts(array: Array, counts: list[int]) -> list[object]:
     return [array, (counts, [0, *accumulate(counts)][:-1])]
 
 
-def _sendrecv(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.ndarray]:
+def _sendrecv(comm: MPI.Intracomm, put: _Put, length: int) -> tuple[Array, np.ndarray]:
     own, received = put(_numbers(comm.rank, length)), put(_numbers(-1, length))
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     _ready(own, received)
@@ -52,14 +52,14 @@ def _sendrecv(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.nda
     return received, _numbers(left, length)
 
 
-def _bcast(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.ndarray]:
+def _bcast(comm: MPI.Intracomm, put: _Put, length: int) -> tuple[Array, np.ndarray]:
     buffer, root = put(_numbers(comm.rank, length)), comm.size - 1
     _ready(buffer)
     comm.Bcast(buffer, root)
     return buffer, _numbers(root, length)
 
 
-def _allreduce(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.ndarray]:
+def _allreduce(comm: MPI.Intracomm, put: _Put, length: int) -> tuple[Array, np.ndarray]:
     from mpi4py import MPI
 
     buffer = put(_numbers(comm.rank, length))
@@ -68,7 +68,7 @@ def _allreduce(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.nd
     return buffer, _total(comm.size, length)
 
 
-def _reduce(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.ndarray]:
+def _reduce(comm: MPI.Intracomm, put: _Put, length: int) -> tuple[Array, np.ndarray]:
     from mpi4py import MPI
 
     buffer = put(_numbers(comm.rank, length))
@@ -86,7 +86,7 @@ def _lengths(comm: MPI.Intracomm, length: int) -> tuple[list[int], np.ndarray]:
     return counts, np.concatenate([_numbers(rank, n) for rank, n in enumerate(counts)])
 
 
-def _allgatherv(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.ndarray]:
+def _allgatherv(comm: MPI.Intracomm, put: _Put, length: int) -> tuple[Array, np.ndarray]:
     counts, expected = _lengths(comm, length)
     own, received = put(_numbers(comm.rank, counts[comm.rank])), put(np.zeros_like(expected))
     _ready(own, received)
@@ -94,7 +94,7 @@ def _allgatherv(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.n
     return received, expected
 
 
-def _gatherv(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.ndarray]:
+def _gatherv(comm: MPI.Intracomm, put: _Put, length: int) -> tuple[Array, np.ndarray]:
     counts, expected = _lengths(comm, length)
     own, received = put(_numbers(comm.rank, counts[comm.rank])), put(np.zeros_like(expected))
     _ready(own, received)
@@ -102,7 +102,7 @@ def _gatherv(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.ndar
     return received, expected if comm.rank == 0 else np.zeros_like(expected)
 
 
-def _alltoallv(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.ndarray]:
+def _alltoallv(comm: MPI.Intracomm, put: _Put, length: int) -> tuple[Array, np.ndarray]:
     counts, sent = _lengths(comm, length)
     own_counts = [counts[comm.rank]] * comm.size
     expected = np.concatenate([_numbers(comm.rank, counts[comm.rank])] * comm.size)
@@ -112,7 +112,7 @@ def _alltoallv(comm: MPI.Intracomm, put: Put, length: int) -> tuple[Array, np.nd
     return received, expected
 
 
-OPERATIONS: dict[str, Callable[[MPI.Intracomm, Put, int], tuple[Array, np.ndarray]]] = {
+OPERATIONS: dict[str, Callable[[MPI.Intracomm, _Put, int], tuple[Array, np.ndarray]]] = {
     "Sendrecv": _sendrecv,
     "Bcast": _bcast,
     "Allreduce": _allreduce,
@@ -124,7 +124,7 @@ OPERATIONS: dict[str, Callable[[MPI.Intracomm, Put, int], tuple[Array, np.ndarra
 """What is tried. Each returns what this rank has received, and what it should have."""
 
 
-def wrong_operations(comm: MPI.Intracomm, put: Put) -> list[str]:
+def wrong_operations(comm: MPI.Intracomm, put: _Put) -> list[str]:
     """Do every operation on memory from `put`; return those with wrong numbers. **Collective**."""
     return [
         f"{name} of {length} numbers"

@@ -12,6 +12,7 @@ from mpistrat.errors import DataError
 
 if TYPE_CHECKING:
     from mpistrat.collectives import Collectives
+from mpistrat.spelling import ranks_by_value
 
 __all__ = ["check_same"]
 
@@ -57,9 +58,7 @@ def _num_equal(entries: Sequence[str], expected: Sequence[str]) -> int:
 
 
 def _by_rank(entries: Sequence[str]) -> str:
-    ranks_of: dict[str, list[int]] = {}
-    for rank, entry in enumerate(entries):
-        ranks_of.setdefault(entry, []).append(rank)
+    ranks_of = ranks_by_value(enumerate(entries))
     shown = [
         f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {entry}"
         for entry, ranks in list(ranks_of.items())[:_MAX_SHOWN]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mpistrat.data.arguments import boolean, integer
+from mpistrat.arguments import as_bool, as_integer
 from mpistrat.data.generator_source import GeneratorSource
 from mpistrat.data.hdf5_source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator
@@ -108,7 +108,7 @@ class Dataset:
     @classmethod
     def range(cls, n: int) -> Dataset:
         """Return the integers 0 to `n` - 1, as int64. Local."""
-        return cls(Pipeline(RangeSource(integer("n", n, 0, maximum=2**63 - 1))))
+        return cls(Pipeline(RangeSource(as_integer("n", n, 0, maximum=2**63 - 1))))
 
     def shuffle(
         self, seed: int, reshuffle_each_iteration: bool = True, window: int | None = None
@@ -141,9 +141,9 @@ class Dataset:
             If `seed` is no integer of at least 0, `window` none of at least 1, or
             `reshuffle_each_iteration` no bool.
         """
-        window = None if window is None else integer("window", window, 1)
-        reshuffles = boolean("reshuffle_each_iteration", reshuffle_each_iteration)
-        return self._then(Shuffle(integer("seed", seed, 0), reshuffles, window))
+        window = None if window is None else as_integer("window", window, 1)
+        reshuffles = as_bool("reshuffle_each_iteration", reshuffle_each_iteration)
+        return self._then(Shuffle(as_integer("seed", seed, 0), reshuffles, window))
 
     def batch(self, global_batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Return the examples in batches: arrays with one more dimension in front. Local.
@@ -162,10 +162,10 @@ class Dataset:
         NotImplementedError
             If the elements are batches already.
         """
-        batch_size = integer("global_batch_size", global_batch_size, 1)
+        batch_size = as_integer("global_batch_size", global_batch_size, 1)
         if self.pipeline.batch is not None:
             raise NotImplementedError("Batches of batches are not supported: call batch() once.")
-        return self._then(Batch(batch_size, boolean("drop_remainder", drop_remainder)))
+        return self._then(Batch(batch_size, as_bool("drop_remainder", drop_remainder)))
 
     def map(self, fn: Callable[..., Any], seed: int = 0) -> Dataset:
         """Return `fn` of each element. Local.
@@ -195,21 +195,21 @@ class Dataset:
         """
         if not callable(fn):
             raise TypeError(f"map needs a function, not {fn!r}.")
-        return self._then(Map(fn, integer("seed", seed, 0)))
+        return self._then(Map(fn, as_integer("seed", seed, 0)))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return the elements `count` times over; endlessly for ``None`` or -1. Local."""
         if count is not None:
-            count = integer("count", count, -1)
+            count = as_integer("count", count, -1)
         return self._then(Repeat(None if count == -1 else count))
 
     def take(self, n: int) -> Dataset:
         """Return the first `n` elements. Local."""
-        return self._then(Take(integer("n", n, 0)))
+        return self._then(Take(as_integer("n", n, 0)))
 
     def skip(self, n: int) -> Dataset:
         """Return the elements after the first `n`. Local."""
-        return self._then(Skip(integer("n", n, 0)))
+        return self._then(Skip(as_integer("n", n, 0)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return every `num_shards`-th element, from element `index` on. Local.
@@ -219,7 +219,7 @@ class Dataset:
         TypeError, ValueError
             If ``0 <= index < num_shards`` does not hold for two integers.
         """
-        num_shards, index = integer("num_shards", num_shards, 1), integer("index", index, 0)
+        num_shards, index = as_integer("num_shards", num_shards, 1), as_integer("index", index, 0)
         if index >= num_shards:
             raise ValueError(f"index must be less than num_shards={num_shards}, not {index}.")
         return self._then(Shard(num_shards, index))
@@ -230,7 +230,7 @@ class Dataset:
         Wherever it stands, it is the elements at the end that are prepared. Functions given to
         `map` run in that thread.
         """
-        return self._then(Prefetch(integer("n", n, 1)))
+        return self._then(Prefetch(as_integer("n", n, 1)))
 
     def with_options(self, *, auto_shard_policy: AutoShardPolicy) -> Dataset:
         """Return the same elements, to be divided among ranks in another way. Local.

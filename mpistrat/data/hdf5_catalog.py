@@ -22,7 +22,6 @@ from mpistrat.errors import DataError
 
 __all__ = [
     "Catalog",
-    "FieldLayout",
     "FileEntry",
     "bytes_per_row",
     "read_catalog",
@@ -40,7 +39,7 @@ _MAX_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class FieldLayout:
+class _FieldLayout:
     """One field in one file."""
 
     spec: ArraySpec
@@ -59,7 +58,7 @@ class FileEntry:
 
     path: str
     num_rows: int
-    layouts: tuple[FieldLayout, ...]
+    layouts: tuple[_FieldLayout, ...]
     """The layouts of the fields, in the order of `Catalog.names`."""
     stamp: tuple[int, ...]
     """What `stamp_of` gave before the file was looked at."""
@@ -191,7 +190,7 @@ def _what_is_there(file: Any, name: str, found: Any) -> str:
     return "is a group, not a data set" if is_group else "is a named type, not a data set"
 
 
-def _read_layout(dataset: Any, path: str, name: str) -> FieldLayout:
+def _read_layout(dataset: Any, path: str, name: str) -> _FieldLayout:
     if dataset.dtype.kind not in "biufcS":
         kind = "variable-length or references" if dataset.dtype.hasobject else "compound or opaque"
         raise DataError(
@@ -201,11 +200,11 @@ def _read_layout(dataset: Any, path: str, name: str) -> FieldLayout:
         )
     spec = ArraySpec(dataset.shape[1:], dataset.dtype.newbyteorder("="))
     if dataset.chunks:
-        return FieldLayout(spec, dataset.chunks[0], True, None)
+        return _FieldLayout(spec, dataset.chunks[0], True, None)
     row_bytes = max(bytes_per_row(spec), 1)
     share = len(dataset) * row_bytes // _BLOCKS_PER_FILE
     block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
-    return FieldLayout(spec, max(block_bytes // row_bytes, 1), False, extent_of(dataset))
+    return _FieldLayout(spec, max(block_bytes // row_bytes, 1), False, extent_of(dataset))
 
 
 def bytes_per_row(spec: ArraySpec) -> int:

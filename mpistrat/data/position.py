@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpistrat.data.arguments import integer
+from mpistrat.arguments import as_integer
 
 __all__ = ["Position"]
 
@@ -77,8 +77,8 @@ class Position:
         missing = {"pass", "batch"} - set(state)
         if missing:
             raise ValueError(f"The position of a data set needs {sorted(missing)}, came {state!r}.")
-        pass_number = integer("pass", state["pass"], 0)
-        num_handed_out = integer("batch", state["batch"], 0)
+        pass_number = as_integer("pass", state["pass"], 0)
+        num_handed_out = as_integer("batch", state["batch"], 0)
         saved = {key: state[key] for key in state if key not in ("pass", "batch")}
         if num_handed_out:
             _check_layout(saved, layout)

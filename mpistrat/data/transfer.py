@@ -24,14 +24,14 @@ from mpistrat.arrays import (
     record,
 )
 
-__all__ = ["DeviceTransfer", "HostTransfer", "Transfer", "transfer_to"]
+__all__ = ["transfer_to"]
 
 
 _TEXT = "SU"
 """Kinds of dtype that no device knows: such arrays stay in host memory."""
 
 
-class Transfer(Protocol):
+class _Transfer(Protocol):
     """Brings elements to a device in two steps, between which there may be others."""
 
     def begin(self, element: Any) -> Any:
@@ -44,7 +44,7 @@ class Transfer(Protocol):
         """Wait for elements that nobody will ask for. Local."""
 
 
-class HostTransfer:
+class _HostTransfer:
     """To host memory, where elements are made already."""
 
     def begin(self, element: Any) -> Any:
@@ -61,7 +61,7 @@ class HostTransfer:
         """Nothing is under way. Local."""
 
 
-class DeviceTransfer:
+class _DeviceTransfer:
     """To a GPU, through page-locked memory and on a stream of its own.
 
     So the copies go on beside what the program computes. To be made in the thread that uses the
@@ -130,6 +130,8 @@ def _is_moved(leaf: Any) -> bool:
     return is_array(leaf) or is_number(leaf)
 
 
-def transfer_to(device: Device | None) -> Transfer:
+def transfer_to(device: Device | None) -> _Transfer:
     """Return the way to `device`, with ``None`` for host memory. Local."""
-    return DeviceTransfer(device) if device is not None and device.kind == "gpu" else HostTransfer()
+    if device is not None and device.kind == "gpu":
+        return _DeviceTransfer(device)
+    return _HostTransfer()

@@ -89,6 +89,8 @@ class Channel:
         Whether the ranks compare their calls before data moves.
     on_collective : callable or None
         Called with the number of each collective, from 1, before this rank comes to it.
+    on_received : callable or None
+        Called with each array that a collective has brought, which it may write to.
     companions : Companions or None
         The other ranks on the side channel, where there is one.
     lost : dict
@@ -118,6 +120,7 @@ class Channel:
         self.num_strategies = 0
         self.checks = True
         self.on_collective: Callable[[int], None] | None = None
+        self.on_received: Callable[[Any], None] | None = None
         self.companions: Companions | None = None
         self.lost: dict[int, str] = {}
         self.stuck_at: str | None = None

@@ -9,9 +9,9 @@ from typing import Any
 
 from mpistrat import errors
 
-__all__ = ["GRAMMAR", "Fault", "read_fault", "read_faults"]
+__all__ = ["Fault", "read_fault", "read_faults"]
 
-GRAMMAR = (
+_GRAMMAR = (
     "delay:SECONDS, jitter:SECONDS, kill, stop, exhaust, corrupt[:BIT], raise:CLASS, exit[:CODE] "
     "or _exit[:CODE], then @rank=R,collective=K (a delay may leave either out; jitter has no "
     "collective but may have a seed)"
@@ -171,4 +171,4 @@ def read_faults(text: str) -> tuple[Fault, ...]:
 
 
 def _refusal(text: str, reason: str) -> ValueError:
-    return ValueError(f"The fault {text!r} cannot be read: {reason}. Write {GRAMMAR}.")
+    return ValueError(f"The fault {text!r} cannot be read: {reason}. Write {_GRAMMAR}.")

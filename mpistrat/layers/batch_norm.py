@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arguments import as_index
+from mpistrat.arguments import as_integer
 from mpistrat.arrays import Array, Device, place
 from mpistrat.collectives import Collectives
 from mpistrat.errors import ContextError
@@ -81,7 +81,7 @@ class BatchNorm(Trackable):
         with get_strategy().extended.collectives.call("BatchNorm", self.name) as call:
             check_parameters(num_features, momentum, epsilon, dtype)
             self.num_features = int(num_features)
-            self.axis = as_index("BatchNorm", axis)
+            self.axis = as_integer("BatchNorm: axis", axis)
             self.momentum, self.epsilon = float(momentum), float(epsilon)
             self.synchronized = bool(synchronized)
             parameters = ("num_features", "axis", "momentum", "epsilon", "synchronized")

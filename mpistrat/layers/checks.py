@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
 
-from mpistrat.arguments import as_array
+from mpistrat.arguments import as_array, as_integer
 from mpistrat.arrays import Array
 from mpistrat.comm.dtypes import is_floating
 from mpistrat.tensors import is_tensor
@@ -23,14 +22,7 @@ def check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any)
     TypeError, ValueError
         Naming the parameter.
     """
-    try:
-        number = operator.index(num_features)
-    except TypeError:
-        raise TypeError(
-            f"BatchNorm: num_features must be an integer, not {num_features!r}."
-        ) from None
-    if number < 1:
-        raise ValueError(f"BatchNorm: num_features must be at least 1, not {number}.")
+    as_integer("BatchNorm: num_features", num_features, 1)
     if not 0 <= momentum <= 1:
         raise ValueError(f"BatchNorm: momentum must be in [0, 1], not {momentum}.")
     if not epsilon > 0:

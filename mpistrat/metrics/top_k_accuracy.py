@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
 
+from mpistrat.arguments import as_integer, span_outside
 from mpistrat.arrays import Array, namespace_of
 from mpistrat.metrics.base import as_values, beside, check_real
 from mpistrat.metrics.mean import RunningMean
@@ -40,7 +40,7 @@ class TopKAccuracy(RunningMean):
 
     def __init__(self, k: int = 5, name: str | None = None) -> None:
         with get_strategy().extended.collectives.call("TopKAccuracy", name) as call:
-            self.k = _checked_k(k)
+            self.k = as_integer("TopKAccuracy: k", k, 1)
             call.agree(f"k={self.k}")
         super().__init__(name)
 
@@ -89,18 +89,6 @@ class TopKAccuracy(RunningMean):
             )
 
 
-def _checked_k(k: Any) -> int:
-    try:
-        if isinstance(k, bool):
-            raise TypeError
-        number = operator.index(k)
-    except TypeError:
-        raise TypeError(f"TopKAccuracy: k must be an integer, not {k!r}.") from None
-    if number < 1:
-        raise ValueError(f"TopKAccuracy: k must be at least 1, not {number}.")
-    return number
-
-
 def _integers(labels: Array) -> Array:
     if labels.shape == (0,) and labels.dtype == np.float64:
         return labels.astype(np.int64)  # an empty sequence has no dtype of its own
@@ -113,8 +101,9 @@ def _integers(labels: Array) -> Array:
 
 
 def _check_range(labels: Array, num_classes: int) -> None:
-    if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+    span = span_outside(labels, num_classes)
+    if span is not None:
         raise ValueError(
-            f"TopKAccuracy: y_true has labels from {int(labels.min())} to {int(labels.max())}, "
-            f"but y_pred has scores for the classes 0 to {num_classes - 1}."
+            f"TopKAccuracy: y_true has labels from {span[0]} to {span[1]}, but y_pred has scores "
+            f"for the classes 0 to {num_classes - 1}."
         )

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpistrat.arguments import as_finite
 from mpistrat.optimizers import kernels
 from mpistrat.optimizers.base import Optimizer
 from mpistrat.optimizers.loss_scale import LossScale
-from mpistrat.optimizers.parameters import number
 from mpistrat.optimizers.rule import Rule
 
 __all__ = ["Adam"]
@@ -89,9 +89,9 @@ class Adam(Optimizer):
     def _check_parameters(self) -> None:
         super()._check_parameters()
         for name, value in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
-            if not 0 <= number("Adam", name, value) < 1:
+            if not 0 <= as_finite(f"Adam: {name}", value) < 1:
                 raise ValueError(f"Adam: {name} must be in [0, 1), not {value}.")
-        if number("Adam", "epsilon", self.epsilon) <= 0:
+        if as_finite("Adam: epsilon", self.epsilon) <= 0:
             raise ValueError(f"Adam: epsilon must be positive, not {self.epsilon}.")
 
     @property

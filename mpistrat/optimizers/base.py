@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
+from mpistrat.arguments import as_finite, as_real
 from mpistrat.arrays import is_on_host
 from mpistrat.collectives import CollectiveCall
 from mpistrat.optimizers import device_pass, host_pass
@@ -28,7 +29,7 @@ from mpistrat.optimizers.gradients import (
     variables_in,
 )
 from mpistrat.optimizers.loss_scale import LossScale
-from mpistrat.optimizers.parameters import at_least_0, is_constant, real, spelled
+from mpistrat.optimizers.parameters import is_constant, spelled
 from mpistrat.optimizers.plans import Plan, Plans
 from mpistrat.optimizers.rows import update_rows
 from mpistrat.optimizers.rule import Rule, Step, Target
@@ -122,11 +123,11 @@ class Optimizer(Trackable, abc.ABC):
         """Refuse parameters out of range. Local."""
         kind = type(self).__name__
         if not callable(self.learning_rate):
-            at_least_0(kind, "learning_rate", self.learning_rate)
+            as_finite(f"{kind}: learning_rate", self.learning_rate, 0)
         if self.weight_decay is not None:
-            at_least_0(kind, "weight_decay", self.weight_decay)
+            as_finite(f"{kind}: weight_decay", self.weight_decay, 0)
         if self.global_clipnorm is not None:
-            clipnorm = real(kind, "global_clipnorm", self.global_clipnorm)
+            clipnorm = as_real(f"{kind}: global_clipnorm", self.global_clipnorm)
             if not clipnorm > 0:
                 raise ValueError(f"{kind}: global_clipnorm must be above 0, not {clipnorm}.")
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
@@ -257,7 +258,7 @@ class Optimizer(Trackable, abc.ABC):
         rate = self.learning_rate
         if not callable(rate):
             return float(rate)
-        return at_least_0(type(self).__name__, f"learning_rate({step})", rate(step))
+        return as_finite(f"{type(self).__name__}: learning_rate({step})", rate(step), 0)
 
     def _apply(
         self,

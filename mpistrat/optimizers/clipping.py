@@ -10,10 +10,10 @@ from mpistrat.arrays import is_on_host
 from mpistrat.optimizers import device_pass, host_pass
 from mpistrat.values import IndexedSlices
 
-__all__ = ["global_norm", "gradient_factor"]
+__all__ = ["gradient_factor"]
 
 
-def global_norm(gradients: Sequence[Any]) -> float:
+def _global_norm(gradients: Sequence[Any]) -> float:
     """Return the Euclidean norm of all elements together, not finite if one is not. Local.
 
     Parameters
@@ -53,7 +53,7 @@ def gradient_factor(
     """
     if clipnorm is None and not must_be_finite:
         return 1 / scale
-    norm = global_norm(gradients) / scale
+    norm = _global_norm(gradients) / scale
     if must_be_finite and not math.isfinite(norm):
         return None
     if clipnorm is None or norm <= clipnorm:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.arguments import as_array
+from mpistrat.arguments import as_array, span_outside
 from mpistrat.arrays import Array, Device, address_of, place
 from mpistrat.collectives import CollectiveCall
 from mpistrat.comm.dtypes import is_floating
@@ -195,10 +195,11 @@ def _checked_slices(what: str, slices: IndexedSlices, variable: Variable) -> Ind
             f"{slices.dense_shape}), but the variable has the shape {variable.shape}."
         )
     num_rows = variable.shape[0]
-    if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
+    span = span_outside(indices, num_rows)
+    if span is not None:
         raise IndexError(
-            f"{what} has indices from {int(indices.min())} to {int(indices.max())}, but the "
-            f"variable of shape {variable.shape} has the rows 0 to {num_rows - 1}."
+            f"{what} has indices from {span[0]} to {span[1]}, but the variable of "
+            f"shape {variable.shape} has the rows 0 to {num_rows - 1}."
         )
     # One dtype of indices, so that ranks which differ in that can still concatenate them.
     return IndexedSlices(_cast(what, values, variable), indices.astype(np.int64), variable.shape)

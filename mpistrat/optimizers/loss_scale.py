@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 
-from mpistrat.optimizers.parameters import integer, number
+from mpistrat.arguments import as_finite, as_integer
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.tracking import Trackable
@@ -71,14 +71,14 @@ class LossScale(Trackable):
         self._num_skipped = self._make("num_skipped_steps", np.int64(0))
 
     def _check_parameters(self) -> None:
-        if number("LossScale", "initial_scale", self.initial_scale) < 1:
+        if as_finite("LossScale: initial_scale", self.initial_scale) < 1:
             raise ValueError(f"LossScale: initial_scale is {self.initial_scale}, not at least 1.")
         interval = self.growth_interval
-        if interval is not None and integer("LossScale", "growth_interval", interval) < 1:
+        if interval is not None and as_integer("LossScale: growth_interval", interval) < 1:
             raise ValueError(f"LossScale: growth_interval is {interval}, not at least 1 or None.")
-        if number("LossScale", "growth_factor", self.growth_factor) <= 1:
+        if as_finite("LossScale: growth_factor", self.growth_factor) <= 1:
             raise ValueError(f"LossScale: growth_factor is {self.growth_factor}, not above 1.")
-        if not 0 < number("LossScale", "backoff_factor", self.backoff_factor) < 1:
+        if not 0 < as_finite("LossScale: backoff_factor", self.backoff_factor) < 1:
             raise ValueError(f"LossScale: backoff_factor is {self.backoff_factor}, not in (0, 1).")
 
     def _make(self, name: str, value: np.generic) -> Variable:

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpistrat.optimizers.parameters import at_least_0, integer, number
+from mpistrat.arguments import as_finite, as_integer
 
 __all__ = [
     "Constant",
@@ -55,15 +55,11 @@ class LearningRateSchedule(abc.ABC):
         object.__setattr__(self, name, value)
 
     def _settle_rate(self, name: str) -> None:
-        self._settle(name, at_least_0(type(self).__name__, name, getattr(self, name)))
+        self._settle(name, as_finite(f"{type(self).__name__}: {name}", getattr(self, name), 0))
 
     def _settle_steps(self, name: str, at_least: int) -> None:
-        steps = integer(type(self).__name__, name, getattr(self, name))
-        if steps < at_least:
-            raise ValueError(
-                f"{type(self).__name__}: {name} must be at least {at_least}, not {steps}."
-            )
-        self._settle(name, steps)
+        what = f"{type(self).__name__}: {name}"
+        self._settle(name, as_integer(what, getattr(self, name), at_least))
 
 
 @dataclass(frozen=True)
@@ -110,8 +106,8 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
-        boundaries = tuple(integer(kind, "a boundary", each) for each in self.boundaries)
-        values = tuple(number(kind, "a value", each) for each in self.values)
+        boundaries = tuple(as_integer(f"{kind}: a boundary", each) for each in self.boundaries)
+        values = tuple(as_finite(f"{kind}: a value", each) for each in self.values)
         if len(values) != len(boundaries) + 1:
             raise ValueError(
                 f"{kind} needs one value more than boundaries, but has {len(values)} values and "
@@ -151,7 +147,7 @@ class ExponentialDecay(LearningRateSchedule):
     def __post_init__(self) -> None:
         self._settle_rate("initial_learning_rate")
         self._settle_steps("decay_steps", at_least=1)
-        decay_rate = number("ExponentialDecay", "decay_rate", self.decay_rate)
+        decay_rate = as_finite("ExponentialDecay: decay_rate", self.decay_rate)
         if not 0 < decay_rate <= 1:
             raise ValueError(f"ExponentialDecay: decay_rate must be in (0, 1], not {decay_rate}.")
         self._settle("decay_rate", decay_rate)
@@ -194,7 +190,7 @@ class CosineDecay(LearningRateSchedule):
         self._settle_rate("initial_learning_rate")
         self._settle_steps("decay_steps", at_least=1)
         self._settle_steps("warmup_steps", at_least=0)
-        alpha = number("CosineDecay", "alpha", self.alpha)
+        alpha = as_finite("CosineDecay: alpha", self.alpha)
         if not 0 <= alpha <= 1:
             raise ValueError(f"CosineDecay: alpha must be in [0, 1], not {alpha}.")
         self._settle("alpha", alpha)

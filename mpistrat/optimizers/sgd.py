@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpistrat.arguments import as_finite
 from mpistrat.optimizers import kernels
 from mpistrat.optimizers.base import Optimizer
 from mpistrat.optimizers.loss_scale import LossScale
-from mpistrat.optimizers.parameters import number
 from mpistrat.optimizers.rule import Rule
 
 __all__ = ["SGD"]
@@ -94,7 +94,7 @@ class SGD(Optimizer):
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
-        if not 0 <= number("SGD", "momentum", self.momentum) < 1:
+        if not 0 <= as_finite("SGD: momentum", self.momentum) < 1:
             raise ValueError(f"SGD: momentum must be in [0, 1), not {self.momentum}.")
         if self.nesterov and self.momentum == 0:
             raise ValueError("SGD: nesterov=True needs a momentum above 0.")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import context
-from mpistrat.options import InputOptions, ReduceOp, RunOptions
-from mpistrat.strategies.base_v1 import StrategyV1
+from mpistrat.deprecation import warn_deprecated
+from mpistrat.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions
+from mpistrat.strategies.base_v1 import InputIterator
+from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.values import PerReplica
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Strategy"]
 
 
-class Strategy(StrategyV1):
+class Strategy:
     """State and computation distributed over replicas.
 
     Make one of its subclasses: `MPIStrategy`, or `OneDeviceStrategy` for one replica without
@@ -203,6 +206,93 @@ class Strategy(StrategyV1):
     ) -> PerReplica:
         """Return the `PerReplica` whose component on each rank is ``value_fn(context)``. Local."""
         return self._extended.values_from_function(value_fn)
+
+    # Names that are deprecated, and names that steer graphs and sessions.
+
+    def unwrap(self, value: Any) -> tuple[Any, ...]:
+        """Return `experimental_local_results`. Deprecated. Local."""
+        warn_deprecated("unwrap", "Use experimental_local_results.")
+        return self.experimental_local_results(value)
+
+    def group(self, value: Any, name: str | None = None) -> None:
+        """Do nothing: `value` is already computed. A no-op by nature. Local."""
+        return
+
+    def configure(
+        self,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Do nothing: there are no sessions and no servers. A no-op by nature. Local."""
+        return
+
+    def update_config_proto(self, config_proto: Any) -> Any:
+        """Return a copy of `config_proto`: there are no sessions. A no-op by nature. Local."""
+        return copy.deepcopy(config_proto)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """Where this rank stands in the cluster; ``None`` where there is none. Local."""
+        return None
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> Dataset:
+        """Return a data set of the examples along the first axis of a nest of arrays. Local."""
+        return self.extended.experimental_make_numpy_dataset(numpy_input, session)
+
+    def colocate_vars_with(
+        self, colocate_with_variable: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return `StrategyExtended.colocate_vars_with`. Deprecated. Local."""
+        warn_deprecated("Strategy.colocate_vars_with", "Use extended.colocate_vars_with.")
+        return self.extended.colocate_vars_with(colocate_with_variable)
+
+    def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
+        """Return an iterator over the distributed data set. Deprecated. **Collective**."""
+        warn_deprecated("make_dataset_iterator", "Use iter(experimental_distribute_dataset(...)).")
+        return InputIterator(self.experimental_distribute_dataset(dataset))
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Dataset],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> InputIterator:
+        """Return an iterator over the data sets of `input_fn`. Deprecated. **Collective**.
+
+        Raises
+        ------
+        ValueError
+            For another replication mode than PER_WORKER.
+        """
+        warn_deprecated("make_input_fn_iterator", "Use distribute_datasets_from_function.")
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ValueError(
+                f"make_input_fn_iterator: the replication mode {replication_mode!r} is not "
+                "supported. Use InputReplicationMode.PER_WORKER."
+            )
+        return InputIterator(self.distribute_datasets_from_function(input_fn))
+
+    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
+        """Run `fn` on the next element of `input_iterator`. Deprecated.
+
+        **Collective**: every rank makes the call.
+        """
+        warn_deprecated("experimental_run", "Use run(fn, args=(next(iterator),)).")
+        self.extended.require_cross_replica("experimental_run")
+        return self.run(fn, args=() if input_iterator is None else (input_iterator.get_next(),))
+
+    def experimental_distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Dataset],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Return `distribute_datasets_from_function`. Deprecated. **Collective**."""
+        warn_deprecated(
+            "experimental_distribute_datasets_from_function",
+            "Use distribute_datasets_from_function.",
+        )
+        return self.distribute_datasets_from_function(dataset_fn, options)
 
     def __copy__(self) -> Strategy:
         raise RuntimeError(

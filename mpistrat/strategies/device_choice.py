@@ -8,7 +8,7 @@ launcher's binding make of the numbers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpistrat.arrays import (
@@ -24,9 +24,17 @@ from mpistrat.cores import cores_near_pci, own_cores
 from mpistrat.epochs.report import rank_list
 from mpistrat.errors import LaunchError
 from mpistrat.launcher import find_launcher
+from mpistrat.spelling import ranks_by_value
 from mpistrat.world import is_started
 
-__all__ = ["Offer", "choose_devices", "choose_gpus", "make_offer", "prepare_device"]
+__all__ = [
+    "Offer",
+    "choose_devices",
+    "choose_gpus",
+    "make_offer",
+    "prepare_device",
+    "ranks_on_one_gpu",
+]
 
 
 @dataclass(frozen=True)
@@ -182,16 +190,22 @@ def choose_devices(
     for node in dict.fromkeys(node_of_rank):
         mates = [rank for rank, each in enumerate(node_of_rank) if each == node]
         chosen = choose_gpus([offers[rank] for rank in mates])
-        owners: dict[str, list[int]] = {}
+        gpus: dict[int, str] = {}
         for rank, index in zip(mates, chosen, strict=True):
             offer = offers[rank]
             if offer is not None and index is not None:
                 devices[rank] = Device("gpu", index)
-                owners.setdefault(offer.gpus[index], []).append(rank)
-        for ranks in () if may_share else owners.values():
-            if len(ranks) > 1:
-                raise LaunchError(_words_on_sharing(ranks, [offers[rank] for rank in mates]))
+                gpus[rank] = offer.gpus[index]
+        shared = ranks_on_one_gpu(gpus.items())
+        if shared and not may_share:
+            raise LaunchError(_words_on_sharing(shared, [offers[rank] for rank in mates]))
     return devices
+
+
+def ranks_on_one_gpu(gpus: Iterable[tuple[int, str]]) -> list[int]:
+    """Return the first ranks that share a GPU, of pairs of rank and GPU. Local."""
+    owners = ranks_by_value(gpus).values()
+    return next((ranks for ranks in owners if len(ranks) > 1), [])
 
 
 def _words_on_sharing(ranks: Sequence[int], of_node: Sequence[Offer | None]) -> str:

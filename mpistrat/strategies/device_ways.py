@@ -12,6 +12,7 @@ from mpistrat.comm.device_ways import DeviceWays
 from mpistrat.comm.nccl import NcclLink, connect_nccl
 from mpistrat.cuda_awareness import Answer, CudaAwareness, cuda_awareness
 from mpistrat.epochs.report import rank_list
+from mpistrat.strategies.device_choice import ranks_on_one_gpu
 from mpistrat.world import World, attached
 
 __all__ = ["Gpu", "open_device_ways", "why_not_mpi", "why_not_nccl"]
@@ -75,13 +76,8 @@ def why_not_nccl(gpus: Sequence[Gpu]) -> str:
     for rank, version in enumerate(versions):
         if version != versions[0]:
             return f"rank 0 has NCCL {versions[0]} and rank {rank} has {version}"
-    owners: dict[str, list[int]] = {}
-    for rank, gpu in enumerate(gpus):
-        owners.setdefault(gpu.identity, []).append(rank)
-    for ranks in owners.values():
-        if len(ranks) > 1:
-            return f"{rank_list(ranks)} share one GPU"
-    return ""
+    shared = ranks_on_one_gpu((rank, gpu.identity) for rank, gpu in enumerate(gpus))
+    return f"{rank_list(shared)} share one GPU" if shared else ""
 
 
 def _open_nccl(world: World, device: Device, gpus: list[Gpu]) -> tuple[NcclLink | None, str]:

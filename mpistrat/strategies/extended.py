@@ -270,9 +270,8 @@ class StrategyExtended(ExtendedV1):
         Raises
         ------
         ReplicaDriftError
-            On every rank, if a variable differs. It names the first one, the groups of ranks
-            that hold the same, how many elements differ and the largest difference from the
-            largest group. The strategy stays usable.
+            On every rank, if a variable differs. It names the first one and the groups of ranks
+            that hold the same. The strategy stays usable.
         ValueError
             For a SyncOnRead variable that is given itself, and where there is no variable.
         TypeError

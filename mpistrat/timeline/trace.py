@@ -12,10 +12,10 @@ from mpistrat.files import write_atomically
 from mpistrat.timeline.clocks import ClockFit, Meeting, fit_clock
 from mpistrat.timeline.parts import Part, Span
 
-__all__ = ["MOVING", "WAITING", "events", "fit_clocks", "metadata", "write_trace"]
+__all__ = ["events", "fit_clocks", "metadata", "write_trace"]
 
-WAITING = "waiting for ranks"
-MOVING = "moving data"
+_WAITING = "waiting for ranks"
+_MOVING = "moving data"
 
 _NS_PER_US = 1000
 
@@ -124,6 +124,6 @@ def _pieces(span: Span) -> Iterator[tuple[str, str, int, int, dict[str, Any]]]:
     agreed_ns = span.facts["agreed_ns"]
     yield span.name, "collective", span.began_ns, span.ended_ns, facts | {"kind": span.name}
     number = {"channel": facts["channel"], "number": facts["number"]}
-    yield WAITING, "wait", span.began_ns, agreed_ns or span.ended_ns, number
+    yield _WAITING, "wait", span.began_ns, agreed_ns or span.ended_ns, number
     if agreed_ns:
-        yield MOVING, "move", agreed_ns, span.ended_ns, number
+        yield _MOVING, "move", agreed_ns, span.ended_ns, number

@@ -13,7 +13,6 @@ from mpistrat.collectives import Collectives
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.values import container_of_component
 from mpistrat.variables.array_like import ArrayLike
-from mpistrat.variables.broadcasting import broadcast_in_pieces
 from mpistrat.variables.checks import check_modes, numeric
 from mpistrat.variables.names import default_name, note_given_name
 from mpistrat.variables.row_writes import RowWrites
@@ -104,7 +103,7 @@ class Variable(RowWrites, ArrayLike):
             value = numeric(self._name, value, dtype)
             check_modes(self._name, synchronization, aggregation, value.dtype)
             modes = (synchronization.name, aggregation.name, self._trainable)
-            self._storage = place(broadcast_in_pieces(call, value, modes), collectives.device)
+            self._storage = place(call.broadcast(value, modes), collectives.device)
         note_given_name(self._strategy, self._name)
         self._target = Target(
             self._name,

@@ -13,7 +13,7 @@ from mpistrat.tensors import host_array, is_tensor
 from mpistrat.values import DistributedValues, IndexedSlices
 from mpistrat.variables.array_like import ArrayLike
 
-__all__ = ["as_given", "can_cast", "cast_to", "check_modes", "holds", "numeric"]
+__all__ = ["as_given", "can_cast", "cast_to", "check_modes", "numeric"]
 
 _KINDS = "biufc"
 
@@ -41,7 +41,7 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
                 f"The variable {name!r} of dtype {dtype} cannot hold a complex initial value."
             )
         array = _exact(value, array)
-        if not hasattr(value, "dtype") and not holds(dtype, array):
+        if not hasattr(value, "dtype") and not _holds(dtype, array):
             raise ValueError(
                 f"The variable {name!r} of dtype {dtype} cannot hold the initial value {value!r} "
                 "exactly. Give it another dtype, or a NumPy array, which is cast."
@@ -97,7 +97,7 @@ def cast_to(what: str, array: Array, is_plain: bool, dtype: np.dtype, device: De
     TypeError
         If the cast leaves its kind, or Python numbers are out of range.
     """
-    if not (holds(dtype, array) if is_plain else can_cast(array.dtype, dtype)):
+    if not (_holds(dtype, array) if is_plain else can_cast(array.dtype, dtype)):
         raise TypeError(
             f"{what}: a value of dtype {array.dtype} does not fit into {dtype}. Cast it first."
         )
@@ -116,7 +116,7 @@ def can_cast(source: np.dtype, target: np.dtype) -> bool:
     return np.can_cast(source, target, "same_kind")
 
 
-def holds(dtype: np.dtype, numbers: np.ndarray) -> bool:
+def _holds(dtype: np.dtype, numbers: np.ndarray) -> bool:
     """Return whether Python numbers, as the array `numbers`, fit into `dtype`. Local.
 
     Their own dtype does not count, as in NumPy's promotion, but their kind and range do.

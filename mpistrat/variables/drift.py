@@ -1,23 +1,21 @@
-"""Whether replicas still hold the same: digests compared first, values only where they differ."""
+"""Whether replicas still hold the same: digests of them compared over ranks."""
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, host_view
+from mpistrat.arrays import Array, host_view, native
 from mpistrat.collectives import CollectiveCall
 from mpistrat.epochs.report import rank_list
 from mpistrat.errors import ReplicaDriftError
 from mpistrat.options import ReduceOp
-from mpistrat.tracking import Trackable
+from mpistrat.spelling import ranks_by_value
+from mpistrat.tracking import Reach, Trackable, has_attributes, walk_objects
 from mpistrat.variables.base import Variable
-from mpistrat.variables.broadcasting import broadcast_in_pieces
-from mpistrat.variables.difference import describe_difference, value_bytes
 from mpistrat.variables.sync_on_read import SyncOnReadVariable
 
 __all__ = ["check_replicas_agree", "variables_to_compare"]
@@ -43,9 +41,11 @@ def variables_to_compare(kind: str, objects: Any) -> dict[str, Variable]:
     TypeError
         For something given that can hold no variable.
     """
+    everything = list(_variables_in(kind, "", objects))
     found: dict[str, Variable] = {}
     known: set[int] = set()
-    for path, variable in _variables_in(kind, "", objects, True, ()):
+    # Ranks may have filled a dict in different orders.
+    for path, variable in sorted(everything, key=lambda pair: pair[0]):
         if id(variable) not in known:
             known.add(id(variable))
             found[path] = variable
@@ -55,55 +55,29 @@ def variables_to_compare(kind: str, objects: Any) -> dict[str, Variable]:
 
 
 def _variables_in(
-    kind: str, path: str, thing: Any, is_given: bool, above: tuple[int, ...]
+    kind: str, root: str, objects: Any, reach: Reach = Reach.GIVEN
 ) -> Iterator[tuple[str, Variable]]:
-    """Yield paths and variables; `is_given` where the caller has named `thing` itself."""
-    if isinstance(thing, SyncOnReadVariable):
-        if is_given:
-            raise ValueError(
-                f"{kind}: the SyncOnRead variable {thing.name!r} differs from replica to replica "
-                "by nature. Compare mirrored variables."
+    found = walk_objects(root, objects, lambda each: isinstance(each, Variable), reach)
+    for path, thing, reach in found:
+        is_given = reach is Reach.GIVEN
+        if isinstance(thing, SyncOnReadVariable):
+            if is_given:
+                raise ValueError(
+                    f"{kind}: the SyncOnRead variable {thing.name!r} differs from replica to "
+                    "replica by nature. Compare mirrored variables."
+                )
+        elif isinstance(thing, Variable):
+            yield path, thing
+        elif isinstance(thing, Trackable):
+            for each in thing.checkpoint_dependents():
+                parts = (path, each.name, getattr(each.of, "name", ""))
+                below = "/".join(part for part in parts if part)
+                yield from _variables_in(kind, below, each.child, Reach.CHILD)
+        elif is_given and not (isinstance(thing, dict | list | tuple) or has_attributes(thing)):
+            raise TypeError(
+                f"{kind} takes variables and objects that hold them, not {thing!r} of type "
+                f"{type(thing).__name__}."
             )
-    elif isinstance(thing, Variable):
-        yield path, thing
-    elif _can_hold_variables(thing):
-        is_given = is_given and isinstance(thing, dict | list | tuple)
-        if id(thing) in above:  # a reference back up, as from a layer to its model
-            return
-        for name, child in _children(thing):
-            below = f"{path}/{name}" if path else name
-            yield from _variables_in(kind, below, child, is_given, (*above, id(thing)))
-    elif is_given:
-        raise TypeError(
-            f"{kind} takes variables and objects that hold them, not {thing!r} of type "
-            f"{type(thing).__name__}."
-        )
-
-
-def _can_hold_variables(thing: Any) -> bool:
-    if isinstance(thing, Trackable | dict | list | tuple):
-        return True
-    if isinstance(thing, type | types.ModuleType | types.FunctionType | types.MethodType):
-        return False
-    is_ours = type(thing).__module__.partition(".")[0] == "mpistrat"
-    return not is_ours and hasattr(thing, "__dict__")
-
-
-def _children(thing: Any) -> list[tuple[str, Any]]:
-    if isinstance(thing, Trackable):
-        dependents = thing.checkpoint_dependents()
-        of_variables = [(f"{each.name}/{_name(each.of)}", each.child) for each in dependents]
-        return [*thing.checkpoint_children().items(), *of_variables]
-    if isinstance(thing, dict):
-        # Ranks may have filled a dict in different orders.
-        return sorted(((str(key), child) for key, child in thing.items()), key=lambda pair: pair[0])
-    if isinstance(thing, list | tuple):
-        return [(str(number), child) for number, child in enumerate(thing)]
-    return list(vars(thing).items())
-
-
-def _name(variable: Any) -> str:
-    return str(getattr(variable, "name", ""))
 
 
 def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -> None:
@@ -128,34 +102,38 @@ def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -
     differing = np.flatnonzero(largest[0] != ~largest[1]).tolist()
     if differing:
         path = list(variables)[differing[0]]
-        raise _drift(call, path, variables[path], digests[differing[0]], differing)
+        raise _drift(call, path, variables[path], digests[differing[0]], len(differing))
 
 
 def _digest(array: Array) -> int:
-    host = np.ascontiguousarray(value_bytes(host_view(array)))
-    return int.from_bytes(blake2b(host.data, digest_size=8).digest(), "little")
+    digest = blake2b(_value_bytes(host_view(array)).data, digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _value_bytes(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of `array` that hold its values."""
+    flat = native(array).reshape(-1)
+    if flat.dtype.char not in "gG" or np.finfo(np.longdouble).nmant != 63:
+        return np.ascontiguousarray(flat).view(np.uint8)
+    # x86 keeps a long double in 10 of its 16 bytes. What the others hold is left to chance.
+    reals = np.ascontiguousarray(flat).view(np.longdouble)
+    raw = reals.view(np.uint8).reshape(reals.size, reals.itemsize)
+    return np.ascontiguousarray(raw[:, :10])
 
 
 def _drift(
-    call: CollectiveCall, path: str, variable: Variable, digest: Any, differing: Sequence[int]
+    call: CollectiveCall, path: str, variable: Variable, digest: Any, num_differing: int
 ) -> ReplicaDriftError:
-    """Return the error that says who holds what. **Collective**."""
+    """Return the error that says which ranks hold the same. **Collective**."""
     (digests,) = call.all_gather([np.array([digest])], 0)
-    groups: dict[int, list[int]] = {}
-    for rank, each in enumerate(digests.tolist()):
-        groups.setdefault(each, []).append(rank)
-    # The first of the largest groups, so that one rank that went astray is measured.
-    reference = max(groups.values(), key=len)
-    own = host_view(variable.values[0])
-    expected = broadcast_in_pieces(call, own, root=reference[0])
-    texts = call.exchange(describe_difference(own, expected))
-    lines = [f"  {rank_list(reference)}: one value, which the others are compared with"]
-    others = [ranks for ranks in groups.values() if ranks is not reference]
-    lines += [f"  {rank_list(ranks)}: {texts[ranks[0]]}" for ranks in others[:_MAX_GROUPS]]
-    if others[_MAX_GROUPS:]:
-        lines.append(f"  and {len(others) - _MAX_GROUPS} more groups of ranks")
+    groups = ranks_by_value(enumerate(digests.tolist()))
+    largest_first = sorted(groups.values(), key=len, reverse=True)
+    lines = [f"  {rank_list(ranks)}: another value" for ranks in largest_first[:_MAX_GROUPS]]
+    lines[0] = f"  {rank_list(largest_first[0])}: one value"
+    if largest_first[_MAX_GROUPS:]:
+        lines.append(f"  and {len(largest_first) - _MAX_GROUPS} more groups of ranks")
     place = f" at {path!r}" if path not in ("", variable.name) else ""
-    lines.append(f"Other variables that differ: {len(differing) - 1}.")
+    lines.append(f"Other variables that differ: {num_differing - 1}.")
     return ReplicaDriftError(
         f"The replicas of the variable {variable.name!r}{place}, {variable.dtype} of the shape "
         f"{variable.shape}, have drifted apart:\n"

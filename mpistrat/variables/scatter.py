@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arguments import as_array
+from mpistrat.arguments import as_array, span_outside
 from mpistrat.arrays import Array, host_view, namespace_of
 from mpistrat.collectives import CollectiveCall
 from mpistrat.options import VariableAggregation
@@ -143,10 +143,11 @@ def _check_shapes(
 
 def _check_range(what: str, target: Target, indices: np.ndarray, leading: int) -> None:
     num_rows = target.shape[leading - 1]
-    if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
+    span = span_outside(indices, num_rows)
+    if span is not None:
         raise IndexError(
-            f"{what}: the indices go from {int(indices.min())} to {int(indices.max())}, but the "
-            f"variable of shape {target.shape} has {num_rows} rows, numbered from 0."
+            f"{what}: the indices go from {span[0]} to {span[1]}, but the variable of "
+            f"shape {target.shape} has {num_rows} rows, numbered from 0."
         )
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from mpistrat import context
 from mpistrat.arrays import Array, namespace_of
 from mpistrat.collectives import Collectives
+from mpistrat.comm.parts import pieces
 from mpistrat.options import ReduceOp, VariableAggregation
 from mpistrat.values import PerReplica
 from mpistrat.variables.base import Variable
-from mpistrat.variables.broadcasting import broadcast_in_pieces, pieces
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
 __all__ = ["SyncOnReadVariable"]
@@ -43,7 +43,7 @@ class SyncOnReadVariable(Variable, on_read=True):
         with self._collectives.call("read of SyncOnRead variable", self.name) as call:
             self._check_can_aggregate("read")
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return broadcast_in_pieces(call, self._storage)
+                return call.broadcast(self._storage)
             (value,) = call.all_reduce(ReduceOp[self.aggregation.name], [self._storage])
         return value
 

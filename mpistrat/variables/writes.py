@@ -11,7 +11,6 @@ import numpy as np
 from mpistrat.arrays import Array, Device
 from mpistrat.collectives import CollectiveCall
 from mpistrat.options import ReduceOp, VariableAggregation
-from mpistrat.variables.broadcasting import broadcast_in_pieces
 from mpistrat.variables.checks import as_given, cast_to
 
 __all__ = [
@@ -96,7 +95,7 @@ class DenseWrite:
     def merged(self, call: CollectiveCall, target: Target, value: Array) -> Array:
         """Return rank 0's value, or the sum or mean. **Collective**."""
         if target.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return broadcast_in_pieces(call, value)
+            return call.broadcast(value)
         (merged,) = call.all_reduce(ReduceOp[target.aggregation.name], [value])
         return merged
 

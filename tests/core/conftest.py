@@ -1,4 +1,5 @@
 import collections
+import functools
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ class CountingTransport:
         self._transport = transport
         self.counts = collections.Counter() if counts is None else counts
 
-    @property
+    @functools.cached_property
     def node(self):
         node = self._transport.node
         return node and CountingTransport(node, self.counts)

@@ -1,4 +1,4 @@
-"""`assert_replicas_agree`: which variable, which ranks, and by how much."""
+"""`assert_replicas_agree`: which variable, and which ranks."""
 
 import dataclasses
 
@@ -7,7 +7,6 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.errors import ReplicaDriftError
-from mpistrat.variables.difference import describe_difference
 
 
 def make(strategy, value, name="w", **options):
@@ -56,7 +55,7 @@ def test_the_first_variable_that_differs_is_named(strategy, check, size, last):
         assert "float64 of the shape (2, 3)" in text
         others = "rank 0" if last == 1 else f"ranks 0-{last - 1}" if last > 2 else "ranks 0-1"
         assert f"  {others}: one value" in text
-        assert f"  rank {last}: differs in 2 of 6 elements, by up to 2.5 (at index (1, 1)" in text
+        assert f"  rank {last}: another value" in text
         assert "Other variables that differ: 0." in text
     assert strategy.reduce("sum", 1) == size, "the strategy stays usable"
     variables["b"].assign(np.zeros((2, 3)))
@@ -71,45 +70,38 @@ def test_others_that_differ_are_counted(strategy, check, last):
         check(variables)
 
 
-def test_the_largest_group_is_what_the_others_are_compared_with(strategy, check, rank, size, last):
+def test_the_largest_group_is_named_first(strategy, check, rank, size, last):
     variable = make(strategy, np.zeros(1))
     drift(strategy, variable, [0], np.full(1, 4.0))
     with pytest.raises(ReplicaDriftError) as caught:
         check(variable)
     # With two ranks no group is the larger one, and that of rank 0 counts.
     astray = 1 if size == 2 else 0
-    assert f"  rank {astray}: differs in 1 of 1 elements, by up to 4.0" in str(caught.value)
+    assert f"  rank {astray}: another value" in str(caught.value)
     drift(strategy, variable, range(size), np.full(1, float(rank)))
     with pytest.raises(ReplicaDriftError) as caught:
         check(variable)
     assert "  rank 0: one value" in str(caught.value)
     for r in range(1, size):
-        assert f"  rank {r}: differs in 1 of 1 elements, by up to {float(r)}" in str(caught.value)
+        assert f"  rank {r}: another value" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "expected", "given", "text"),
+    ("dtype", "value", "other"),
     [
-        ("?", [0, 1], [1, 1], "differs in 1 of 2 elements, by up to 1 (at index (0,): True"),
-        ("u8", [0, 5], [2**64 - 1, 5], f"by up to {2**64 - 1} (at index (0,)"),
-        ("i8", [-(2**63), 5], [2**63 - 1, 6], f"differs in 2 of 2 elements, by up to {2**64 - 1}"),
-        ("i1", [-128, 0], [127, 0], "by up to 255 "),
-        ("f2", [1, 2], [1, 4], "by up to 2.0 (at index (1,): 4.0 against 2.0)"),
-        ("f4", [1, np.inf], [2, np.inf], "differs in 1 of 2 elements, by up to 1.0"),
-        ("f8", [1, np.inf], [2, -np.inf], "by up to inf (at index (1,)"),
-        ("f8", [0.0, 1], [-0.0, 1], "by up to 0.0 (at index (0,): -0.0 against 0.0), in"),
-        ("f8", [1, 1], [np.nan, 3], "differs in 2 of 2 elements, by up to 2.0 (at index (1,)"),
-        ("f8", [1, 1], [np.nan, 3], "1 of them because one is NaN"),
-        ("f8", [1, 1], [np.nan, 1], "differs in 1 of 2 elements, 1 of them because one is NaN"),
-        ("f8", [np.nan, 1], [np.nan, 2], "differs in 1 of 2 elements, by up to 1.0"),
-        ("c8", [1, 1j], [1, 3 + 5j], "differs in 1 of 2 elements, by up to 5.0"),
+        ("?", [0, 1], [1, 1]),
+        ("u8", [0, 5], [2**64 - 1, 5]),
+        ("f2", [1, 2], [1, 4]),
+        ("f8", [0.0, 1], [-0.0, 1]),
+        ("f8", [1, 1], [np.nan, 1]),
+        ("c8", [1, 1j], [1, 3 + 5j]),
     ],
 )
-def test_differences(dtype, expected, given, text):
-    arrays = np.array(given, dtype), np.array(expected, dtype)
-    assert text in describe_difference(*arrays)
-    backwards = describe_difference(*arrays[::-1])
-    assert backwards.partition(" (")[0] == describe_difference(*arrays).partition(" (")[0]
+def test_any_bit_that_differs_is_drift(strategy, check, last, dtype, value, other):
+    variable = make(strategy, np.array(value, dtype))
+    drift(strategy, variable, [last], np.array(other, dtype))
+    with pytest.raises(ReplicaDriftError, match=f"rank {last}: another value"):
+        check(variable)
 
 
 def test_nan_on_all_ranks_is_agreement(strategy, check):
