@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint.carrying import Carried, carried_below
 from mpistrat.checkpoint.format import Header, is_storable
 from mpistrat.checkpoint.json_state import split_state
 from mpistrat.checkpoint.objects import Tree, walk
 from mpistrat.checkpoint.paths import agree_on_path
 from mpistrat.checkpoint.ranks import collectives_for, mpi_library
+from mpistrat.checkpoint.restoration import check_nothing_waits
 from mpistrat.collectives import Collectives
 from mpistrat.tracking import Trackable
 from mpistrat.variables import MirroredVariable
@@ -69,8 +69,8 @@ class Gathering:
 
     Raises
     ------
-    TypeError, ValueError
-        On every rank, if objects cannot be saved or differ over ranks.
+    CheckpointError, TypeError, ValueError
+        On every rank, if objects cannot be saved, differ over ranks, or lack restored values.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Gathering:
         self._states: dict[str, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
         with self.ranks.together(what, self.path):
             _check_savable(tree)
+            if self.ranks.rank == 0:  # expect_partial() may have been called there alone
+                check_nothing_waits(what, root, tree)
             for name, each in tree.stateful.items():
                 self._states[name] = split_state(each.state_dict(), name)
         _check_same_on_all_ranks(self.ranks, what, self.path, tree)
-        # Every rank holds the same, but what is expected may have been said on one alone.
-        self._carried = carried_below(root, tree) if self.ranks.rank == 0 else Carried()
 
     def header(self, step: int) -> Header:
         """Return the attributes of the root group. Local."""
@@ -112,10 +112,6 @@ class Gathering:
             sink.add_state(name, state, list(arrays))
             for key, array in arrays.items():
                 sink.add_variable(f"{name}/{key}", array, {}, Life.LONG)
-        for name, (array, modes) in self._carried.variables.items():
-            sink.add_variable(name, array, modes, Life.LONG)
-        for name, (state, keys) in self._carried.states.items():
-            sink.add_state(name, state, keys)
 
 
 def _check_savable(tree: Tree) -> None:
