@@ -25,7 +25,6 @@ from mpistrat.checkpoint.format import (
     digest_of_text,
     spell_digest,
 )
-from mpistrat.checkpoint.heaps import check_heaps
 from mpistrat.checkpoint.json_text import load_json
 from mpistrat.checkpoint.layout import (
     check_expansion,
@@ -59,8 +58,6 @@ class CheckpointReader:
         self.handle: int = file.id.get_vfd_handle()
         with naming_damage(path, "the tree"):
             contents = survey(file)
-        with naming_damage(path, "its texts"):
-            self._longest_bytes = check_heaps(contents.datasets.values(), path)
         self.header = _read_header(file, path)
         with naming_damage(path, "the tree"):
             contents.check({VARIABLES, STATE})
@@ -87,7 +84,7 @@ class CheckpointReader:
 
     def _check_state(self, name: str, dataset: Any) -> None:
         """Check that a state has its arrays, all of them and no others."""
-        arrays = read_names(dataset, "arrays", self._longest_bytes)
+        arrays = read_names(dataset, "arrays")
         if arrays is None:  # a file that another program has made
             return
         expected = {f"{name}/{each}" for each in arrays}

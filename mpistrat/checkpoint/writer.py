@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view, is_on_host
+from mpistrat.checkpoint.attributes import write_attribute
 from mpistrat.checkpoint.contiguous import InOrder, create_unwritten, offset_of, write_at
 from mpistrat.checkpoint.digesting import BYTES_WORTH_A_THREAD, Digester, Digests
 from mpistrat.checkpoint.format import (
@@ -53,8 +52,8 @@ class CheckpointWriter:
     ) -> None:
         self._path = path
         for name, value in asdict(header).items():
-            file.attrs[name] = value
-        file.attrs["digest"] = header.digest
+            write_attribute(file, name, value)
+        write_attribute(file, "digest", header.digest)
         self.temporary: str = file.filename
         self.handle: int = file.id.get_vfd_handle()
         self._variables = file.create_group(VARIABLES)
@@ -81,7 +80,7 @@ class CheckpointWriter:
             if array.nbytes < BYTES_WORTH_A_THREAD:
                 host = host_view(array)
                 dataset = self._variables.create_dataset(path, data=host)
-                dataset.attrs["digest"] = digest_of_array(host)
+                write_attribute(dataset, "digest", digest_of_array(host))
             else:
                 dataset = self._write_large(path, array, lives_on)
             _set_modes(dataset, synchronization, aggregation, trainable)
@@ -104,7 +103,7 @@ class CheckpointWriter:
     def set_digest(self, path: str, digest: str) -> None:
         """Add the digest of a variable for which there was only room. Local."""
         with explaining(self._path):
-            self._variables[path].attrs["digest"] = digest
+            write_attribute(self._variables[path], "digest", digest)
 
     def _make_room(self, path: str, array: Array) -> tuple[Any, int]:
         dataset = create_unwritten(self._variables, path, array)
@@ -121,7 +120,7 @@ class CheckpointWriter:
         if lives_on:
             self._unfinished.append((dataset, digester))
         else:
-            dataset.attrs["digest"] = digester.result()
+            write_attribute(dataset, "digest", digester.result())
         return dataset
 
     def add_state(self, path: str, value: Any, arrays: Sequence[str] = ()) -> None:
@@ -131,15 +130,14 @@ class CheckpointWriter:
         dtype = hdf5.h5py().string_dtype("utf-8", len(text))
         with explaining(self._path):
             dataset = self._state.create_dataset(path, data=text, dtype=dtype)
-            dataset.attrs["digest"] = digest_of_text(text)
-            names = np.array(arrays, dtype=object)
-            dataset.attrs.create("arrays", names, dtype=hdf5.h5py().string_dtype())
+            write_attribute(dataset, "digest", digest_of_text(text))
+            write_attribute(dataset, "arrays", arrays)
 
     def finish(self) -> None:
         """Write the digests that were not complete before. Local."""
         with explaining(self._path):
             for dataset, digester in self._unfinished:
-                dataset.attrs["digest"] = digester.result()
+                write_attribute(dataset, "digest", digester.result())
             self._unfinished.clear()
 
 
@@ -165,9 +163,9 @@ def create_checkpoint(path: str | os.PathLike[str], header: Header) -> Iterator[
 
 
 def _set_modes(dataset: Any, synchronization: str, aggregation: str, trainable: bool) -> None:
-    dataset.attrs["synchronization"] = synchronization
-    dataset.attrs["aggregation"] = aggregation
-    dataset.attrs["trainable"] = trainable
+    write_attribute(dataset, "synchronization", synchronization)
+    write_attribute(dataset, "aggregation", aggregation)
+    write_attribute(dataset, "trainable", trainable)
 
 
 @contextlib.contextmanager

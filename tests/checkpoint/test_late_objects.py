@@ -61,7 +61,6 @@ def content(path):
     def take(name, node):
         value = node[()].tolist() if isinstance(node, h5py.Dataset) else None
         attributes = {key: np.asarray(each).tolist() for key, each in node.attrs.items()}
-        attributes["arrays"] = sorted(attributes.get("arrays", []))
         found[name] = value, attributes
 
     with h5py.File(path) as file:

@@ -71,7 +71,10 @@ def test_inspect_json(file, capsys):
     assert found["attributes"]["format"] == "mpistrat-checkpoint"
     assert found["attributes"]["step"] == 3
     with h5py.File(file) as opened:
-        assert found["attributes"] == dict(opened.attrs)
+        assert found["attributes"] == {
+            name: value.decode() if isinstance(value, bytes) else value
+            for name, value in opened.attrs.items()
+        }
     kernel = found["variables"]["dense/kernel"]
     assert len(kernel.pop("digest")) == len("sha256:") + 64
     assert kernel == {
