@@ -8,7 +8,7 @@ import hdf5plugin
 import numpy as np
 
 from mpistrat.checkpoint.format import Header, digest_of_text
-from mpistrat.checkpoint.writer import create_checkpoint
+from mpistrat.checkpoint.writer import create_checkpoint, state_item, variable_item
 
 KERNEL = np.arange(8, dtype=np.float32)
 CHECKSUMMED = ("v110", "v110")
@@ -22,9 +22,9 @@ MODES = {
 
 def write_sound(path):
     with create_checkpoint(path, Header(step=1)) as writer:
-        writer.add_variable("kernel", KERNEL)
-        writer.add_variable("model/bias", KERNEL[:2])
-        writer.add_state("data", {"pass": 2})
+        writer.add(variable_item("kernel", KERNEL))
+        writer.add(variable_item("model/bias", KERNEL[:2]))
+        writer.add(state_item("data", {"pass": 2}))
 
 
 def add(file, name="variables/x", **options):

@@ -14,7 +14,7 @@ import pytest
 
 from mpistrat.checkpoint.format import Header
 from mpistrat.checkpoint.reader import open_checkpoint
-from mpistrat.checkpoint.writer import create_checkpoint
+from mpistrat.checkpoint.writer import create_checkpoint, state_item, variable_item
 from mpistrat.errors import CheckpointError
 
 KERNEL = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -34,16 +34,11 @@ VALUES = {
 def file(tmp_path):
     path = tmp_path / "run.h5"
     with create_checkpoint(path, Header(step=12, num_replicas=4, mpi_library="MPICH")) as writer:
-        writer.add_variable(
-            "model/layers/0/kernel",
-            KERNEL,
-            synchronization="ON_READ",
-            aggregation="SUM",
-            trainable=True,
-        )
-        writer.add_variable("data/mean", np.ones(2))
-        writer.add_variable("data/x", np.ones(3))
-        writer.add_state("data", {"pass": 2, "name": "Zürich"}, ["mean", "x"])
+        modes = {"synchronization": "ON_READ", "aggregation": "SUM", "trainable": True}
+        writer.add(variable_item("model/layers/0/kernel", KERNEL, **modes))
+        writer.add(variable_item("data/mean", np.ones(2)))
+        writer.add(variable_item("data/x", np.ones(3)))
+        writer.add(state_item("data", {"pass": 2, "name": "Zürich"}, ["mean", "x"]))
     return path
 
 
@@ -107,7 +102,7 @@ def test_every_dtype_comes_back_to_the_bit(tmp_path):
     path = tmp_path / "run.h5"
     with create_checkpoint(path, Header()) as writer:
         for name, array in VALUES.items():
-            writer.add_variable(name, np.asarray(array))
+            writer.add(variable_item(name, np.asarray(array)))
     with open_checkpoint(path) as reader:
         assert sorted(reader.variables) == sorted(VALUES)
         for name, array in VALUES.items():
@@ -121,7 +116,7 @@ def test_values_in_the_other_byte_order_are_read(tmp_path):
     path = tmp_path / "run.h5"
     swapped = KERNEL.astype(KERNEL.dtype.newbyteorder())
     with create_checkpoint(path, Header()) as writer:
-        writer.add_variable("kernel", swapped)
+        writer.add(variable_item("kernel", swapped))
     with open_checkpoint(path) as reader:
         assert reader.variables["kernel"].dtype == KERNEL.dtype
         read = reader.read_variable("kernel")
@@ -157,8 +152,8 @@ def test_a_state_may_have_many_arrays_and_a_long_text(tmp_path):
     names = [f"history/{i:0100}" for i in range(700)]
     with create_checkpoint(path, Header()) as writer:
         for name in names:
-            writer.add_variable(f"data/{name}", np.zeros(1))
-        writer.add_state("data", {"text": "x" * 100_000}, names)
+            writer.add(variable_item(f"data/{name}", np.zeros(1)))
+        writer.add(state_item("data", {"text": "x" * 100_000}, names))
     with open_checkpoint(path) as reader:
         reader.verify()
         assert len(reader.read_state("data")["text"]) == 100_000
@@ -169,7 +164,7 @@ def test_an_exception_while_writing_leaves_the_old_file_and_nothing_else(file):
 
     def fail():
         with create_checkpoint(file, Header()) as writer:
-            writer.add_variable("x", KERNEL)
+            writer.add(variable_item("x", KERNEL))
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
@@ -188,7 +183,7 @@ def test_after_an_interrupt_no_thread_writes_the_rest(file, monkeypatch):
 
     def interrupt():
         with create_checkpoint(file, Header()) as writer:
-            writer.add_variable("large", np.zeros(2**24, np.uint8), lives_on=True)
+            writer.add(variable_item("large", np.zeros(2**24, np.uint8)))
             begun.wait()
             raise KeyboardInterrupt
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mpistrat.checkpoint.format import Header
-from mpistrat.checkpoint.writer import create_checkpoint
+from mpistrat.checkpoint.writer import create_checkpoint, state_item, variable_item
 from mpistrat.testing import launch
 
 SECONDS_FOR_ONE_FILE = 10
@@ -139,10 +139,10 @@ def test_a_damaged_file_is_restored_exactly_or_refused_on_every_rank(tmp_path, r
 def file(tmp_path):
     path = tmp_path / "run.h5"
     with create_checkpoint(path, Header(step=1, num_replicas=2)) as writer:
-        writer.add_variable("kernel", np.arange(5, dtype=np.float32), aggregation="MEAN")
-        writer.add_variable("model/none", np.zeros((0, 2)), synchronization="ON_READ")
-        writer.add_variable("data/mean", np.ones(2))
-        writer.add_state("data", {"pass": 2}, ["mean"])
+        writer.add(variable_item("kernel", np.arange(5, dtype=np.float32), aggregation="MEAN"))
+        writer.add(variable_item("model/none", np.zeros((0, 2)), synchronization="ON_READ"))
+        writer.add(variable_item("data/mean", np.ones(2)))
+        writer.add(state_item("data", {"pass": 2}, ["mean"]))
     return path
 
 
