@@ -11,16 +11,12 @@ import numpy as np
 from mpistrat.checkpoint.objects import Tree, walk
 from mpistrat.checkpoint.restoration import Restoration
 from mpistrat.checkpoint.shapes import describe
-from mpistrat.errors import CheckpointMismatchError
+from mpistrat.errors import _UnmatchedPathsError
 from mpistrat.tracking import Trackable
 
-__all__ = ["RestoreStatus", "UnmatchedPathsError", "check_nothing_missing"]
+__all__ = ["RestoreStatus", "check_nothing_missing"]
 
 _logger = logging.getLogger("mpistrat")
-
-
-class UnmatchedPathsError(CheckpointMismatchError, AssertionError):
-    """The paths of a checkpoint and of the program that restored it are not the same."""
 
 
 class RestoreStatus:
@@ -112,7 +108,7 @@ def _raise_unmatched(path: str, missing: list[str], unexpected: list[str]) -> No
     if unexpected:
         lines += ["Unexpected in the file:", *(f"  {line}" for line in unexpected)]
     lines += ["Call expect_partial() on the status where this is meant."]
-    raise UnmatchedPathsError("\n".join(lines))
+    raise _UnmatchedPathsError("\n".join(lines))
 
 
 def _warn_of_rest(path: str, arrays: dict[str, np.ndarray], state: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view, is_on_host
 from mpistrat.checkpoint.attributes import write_attribute
-from mpistrat.checkpoint.contiguous import InOrder, create_unwritten, offset_of, write_at
+from mpistrat.checkpoint.contiguous import InOrder, create_unwritten, write_at
 from mpistrat.checkpoint.digesting import BYTES_WORTH_A_THREAD, Digester, Digests
 from mpistrat.checkpoint.format import (
     STATE,
@@ -154,7 +154,7 @@ class CheckpointWriter:
 
     def _make_room(self, item: Item, array: Array) -> tuple[Any, int]:
         dataset = create_unwritten(self._groups[item.group], item.path, array)
-        offset = offset_of(dataset, array.nbytes)
+        offset = hdf5.contiguous_offset(dataset)
         if offset is None:
             raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {item.path}")
         return dataset, offset

@@ -25,7 +25,9 @@ def file(tmp_path):
 
 def read(path):
     with open_checkpoint(path) as reader:
-        return {(group, name): value for group, name, value in reader.read_each()}
+        reader.verify()
+        values = {("variables", name): reader.read_variable(name) for name in reader.variables}
+        return values | {("state", name): reader.read_state(name) for name in reader.state_paths}
 
 
 def change(path, edit):

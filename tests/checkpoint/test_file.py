@@ -124,6 +124,29 @@ def test_values_in_the_other_byte_order_are_read(tmp_path):
     assert np.array_equal(read, KERNEL)
 
 
+@pytest.mark.parametrize("userblock", [0, 512])
+def test_values_of_another_program_are_read_where_they_lie(file, tmp_path, userblock):
+    path = tmp_path / "other.h5"
+    odd = h5py.h5t.NATIVE_INT32.copy()
+    odd.set_precision(24)  # of 32 bits: the others are no part of the number
+    numbers = np.arange(-3, 97, dtype=np.int32)
+    values = {"kernel": KERNEL, "odd": numbers, "swapped": numbers.astype(">i4")}
+    modes = {"synchronization": "AUTO", "aggregation": "NONE", "trainable": True}
+    with h5py.File(file) as old, h5py.File(path, "w", userblock_size=userblock) as new:
+        new.attrs.update(old.attrs)
+        new.create_group("state")
+        for name, value in values.items():
+            dtype = h5py.Datatype(odd) if name == "odd" else None
+            dataset = new.create_dataset(f"variables/{name}", data=value, dtype=dtype)
+            digest = hashlib.sha256(value.tobytes()).hexdigest()
+            dataset.attrs.update(modes, digest=f"sha256:{digest}")
+    with open_checkpoint(path) as reader:
+        for name, value in values.items():
+            assert np.array_equal(reader.read_variable(name), value)
+            assert (reader.offset_of(name) is None) == (name != "kernel")
+        reader.verify()
+
+
 def test_no_metadata_lies_in_a_global_heap(file):
     assert b"GCOL" not in file.read_bytes()  # which has no checksum, and can make HDF5 loop
 

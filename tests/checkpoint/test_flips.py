@@ -29,12 +29,13 @@ READ_EACH = textwrap.dedent(f"""
 
     def read(path):
         with open_checkpoint(path) as reader:
+            values = {{name: reader.read_variable(name) for name in reader.variables}}
             values = {{
-                (group, name): (value.dtype.str, value.shape, value.tobytes())
-                if isinstance(value, np.ndarray) else value
-                for group, name, value in reader.read_each()
+                name: (value.dtype.str, value.shape, value.tobytes())
+                for name, value in values.items()
             }}
-            return values, reader.variables, reader.header
+            states = {{name: reader.read_state(name) for name in reader.state_paths}}
+            return values, states, reader.variables, reader.header
 
     expected = read(good)
     for line in sys.stdin:
