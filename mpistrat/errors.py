@@ -88,3 +88,7 @@ class CheckpointCorruptError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError, ValueError):
     """The shapes or dtypes of a checkpoint differ from those of the program."""
+
+
+class _UnmatchedPathsError(CheckpointMismatchError, AssertionError):
+    """The paths of a checkpoint and of the program that restored it are not the same."""

@@ -76,11 +76,12 @@ def is_stored_as(dataset: Any, dtype: Any) -> bool:
 def contiguous_offset(dataset: Any) -> int | None:
     """Return where the elements of `dataset` begin in its file, if in one piece as in an array.
 
-    Local. ``None`` also where the file is not read in the usual way.
+    Local. A user block at the beginning of the file counts too. ``None`` without any elements,
+    and where the file is not read in the usual way.
     """
     if dataset.chunks or not dataset.size or dataset.file.driver != "sec2":
         return None
-    if dataset.id.get_storage_size() != dataset.nbytes:  # nothing was ever written
+    if dataset.id.get_storage_size() != dataset.nbytes:  # it has no place in the file yet
         return None
     offset = dataset.id.get_offset()  # none where they are in the header or in other files
     is_plain = offset is not None and is_stored_as(dataset, dataset.dtype)

@@ -1,19 +1,30 @@
-"""Read the attributes of a file: numbers, booleans and texts, and nothing else."""
+"""Attributes of a file: numbers, booleans and texts, and nothing else."""
 
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpistrat.hdf5 import h5py
 
-__all__ = ["read_attribute", "read_names"]
+__all__ = ["read_attribute", "read_names", "write_attribute"]
 
-_LONGEST_BYTES = 2**28
-"""Of all texts of one attribute, which could all be the same long one in the file."""
+
+def write_attribute(node: Any, name: str, value: bool | int | str | Sequence[str]) -> None:
+    """Add an attribute. Texts have a fixed length: others lie in a heap that has no checksum."""
+    if isinstance(value, int):  # as booleans are too
+        node.attrs[name] = value
+        return
+    texts = value.encode() if isinstance(value, str) else [each.encode() for each in value]
+    array = np.array(texts, "S")
+    array = array.astype(f"S{array.itemsize + 1}")  # a zero byte ends each text, as in C
+    h5a, h5s = h5py().h5a, h5py().h5s
+    space = h5s.create(h5s.SCALAR) if array.shape == () else h5s.create_simple(array.shape)
+    stored = _type_of_fixed_texts(array.itemsize)
+    h5a.create(node.id, name.encode(), stored, space).write(array, stored)
 
 
 def read_attribute(node: Any, name: str) -> bool | int | str | None:
@@ -27,28 +38,19 @@ def read_attribute(node: Any, name: str) -> bool | int | str | None:
     return value if isinstance(value, bool | int | str) else None
 
 
-def read_names(node: Any, name: str, longest_bytes: int) -> list[str] | None:
-    """Return the texts of an attribute, ``None`` if it is missing. Local.
+def read_names(node: Any, name: str) -> list[str] | None:
+    """Return the texts of an attribute, ``None`` if it is missing or they have no fixed length.
 
-    Parameters
-    ----------
-    node : h5py.Group or h5py.Dataset
-    name : str
-    longest_bytes : int
-        No text of the file is longer.
-
-    Raises
-    ------
-    ValueError
-        If it is no list of texts, or if they are too long.
+    Of texts of variable length a small file can name a long one many times, to fill the memory.
+    Raises ValueError if it is no list of texts.
     """
     found, stored = _open(node, name)
     if found is None and not h5py().h5a.exists(node.id, name.encode()):
         return None
-    if found is None or len(found.shape) != 1 or found.dtype.kind not in "OS":
+    if not isinstance(stored, h5py().h5t.TypeStringID) or len(found.shape) != 1:
         raise ValueError(f"the attribute {name} is no list of names")
-    if math.prod(found.shape) * max(longest_bytes, found.dtype.itemsize) > _LONGEST_BYTES:
-        raise ValueError(f"the attribute {name} has {found.shape[0]} names, which are too long")
+    if stored.is_variable_str():
+        return None
     return [each.decode() for each in _read(found, stored, found.shape).tolist()]
 
 
@@ -62,6 +64,16 @@ def _open(node: Any, name: str) -> tuple[Any, Any]:
     stored = found.get_type()
     kinds = (h5t.TypeStringID, h5t.TypeIntegerID, h5t.TypeEnumID)
     return (found, stored) if isinstance(stored, kinds) else (None, None)
+
+
+@functools.cache
+def _type_of_fixed_texts(num_bytes: int) -> Any:
+    """Return the type of texts in UTF-8, each with a zero byte at its end."""
+    h5t = h5py().h5t
+    found = h5t.C_S1.copy()
+    found.set_size(num_bytes)
+    found.set_cset(h5t.CSET_UTF8)
+    return found
 
 
 @functools.cache

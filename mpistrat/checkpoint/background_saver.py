@@ -8,9 +8,9 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from mpistrat.checkpoint.gathering import Gathering
+from mpistrat.checkpoint.root_file import RootWork
 from mpistrat.checkpoint.snapshot import Snapshot
 from mpistrat.collectives import Collectives
 from mpistrat.comm.background import Background
@@ -65,13 +65,13 @@ class BackgroundSaver:
         """
         began_s = time.perf_counter()
         gathering = Gathering(root, _WHAT, path)
-        is_root = gathering.ranks.rank == 0
-        sink = _SteadySink(self._snapshot if is_root else None)
-        gathering.send_to(sink)
+        work = RootWork(gathering.ranks)
+        work.attempt(self._snapshot.clear)
+        work.attempt_each(self._snapshot.add, gathering.items())
         with gathering.ranks.together(_WHAT, path):
-            sink.check()
+            _check_copied(work)
         self._path = path
-        if not is_root:
+        if gathering.ranks.rank:
             return
         snapshot, header = self._snapshot, gathering.header(step)
 
@@ -118,40 +118,14 @@ class BackgroundSaver:
             self._wait = None
 
 
-class _SteadySink:
-    """Takes the state on rank 0, in step with the others also where memory runs out."""
-
-    def __init__(self, snapshot: Snapshot | None) -> None:
-        self._snapshot = snapshot
-        self._failure: Exception | None = None
-        if snapshot is not None:
-            snapshot.clear()
-
-    def add_variable(self, *arguments: Any) -> None:
-        """Copy a variable."""
-        self._attempt("add_variable", arguments)
-
-    def add_state(self, *arguments: Any) -> None:
-        """Take JSON state."""
-        self._attempt("add_state", arguments)
-
-    def _attempt(self, name: str, arguments: tuple[Any, ...]) -> None:
-        if self._snapshot is None or self._failure is not None:
-            return
-        try:
-            getattr(self._snapshot, name)(*arguments)
-        except Exception as error:
-            self._failure = error
-
-    def check(self) -> None:
-        """Raise what went wrong."""
-        if isinstance(self._failure, MemoryError):
-            raise CheckpointError(
-                f"There is no memory for a copy of the state on rank 0: {self._failure}. Save "
-                "with asynchronous=False."
-            ) from self._failure
-        if self._failure is not None:
-            raise self._failure
+def _check_copied(work: RootWork) -> None:
+    try:
+        work.check()
+    except MemoryError as error:
+        raise CheckpointError(
+            f"There is no memory for a copy of the state on rank 0: {error}. Save with "
+            "asynchronous=False."
+        ) from error
 
 
 class _AtTheEnd(Leaving):

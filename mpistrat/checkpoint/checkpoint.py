@@ -67,7 +67,9 @@ class Checkpoint(Trackable):
         Raises
         ------
         CheckpointError
-            On every rank, if the file cannot be written; what was there before is unchanged.
+            On every rank, if the file cannot be written, or if restored values still wait for
+            their objects and `RestoreStatus.expect_partial` has not been called; what was there
+            before is unchanged.
         TypeError
             If `parallel` is no bool.
         ValueError

@@ -15,7 +15,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.hdf5 import h5py
 
-__all__ = ["InOrder", "create_unwritten", "offset_of", "read_at", "write_at"]
+__all__ = ["InOrder", "create_unwritten", "read_at", "write_at"]
 
 
 def create_unwritten(group: Any, path: str, array: Array) -> Any:
@@ -26,17 +26,6 @@ def create_unwritten(group: Any, path: str, array: Array) -> Any:
     plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     plist.set_fill_time(h5d.FILL_TIME_NEVER)
     return group.create_dataset(path, shape=array.shape, dtype=array.dtype, dcpl=plist)
-
-
-def offset_of(dataset: Any, num_bytes: int) -> int | None:
-    """Return at which byte of the file the values of `dataset` begin. Local.
-
-    ``None`` where they do not lie there as one block of `num_bytes` bytes in C order.
-    """
-    offset: int | None = dataset.id.get_offset()
-    if dataset.file.userblock_size or dataset.id.get_storage_size() != num_bytes:
-        return None
-    return offset
 
 
 class InOrder:

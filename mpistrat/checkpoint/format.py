@@ -11,7 +11,6 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from typing import Any
 
 import numpy as np
 
@@ -116,15 +115,6 @@ class VariableInfo:
             raise ValueError(f"the attribute digest is {self.digest!r}")
         if not is_storable(self.dtype):
             raise ValueError(f"the dtype is {self.dtype}, which no variable has")
-
-    @property
-    def modes(self) -> dict[str, Any]:
-        """Synchronization, aggregation and trainability."""
-        return {
-            "synchronization": self.synchronization,
-            "aggregation": self.aggregation,
-            "trainable": self.trainable,
-        }
 
     @property
     def size_bytes(self) -> int:

@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 import os
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
 
-import numpy as np
-
-from mpistrat.arrays import Array
-from mpistrat.checkpoint.carrying import Carried, carried_below
 from mpistrat.checkpoint.format import Header, is_storable
 from mpistrat.checkpoint.json_state import split_state
 from mpistrat.checkpoint.objects import Tree, walk
 from mpistrat.checkpoint.paths import agree_on_path
 from mpistrat.checkpoint.ranks import collectives_for, mpi_library
+from mpistrat.checkpoint.restoration import check_nothing_waits
+from mpistrat.checkpoint.writer import Item, Life, state_item, variable_item
 from mpistrat.collectives import Collectives
 from mpistrat.tracking import Trackable
-from mpistrat.variables import MirroredVariable
+from mpistrat.variables import MirroredVariable, Variable
 
-__all__ = ["Gathering", "Life", "Sink"]
-
-
-class Life(enum.Enum):
-    """Who has the values of a variable, and for how long."""
-
-    BRIEF = enum.auto()
-    """Rank 0, until it has been told of the next variable."""
-    LONG = enum.auto()
-    """Rank 0, until the end of the save."""
-    EVERYWHERE = enum.auto()
-    """All ranks, the same values, until the end of the save."""
-
-
-class Sink(Protocol):
-    """What takes the state on one rank. It keeps its failures, so that rank 0 stays in step."""
-
-    def add_variable(
-        self, path: str, array: Array | None, modes: dict[str, Any], life: Life
-    ) -> None:
-        """Take the values of a variable, which rank 0 always has and the others may have. Local."""
-
-    def add_state(self, path: str, state: dict[str, Any], arrays: Sequence[str]) -> None:
-        """Take JSON state, and the names of the arrays that belong to it. Local."""
+__all__ = ["Gathering"]
 
 
 class Gathering:
@@ -69,8 +42,8 @@ class Gathering:
 
     Raises
     ------
-    TypeError, ValueError
-        On every rank, if objects cannot be saved or differ over ranks.
+    CheckpointError, TypeError, ValueError
+        On every rank, if objects cannot be saved, differ over ranks, or lack restored values.
     """
 
     def __init__(
@@ -79,14 +52,14 @@ class Gathering:
         self._tree = tree = walk(root.checkpoint_children())
         self.ranks: Collectives = collectives_for(tree, what)
         self.path = agree_on_path(self.ranks, what, path, parallel=parallel)
-        self._states: dict[str, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
+        self._states: list[Item] = []
         with self.ranks.together(what, self.path):
             _check_savable(tree)
+            if self.ranks.rank == 0:  # expect_partial() may have been called there alone
+                check_nothing_waits(what, root, tree)
             for name, each in tree.stateful.items():
-                self._states[name] = split_state(each.state_dict(), name)
+                self._states += _items_of_state(name, each.state_dict())
         _check_same_on_all_ranks(self.ranks, what, self.path, tree)
-        # Every rank holds the same, but what is expected may have been said on one alone.
-        self._carried = carried_below(root, tree) if self.ranks.rank == 0 else Carried()
 
     def header(self, step: int) -> Header:
         """Return the attributes of the root group. Local."""
@@ -94,28 +67,37 @@ class Gathering:
             step=step, num_replicas=self.ranks.size, mpi_library=mpi_library(self.ranks)
         )
 
-    def send_to(self, sink: Sink) -> None:
-        """Bring everything to rank 0, one variable at a time. **Collective**."""
+    def items(self) -> Iterator[Item]:
+        """Yield all that goes into the file, in step on all ranks. **Collective**.
+
+        One variable at a time comes to rank 0, so drop each item before the next one.
+        """
         for name, variable in self._tree.variables.items():
-            value = variable.save_value()
-            modes = {
-                "synchronization": variable.synchronization.name,
-                "aggregation": variable.aggregation.name,
-                "trainable": variable.trainable,
-            }
-            life = Life.LONG if value is variable.storage else Life.BRIEF
-            if isinstance(variable, MirroredVariable):
-                life = Life.EVERYWHERE
-            sink.add_variable(name, value, modes, life)
-            del value  # or the next would come while this one is there
-        for name, (state, arrays) in self._states.items():
-            sink.add_state(name, state, list(arrays))
-            for key, array in arrays.items():
-                sink.add_variable(f"{name}/{key}", array, {}, Life.LONG)
-        for name, (array, modes) in self._carried.variables.items():
-            sink.add_variable(name, array, modes, Life.LONG)
-        for name, (state, keys) in self._carried.states.items():
-            sink.add_state(name, state, keys)
+            yield _item_of(name, variable)
+        yield from self._states
+
+
+def _item_of(name: str, variable: Variable) -> Item:
+    """Bring the values of one variable to rank 0. **Collective**."""
+    value = variable.save_value()
+    life = Life.LONG if value is variable.storage else Life.BRIEF
+    if isinstance(variable, MirroredVariable):
+        life = Life.EVERYWHERE
+    return variable_item(
+        name,
+        value,
+        synchronization=variable.synchronization.name,
+        aggregation=variable.aggregation.name,
+        trainable=variable.trainable,
+        life=life,
+    )
+
+
+def _items_of_state(name: str, given: object) -> Iterator[Item]:
+    state, arrays = split_state(given, name)
+    yield state_item(name, state, list(arrays))
+    for key, array in arrays.items():
+        yield variable_item(f"{name}/{key}", array)
 
 
 def _check_savable(tree: Tree) -> None:

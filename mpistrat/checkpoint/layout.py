@@ -14,7 +14,7 @@ from typing import Any
 from mpistrat.hdf5 import h5py
 from mpistrat.spelling import readable_size
 
-__all__ = ["check_expansion", "check_layout", "check_streams", "stored_chunks"]
+__all__ = ["check_expansion", "check_layout", "check_streams"]
 
 _HARMLESS_BYTES = 2**28
 """So much any machine can hold, however small the file."""
@@ -103,7 +103,7 @@ def check_streams(dataset: Any) -> None:
         return
     bit = 1 << filters.index(h5py().h5z.FILTER_DEFLATE)
     chunk_bytes = math.prod(dataset.chunks) * dataset.dtype.itemsize
-    for chunk in stored_chunks(dataset):
+    for chunk in _stored_chunks(dataset):
         mask, stream = dataset.id.read_direct_chunk(chunk.chunk_offset)
         if not mask & bit and _is_longer(stream, chunk_bytes):
             raise ValueError(
@@ -111,10 +111,8 @@ def check_streams(dataset: Any) -> None:
             )
 
 
-def stored_chunks(dataset: Any) -> list[Any]:
-    """Return what h5py knows of each chunk that is in the file: its place and size. Local."""
-    if dataset.chunks is None or dataset.is_virtual:
-        return []
+def _stored_chunks(dataset: Any) -> list[Any]:
+    """Return what h5py knows of each chunk that is in the file: its place and size."""
     if hasattr(dataset.id, "chunk_iter"):  # HDF5 1.10.10, 1.12.3 and later
         found: list[Any] = []
         dataset.id.chunk_iter(found.append)

@@ -9,9 +9,10 @@ may lose what one of them has written. The last page of a variable goes through 
 from __future__ import annotations
 
 import base64
+import functools
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,11 +22,10 @@ from mpistrat.arrays import Array, is_on_host
 from mpistrat.checkpoint.contiguous import InOrder, write_at
 from mpistrat.checkpoint.digesting import BYTES_WORTH_A_THREAD, Digests
 from mpistrat.checkpoint.format import digest_of_array
-from mpistrat.checkpoint.gathering import Life
 from mpistrat.checkpoint.pieces import pieces_on_host
 from mpistrat.checkpoint.root_file import RootFile
 from mpistrat.checkpoint.shares import agree_on_shares
-from mpistrat.checkpoint.writer import CheckpointWriter, explaining
+from mpistrat.checkpoint.writer import CheckpointWriter, Item, Life, explaining
 from mpistrat.collectives import Collectives
 from mpistrat.errors import CheckpointError
 
@@ -53,23 +53,23 @@ class ParallelWriting:
         self._offsets: dict[str, int] = {}
         """Where they begin in the file, on rank 0."""
 
-    def add_variable(
-        self, path: str, array: Array | None, modes: dict[str, Any], life: Life
-    ) -> None:
-        """Make room for a large variable that all ranks hold, or pass on another one. Local."""
-        if life is not Life.EVERYWHERE or array is None or array.nbytes < BYTES_WORTH_A_THREAD:
-            self._file.add_variable(path, array, modes, life)
-            return
-        self._arrays[path] = array
+    def take(self, items: Iterable[Item]) -> None:
+        """Make room for what is large and on all ranks; rank 0 writes the rest of the `items`."""
+        for item in items:
+            array = item.array
+            if (
+                item.life is not Life.EVERYWHERE
+                or array is None
+                or array.nbytes < BYTES_WORTH_A_THREAD
+            ):
+                self._file.write(item)
+            else:
+                self._arrays[item.path] = array
+                self._file.attempt_with(functools.partial(self._reserve, item, array))
+            del item, array  # or the next would come while this one is there
 
-        def reserve(writer: CheckpointWriter) -> None:
-            self._offsets[path] = writer.reserve(path, array, **modes)
-
-        self._file.attempt(reserve)
-
-    def add_state(self, path: str, state: dict[str, Any], arrays: Sequence[str]) -> None:
-        """Pass on JSON state. Local."""
-        self._file.add_state(path, state, arrays)
+    def _reserve(self, item: Item, array: Array, writer: CheckpointWriter) -> None:
+        self._offsets[item.path] = writer.reserve(item, array)
 
     def write(self, ranks: Collectives, what: str) -> None:
         """Write the large variables. **Collective**.
@@ -86,13 +86,13 @@ class ParallelWriting:
             On every rank, if one cannot write its share. What rank 0 fails at, its file keeps.
         """
         own: list[_Room] = []
-        self._file.attempt(lambda writer: own.append(_Room.of(writer, self._offsets)))
+        self._file.attempt_with(lambda writer: own.append(_Room.of(writer, self._offsets)))
         room = ranks.broadcast_json(asdict(own[0]) if own else None)
         if room is None:  # rank 0 has failed
             return
         written = self._write_shares(ranks, what, _Room(**room))
         reports = ranks.gather_json({name: asdict(each) for name, each in written.items()})
-        self._file.attempt(lambda writer: self._complete(writer, reports))
+        self._file.attempt_with(lambda writer: self._complete(writer, reports))
 
     def _write_shares(
         self, ranks: Collectives, what: str, room: _Room

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from mpistrat import hdf5
 from mpistrat.checkpoint.attributes import read_attribute, read_names
-from mpistrat.checkpoint.contiguous import offset_of, read_at
+from mpistrat.checkpoint.contiguous import read_at
 from mpistrat.checkpoint.format import (
     FORMAT,
     FORMAT_VERSION,
@@ -25,7 +25,6 @@ from mpistrat.checkpoint.format import (
     digest_of_text,
     spell_digest,
 )
-from mpistrat.checkpoint.heaps import check_heaps
 from mpistrat.checkpoint.json_text import load_json
 from mpistrat.checkpoint.layout import (
     check_expansion,
@@ -59,8 +58,6 @@ class CheckpointReader:
         self.handle: int = file.id.get_vfd_handle()
         with naming_damage(path, "the tree"):
             contents = survey(file)
-        with naming_damage(path, "its texts"):
-            self._longest_bytes = check_heaps(contents.datasets.values(), path)
         self.header = _read_header(file, path)
         with naming_damage(path, "the tree"):
             contents.check({VARIABLES, STATE})
@@ -87,7 +84,7 @@ class CheckpointReader:
 
     def _check_state(self, name: str, dataset: Any) -> None:
         """Check that a state has its arrays, all of them and no others."""
-        arrays = read_names(dataset, "arrays", self._longest_bytes)
+        arrays = read_names(dataset, "arrays")
         if arrays is None:  # a file that another program has made
             return
         expected = {f"{name}/{each}" for each in arrays}
@@ -127,7 +124,7 @@ class CheckpointReader:
         info, dataset = self.variables[name], self._variables[name]
         if not info.size_bytes:
             return 0
-        return offset_of(dataset, info.size_bytes) if dataset.dtype == info.dtype else None
+        return hdf5.contiguous_offset(dataset) if dataset.dtype == info.dtype else None
 
     def read_pieces(self, name: str) -> Iterator[np.ndarray]:
         """Yield the values of a variable in C order, flat, in native byte order. Local.
@@ -168,43 +165,30 @@ class CheckpointReader:
                 raise ValueError("the text does not have the digest that was stored with it")
             return load_json(text)
 
-    def read_each(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield the group, the path and the value of everything in the file. Local.
+    def verify(self) -> None:
+        """Read everything piece by piece and forget it. Local.
 
         Raises
         ------
         CheckpointCorruptError
-            At the end, if anything is damaged; the message names all of it.
+            If anything is damaged; the message names all of it.
         """
-        yield from self._go_through(self.read_variable)
-
-    def verify(self) -> None:
-        """Read everything piece by piece and forget it; raise as `read_each` does. Local."""
-
-        def read(name: str) -> None:
-            for _ in self.read_pieces(name):
-                pass
-
-        for _ in self._go_through(read):
-            pass
-
-    def _go_through(
-        self, read_variable: Callable[[str], object]
-    ) -> Iterator[tuple[str, str, Any]]:
         damage = []
-        for group, names, read in (
-            (VARIABLES, self.variables, read_variable),
-            (STATE, self.state_paths, self.read_state),
+        for names, read in (
+            (self.variables, self._read_through),
+            (self.state_paths, self.read_state),
         ):
             for name in names:
                 try:
-                    value = read(name)
+                    read(name)
                 except CheckpointCorruptError as error:
                     damage.append(str(error))
-                else:
-                    yield group, name, value
         if damage:
             raise CheckpointCorruptError("\n".join(damage))
+
+    def _read_through(self, name: str) -> None:
+        for _ in self.read_pieces(name):
+            pass
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ import numpy as np
 from mpistrat.checkpoint.dependents import PlacedDependent
 from mpistrat.checkpoint.json_state import join_state
 from mpistrat.checkpoint.objects import Tree, walk
-from mpistrat.checkpoint.shapes import check_shapes
-from mpistrat.errors import CheckpointMismatchError
+from mpistrat.checkpoint.shapes import check_shapes, describe
+from mpistrat.errors import CheckpointError, CheckpointMismatchError
 from mpistrat.tracking import Dependent, Trackable
 from mpistrat.variables import Variable
 
-__all__ = ["Restoration", "Waiting"]
+__all__ = ["Restoration", "Waiting", "check_nothing_waits"]
 
 
 @dataclass
@@ -33,8 +33,6 @@ class Restoration:
     """JSON state by path that no object has taken yet."""
     restored: set[str] = field(default_factory=set)
     """Paths of the objects that have been filled."""
-    modes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Synchronization, aggregation and trainability by path, on rank 0."""
     variables: dict[str, Variable] = field(default_factory=dict)
     """The variables that have been found, by path: later children may belong to them."""
     waiting: list[PlacedDependent] = field(default_factory=list)
@@ -118,6 +116,11 @@ class Restoration:
         self.load_variables(tree)
         self.take(tree)
 
+    def left(self) -> dict[str, str]:
+        """Return what no object has taken yet, by path: shape and dtype, or "state"."""
+        arrays = {path: describe(a.shape, a.dtype) for path, a in self.arrays.items()}
+        return arrays | dict.fromkeys(self.state, "state")
+
     def arrays_below(self, path: str) -> list[str]:
         """Return the keys of the arrays that belong to the state `path`. Local."""
         below = f"{path}/"
@@ -139,6 +142,41 @@ class Waiting:
         """Fill `child`. Local."""
         self.restoration.fill_new_child(self.prefix, name, child, of)
 
+    def missing_below(self, prefix: str) -> dict[str, tuple[str, str]]:
+        """Return what waits for an object that stands at `prefix` now: by path, kind and file."""
+        if self.restoration.is_partial:
+            return {}
+        return {
+            f"{prefix}/{rest}" if prefix else rest: (of, self.restoration.path)
+            for path, of in self.restoration.left().items()
+            if (rest := _below(path, self.prefix)) is not None
+        }
+
 
 def _ids(variables: dict[str, Variable]) -> set[int]:
     return {id(variable) for variable in variables.values()}
+
+
+def check_nothing_waits(what: str, root: Trackable, tree: Tree) -> None:
+    """Refuse to save while restored values wait for objects below `root`, whose `tree` it is."""
+    waiting: dict[str, tuple[str, str]] = {}
+    for prefix, trackable in {"": root, **tree.trackables}.items():  # parents come first
+        hook = trackable.on_new_child
+        if isinstance(hook, Waiting):
+            # What it waits for itself counts, not what an object above expects for it.
+            waiting = {path: each for path, each in waiting.items() if _below(path, prefix) is None}
+            waiting |= hook.missing_below(prefix)
+    if waiting:
+        lines = [f"  {path} ({of}) from {file}" for path, (of, file) in sorted(waiting.items())]
+        raise CheckpointError(
+            f"{what}: restored values still wait for their objects, and would be missing in the "
+            "new file:\n" + "\n".join(lines) + "\nAttach these objects first, or call "
+            "expect_partial() on the status of Checkpoint.restore() where this is meant."
+        )
+
+
+def _below(path: str, prefix: str) -> str | None:
+    """Return the rest of `path` below `prefix`, ``None`` if it lies elsewhere."""
+    if not prefix:
+        return path
+    return path.removeprefix(f"{prefix}/") if path.startswith(f"{prefix}/") else None

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -52,8 +52,7 @@ def restore(
     tree = walk(root.checkpoint_children())
     ranks = collectives_for(tree, _WHAT)
     file = agree_on_path(ranks, _WHAT, path)
-    found = _read(ranks, file)
-    state, shapes, values = found.state, found.shapes, found.values
+    state, shapes, values = _read(ranks, file)
     late = late_children(tree)
     made = make_children(late, tree, shapes)
     tree.variables |= made
@@ -67,7 +66,7 @@ def restore(
             variable.load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
     others = {name: shape for name, shape in shapes.items() if name not in variables}
     arrays = _broadcast(ranks, file, values, others)
-    restoration = Restoration(file, arrays, state, modes=found.modes)
+    restoration = Restoration(file, arrays, state)
     _load_state(ranks, restoration, tree)
     with ranks.call(_WHAT, file) as call:
         call.agree("values of variables")
@@ -82,33 +81,22 @@ def restore(
     return RestoreStatus(root, restoration, warns=ranks.rank == 0)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What a file holds."""
-
-    values: Values
-    shapes: dict[str, Shape]
-    state: dict[str, Any]
-    modes: dict[str, dict[str, Any]]
-    """Of variables, on rank 0."""
-
-
-def _read(ranks: Collectives, path: str) -> _Found:
-    """Return what a file holds, once all of it is known to be whole. **Collective**."""
+def _read(
+    ranks: Collectives, path: str
+) -> tuple[dict[str, Any], dict[str, Shape], Values]:
+    """Return state, shapes and values of a file that is known to be whole. **Collective**."""
     contents: dict[str, Any] = {}
-    modes: dict[str, dict[str, Any]] = {}
     reader: CheckpointReader | None = None
     with contextlib.ExitStack() as stack:
         with ranks.together(_WHAT, path):
             if ranks.rank == 0:
                 reader = stack.enter_context(open_checkpoint(path))
-                modes = {name: each.modes for name, each in reader.variables.items()}
                 contents = _describe(reader)
         contents = ranks.broadcast_json(contents)
         shapes = shapes_from_json(contents["shapes"])
         places = Places(**contents["places"])
         values = read_values(ranks, _WHAT, path, reader, places, shapes)
-    return _Found(values, shapes, contents["state"], modes)
+    return contents["state"], shapes, values
 
 
 def _describe(reader: CheckpointReader) -> dict[str, Any]:

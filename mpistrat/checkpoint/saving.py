@@ -33,10 +33,10 @@ def save(
     with file_of_root(ranks, _WHAT, target, gathering.header(step)) as file:
         if parallel:
             writing = ParallelWriting(file, target)
-            gathering.send_to(writing)
+            writing.take(gathering.items())
             writing.write(ranks, _WHAT)
         else:
-            gathering.send_to(file)
+            file.attempt_each(file.write, gathering.items())
     if ranks.rank == 0:
         _logger.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - began_s)
     return target

@@ -11,16 +11,12 @@ import numpy as np
 from mpistrat.checkpoint.objects import Tree, walk
 from mpistrat.checkpoint.restoration import Restoration
 from mpistrat.checkpoint.shapes import describe
-from mpistrat.errors import CheckpointMismatchError
+from mpistrat.errors import _UnmatchedPathsError
 from mpistrat.tracking import Trackable
 
-__all__ = ["RestoreStatus", "UnmatchedPathsError", "check_nothing_missing"]
+__all__ = ["RestoreStatus", "check_nothing_missing"]
 
 _logger = logging.getLogger("mpistrat")
-
-
-class UnmatchedPathsError(CheckpointMismatchError, AssertionError):
-    """The paths of a checkpoint and of the program that restored it are not the same."""
 
 
 class RestoreStatus:
@@ -28,7 +24,7 @@ class RestoreStatus:
 
     Paths of the file that no object has taken when the checkpoint object goes away are named
     in one warning of the logger ``mpistrat``, unless one of the methods here has been called.
-    Until an object takes them, their values go along into the files that are saved.
+    Until an object takes them, nothing can be saved, unless `expect_partial` has been called.
     """
 
     def __init__(self, root: Trackable, restoration: Restoration, warns: bool) -> None:
@@ -67,17 +63,15 @@ class RestoreStatus:
     def expect_partial(self) -> RestoreStatus:
         """Say that paths without a match are meant. Local.
 
-        No warning comes, and what no object has taken does not go into files that are saved
-        later. Objects that are made later still get their values.
+        No warning comes, and objects may be saved while values wait for others, which are then
+        not in the new file. Objects that are made later still get their values.
         """
         self._warning.detach()
         self._restoration.is_partial = True
         return self
 
     def _unexpected(self) -> list[str]:
-        left = self._restoration
-        lines = [f"{p} ({describe(a.shape, a.dtype)})" for p, a in left.arrays.items()]
-        return lines + [f"{path} (state)" for path in left.state]
+        return [f"{path} ({of})" for path, of in self._restoration.left().items()]
 
     def _check(self, unexpected: list[str]) -> None:
         tree = walk(self._root.checkpoint_children())
@@ -114,7 +108,7 @@ def _raise_unmatched(path: str, missing: list[str], unexpected: list[str]) -> No
     if unexpected:
         lines += ["Unexpected in the file:", *(f"  {line}" for line in unexpected)]
     lines += ["Call expect_partial() on the status where this is meant."]
-    raise UnmatchedPathsError("\n".join(lines))
+    raise _UnmatchedPathsError("\n".join(lines))
 
 
 def _warn_of_rest(path: str, arrays: dict[str, np.ndarray], state: dict[str, Any]) -> None:

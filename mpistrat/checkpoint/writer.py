@@ -3,30 +3,87 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import mmap
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view, is_on_host
-from mpistrat.checkpoint.contiguous import InOrder, create_unwritten, offset_of, write_at
+from mpistrat.checkpoint.attributes import write_attribute
+from mpistrat.checkpoint.contiguous import InOrder, create_unwritten, write_at
 from mpistrat.checkpoint.digesting import BYTES_WORTH_A_THREAD, Digester, Digests
 from mpistrat.checkpoint.format import (
     STATE,
     VARIABLES,
     Header,
     digest_of_array,
-    digest_of_text,
 )
 from mpistrat.checkpoint.json_text import dump_json
 from mpistrat.checkpoint.pieces import pieces_on_host
 from mpistrat.errors import CheckpointError
 
-__all__ = ["CheckpointWriter", "create_checkpoint", "explaining"]
+__all__ = [
+    "CheckpointWriter",
+    "Item",
+    "Life",
+    "create_checkpoint",
+    "explaining",
+    "state_item",
+    "variable_item",
+]
+
+
+class Life(enum.Enum):
+    """Who has the values of a variable, and for how long."""
+
+    BRIEF = enum.auto()
+    """Rank 0, until it has been told of the next variable."""
+    LONG = enum.auto()
+    """Rank 0, until the end of the save."""
+    EVERYWHERE = enum.auto()
+    """All ranks, the same values, until the end of the save."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One data set on its way into a file."""
+
+    group: str
+    """`VARIABLES` or `STATE`."""
+    path: str
+    array: Array | None
+    """Its values, which rank 0 always has and the others may have: for state the text."""
+    attributes: Mapping[str, bool | str | Sequence[str]]
+    """All but the digest."""
+    life: Life = Life.LONG
+
+
+def variable_item(
+    path: str,
+    array: Array | None,
+    *,
+    synchronization: str = "NONE",
+    aggregation: str = "NONE",
+    trainable: bool = False,
+    life: Life = Life.LONG,
+) -> Item:
+    """Return the item of a variable, or of an array of an object's state. Local."""
+    attributes: dict[str, bool | str] = {
+        "synchronization": synchronization,
+        "aggregation": aggregation,
+        "trainable": trainable,
+    }
+    return Item(VARIABLES, path, array, attributes, life)
+
+
+def state_item(path: str, state: Any, arrays: Sequence[str] = ()) -> Item:
+    """Return the item of a JSON value with the names of its arrays below `path`. Local."""
+    return Item(STATE, path, np.array(dump_json(state).encode()), {"arrays": arrays})
 
 
 class CheckpointWriter:
@@ -53,93 +110,80 @@ class CheckpointWriter:
     ) -> None:
         self._path = path
         for name, value in asdict(header).items():
-            file.attrs[name] = value
-        file.attrs["digest"] = header.digest
+            write_attribute(file, name, value)
+        write_attribute(file, "digest", header.digest)
         self.temporary: str = file.filename
         self.handle: int = file.id.get_vfd_handle()
-        self._variables = file.create_group(VARIABLES)
-        self._state = file.create_group(STATE)
+        self._groups = {name: file.create_group(name) for name in (VARIABLES, STATE)}
         self._digests = digests
         self._unfinished: list[tuple[Any, Digester]] = []
 
-    def add_variable(
-        self,
-        path: str,
-        array: Array,
-        *,
-        synchronization: str = "NONE",
-        aggregation: str = "NONE",
-        trainable: bool = False,
-        lives_on: bool = False,
-    ) -> None:
-        """Add the values of one variable, or an array of an object's state. Local.
+    def add(self, item: Item) -> None:
+        """Add one data set, whose values are here. Local.
 
-        Where `lives_on`, nobody changes or drops `array` before `finish`, so that its digest
-        need not be complete when this returns.
+        Where they stay as they are until `finish`, their digest may come with that.
         """
+        array = item.array
+        if array is None:
+            raise RuntimeError(f"the values of {item.path} have not come to the rank that writes")
         with explaining(self._path):
-            if array.nbytes < BYTES_WORTH_A_THREAD:
-                host = host_view(array)
-                dataset = self._variables.create_dataset(path, data=host)
-                dataset.attrs["digest"] = digest_of_array(host)
+            if item.group == STATE or array.nbytes < BYTES_WORTH_A_THREAD:
+                dataset = self._write_small(item, host_view(array))
             else:
-                dataset = self._write_large(path, array, lives_on)
-            _set_modes(dataset, synchronization, aggregation, trainable)
+                dataset = self._write_large(item, array)
+            _set_attributes(dataset, item)
 
-    def reserve(
-        self, path: str, array: Array, *, synchronization: str, aggregation: str, trainable: bool
-    ) -> int:
+    def reserve(self, item: Item, array: Array) -> int:
         """Make room for the values of a large variable, and return where it begins. Local.
 
         It begins with a page of the system. The values come by `write_at`, their digest by
         `set_digest`.
         """
         with explaining(self._path):
-            dataset, offset = self._make_room(path, array)
+            dataset, offset = self._make_room(item, array)
             if offset % mmap.PAGESIZE:
-                raise RuntimeError(f"HDF5 has placed {path} at byte {offset}, inside of a page")
-            _set_modes(dataset, synchronization, aggregation, trainable)
+                where = f"at byte {offset}, inside of a page"
+                raise RuntimeError(f"HDF5 has placed {item.path} {where}")
+            _set_attributes(dataset, item)
             return offset
 
     def set_digest(self, path: str, digest: str) -> None:
         """Add the digest of a variable for which there was only room. Local."""
         with explaining(self._path):
-            self._variables[path].attrs["digest"] = digest
+            write_attribute(self._groups[VARIABLES][path], "digest", digest)
 
-    def _make_room(self, path: str, array: Array) -> tuple[Any, int]:
-        dataset = create_unwritten(self._variables, path, array)
-        offset = offset_of(dataset, array.nbytes)
+    def _make_room(self, item: Item, array: Array) -> tuple[Any, int]:
+        dataset = create_unwritten(self._groups[item.group], item.path, array)
+        offset = hdf5.contiguous_offset(dataset)
         if offset is None:
-            raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {path}")
+            raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {item.path}")
         return dataset, offset
 
-    def _write_large(self, path: str, array: Array, lives_on: bool) -> Any:
-        dataset, offset = self._make_room(path, array)
+    def _write_small(self, item: Item, host: np.ndarray) -> Any:
+        is_text = item.group == STATE
+        data = host.tobytes() if is_text else host
+        # Texts of variable length would lie in a heap that has no checksum.
+        dtype = hdf5.h5py().string_dtype("utf-8", host.nbytes) if is_text else None
+        dataset = self._groups[item.group].create_dataset(item.path, data=data, dtype=dtype)
+        write_attribute(dataset, "digest", digest_of_array(host))
+        return dataset
+
+    def _write_large(self, item: Item, array: Array) -> Any:
+        dataset, offset = self._make_room(item, array)
         digester = self._digests.begin(after=InOrder(write_at, self.handle, offset))
         for piece in pieces_on_host(array):
             digester.update(piece, is_view=is_on_host(array))
-        if lives_on:
-            self._unfinished.append((dataset, digester))
+        if item.life is Life.BRIEF:
+            write_attribute(dataset, "digest", digester.result())
         else:
-            dataset.attrs["digest"] = digester.result()
+            self._unfinished.append((dataset, digester))
         return dataset
-
-    def add_state(self, path: str, value: Any, arrays: Sequence[str] = ()) -> None:
-        """Add the JSON `value` of one object, and the names of its arrays below `path`. Local."""
-        text = dump_json(value).encode()
-        # Texts of variable length would lie in a heap that has no checksum.
-        dtype = hdf5.h5py().string_dtype("utf-8", len(text))
-        with explaining(self._path):
-            dataset = self._state.create_dataset(path, data=text, dtype=dtype)
-            dataset.attrs["digest"] = digest_of_text(text)
-            names = np.array(arrays, dtype=object)
-            dataset.attrs.create("arrays", names, dtype=hdf5.h5py().string_dtype())
 
     def finish(self) -> None:
         """Write the digests that were not complete before. Local."""
         with explaining(self._path):
             for dataset, digester in self._unfinished:
-                dataset.attrs["digest"] = digester.result()
+                write_attribute(dataset, "digest", digester.result())
             self._unfinished.clear()
 
 
@@ -164,10 +208,9 @@ def create_checkpoint(path: str | os.PathLike[str], header: Header) -> Iterator[
             stack.close()
 
 
-def _set_modes(dataset: Any, synchronization: str, aggregation: str, trainable: bool) -> None:
-    dataset.attrs["synchronization"] = synchronization
-    dataset.attrs["aggregation"] = aggregation
-    dataset.attrs["trainable"] = trainable
+def _set_attributes(dataset: Any, item: Item) -> None:
+    for name, value in item.attributes.items():
+        write_attribute(dataset, name, value)
 
 
 @contextlib.contextmanager

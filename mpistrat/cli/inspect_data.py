@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
+from mpistrat.checkpoint.attributes import read_attribute
 from mpistrat.checkpoint.format import FORMAT
 from mpistrat.cli.data_advice import advice
 from mpistrat.cli.output import print_error, print_json, print_line, print_table
@@ -47,7 +48,7 @@ def holds_data(path: str) -> bool:
     """Return whether `path` is an HDF5 file, and no checkpoint. Local."""
     try:
         with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
-            if file.attrs.get("format") == FORMAT:
+            if read_attribute(file, "format") == FORMAT:
                 return False
             # A checkpoint that has lost its header is a damaged one, and no data.
             return not {"format_version", "mpistrat_version"} & set(file.attrs)

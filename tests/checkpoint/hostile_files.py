@@ -8,7 +8,7 @@ import hdf5plugin
 import numpy as np
 
 from mpistrat.checkpoint.format import Header, digest_of_text
-from mpistrat.checkpoint.writer import create_checkpoint
+from mpistrat.checkpoint.writer import create_checkpoint, state_item, variable_item
 
 KERNEL = np.arange(8, dtype=np.float32)
 CHECKSUMMED = ("v110", "v110")
@@ -22,9 +22,9 @@ MODES = {
 
 def write_sound(path):
     with create_checkpoint(path, Header(step=1)) as writer:
-        writer.add_variable("kernel", KERNEL)
-        writer.add_variable("model/bias", KERNEL[:2])
-        writer.add_state("data", {"pass": 2})
+        writer.add(variable_item("kernel", KERNEL))
+        writer.add(variable_item("model/bias", KERNEL[:2]))
+        writer.add(state_item("data", {"pass": 2}))
 
 
 def add(file, name="variables/x", **options):
@@ -271,7 +271,10 @@ TRICKS = {
 
 
 def write_repeated_names(path):
-    """Give a state a list of names that are all the same text, which the file holds once."""
+    """Give a state a list of names that are all the same text, which the file holds once.
+
+    Texts of variable length in a list are not read, so the file is as good as without.
+    """
     write_sound(path)
     long = "n" * 2**20
     with h5py.File(path, "r") as sound, h5py.File(f"{path}.old", "w", libver="earliest") as file:
@@ -292,7 +295,10 @@ def write_repeated_names(path):
 
 
 def write_all(folder):
-    """Write a file for each trick, and return the words that its refusal must have, by path."""
+    """Write a file for each trick, and return the words that its refusal must have, by path.
+
+    One whose trick has no effect is not refused, and has no words.
+    """
     with h5py.File(folder / "other.h5", "w") as other:
         other["secret"] = KERNEL
         other["text"] = np.bytes_(b'{"a": 1}')
@@ -305,4 +311,4 @@ def write_all(folder):
         expected[str(path)] = words
     path = folder / "repeated_names.h5"
     write_repeated_names(path)
-    return expected | {str(path): "3001 names, which are too long"}
+    return expected | {str(path): ""}

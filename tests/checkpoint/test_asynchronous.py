@@ -146,7 +146,7 @@ def test_the_copy_uses_its_memory_again(strategy, weight, make):
         set_to(strategy, weight, step)
         manager.save()
         manager.wait()
-        places.append([array.ctypes.data for array, _ in taken._variables.values()])
+        places.append([each.array.ctypes.data for each in taken._items])
     assert places[0] == places[1] == places[2]
     assert len(places[0]) == (strategy.cluster_resolver.task_id == 0)
 

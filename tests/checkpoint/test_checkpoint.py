@@ -58,7 +58,7 @@ def test_write_returns_the_path_as_a_string(tmp_path):
     with h5py.File(path) as found:
         assert found.attrs["step"] == -1
         assert found.attrs["num_replicas"] == 1
-        assert found.attrs["mpi_library"] == "none"
+        assert found.attrs["mpi_library"] == b"none"
 
 
 def test_everything_comes_back(file):

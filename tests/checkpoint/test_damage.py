@@ -6,7 +6,7 @@ import pytest
 
 from mpistrat.checkpoint.format import Header
 from mpistrat.checkpoint.reader import open_checkpoint
-from mpistrat.checkpoint.writer import create_checkpoint
+from mpistrat.checkpoint.writer import create_checkpoint, state_item, variable_item
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 
 KERNEL = np.arange(1000, dtype=np.float32)
@@ -16,16 +16,18 @@ KERNEL = np.arange(1000, dtype=np.float32)
 def file(tmp_path):
     path = tmp_path / "run.h5"
     with create_checkpoint(path, Header(step=1)) as writer:
-        writer.add_variable("model/kernel", KERNEL, aggregation="MEAN")
-        writer.add_variable("model/bias", KERNEL[:3])
-        writer.add_variable("data/mean", KERNEL[:2])
-        writer.add_state("data", {"pass": 2}, ["mean"])
+        writer.add(variable_item("model/kernel", KERNEL, aggregation="MEAN"))
+        writer.add(variable_item("model/bias", KERNEL[:3]))
+        writer.add(variable_item("data/mean", KERNEL[:2]))
+        writer.add(state_item("data", {"pass": 2}, ["mean"]))
     return path
 
 
 def read(path):
     with open_checkpoint(path) as reader:
-        return {(group, name): value for group, name, value in reader.read_each()}
+        reader.verify()
+        values = {("variables", name): reader.read_variable(name) for name in reader.variables}
+        return values | {("state", name): reader.read_state(name) for name in reader.state_paths}
 
 
 def change(path, edit):

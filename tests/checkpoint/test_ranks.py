@@ -72,8 +72,8 @@ def test_values_are_aggregated_on_their_way_to_the_file(strategy, mpi_tmp_path):
         stored = {name: data[()].tolist() for name, data in file["variables"].items()}
         modes = {
             name: (
-                data.attrs["synchronization"],
-                data.attrs["aggregation"],
+                data.attrs["synchronization"].decode(),
+                data.attrs["aggregation"].decode(),
                 data.attrs["trainable"],
             )
             for name, data in file["variables"].items()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpistrat.checkpoint.format import Header
-from mpistrat.checkpoint.writer import create_checkpoint
+from mpistrat.checkpoint.writer import create_checkpoint, state_item, variable_item
 from mpistrat.cli import COMMANDS, main
 
 LONG = "/".join(f"a_very_long_name_of_a_layer_{i}" for i in range(12))
@@ -26,8 +26,8 @@ def write(path, changes=(), state=None, step=3, **modes):
     with create_checkpoint(path, Header(step=step, num_replicas=2)) as writer:
         for name, array in variables.items():
             if array is not None:
-                writer.add_variable(name, np.asarray(array), **modes)
-        writer.add_state("data", {"pass": 1} if state is None else state)
+                writer.add(variable_item(name, np.asarray(array), **modes))
+        writer.add(state_item("data", {"pass": 1} if state is None else state))
     return str(path)
 
 
@@ -71,7 +71,10 @@ def test_inspect_json(file, capsys):
     assert found["attributes"]["format"] == "mpistrat-checkpoint"
     assert found["attributes"]["step"] == 3
     with h5py.File(file) as opened:
-        assert found["attributes"] == dict(opened.attrs)
+        assert found["attributes"] == {
+            name: value.decode() if isinstance(value, bytes) else value
+            for name, value in opened.attrs.items()
+        }
     kernel = found["variables"]["dense/kernel"]
     assert len(kernel.pop("digest")) == len("sha256:") + 64
     assert kernel == {

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mpistrat.checkpoint.format import Header
-from mpistrat.checkpoint.writer import create_checkpoint
+from mpistrat.checkpoint.writer import create_checkpoint, variable_item
 from mpistrat.cli import main, output
 from tests import ROOT
 
@@ -28,7 +28,7 @@ def file(tmp_path):
     path = tmp_path / "run.h5"
     with create_checkpoint(path, Header(step=3)) as writer:
         for number, name in enumerate(NAMES):
-            writer.add_variable(name, np.arange(number, dtype=np.float32))
+            writer.add(variable_item(name, np.arange(number, dtype=np.float32)))
     return str(path)
 
 
@@ -102,7 +102,7 @@ def test_many_small_variables_cost_about_as_much_as_in_plain_h5py(tmp_path, caps
     path, num_variables = str(tmp_path / "many.h5"), 800
     with create_checkpoint(path, Header(step=3)) as writer:
         for number in range(num_variables):
-            writer.add_variable(f"model/layer{number}/kernel", np.float32([number]))
+            writer.add(variable_item(f"model/layer{number}/kernel", np.float32([number])))
     found = {}
 
     def take(name, node):
@@ -125,7 +125,7 @@ def test_json_of_verify_and_diff(file, tmp_path, capsys):
     other = tmp_path / "other.h5"
     with create_checkpoint(other, Header(step=4)) as writer:
         for number, name in enumerate(NAMES):
-            writer.add_variable(name, np.arange(number, dtype=np.float32) * 2)
+            writer.add(variable_item(name, np.arange(number, dtype=np.float32) * 2))
     assert main(["verify", "--json", file, str(other)]) == 0
     verdicts = json.loads(capsys.readouterr().out)
     expected = {"sound": True, "num_variables": 4, "size_bytes": 4 * (0 + 1 + 2 + 3)}
