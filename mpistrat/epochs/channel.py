@@ -130,6 +130,10 @@ class Channel:
         self._outgoing = self._round.send.data.cast("B")
         self._incoming = self._round.receive.data.cast("B")
 
+    def is_moving_data(self) -> bool:
+        """Return whether this rank waits for data inside the transport. Local, any thread."""
+        return bool(self.transport.occupancy)
+
     def check_open(self) -> None:
         """Raise the error that closed this channel, if one did. Local."""
         if self.lost and self.closed is None:

@@ -16,8 +16,9 @@ from typing import Any
 from mpistrat.epochs import logs
 from mpistrat.epochs.beacon import Address, Beacon, read_line
 from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.leaving import is_at_work
 from mpistrat.epochs.report import rank_list
-from mpistrat.epochs.whereabouts import State, Whereabouts, describe_whereabouts, is_moving_data
+from mpistrat.epochs.whereabouts import State, Whereabouts, describe_whereabouts
 from mpistrat.settings import settings_at_the_end
 
 __all__ = ["Companions", "existing_beacon", "meet", "own_beacon"]
@@ -27,6 +28,8 @@ _LIMIT_S = 1.5
 _SHORT_LIMIT_S = 0.3
 """The same where the answer does not matter."""
 _AT_ONCE = 16
+_TURN_S = 0.5
+"""How often to look whether files are finished."""
 _SETTLE_S = 0.5
 """How long to wait before a broken connection is news: a launcher that ends the job is faster."""
 
@@ -98,6 +101,11 @@ class Companions:
             return False
         return bool(self.ask(0).get("at_work"))
 
+    def wait_for_work(self) -> None:
+        """Wait until to end the job would lose no file that is being finished. Local."""
+        while is_at_work() or self.is_root_at_work():
+            time.sleep(_TURN_S)
+
     def is_here(self, found: Whereabouts) -> bool:
         """Return whether an answer says that the rank is in this rank's collective. Local."""
         is_here: bool = found["state"] == State.HERE
@@ -139,7 +147,10 @@ class Companions:
 
         def end_if_blocked() -> None:
             # Inside MPI nothing can be raised. The others are told by their own threads.
-            if is_moving_data(self._channel):
+            if not self._channel.is_moving_data():
+                return
+            self.wait_for_work()
+            if self._channel.is_moving_data():
                 logs.say_last(f"{rank_list([rank])} is {what}.")
                 os._exit(1)
 

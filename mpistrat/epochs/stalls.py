@@ -19,7 +19,7 @@ from mpistrat.epochs.callsite import site_of
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.flight_triggers import on_epoch_error
 from mpistrat.epochs.report import rank_list
-from mpistrat.epochs.whereabouts import State, describe_whereabouts, is_moving_data
+from mpistrat.epochs.whereabouts import State, describe_whereabouts
 from mpistrat.errors import EpochTimeoutError
 
 __all__ = ["watch_data"]
@@ -41,7 +41,7 @@ class _Watched:
 
     def look(self) -> None:
         number, now = self.channel.ledger.sequence, time.monotonic()
-        if not is_moving_data(self.channel):
+        if not self.channel.is_moving_data():
             self.number = -1
         elif self.number != number:
             self.number, self.since_s = number, now
@@ -81,7 +81,10 @@ def _end_if_stopped(channel: Channel, limit_s: float) -> None:
         for rank, each in found.items()
         if each["state"] in _NEVER_COMES
     )
-    if not table or not is_moving_data(channel):
+    if not table:
+        return
+    channel.companions.wait_for_work()
+    if not channel.is_moving_data():
         return
     site = site_of(sys._current_frames().get(channel.thread))
     error = EpochTimeoutError(f"The data awaited at {site} did not come in {limit_s:g} s:\n{table}")
