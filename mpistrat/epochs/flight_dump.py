@@ -69,6 +69,7 @@ def document(
     world_size: int,
     library: str | None,
     reason: str,
+    asked_by: str,
 ) -> dict[str, Any]:
     """Return the record of `channels` in JSON values. Local, from any thread.
 
@@ -82,6 +83,8 @@ def document(
         Name and version of the MPI library.
     reason : str
         Why the record is dumped.
+    asked_by : str
+        The module that has the record dumped. Its part of the stack is not shown.
     """
     channel = channels[0]
     return {
@@ -97,7 +100,7 @@ def document(
         "mpi_library": library,
         "wall_clock_ns": time.time_ns(),
         "monotonic_ns": time.monotonic_ns(),
-        "stack": _main_stack(),
+        "stack": _main_stack((__name__, asked_by)),
         "channels": [_channel(each, members[each]) for each in channels],
     }
 
@@ -111,15 +114,18 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _main_stack() -> list[str]:
-    """Return where the main thread is, innermost last."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
+def _main_stack(hidden: Sequence[str]) -> list[str]:
+    """Return where the main thread is, innermost last, but for the frames of modules `hidden`."""
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None:
         return []
-    stack = traceback.extract_stack(frame)
     # The dump itself is on top where the main thread makes it.
-    shown = [each for each in stack if not os.path.basename(each.filename).startswith("flight_")]
-    return [f"{each.filename}:{each.lineno} in {each.name}" for each in shown[-_MAX_FRAMES:]]
+    shown = [
+        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        for frame, line in traceback.walk_stack(innermost)
+        if frame.f_globals.get("__name__") not in hidden
+    ]
+    return shown[:_MAX_FRAMES][::-1]
 
 
 def _channel(channel: Channel, members: Sequence[int]) -> dict[str, Any]:

@@ -124,7 +124,9 @@ def _write(
     reason: str,
 ) -> None:
     world_size = _process.world_size if members is _process.members else channels[0].size
-    content = flight_dump.document(channels, members, world_size, _process.library, reason)
+    content = flight_dump.document(
+        channels, members, world_size, _process.library, reason, __name__
+    )
     with _process.lock:
         flight_dump.write(target, content)
 
