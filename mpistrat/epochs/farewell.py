@@ -20,12 +20,12 @@ from typing import Any
 from mpistrat.epochs import logs
 from mpistrat.epochs.callsite import ends_program, failure_site
 from mpistrat.epochs.channel import Channel
-from mpistrat.epochs.companions import existing_beacon
 from mpistrat.epochs.interruption import Interruption
 from mpistrat.epochs.leaving import finish_work
 from mpistrat.epochs.obituary import describe_failure, print_failures
 from mpistrat.epochs.parting import Parting
 from mpistrat.epochs.printer import print_line
+from mpistrat.epochs.process_state import own
 from mpistrat.epochs.report import rank_list, text_of
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.settings import settings_at_the_end
@@ -49,17 +49,15 @@ class _Process:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.channels: list[Channel] = []
         self.is_over: Callable[[], bool] = bool
         self.world_size = 1
         self.open_channel: Callable[[float], Channel | None] | None = None
         self.abort: Callable[[int], None] = os._exit
         self.previous_hook: Any = None
-        self.has_left = False
 
     def can_speak(self) -> bool:
         """Return whether this process, and no fork of it, may still communicate."""
-        return os.getpid() == self.pid and not self.has_left and not self.is_over()
+        return os.getpid() == self.pid and not own.has_left and not self.is_over()
 
 
 _process = _Process()
@@ -93,13 +91,13 @@ def watch(channel: Channel, is_over: Callable[[], bool], world_size: int) -> Non
     world_size : int
         How many ranks the job has.
     """
-    if not _process.channels:
+    if not own.channels:
         atexit.register(_at_exit)
         os.register_at_fork(
             before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_fork
         )
         _process.is_over, _process.world_size = is_over, world_size
-    _process.channels.append(channel)
+    own.channels.append(channel)
 
 
 class _Fork(threading.local):
@@ -114,7 +112,7 @@ _fork = _Fork()
 
 def _before_fork() -> None:
     _fork.pipe = None
-    if any(channel.pool.lends_shared_memory() for channel in _process.channels):
+    if any(channel.pool.lends_shared_memory() for channel in own.channels):
         _fork.pipe = os.pipe()
 
 
@@ -127,7 +125,7 @@ def _after_fork() -> None:
 
 
 def _in_fork() -> None:
-    for channel in _process.channels:
+    for channel in own.channels:
         channel.close_in_fork()
     if _fork.pipe is not None:
         read, write = _fork.pipe
@@ -148,7 +146,7 @@ def _on_uncaught(
     if not ends_program(trace):
         _process.previous_hook(kind, error, trace)
         return
-    if not _process.channels and _process.can_speak() and _process.open_channel is not None:
+    if not own.channels and _process.can_speak() and _process.open_channel is not None:
         try:
             _process.open_channel(_grace_s())
         except EpochTimeoutError:
@@ -156,7 +154,7 @@ def _on_uncaught(
             sys.stderr.flush()
             time.sleep(_PRINT_S)
             _process.abort(1)
-    if not _process.channels or not _process.can_speak():
+    if not own.channels or not _process.can_speak():
         if not getattr(error, "is_told_elsewhere", False):
             _process.previous_hook(kind, error, trace)
         return
@@ -178,14 +176,11 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
 def _part(
     what: str, site: str, facts: dict[str, Any], text: str | None, interruption: Interruption
 ) -> None:
-    _process.has_left = True
-    beacon = existing_beacon()
-    if beacon is not None:
-        beacon.has_left = True
+    own.has_left = True
     # Before the others hear that this rank has ended, so that rank 0 has all lines at the end.
     logs.hand_over()
     # The largest group speaks: its rank numbers are those that the user knows.
-    channels = sorted(_process.channels, key=lambda channel: -channel.size)
+    channels = sorted(own.channels, key=lambda channel: -channel.size)
     stuck = next((channel for channel in channels if channel.stuck_at is not None), None)
     partings = []
     for channel in channels:
@@ -206,20 +201,20 @@ def _part(
             # Whoever told it ends the job for all, once the others have left their records.
             time.sleep(_TELL_S)
         else:
-            print_failures(partings[0], text, among)
+            _print_failures(partings[0], text, among)
             if text is None:
                 _explain_the_end(channels)
             _tell_the_others(channels)
         partings[0].channel.transport.abort(1)
-    has_printed = print_failures(partings[0], text, among)
+    has_printed = _print_failures(partings[0], text, among)
     if has_printed and among:
         finish_work()
         _process.abort(1)  # ranks of no channel of this one would go on, and never hear of it
     for channel in channels:
         if not channel.pending:
             channel.transport.drain()
-    if beacon is not None:
-        beacon.say_goodbye()
+    if own.beacon is not None:
+        own.beacon.say_goodbye()
 
 
 def _others_end(
@@ -250,6 +245,11 @@ def _others_end(
     return True
 
 
+def _print_failures(parting: Parting, text: str | None, among: str) -> bool:
+    channel = parting.channel
+    return print_failures(parting.reports, channel.rank, channel.size, text, among)
+
+
 def _is_root_at_work(channel: Channel) -> bool:
     """Return whether to end the job now would lose what rank 0 is about to finish. Local."""
     return channel.companions is not None and channel.companions.is_root_at_work()
@@ -273,7 +273,7 @@ def _tell_the_others(channels: Sequence[Channel]) -> None:
     for channel in channels:
         if channel.companions is not None:
             # Time enough for them to leave their flight records.
-            channel.companions.tell_all("told", _TELL_S, teller=channel.rank)
+            channel.companions.tell_end_of_job(_TELL_S)
 
 
 def _extra_s(largest: Channel, stuck: Channel | None) -> float:

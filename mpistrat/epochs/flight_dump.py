@@ -10,18 +10,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpistrat.epochs.callsite import UNKNOWN_PLACE
-from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.flight import FlightEntry, Place
 from mpistrat.epochs.report import rank_spans, spell
 from mpistrat.files import write_atomically
 from mpistrat.version import __version__
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "document", "path_for", "write"]
+__all__ = ["FORMAT", "FORMAT_VERSION", "channel_part", "document", "path_for", "write"]
 
 FORMAT = "mpistrat-flight"
 FORMAT_VERSION = 1
@@ -64,8 +63,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def document(
-    channels: Sequence[Channel],
-    members: Mapping[Channel, Sequence[int]],
+    channels: Sequence[dict[str, Any]],
+    rank: int,
     world_size: int,
     library: str | None,
     reason: str,
@@ -75,10 +74,10 @@ def document(
 
     Parameters
     ----------
-    channels : sequence of Channel
-    members : mapping
-        The ranks in the world of each channel.
-    world_size : int
+    channels : sequence of dict
+        Each as `channel_part` returns it.
+    rank, world_size : int
+        Of this process in the world.
     library : str or None
         Name and version of the MPI library.
     reason : str
@@ -86,12 +85,11 @@ def document(
     asked_by : str
         The module that has the record dumped. Its part of the stack is not shown.
     """
-    channel = channels[0]
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "reason": reason,
-        "rank": members[channel][channel.rank],
+        "rank": rank,
         "size": world_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -101,7 +99,7 @@ def document(
         "wall_clock_ns": time.time_ns(),
         "monotonic_ns": time.monotonic_ns(),
         "stack": _main_stack((__name__, asked_by)),
-        "channels": [_channel(each, members[each]) for each in channels],
+        "channels": list(channels),
     }
 
 
@@ -128,22 +126,12 @@ def _main_stack(hidden: Sequence[str]) -> list[str]:
     return shown[:_MAX_FRAMES][::-1]
 
 
-def _channel(channel: Channel, members: Sequence[int]) -> dict[str, Any]:
-    ledger = channel.ledger
-    entries = list(channel.flight.entries)
-    return {
-        "members": rank_spans(members),
-        "rank": channel.rank,
-        "size": channel.size,
-        "next_number": ledger.sequence,
-        "runs": ledger.runs,
-        "merge_calls": ledger.merge_calls,
-        "updates": ledger.updates,
-        "failures": ledger.failures,
-        "last_failure": ledger.last_failure,
-        "closed": None if channel.closed is None else str(channel.closed),
-        "entries": [_entry(each) for each in entries],
-    }
+def channel_part(
+    channel: dict[str, Any], members: Sequence[int], entries: Iterable[FlightEntry]
+) -> dict[str, Any]:
+    """Return the part on one channel, of which `Channel.describe` says `channel`. Local."""
+    part = {"members": rank_spans(members)} | channel
+    return part | {"entries": [_entry(each) for each in list(entries)]}
 
 
 def _entry(entry: FlightEntry) -> dict[str, Any]:

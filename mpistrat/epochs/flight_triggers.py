@@ -124,9 +124,12 @@ def _write(
     reason: str,
 ) -> None:
     world_size = _process.world_size if members is _process.members else channels[0].size
-    content = flight_dump.document(
-        channels, members, world_size, _process.library, reason, __name__
-    )
+    parts = [
+        flight_dump.channel_part(each.describe(), members[each], each.flight.entries)
+        for each in channels
+    ]
+    rank = members[channels[0]][channels[0].rank]
+    content = flight_dump.document(parts, rank, world_size, _process.library, reason, __name__)
     with _process.lock:
         flight_dump.write(target, content)
 

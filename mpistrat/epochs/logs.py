@@ -8,9 +8,9 @@ import os
 import time
 import types
 import warnings
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
+from mpistrat.epochs.beacon import Question
 from mpistrat.epochs.courier import Courier
 from mpistrat.epochs.printer import WINDOW_S, Line, print_line
 from mpistrat.settings import settings_at_the_end
@@ -18,7 +18,7 @@ from mpistrat.settings import settings_at_the_end
 if TYPE_CHECKING:
     from mpistrat.epochs.channel import Channel
 
-__all__ = ["close", "hand_over", "install", "receive", "say_last", "speak_on"]
+__all__ = ["close", "hand_over", "install", "say_last", "speak_on", "take_lines"]
 
 _FLUSH_LIMIT_S = 3.0
 _logger = logging.getLogger("mpistrat")
@@ -87,14 +87,17 @@ def speak_on(channel: Channel) -> None:
         warnings.showwarning = _show_warning
 
 
-def receive(channel: Channel, rank: int, texts: Iterable[str]) -> bool:
+def take_lines(channel: Channel, question: Question) -> dict[str, Any]:
     """Take lines of another rank of `channel`, if this one still can. Local, any thread."""
+    rank = int(question["teller"])
+    lines = [Line(str(text), channel, rank) for text in question["lines"]]
     courier = _process.courier
-    if courier is None:
-        return False
-    for text in texts:
-        courier.put(Line(str(text), channel, rank))
-    return True
+    # Who has given up waiting for the answer has printed the lines already.
+    if courier is None or not question.is_awaited():
+        return {"taken": False}
+    for line in lines:
+        courier.put(line)
+    return {"taken": True}
 
 
 def hand_over() -> None:
