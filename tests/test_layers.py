@@ -71,14 +71,9 @@ def nodes_of(path):
     return tuple(ast.walk(ast.parse(path.read_text())))
 
 
-def runtime_imports(path):
-    """Yield (module of this package, line) for each import that runs."""
-    skipped = set()
+def imports(path):
+    """Yield (module of this package, line) for each import, those for types too."""
     for node in nodes_of(path):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            skipped.update(id(child) for child in ast.walk(node))
-        if id(node) in skipped:
-            continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mpistrat"):
             base = node.module.removeprefix("mpistrat").lstrip(".")
             for alias in node.names:
@@ -92,7 +87,7 @@ def runtime_imports(path):
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_imports_point_downward(name):
-    for target, line in runtime_imports(MODULES[name]):
+    for target, line in imports(MODULES[name]):
         if target.split(".")[0] == name.split(".")[0]:
             continue
         assert layer_of(target) < layer_of(name), f"{name}:{line} imports {target} from above"
@@ -100,7 +95,7 @@ def test_imports_point_downward(name):
 
 def test_there_is_no_cycle():
     graph = {
-        name: {target for target, _ in runtime_imports(path)} for name, path in MODULES.items()
+        name: {target for target, _ in imports(path)} for name, path in MODULES.items()
     }
     # A package's __init__ collects its modules; they may not import it back.
     done, active = set(), []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable
 
 from mpistrat.checkpoint.gathering import Gathering
@@ -14,9 +12,8 @@ from mpistrat.checkpoint.root_file import RootWork
 from mpistrat.checkpoint.snapshot import Snapshot
 from mpistrat.collectives import Collectives
 from mpistrat.comm.background import Background
-from mpistrat.epochs.leaving import Leaving, watch_leaving
+from mpistrat.epochs.leaving import Phase, at, hold_while
 from mpistrat.errors import CheckpointError
-from mpistrat.hdf5 import h5py
 from mpistrat.spans import spanned
 from mpistrat.tracking import Trackable
 
@@ -35,8 +32,8 @@ class BackgroundSaver:
 
     def __init__(self) -> None:
         self._snapshot = Snapshot()
-        self._thread = Background("mpistrat-checkpoint")
-        weakref.finalize(self, self._thread.close).atexit = False
+        self._thread: Background | None = None
+        """The thread of the last file, on rank 0."""
         self._path: str | None = None
         """What is being written, equal on all ranks."""
         self._wait: Callable[[], None] | None = None
@@ -81,7 +78,11 @@ class BackgroundSaver:
             _logger.info("Checkpoint %s written in %.2f s", path, time.perf_counter() - began_s)
 
         _unended.add(self)
+        # Python waits for such a thread before it calls any function at the exit, as those by
+        # which h5py undoes what writing needs.
+        self._thread = Background("mpistrat-checkpoint", daemon=False)
         self._wait = self._thread.submit(write)
+        self._thread.close()
 
     def end(self, ranks: Collectives) -> bool:
         """Wait for the file that is being written; return whether there was one. **Collective**.
@@ -105,7 +106,7 @@ class BackgroundSaver:
 
     def is_writing(self) -> bool:
         """Return whether the thread has not come to the end of the file. From any thread."""
-        return self._thread.is_busy()
+        return self._thread is not None and self._thread.is_busy()
 
     def finish(self) -> None:
         """Wait at the end of the program, and log what nobody will ask for. Local."""
@@ -128,8 +129,8 @@ def _check_copied(work: RootWork) -> None:
         ) from error
 
 
-class _AtTheEnd(Leaving):
-    """Lets no program end while one of its checkpoints is being written."""
+class _Unended:
+    """The savers whose files may not be on disk yet: the program and the job wait for them."""
 
     def __init__(self) -> None:
         self._savers: set[BackgroundSaver] = set()
@@ -137,20 +138,21 @@ class _AtTheEnd(Leaving):
 
     def add(self, saver: BackgroundSaver) -> None:
         """Wait for `saver` at the end of the program. Local."""
-        if not self._pid:
+        if self._pid != os.getpid():  # the first, also the first of a fork
             self._pid = os.getpid()
-            h5py()  # which at the end undoes what writing needs, unless it is imported before
-            atexit.register(self.before_abort)
-            watch_leaving(self)
+            self._savers.clear()
+            at(Phase.BEFORE_LAST_ROUND, self.finish)
+            at(Phase.BEFORE_ABORT, self.finish)
+            hold_while(self.is_at_work)
         self._savers.add(saver)
 
     def discard(self, saver: BackgroundSaver) -> None:
         """Wait for `saver` no more. Local."""
         self._savers.discard(saver)
 
-    def before_abort(self) -> None:
+    def finish(self) -> None:
         """Wait for all, and forget them."""
-        while self._savers and os.getpid() == self._pid:
+        while self._savers:
             saver = next(iter(self._savers))
             saver.finish()
             self._savers.discard(saver)
@@ -160,4 +162,4 @@ class _AtTheEnd(Leaving):
         return any(saver.is_writing() for saver in list(self._savers))
 
 
-_unended = _AtTheEnd()
+_unended = _Unended()

@@ -17,10 +17,13 @@ class Background:
     ----------
     name : str
         Of the thread.
+    daemon : bool
+        Whether the program may end while something is not done. If not, `close` is to be called.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, daemon: bool = True) -> None:
         self._name = name
+        self._daemon = daemon
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._last: _Task | None = None
         self._thread: threading.Thread | None = None
@@ -51,7 +54,7 @@ class Background:
 
     def _start(self) -> bool:
         """Start the thread, and return whether that was possible."""
-        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        thread = threading.Thread(target=self._work, name=self._name, daemon=self._daemon)
         try:
             thread.start()
         except RuntimeError:  # there are too many, or the interpreter ends

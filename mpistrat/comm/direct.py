@@ -20,7 +20,7 @@ from mpistrat.comm.pool import Pool
 from mpistrat.comm.rounds import NonblockingRound, PersistentRound, SharedRound
 from mpistrat.comm.sharing import share_memory
 from mpistrat.comm.solo import SoloRound
-from mpistrat.comm.transport import Carrier, NodeReducer, Round
+from mpistrat.comm.transport import Carrier, NodeReducer, Occupancy, Round
 from mpistrat.comm.whole import WholeReducer
 from mpistrat.options import ReduceOp
 
@@ -43,7 +43,8 @@ class MpiTransport:
         self.size = comm.size
         self.node: NodeReducer | None = None
         self.carrier: Carrier | None = None
-        self._sharing = share_memory(comm, WholeReducer(self))
+        self.occupancy = Occupancy()
+        self._sharing = share_memory(comm, WholeReducer(self), self.occupancy)
         arena = None
         if self._sharing is not None:
             self.node = self._sharing.reducer
@@ -53,8 +54,9 @@ class MpiTransport:
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Reduce `source` into `target`. **Collective**."""
         synchronize(source)
-        for part, goal in _pairs(source, target):
-            self.comm.Allreduce(part, goal, operator(op, goal))
+        with self.occupancy:
+            for part, goal in _pairs(source, target):
+                self.comm.Allreduce(part, goal, operator(op, goal))
 
     def start_all_reduce(
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
@@ -65,12 +67,16 @@ class MpiTransport:
         pairs = _pairs(source, target)
         requests = [self.comm.Iallreduce(part, goal, operator(op, goal)) for part, goal in pairs]
         self._under_way.append((requests, source, target))
-        return functools.partial(MPI.Request.Waitall, requests)
+        return functools.partial(self._wait, requests)
+
+    def _wait(self, requests: list[MPI.Request]) -> None:
+        with self.occupancy:
+            MPI.Request.Waitall(requests)
 
     def drain(self) -> None:
         """Wait for every reduction that is under way. **Collective**."""
         for requests, *_ in self._under_way:
-            MPI.Request.Waitall(requests)
+            self._wait(requests)
         self._under_way.clear()
         if self.node is not None:
             self.node.drain()
@@ -78,16 +84,18 @@ class MpiTransport:
     def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
         """Reduce `buffer` in place on `root`. **Collective**."""
         synchronize(buffer)
-        for part in in_parts(buffer):
-            if self.rank == root:
-                self.comm.Reduce(MPI.IN_PLACE, part, operator(op, part), root)
-            else:
-                self.comm.Reduce(part, None, operator(op, part), root)
+        with self.occupancy:
+            for part in in_parts(buffer):
+                if self.rank == root:
+                    self.comm.Reduce(MPI.IN_PLACE, part, operator(op, part), root)
+                else:
+                    self.comm.Reduce(part, None, operator(op, part), root)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Overwrite `buffer` with that of `root`. **Collective**."""
-        for part in in_parts(buffer):
-            self.comm.Bcast([_as_bytes(part), MPI.BYTE], root)
+        with self.occupancy:
+            for part in in_parts(buffer):
+                self.comm.Bcast([_as_bytes(part), MPI.BYTE], root)
 
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
         """Overwrite each of `buffers` with that of its root. **Collective**."""
@@ -96,18 +104,20 @@ class MpiTransport:
             for buffer, root in zip(buffers, roots, strict=True)
             for part in in_parts(buffer)
         ]
-        MPI.Request.Waitall(requests)
+        self._wait(requests)
 
     def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return the parts of all ranks, one behind the other. **Collective**."""
         gathered = np.empty(sum(counts), part.dtype)
-        self._collect(self.comm.Allgatherv, part, counts, gathered)
+        with self.occupancy:
+            self._collect(self.comm.Allgatherv, part, counts, gathered)
         return gathered
 
     def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
         """Return the parts of all ranks on `root`, one behind the other. **Collective**."""
         gathered = np.empty(sum(counts), part.dtype) if self.rank == root else None
-        self._collect(functools.partial(self.comm.Gatherv, root=root), part, counts, gathered)
+        with self.occupancy:
+            self._collect(functools.partial(self.comm.Gatherv, root=root), part, counts, gathered)
         return gathered
 
     def _collect(
@@ -135,9 +145,9 @@ class MpiTransport:
     def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Send each rank its part of `buffer`, and return what comes. **Collective**."""
         received = np.empty(self.size * counts[self.rank], buffer.dtype)
-        self.comm.Alltoallv(
-            _as_parts(buffer, counts), _as_parts(received, [counts[self.rank]] * self.size)
-        )
+        own_counts = [counts[self.rank]] * self.size
+        with self.occupancy:
+            self.comm.Alltoallv(_as_parts(buffer, counts), _as_parts(received, own_counts))
         return received
 
     def round(self, num_words: int) -> Round:

@@ -19,6 +19,7 @@ from mpistrat.comm.message import Message
 from mpistrat.comm.node import HALF_BYTES, NodeMemory
 from mpistrat.comm.operators import operator
 from mpistrat.comm.reducer import Reducer
+from mpistrat.comm.transport import Occupancy
 from mpistrat.comm.tree import divide
 from mpistrat.options import ReduceOp
 
@@ -38,14 +39,22 @@ class NodewiseReducer:
         The number of ranks on the smallest node.
     otherwise : Reducer
         For reductions that go on beside the program.
+    occupancy : Occupancy
+        Entered while this rank waits for the others.
     """
 
     min_bytes = 0
 
     def __init__(
-        self, memory: NodeMemory, comm: MPI.Intracomm, num_slices: int, otherwise: Reducer
+        self,
+        memory: NodeMemory,
+        comm: MPI.Intracomm,
+        num_slices: int,
+        otherwise: Reducer,
+        occupancy: Occupancy,
     ) -> None:
         self._otherwise = otherwise
+        self._occupancy = occupancy
         self._memory = memory
         self._num_slices = num_slices
         self._size = comm.size
@@ -67,9 +76,10 @@ class NodewiseReducer:
         source, target, split = message.whole()
         step = HALF_BYTES
         start, goal = address_of(source), address_of(target)
-        for done in range(0, source.nbytes, step):
-            num_bytes = min(step, source.nbytes - done)
-            self._reduce_block(op, source.dtype, start + done, goal + done, num_bytes)
+        with self._occupancy:
+            for done in range(0, source.nbytes, step):
+                num_bytes = min(step, source.nbytes - done)
+                self._reduce_block(op, source.dtype, start + done, goal + done, num_bytes)
         split()
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:

@@ -16,6 +16,7 @@ from mpistrat.comm.background import Background
 from mpistrat.comm.functions import compiled_function
 from mpistrat.comm.message import Message
 from mpistrat.comm.node import Lane, NodeMemory
+from mpistrat.comm.transport import Occupancy
 from mpistrat.options import ReduceOp
 
 __all__ = ["SharedMemoryReducer"]
@@ -31,6 +32,8 @@ class SharedMemoryReducer:
     Parameters
     ----------
     memory : NodeMemory
+    occupancy : Occupancy
+        Entered while this rank waits for the others.
 
     Attributes
     ----------
@@ -40,8 +43,9 @@ class SharedMemoryReducer:
 
     min_bytes = 0
 
-    def __init__(self, memory: NodeMemory) -> None:
+    def __init__(self, memory: NodeMemory, occupancy: Occupancy) -> None:
         self._memory = memory
+        self._occupancy = occupancy
         self.sizes = (_BLOCK_BYTES, _SMALL_BYTES // memory.size)
         self._board = functools.partial(memory.library.reduce_board, memory.reductions.pointer)
         self._background = Background("mpistrat-reductions")
@@ -66,7 +70,8 @@ class SharedMemoryReducer:
         """Reduce each array of `message`. **Collective**."""
         is_boarded = self._boarded is message
         self._boarded = None
-        self._reduce(self._memory.reductions, op, message, is_boarded)
+        with self._occupancy:
+            self._reduce(self._memory.reductions, op, message, is_boarded)
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
         """Reduce each array of `message`, on every rank: that costs no more. **Collective**."""
@@ -74,11 +79,18 @@ class SharedMemoryReducer:
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
         """Have a thread reduce each array of `message`; return what waits for it."""
-        return self._background.submit(lambda: self._reduce(self._memory.background, op, message))
+        end = self._background.submit(lambda: self._reduce(self._memory.background, op, message))
+
+        def wait() -> None:
+            with self._occupancy:
+                end()
+
+        return wait
 
     def drain(self) -> None:
         """Wait for what the thread does. Local."""
-        self._background.drain()
+        with self._occupancy:
+            self._background.drain()
 
     def _reduce(
         self, lane: Lane, op: ReduceOp, message: Message, is_boarded: bool = False

@@ -15,7 +15,7 @@ from mpistrat.comm.nodewise import NodewiseReducer
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducer import Reducer
 from mpistrat.comm.shared import SharedMemoryReducer
-from mpistrat.comm.transport import NodeReducer
+from mpistrat.comm.transport import NodeReducer, Occupancy
 from mpistrat.options import ReduceOp
 from mpistrat.settings import settings_at_the_end
 
@@ -39,7 +39,9 @@ class _Sharing:
     """Whether all ranks are on one node."""
 
 
-def share_memory(comm: MPI.Intracomm, otherwise: Reducer) -> _Sharing | None:
+def share_memory(
+    comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy
+) -> _Sharing | None:
     """Return memory that the ranks of each node share, ``None`` if no rank has company.
 
     **Collective** over `comm`. Takes a few milliseconds, to measure from which size on it is faster
@@ -57,9 +59,9 @@ def share_memory(comm: MPI.Intracomm, otherwise: Reducer) -> _Sharing | None:
     reducer: NodeReducer
     holds_all = min(sizes) == comm.size
     if holds_all:
-        reducer = SharedMemoryReducer(memory)
+        reducer = SharedMemoryReducer(memory, occupancy)
     else:
-        reducer = NodewiseReducer(memory, comm, min(sizes), otherwise)
+        reducer = NodewiseReducer(memory, comm, min(sizes), otherwise, occupancy)
     reducer.min_bytes = _min_bytes(comm, reducer.all_reduce, otherwise.all_reduce)
     return _Sharing(memory, reducer, holds_all)
 

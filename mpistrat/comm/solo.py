@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.transport import Carrier, NodeReducer
+from mpistrat.comm.transport import Carrier, NodeReducer, Occupancy
 from mpistrat.options import ReduceOp
 
 __all__ = ["SoloRound", "SoloTransport"]
@@ -40,6 +40,7 @@ class SoloTransport:
 
     def __init__(self) -> None:
         self.pool = Pool()
+        self.occupancy = Occupancy()
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Copy `source` to `target`. Local."""

@@ -12,7 +12,29 @@ from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducer import Reducer
 from mpistrat.options import ReduceOp
 
-__all__ = ["Carrier", "NodeReducer", "Round", "Transport"]
+__all__ = ["Carrier", "NodeReducer", "Occupancy", "Round", "Transport"]
+
+
+class Occupancy:
+    """Context manager around what waits for the data of other ranks, where nothing can be raised.
+
+    True while any thread of this process is inside. It can be entered several times.
+    """
+
+    __slots__ = ("_calls",)
+
+    def __init__(self) -> None:
+        # A list, because threads may come and leave at the same time: a sum could lose one.
+        self._calls: list[None] = []
+
+    def __enter__(self) -> None:
+        self._calls.append(None)
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.pop()
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
 
 
 class Round(Protocol):
@@ -87,6 +109,8 @@ class Transport(Protocol):
     size: int
     pool: Pool
     """Memory for results."""
+    occupancy: Occupancy
+    """Whether this rank is inside, waiting for the data of other ranks."""
 
     @property
     def node(self) -> NodeReducer | None:

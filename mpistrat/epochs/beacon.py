@@ -16,16 +16,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpistrat.epochs import logs
-from mpistrat.epochs.channel import Channel
-from mpistrat.epochs.flight_triggers import on_end_of_job
-from mpistrat.epochs.whereabouts import State, whereabouts
-
-__all__ = ["Address", "Beacon", "read_line"]
+__all__ = ["Address", "Beacon", "Handler", "Question", "read_line"]
 
 _MAX_BYTES = 2**20
 _BACKLOG = 512
@@ -53,6 +48,31 @@ class Address:
         return connection
 
 
+@dataclass(frozen=True)
+class Question:
+    """A request of a peer, as its JSON object has it."""
+
+    details: dict[str, Any]
+    connection: socket.socket
+
+    def __getitem__(self, name: str) -> Any:
+        return self.details[name]
+
+    def is_awaited(self) -> bool:
+        """Return whether the peer still waits for the answer. Local."""
+        self.connection.setblocking(False)
+        try:
+            return bool(self.connection.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        finally:
+            self.connection.settimeout(_PATIENCE_S)
+
+
+Handler = Callable[[Question], dict[str, Any]]
+"""Returns the answer to a question, in JSON values. Local, on the beacon's thread."""
+
+
 @dataclass
 class _Caller:
     """A connection whose question has not come in full."""
@@ -63,20 +83,13 @@ class _Caller:
 
 
 class Beacon:
-    """The beacon of this process, for all its channels.
-
-    Attributes
-    ----------
-    has_left : bool
-        Whether the main program is over.
-    """
+    """The beacon of this process, for all its channels: each has a secret and its handlers."""
 
     def __init__(self) -> None:
         self._server = socket.create_server(("", 0), backlog=_BACKLOG)
         self._server.setblocking(False)
         self.address = Address(socket.gethostname(), self._server.getsockname()[1], os.getpid())
-        self.has_left = False
-        self._channels: dict[str, Channel] = {}
+        self._handlers: dict[str, Mapping[str, Handler]] = {}
         self._watchers: list[socket.socket] = []
         self._callers: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
@@ -84,9 +97,9 @@ class Beacon:
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._serve, name="mpistrat-beacon", daemon=True).start()
 
-    def add(self, key: str, channel: Channel) -> None:
-        """Answer questions about `channel` that come with its secret `key`. Local."""
-        self._channels[key] = channel
+    def add(self, key: str, handlers: Mapping[str, Handler]) -> None:
+        """Answer questions that come with the secret `key`, by the names of `handlers`. Local."""
+        self._handlers[key] = handlers
 
     def watch(self, connection: socket.socket, on_break: Callable[[], None]) -> None:
         """Have `on_break` called, on the beacon's thread, if the peer's process dies. Local."""
@@ -174,37 +187,14 @@ class Beacon:
     def _reply(self, connection: socket.socket, question: dict[str, Any]) -> Any:
         """Return the answer to a question, ``None`` where the connection is to be kept."""
         asked = str(question["key"])
-        found = [c for key, c in list(self._channels.items()) if hmac.compare_digest(key, asked)]
+        found = [h for key, h in list(self._handlers.items()) if hmac.compare_digest(key, asked)]
         if not found:
             raise KeyError("unknown key")
-        (channel,) = found
+        (handlers,) = found
         if question["ask"] == "watch":
             self._watchers.append(connection)
             return None
-        if question["ask"] == "lost":
-            if channel.companions is not None:
-                channel.companions.note_loss(int(question["lost"]), str(question["what"]))
-            return {"state": State.HERE, "sequence": -1}
-        if question["ask"] == "told":
-            on_end_of_job(channel, int(question["teller"]))
-            channel.is_told = True
-            return {"state": State.HERE, "sequence": -1}
-        if question["ask"] == "log":
-            # Who has given up waiting for the answer has printed the lines already.
-            can_take = not _is_closed_by_peer(connection)
-            taken = can_take and logs.receive(channel, int(question["teller"]), question["lines"])
-            return {"state": State.HERE if taken else State.FINISHED, "sequence": -1}
-        return whereabouts(channel, list(self._channels.values()), self.has_left)
-
-
-def _is_closed_by_peer(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    finally:
-        connection.settimeout(_PATIENCE_S)
+        return handlers[question["ask"]](Question(question, connection))
 
 
 def read_line(connection: socket.socket) -> bytes:

@@ -13,7 +13,6 @@ from mpistrat import errors
 from mpistrat.epochs.callsite import call_site, failure_site
 from mpistrat.epochs.channel import Channel, Outcome, Status
 from mpistrat.epochs.flight import FlightEntry, State, users_place
-from mpistrat.epochs.flight_triggers import on_epoch_error
 from mpistrat.epochs.report import spell, text_of
 from mpistrat.spans import active, mark
 
@@ -165,8 +164,8 @@ class Call:
             if self._end_mark is not None:
                 self._end_mark()
             self.channel.lock.release()
-            if error is not None and self.channel.closed is not None:
-                on_epoch_error(self.channel.closed)
+            if error is not None:
+                self.channel.note_end()
 
     def _refuse(self, error: Exception) -> None:
         """Tell the others that this rank cannot do the call."""
@@ -230,8 +229,7 @@ class Together:
             if error is not None:
                 state = State.REFUSED
             call.end(entry, state)
-            if channel.closed is not None:
-                on_epoch_error(channel.closed)
+            channel.note_end()
 
     def _settle(self, trace: TracebackType | None, error: Exception | None) -> None:
         """Raise on the ranks that succeeded what those that failed have raised."""

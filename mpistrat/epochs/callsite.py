@@ -21,7 +21,7 @@ __all__ = [
 
 UNKNOWN_PLACE = "unknown place"
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = os.path.abspath(sys.modules[__name__.partition(".")[0]].__path__[0]) + os.sep
 _TESTING = _PACKAGE + "testing" + os.sep
 
 

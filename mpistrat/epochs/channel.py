@@ -17,23 +17,21 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
 from mpistrat.epochs.callsite import call_site
+from mpistrat.epochs.disagreement import describe_disagreement
 from mpistrat.epochs.flight import FlightRecord
 from mpistrat.epochs.ledger import Ledger
-from mpistrat.epochs.report import describe_disagreement, rank_list
+from mpistrat.epochs.report import rank_list
 from mpistrat.errors import EpochError, EpochMismatchError, EpochTimeoutError
 from mpistrat.settings import settings_at_the_end
 
-if TYPE_CHECKING:
-    from mpistrat.epochs.companions import Companions
-
-__all__ = ["Channel", "Outcome", "Status"]
+__all__ = ["Channel", "Outcome", "Peers", "Status"]
 
 _logger = logging.getLogger("mpistrat")
 
@@ -58,6 +56,31 @@ class Outcome(enum.Enum):
     ALL_CALL = "every rank is ready to do the same"
     ALL_REFUSE = "every rank refuses"
     MIXED = "the ranks differ"
+
+
+class Peers(Protocol):
+    """The other ranks of a channel, asked beside MPI. All methods are local, from any thread."""
+
+    def lowest_here(self) -> int:
+        """Return the lowest rank that waits in the same collective as this one."""
+
+    def describe(self, site: str) -> tuple[list[int], str]:
+        """Return the ranks that others wait for, and a table of all, for a rank at `site`."""
+
+    def describe_lost(self) -> str:
+        """Return a table of the ranks whose data will never come, empty without any."""
+
+    def deliver(self, texts: Sequence[str]) -> bool:
+        """Give lines to rank 0 to print, and return whether it took them."""
+
+    def is_root_at_work(self) -> bool:
+        """Return whether rank 0, which writes files for all, must not be ended yet."""
+
+    def wait_for_work(self) -> None:
+        """Wait until to end the job would lose no file that is being finished."""
+
+    def tell_end_of_job(self, limit_s: float) -> None:
+        """Tell each other rank, within `limit_s` seconds, that this one ends the job for all."""
 
 
 _ALL_EQUAL = 2
@@ -91,7 +114,9 @@ class Channel:
         Called with the number of each collective, from 1, before this rank comes to it.
     on_received : callable or None
         Called with each array that a collective has brought, which it may write to.
-    companions : Companions or None
+    on_failure : callable or None
+        Called with `closed`, whenever a collective has ended with it.
+    companions : Peers or None
         The other ranks on the side channel, where there is one.
     lost : dict
         What is known of ranks whose processes have died, by rank.
@@ -121,7 +146,8 @@ class Channel:
         self.checks = True
         self.on_collective: Callable[[int], None] | None = None
         self.on_received: Callable[[Any], None] | None = None
-        self.companions: Companions | None = None
+        self.on_failure: Callable[[EpochError], object] | None = None
+        self.companions: Peers | None = None
         self.lost: dict[int, str] = {}
         self.stuck_at: str | None = None
         self.is_told = False
@@ -132,6 +158,10 @@ class Channel:
         self._round = transport.round(4)
         self._outgoing = self._round.send.data.cast("B")
         self._incoming = self._round.receive.data.cast("B")
+
+    def is_moving_data(self) -> bool:
+        """Return whether this rank waits for data inside the transport. Local, any thread."""
+        return bool(self.transport.occupancy)
 
     def check_open(self) -> None:
         """Raise the error that closed this channel, if one did. Local."""
@@ -283,19 +313,14 @@ class Channel:
         self, what: str, site: str, *, ended: bool = False, cause: bool = False
     ) -> dict[str, Any]:
         """Return what this rank says of itself where ranks disagree. Local."""
-        ledger = self.ledger
-        return {
-            "what": what,
-            "site": site,
-            "ended": ended,
-            "cause": cause,
-            "sequence": ledger.sequence,
-            "runs": ledger.runs,
-            "merge_calls": ledger.merge_calls,
-            "updates": ledger.updates,
-            "failures": ledger.failures,
-            "last_failure": ledger.last_failure,
-        }
+        said = {"what": what, "site": site, "ended": ended, "cause": cause}
+        return said | {"sequence": self.ledger.sequence} | self.ledger.as_json()
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the flight record says of this channel beside its collectives. Local."""
+        place = {"rank": self.rank, "size": self.size, "next_number": self.ledger.sequence}
+        closed = None if self.closed is None else str(self.closed)
+        return place | self.ledger.as_json() | {"closed": closed}
 
     def disagreement(self, reports: Sequence[dict[str, Any]]) -> EpochError:
         """Close the channel, and return the error to raise for the `reports` of all ranks. Local.
@@ -320,6 +345,11 @@ class Channel:
         error.caused_elsewhere = bool(guilty) and self.rank not in guilty
         self.closed = error
         return error
+
+    def note_end(self) -> None:
+        """Call `on_failure` if the agreement of the ranks has ended. Local."""
+        if self.closed is not None and self.on_failure is not None:
+            self.on_failure(self.closed)
 
     def close_for_dropped(self, site: str) -> None:
         """Let no more collectives be made: the handle of a reduction was dropped. Local.

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from mpistrat.epochs import logs
-from mpistrat.epochs.beacon import Address, Beacon, read_line
+from mpistrat.epochs.beacon import Address, Beacon, Handler, Question, read_line
 from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.leaving import is_at_work
+from mpistrat.epochs.process_state import own
 from mpistrat.epochs.report import rank_list
-from mpistrat.epochs.whereabouts import State, Whereabouts, describe_whereabouts, is_moving_data
+from mpistrat.epochs.whereabouts import State, Whereabouts, describe_whereabouts, whereabouts
 from mpistrat.settings import settings_at_the_end
 
-__all__ = ["Companions", "existing_beacon", "meet", "own_beacon"]
+__all__ = ["Companions", "meet"]
 
 _LIMIT_S = 1.5
 """How long an answer may take."""
 _SHORT_LIMIT_S = 0.3
 """The same where the answer does not matter."""
 _AT_ONCE = 16
+_NEVER_COMES = (State.STOPPED, State.SILENT, State.GONE)
+_TURN_S = 0.5
+"""How often to look whether files are finished."""
 _SETTLE_S = 0.5
 """How long to wait before a broken connection is news: a launcher that ends the job is faster."""
 
@@ -47,6 +53,18 @@ class Companions:
         self._channel = channel
         self._key = key
         self._addresses = addresses
+
+    def handlers(self) -> dict[str, Handler]:
+        """Return what answers the questions of the other ranks. Local."""
+
+        def state(question: Question) -> Whereabouts:
+            return whereabouts(self._channel, own.channels, own.has_left)
+
+        def lost(question: Question) -> dict[str, Any]:
+            self.note_loss(int(question["lost"]), str(question["what"]))
+            return {}
+
+        return {"state": state, "lost": lost}
 
     def ask(
         self, rank: int, ask: str = "state", limit_s: float = _LIMIT_S, **details: Any
@@ -81,6 +99,15 @@ class Companions:
         ranks = list(ranks)
         return dict(zip(ranks, _at_once(self.ask, ranks), strict=True))
 
+    def deliver(self, texts: Sequence[str]) -> bool:
+        """Give lines to rank 0 to print, and return whether it took them. Local."""
+        answer = self.ask(0, "log", teller=self._channel.rank, lines=texts)
+        return bool(answer.get("taken"))
+
+    def tell_end_of_job(self, limit_s: float) -> None:
+        """Tell every other rank that this one ends the job for all. Local."""
+        self.tell_all("told", limit_s, teller=self._channel.rank)
+
     def tell_all(self, ask: str, limit_s: float = _SHORT_LIMIT_S, **details: Any) -> None:
         """Tell every other rank something, without insisting. Local."""
         _at_once(lambda rank: self.ask(rank, ask, limit_s, **details), self.others())
@@ -97,6 +124,11 @@ class Companions:
         if self._channel.rank == 0:
             return False
         return bool(self.ask(0).get("at_work"))
+
+    def wait_for_work(self) -> None:
+        """Wait until to end the job would lose no file that is being finished. Local."""
+        while is_at_work() or self.is_root_at_work():
+            time.sleep(_TURN_S)
 
     def is_here(self, found: Whereabouts) -> bool:
         """Return whether an answer says that the rank is in this rank's collective. Local."""
@@ -120,6 +152,15 @@ class Companions:
         ordered = sorted(lines.items(), key=lambda item: not set(item[1]) & set(missing))
         return missing, "\n".join(f"  {rank_list(ranks)}: {line}" for line, ranks in ordered)
 
+    def describe_lost(self) -> str:
+        """Return a table of the ranks whose data will never come, empty without any. Local."""
+        found = self.ask_all(self.others())
+        return "\n".join(
+            f"  {rank_list([rank])}: {describe_whereabouts(each)}"
+            for rank, each in found.items()
+            if each["state"] in _NEVER_COMES
+        )
+
     def spread_loss(self, rank: int) -> None:
         """Tell every rank that the process of `rank` has died. Local, on the beacon's thread."""
 
@@ -139,7 +180,10 @@ class Companions:
 
         def end_if_blocked() -> None:
             # Inside MPI nothing can be raised. The others are told by their own threads.
-            if is_moving_data(self._channel):
+            if not self._channel.is_moving_data():
+                return
+            self.wait_for_work()
+            if self._channel.is_moving_data():
                 logs.say_last(f"{rank_list([rank])} is {what}.")
                 os._exit(1)
 
@@ -173,27 +217,26 @@ def _is_suspended(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
-_beacons: dict[int, Beacon] = {}
-
-
-def meet(channel: Channel) -> None:
+def meet(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     """Let the ranks of `channel` find each other, and agree on their settings. **Collective**.
 
+    `handlers` answer questions beside those of `Companions.handlers`.
     Where sockets are forbidden on any rank, the channel does without the side channel.
     """
     choices = settings_at_the_end()
-    beacon = own_beacon() if choices.watch else None
-    own = None if beacon is None else [*vars(beacon.address).values()]
+    beacon = _own_beacon() if choices.watch else None
+    address = None if beacon is None else [*vars(beacon.address).values()]
     key = secrets.token_hex(16) if channel.rank == 0 else ""
-    facts = channel.exchange([own, key, choices.checks])
+    facts = channel.exchange([address, key, choices.checks])
     # Ranks that check nothing would leave those that do waiting.
     channel.checks = any(checks for _, _, checks in facts)
     if any(address is None for address, _, _ in facts) or beacon is None:
         return
     key = facts[0][1]
     addresses = [Address(*address) for address, _, _ in facts]
-    beacon.add(key, channel)
-    channel.companions = companions = Companions(channel, key, addresses)
+    companions = Companions(channel, key, addresses)
+    beacon.add(key, companions.handlers() | dict(handlers))
+    channel.companions = companions
     # Every beacon knows the key before anybody asks with it.
     channel.exchange(None)
     neighbour = (channel.rank + 1) % channel.size
@@ -205,17 +248,9 @@ def meet(channel: Channel) -> None:
     beacon.watch(connection, lambda: companions.spread_loss(neighbour))
 
 
-def existing_beacon() -> Beacon | None:
-    """Return the beacon of this process if it has one. Local."""
-    return _beacons.get(os.getpid())
-
-
-def own_beacon() -> Beacon | None:
+def _own_beacon() -> Beacon | None:
     """Return the beacon of this process, ``None`` where it may have no socket. Local."""
-    pid = os.getpid()
-    if pid not in _beacons:
-        try:
-            _beacons[pid] = Beacon()
-        except OSError:
-            return None
-    return _beacons[pid]
+    if own.beacon is None:
+        with contextlib.suppress(OSError):
+            own.beacon = Beacon()
+    return own.beacon

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mpistrat.epochs.printer import Line, Printer, print_line
-from mpistrat.epochs.whereabouts import State
 
 if TYPE_CHECKING:
     from mpistrat.epochs.channel import Channel
@@ -115,8 +114,7 @@ class Courier:
             return False
         # Whatever goes wrong on the way, the lines are to be printed, and the next ones too.
         with contextlib.suppress(Exception):
-            answer = channel.companions.ask(0, "log", teller=channel.rank, lines=texts)
-            if answer["state"] == State.HERE:
+            if channel.companions.deliver(texts):
                 return True
         self._alone_until = time.monotonic() + _ALONE_S
         return False

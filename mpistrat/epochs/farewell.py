@@ -8,24 +8,20 @@ and finds the others busy elsewhere ends the job after a while.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
-from mpistrat.epochs import logs
-from mpistrat.epochs.callsite import ends_program, failure_site
+from mpistrat.epochs import leaving, logs
+from mpistrat.epochs.callsite import failure_site
 from mpistrat.epochs.channel import Channel
-from mpistrat.epochs.companions import existing_beacon
 from mpistrat.epochs.interruption import Interruption
-from mpistrat.epochs.leaving import finish_work
 from mpistrat.epochs.obituary import describe_failure, print_failures
 from mpistrat.epochs.parting import Parting
 from mpistrat.epochs.printer import print_line
+from mpistrat.epochs.process_state import own
 from mpistrat.epochs.report import rank_list, text_of
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.settings import settings_at_the_end
@@ -44,27 +40,6 @@ _PRINT_S = 0.3
 _MAX_TURNS = 3
 
 
-class _Process:
-    """What this module remembers of the process."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.channels: list[Channel] = []
-        self.is_over: Callable[[], bool] = bool
-        self.world_size = 1
-        self.open_channel: Callable[[float], Channel | None] | None = None
-        self.abort: Callable[[int], None] = os._exit
-        self.previous_hook: Any = None
-        self.has_left = False
-
-    def can_speak(self) -> bool:
-        """Return whether this process, and no fork of it, may still communicate."""
-        return os.getpid() == self.pid and not self.has_left and not self.is_over()
-
-
-_process = _Process()
-
-
 def install(open_channel: Callable[[float], Channel | None], abort: Callable[[int], None]) -> None:
     """Have uncaught exceptions end the whole job, also before there is a strategy. Local.
 
@@ -76,10 +51,8 @@ def install(open_channel: Callable[[float], Channel | None], abort: Callable[[in
     abort : callable
         Ends every process of the job, where the others do not come.
     """
-    _process.open_channel, _process.abort = open_channel, abort
-    if _process.previous_hook is None:
-        _process.previous_hook = sys.excepthook
-        sys.excepthook = _on_uncaught
+    own.open_channel, own.abort = open_channel, abort
+    leaving.report_by(_report)
 
 
 def watch(channel: Channel, is_over: Callable[[], bool], world_size: int) -> None:
@@ -93,77 +66,36 @@ def watch(channel: Channel, is_over: Callable[[], bool], world_size: int) -> Non
     world_size : int
         How many ranks the job has.
     """
-    if not _process.channels:
-        atexit.register(_at_exit)
-        os.register_at_fork(
-            before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_fork
-        )
-        _process.is_over, _process.world_size = is_over, world_size
-    _process.channels.append(channel)
-
-
-class _Fork(threading.local):
-    """The fork that a thread is making."""
-
-    pipe: tuple[int, int] | None = None
-    """What the new process tells the old one by that it has copied what they would share."""
-
-
-_fork = _Fork()
-
-
-def _before_fork() -> None:
-    _fork.pipe = None
-    if any(channel.pool.lends_shared_memory() for channel in _process.channels):
-        _fork.pipe = os.pipe()
-
-
-def _after_fork() -> None:
-    if _fork.pipe is not None:
-        read, write = _fork.pipe
-        os.close(write)
-        os.read(read, 1)  # nothing, if the new process has ended
-        os.close(read)
-
-
-def _in_fork() -> None:
-    for channel in _process.channels:
-        channel.close_in_fork()
-    if _fork.pipe is not None:
-        read, write = _fork.pipe
-        os.write(write, b"x")
-        os.close(write)
-        os.close(read)
+    if not own.channels:
+        leaving.at(leaving.Phase.LAST_ROUND, _at_exit)
+        own.is_over, own.world_size = is_over, world_size
+    own.channels.append(channel)
 
 
 def _at_exit() -> None:
-    if _process.can_speak():
+    if own.can_speak():
         place = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "the interpreter"
         _leave("ended (left the program)", place, {}, None)
+    logs.close()
 
 
-def _on_uncaught(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    if not ends_program(trace):
-        _process.previous_hook(kind, error, trace)
-        return
-    if not _process.channels and _process.can_speak() and _process.open_channel is not None:
+def _report(failure: leaving.Failure) -> bool:
+    """Have one rank tell of what ended this one and others, and return whether it does."""
+    if not own.channels and own.can_speak() and own.open_channel is not None:
         try:
-            _process.open_channel(_grace_s())
+            own.open_channel(_grace_s())
         except EpochTimeoutError:
-            _process.previous_hook(kind, error, trace)
+            leaving.show(failure)
             sys.stderr.flush()
             time.sleep(_PRINT_S)
-            _process.abort(1)
-    if not _process.channels or not _process.can_speak():
-        if not getattr(error, "is_told_elsewhere", False):
-            _process.previous_hook(kind, error, trace)
-        return
+            own.abort(1)
+    if not own.channels or not own.can_speak():
+        return getattr(failure.error, "is_told_elsewhere", False)
     sys.stdout.flush()
-    site = failure_site(trace)
-    facts, text = describe_failure(kind, error, trace, site)
-    _leave(f"ended with {kind.__name__}", site, facts, text)
+    site = failure_site(failure.trace)
+    facts, text = describe_failure(*failure, site)
+    _leave(f"ended with {failure.kind.__name__}", site, facts, text)
+    return True
 
 
 def _grace_s() -> float:
@@ -178,21 +110,18 @@ def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> Non
 def _part(
     what: str, site: str, facts: dict[str, Any], text: str | None, interruption: Interruption
 ) -> None:
-    _process.has_left = True
-    beacon = existing_beacon()
-    if beacon is not None:
-        beacon.has_left = True
+    own.has_left = True
     # Before the others hear that this rank has ended, so that rank 0 has all lines at the end.
     logs.hand_over()
     # The largest group speaks: its rank numbers are those that the user knows.
-    channels = sorted(_process.channels, key=lambda channel: -channel.size)
+    channels = sorted(own.channels, key=lambda channel: -channel.size)
     stuck = next((channel for channel in channels if channel.stuck_at is not None), None)
     partings = []
     for channel in channels:
         cause = bool(facts.get("cause"))
         report = channel.report(what, site, ended=True, cause=cause) | facts
         partings.append(Parting(channel, report, stuck is not None))
-    among = channels[0].flight.channel if channels[0].size < _process.world_size else ""
+    among = channels[0].flight.channel if channels[0].size < own.world_size else ""
     limit_s = _grace_s() + _extra_s(channels[0], stuck)
     try:
         ends_alone = not _others_end(partings, text is not None, limit_s, interruption)
@@ -201,25 +130,25 @@ def _part(
         ends_alone = True
     logs.close()
     if ends_alone:
-        finish_work()
+        leaving.finish_work()
         if any(channel.is_told for channel in channels):
             # Whoever told it ends the job for all, once the others have left their records.
             time.sleep(_TELL_S)
         else:
-            print_failures(partings[0], text, among)
+            _print_failures(partings[0], text, among)
             if text is None:
                 _explain_the_end(channels)
             _tell_the_others(channels)
         partings[0].channel.transport.abort(1)
-    has_printed = print_failures(partings[0], text, among)
+    has_printed = _print_failures(partings[0], text, among)
     if has_printed and among:
-        finish_work()
-        _process.abort(1)  # ranks of no channel of this one would go on, and never hear of it
+        leaving.finish_work()
+        own.abort(1)  # ranks of no channel of this one would go on, and never hear of it
     for channel in channels:
         if not channel.pending:
             channel.transport.drain()
-    if beacon is not None:
-        beacon.say_goodbye()
+    if own.beacon is not None:
+        own.beacon.say_goodbye()
 
 
 def _others_end(
@@ -250,6 +179,11 @@ def _others_end(
     return True
 
 
+def _print_failures(parting: Parting, text: str | None, among: str) -> bool:
+    channel = parting.channel
+    return print_failures(parting.reports, channel.rank, channel.size, text, among)
+
+
 def _is_root_at_work(channel: Channel) -> bool:
     """Return whether to end the job now would lose what rank 0 is about to finish. Local."""
     return channel.companions is not None and channel.companions.is_root_at_work()
@@ -273,7 +207,7 @@ def _tell_the_others(channels: Sequence[Channel]) -> None:
     for channel in channels:
         if channel.companions is not None:
             # Time enough for them to leave their flight records.
-            channel.companions.tell_all("told", _TELL_S, teller=channel.rank)
+            channel.companions.tell_end_of_job(_TELL_S)
 
 
 def _extra_s(largest: Channel, stuck: Channel | None) -> float:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import deque
 from time import monotonic_ns
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from mpistrat.epochs.callsite import is_installed, is_user_code
-from mpistrat.epochs.ledger import Ledger
 from mpistrat.spans import Recorder
 
 __all__ = ["DEFAULT_LENGTH", "FlightEntry", "FlightRecord", "Place", "State", "users_place"]
@@ -21,6 +20,16 @@ DEFAULT_LENGTH = 256
 
 Place = tuple[CodeType, int] | None
 """A code object and the offset of an instruction in it: cheap to note, and spelled later."""
+
+
+class Counters(Protocol):
+    """What a rank has done on a channel so far: see `Ledger`."""
+
+    sequence: int
+    runs: int
+    merge_calls: int
+    updates: int
+    failures: int
 
 
 class State:
@@ -123,15 +132,15 @@ class FlightRecord:
             self.entries = deque(self.entries, maxlen=length)
 
     def begin(
-        self, ledger: Ledger, signature: tuple[Any, ...], words: str, place: Place
+        self, counters: Counters, signature: tuple[Any, ...], words: str, place: Place
     ) -> FlightEntry:
         """Add the collective that this rank is about to come to. Local."""
         entry = FlightEntry()
         entry.began_ns = monotonic_ns()
         entry.agreed_ns = entry.ended_ns = 0
         entry.state = _WAITING
-        entry.number = ledger.sequence
-        entry.counters = ledger.runs, ledger.merge_calls, ledger.updates, ledger.failures
+        entry.number = counters.sequence
+        entry.counters = counters.runs, counters.merge_calls, counters.updates, counters.failures
         entry.signature = signature
         entry.words = words
         entry.place = place

@@ -10,18 +10,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpistrat.epochs.callsite import UNKNOWN_PLACE
-from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.flight import FlightEntry, Place
 from mpistrat.epochs.report import rank_spans, spell
 from mpistrat.files import write_atomically
 from mpistrat.version import __version__
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "document", "path_for", "write"]
+__all__ = ["FORMAT", "FORMAT_VERSION", "channel_part", "document", "path_for", "write"]
 
 FORMAT = "mpistrat-flight"
 FORMAT_VERSION = 1
@@ -64,31 +63,33 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def document(
-    channels: Sequence[Channel],
-    members: Mapping[Channel, Sequence[int]],
+    channels: Sequence[dict[str, Any]],
+    rank: int,
     world_size: int,
     library: str | None,
     reason: str,
+    asked_by: str,
 ) -> dict[str, Any]:
     """Return the record of `channels` in JSON values. Local, from any thread.
 
     Parameters
     ----------
-    channels : sequence of Channel
-    members : mapping
-        The ranks in the world of each channel.
-    world_size : int
+    channels : sequence of dict
+        Each as `channel_part` returns it.
+    rank, world_size : int
+        Of this process in the world.
     library : str or None
         Name and version of the MPI library.
     reason : str
         Why the record is dumped.
+    asked_by : str
+        The module that has the record dumped. Its part of the stack is not shown.
     """
-    channel = channels[0]
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "reason": reason,
-        "rank": members[channel][channel.rank],
+        "rank": rank,
         "size": world_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -97,8 +98,8 @@ def document(
         "mpi_library": library,
         "wall_clock_ns": time.time_ns(),
         "monotonic_ns": time.monotonic_ns(),
-        "stack": _main_stack(),
-        "channels": [_channel(each, members[each]) for each in channels],
+        "stack": _main_stack((__name__, asked_by)),
+        "channels": list(channels),
     }
 
 
@@ -111,33 +112,26 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _main_stack() -> list[str]:
-    """Return where the main thread is, innermost last."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
+def _main_stack(hidden: Sequence[str]) -> list[str]:
+    """Return where the main thread is, innermost last, but for the frames of modules `hidden`."""
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None:
         return []
-    stack = traceback.extract_stack(frame)
     # The dump itself is on top where the main thread makes it.
-    shown = [each for each in stack if not os.path.basename(each.filename).startswith("flight_")]
-    return [f"{each.filename}:{each.lineno} in {each.name}" for each in shown[-_MAX_FRAMES:]]
+    shown = [
+        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        for frame, line in traceback.walk_stack(innermost)
+        if frame.f_globals.get("__name__") not in hidden
+    ]
+    return shown[:_MAX_FRAMES][::-1]
 
 
-def _channel(channel: Channel, members: Sequence[int]) -> dict[str, Any]:
-    ledger = channel.ledger
-    entries = list(channel.flight.entries)
-    return {
-        "members": rank_spans(members),
-        "rank": channel.rank,
-        "size": channel.size,
-        "next_number": ledger.sequence,
-        "runs": ledger.runs,
-        "merge_calls": ledger.merge_calls,
-        "updates": ledger.updates,
-        "failures": ledger.failures,
-        "last_failure": ledger.last_failure,
-        "closed": None if channel.closed is None else str(channel.closed),
-        "entries": [_entry(each) for each in entries],
-    }
+def channel_part(
+    channel: dict[str, Any], members: Sequence[int], entries: Iterable[FlightEntry]
+) -> dict[str, Any]:
+    """Return the part on one channel, of which `Channel.describe` says `channel`. Local."""
+    part = {"members": rank_spans(members)} | channel
+    return part | {"entries": [_entry(each) for each in list(entries)]}
 
 
 def _entry(entry: FlightEntry) -> dict[str, Any]:

@@ -13,13 +13,14 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
-from mpistrat.epochs import flight_dump
+from mpistrat.epochs import flight_dump, leaving
 from mpistrat.epochs.callsite import failure_site
 from mpistrat.epochs.channel import Channel
-from mpistrat.epochs.leaving import Leaving, watch_leaving
+from mpistrat.epochs.leaving import Phase
+from mpistrat.epochs.process_state import own
 from mpistrat.epochs.report import rank_list, text_of
 
 __all__ = ["dump", "install", "on_end_of_job", "on_epoch_error"]
@@ -29,14 +30,17 @@ _logger = logging.getLogger("mpistrat")
 _DEFAULT_FOLDER = "mpistrat-flight"
 
 
-class _Process:
-    """What this module remembers of the process."""
+class _Dumps:
+    """What is to be dumped, and where to.
+
+    Attributes
+    ----------
+    members : dict
+        For each channel the rank in the world of each of its ranks.
+    """
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.channels: list[Channel] = []
         self.members: dict[Channel, Sequence[int]] = {}
-        self.world_size = 1
         self.library: str | None = None
         self.folder: str | None = None
         self.has_failed = False
@@ -46,13 +50,12 @@ class _Process:
         self.lock = threading.RLock()
 
 
-_process = _Process()
+_dumps = _Dumps()
 
 
 def install(
     channel: Channel,
     members: Sequence[int],
-    world_size: int,
     library: str,
     folder: str | None,
     length: int,
@@ -64,7 +67,6 @@ def install(
     channel : Channel
     members : sequence of int
         The rank in the world of each of its ranks.
-    world_size : int
     library : str
         Name and version of the MPI library.
     folder : str or None
@@ -73,16 +75,17 @@ def install(
         How many collectives to keep.
     """
     channel.flight.resize(length)
-    _process.folder, _process.library, _process.world_size = folder, library, world_size
-    if channel in _process.members:
+    _dumps.folder, _dumps.library = folder, library
+    if channel in _dumps.members:
         return
-    if not _process.channels:
-        watch_leaving(_AtTheEnd())
+    if not _dumps.members:
+        leaving.at(Phase.FAILED, _on_uncaught)
+        leaving.at(Phase.BEFORE_LAST_ROUND, _before_last_round)
+        leaving.at(Phase.AFTER_LAST_ROUND, _after_last_round)
         _listen()
-    earlier = sum(list(each) == list(members) for each in _process.members.values())
+    earlier = sum(list(each) == list(members) for each in _dumps.members.values())
     channel.flight.channel = f"{rank_list(members)}" + (f" (again: {earlier})" if earlier else "")
-    _process.channels.append(channel)
-    _process.members[channel] = members
+    _dumps.members[channel] = members
 
 
 def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked for") -> Path:
@@ -96,11 +99,10 @@ def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked fo
         Of the strategy that asks: dumped with all others that are watched.
     reason : str
     """
-    is_watched = channel in _process.members
-    channels = _process.channels if is_watched else [channel]
-    members = _process.members if is_watched else {channel: range(channel.size)}
+    is_watched = channel in _dumps.members
+    members = _dumps.members if is_watched else {channel: range(channel.size)}
     target = flight_dump.path_for(path, members[channel][channel.rank])
-    _write(target, channels, members, reason)
+    _write(target, members, reason)
     return target
 
 
@@ -112,30 +114,31 @@ def on_epoch_error(error: BaseException) -> None:
 
 def on_end_of_job(channel: Channel, rank: int) -> None:
     """Dump the records because `rank` of `channel` ends this process too. Local, any thread."""
-    if not _process.has_failed and _process.file_of_leaving is None:
-        members = _process.members.get(channel, range(channel.size))
+    if not _dumps.has_failed and _dumps.file_of_leaving is None:
+        members = _dumps.members.get(channel, range(channel.size))
         _dump_failure(f"rank {members[rank]} ends the job")
 
 
-def _write(
-    target: Path,
-    channels: Sequence[Channel],
-    members: Mapping[Channel, Sequence[int]],
-    reason: str,
-) -> None:
-    world_size = _process.world_size if members is _process.members else channels[0].size
-    content = flight_dump.document(channels, members, world_size, _process.library, reason)
-    with _process.lock:
+def _write(target: Path, members: Mapping[Channel, Sequence[int]], reason: str) -> None:
+    first = next(iter(members))
+    world_size = own.world_size if members is _dumps.members else first.size
+    parts = [
+        flight_dump.channel_part(each.describe(), members[each], each.flight.entries)
+        for each in members
+    ]
+    rank = members[first][first.rank]
+    content = flight_dump.document(parts, rank, world_size, _dumps.library, reason, __name__)
+    with _dumps.lock:
         flight_dump.write(target, content)
 
 
 def _dump_by_itself(folder: str, reason: str) -> Path | None:
     """Dump where the program has not asked: what goes wrong is told, and not raised."""
-    first = _process.channels[0]
-    rank = _process.members[first][first.rank]
+    first = next(iter(_dumps.members))
+    rank = _dumps.members[first][first.rank]
     target = flight_dump.path_for(os.path.join(folder, "flight.rank{rank}.json"), rank)
     try:
-        _write(target, _process.channels, _process.members, reason)
+        _write(target, _dumps.members, reason)
     except OSError as error:
         why = error.strerror or error
         _logger.warning("The flight record cannot be written to %s: %s", folder, why)
@@ -144,42 +147,40 @@ def _dump_by_itself(folder: str, reason: str) -> Path | None:
 
 
 def _can_dump() -> bool:
-    return bool(_process.channels) and os.getpid() == _process.pid
+    return bool(_dumps.members) and not own.is_fork
 
 
 def _dump_failure(reason: str) -> None:
-    if _can_dump() and _process.folder:
-        _process.has_failed = True
-        _dump_by_itself(_process.folder, reason)
+    if _can_dump() and _dumps.folder:
+        _dumps.has_failed = True
+        _dump_by_itself(_dumps.folder, reason)
 
 
-class _AtTheEnd(Leaving):
-    def failed(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        # After an epoch error the record is there already, as it was then.
-        if not _process.has_failed:
-            _dump_failure(
-                f"{kind.__name__} at {failure_site(trace)}: {text_of(error)}".split("\n")[0]
-            )
+def _on_uncaught(failure: leaving.Failure) -> None:
+    # After an epoch error the record is there already, as it was then.
+    if not _dumps.has_failed:
+        kind, error, trace = failure
+        _dump_failure(f"{kind.__name__} at {failure_site(trace)}: {text_of(error)}".split("\n")[0])
 
-    def before_farewell(self) -> None:
-        # Others may end this process soon. The record goes again if all ends well.
-        if _process.folder and not _process.has_failed:
-            _process.file_of_leaving = _dump_by_itself(_process.folder, "left the program")
 
-    def after_farewell(self) -> None:
-        if _process.file_of_leaving is not None and all(
-            not each.pending and each.all_ended_well() for each in _process.channels
-        ):
-            _process.file_of_leaving.unlink(missing_ok=True)
+def _before_last_round() -> None:
+    # Others may end this process soon. The record goes again if all ends well.
+    if _dumps.folder and not _dumps.has_failed:
+        _dumps.file_of_leaving = _dump_by_itself(_dumps.folder, "left the program")
+
+
+def _after_last_round() -> None:
+    if _dumps.file_of_leaving is not None and all(
+        not each.pending and each.all_ended_well() for each in _dumps.members
+    ):
+        _dumps.file_of_leaving.unlink(missing_ok=True)
 
 
 def _listen() -> None:
     """Dump on SIGUSR2, also while the main thread is inside the MPI library."""
     if threading.current_thread() is not threading.main_thread():
         return
-    _process.previous_handler = signal.getsignal(signal.SIGUSR2)
+    _dumps.previous_handler = signal.getsignal(signal.SIGUSR2)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -203,8 +204,8 @@ def _serve_signals(reader: int) -> None:
 def _handler(act: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
     def handle(number: int, frame: FrameType | None) -> None:
         act()
-        if callable(_process.previous_handler):
-            _process.previous_handler(number, frame)
+        if callable(_dumps.previous_handler):
+            _dumps.previous_handler(number, frame)
 
     return handle
 
@@ -212,6 +213,6 @@ def _handler(act: Callable[[], None]) -> Callable[[int, FrameType | None], None]
 def _dump_on_signal() -> None:
     if not _can_dump():
         return
-    target = _dump_by_itself(_process.folder or _DEFAULT_FOLDER, "signal SIGUSR2")
+    target = _dump_by_itself(_dumps.folder or _DEFAULT_FOLDER, "signal SIGUSR2")
     if target is not None:
         _logger.warning("The flight record is in %s", target.parent)

@@ -49,6 +49,11 @@ class Ledger:
     _mixed: tuple[tuple[int, ...], int] = ((), 0)
     """The counters but `sequence` that were looked at last, and what they add to a digest."""
 
+    def as_json(self) -> dict[str, Any]:
+        """Return all but `sequence` in JSON values. Local."""
+        names = "runs", "merge_calls", "updates", "failures", "last_failure"
+        return {name: getattr(self, name) for name in names}
+
     def digest(self, signature: Any) -> int:
         """Return 64 bits of the next collective's `signature` and the counters. Local."""
         base = signature.digest if type(signature) is Signature else _digest_of(signature)

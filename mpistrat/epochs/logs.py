@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import time
 import types
 import warnings
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
+from mpistrat.epochs.beacon import Question
 from mpistrat.epochs.courier import Courier
 from mpistrat.epochs.printer import WINDOW_S, Line, print_line
 from mpistrat.settings import settings_at_the_end
@@ -18,14 +17,14 @@ from mpistrat.settings import settings_at_the_end
 if TYPE_CHECKING:
     from mpistrat.epochs.channel import Channel
 
-__all__ = ["close", "hand_over", "install", "receive", "say_last", "speak_on"]
+__all__ = ["close", "hand_over", "install", "say_last", "speak_on", "take_lines"]
 
 _FLUSH_LIMIT_S = 3.0
 _logger = logging.getLogger("mpistrat")
 
 
-class _Process:
-    """What this module remembers of the process."""
+class _Output:
+    """Where the lines of this process go."""
 
     def __init__(self) -> None:
         self.channel: Channel | None = None
@@ -43,7 +42,7 @@ class _Process:
             courier.put(Line(text, channel, channel.rank))
 
 
-_process = _Process()
+_output = _Output()
 
 
 class _Handler(logging.Handler):
@@ -57,7 +56,7 @@ class _Handler(logging.Handler):
         except Exception:
             self.handleError(record)
             return
-        _process.say(text)
+        _output.say(text)
 
 
 def install() -> None:
@@ -73,46 +72,47 @@ def speak_on(channel: Channel) -> None:
     Without a side channel, each rank prints its own lines.
     """
     _set_level()
-    if channel.size == 1 or (_process.channel is not None and _process.channel.size > channel.size):
+    if channel.size == 1 or (_output.channel is not None and _output.channel.size > channel.size):
         return
-    if _process.channel is None:
-        atexit.register(close)
     # Equal lines on the way to one rank 0 are not to meet those on the way to another.
     hand_over()
-    _process.channel = channel
-    if _process.courier is None:
-        _process.courier = Courier(channel)
+    _output.channel = channel
+    if _output.courier is None:
+        _output.courier = Courier(channel)
     if _shows_warnings_as_python_does():
-        _process.show_warning = warnings.showwarning
+        _output.show_warning = warnings.showwarning
         warnings.showwarning = _show_warning
 
 
-def receive(channel: Channel, rank: int, texts: Iterable[str]) -> bool:
+def take_lines(channel: Channel, question: Question) -> dict[str, Any]:
     """Take lines of another rank of `channel`, if this one still can. Local, any thread."""
-    courier = _process.courier
-    if courier is None:
-        return False
-    for text in texts:
-        courier.put(Line(str(text), channel, rank))
-    return True
+    rank = int(question["teller"])
+    lines = [Line(str(text), channel, rank) for text in question["lines"]]
+    courier = _output.courier
+    # Who has given up waiting for the answer has printed the lines already.
+    if courier is None or not question.is_awaited():
+        return {"taken": False}
+    for line in lines:
+        courier.put(line)
+    return {"taken": True}
 
 
 def hand_over() -> None:
     """Wait until rank 0 has the lines of this rank. Local."""
-    if _process.courier is not None:
-        _process.courier.flush(_FLUSH_LIMIT_S, print_all=False)
+    if _output.courier is not None:
+        _output.courier.flush(_FLUSH_LIMIT_S, print_all=False)
 
 
 def close() -> None:
     """Print all lines that are here, and from now on each line at once. Local."""
-    courier, _process.courier = _process.courier, None
+    courier, _output.courier = _output.courier, None
     if courier is not None:
         courier.flush(_FLUSH_LIMIT_S, print_all=True)
 
 
 def say_last(text: str) -> None:
     """Print `text`, once for all ranks that say it now, and `close`. Local, any thread."""
-    _process.say(text)
+    _output.say(text)
     hand_over()
     time.sleep(2 * WINDOW_S)
     close()
@@ -120,7 +120,7 @@ def say_last(text: str) -> None:
 
 def _speak_alone() -> None:
     # A fork has no thread that would empty the queue.
-    _process.courier = None
+    _output.courier = None
 
 
 def _set_level() -> None:
@@ -156,6 +156,6 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     if file is not None:
-        _process.show_warning(message, category, filename, lineno, file, line)
+        _output.show_warning(message, category, filename, lineno, file, line)
         return
-    _process.say(warnings.formatwarning(message, category, filename, lineno, line).rstrip("\n"))
+    _output.say(warnings.formatwarning(message, category, filename, lineno, line).rstrip("\n"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from mpistrat.epochs.callsite import is_inside
-from mpistrat.epochs.parting import Parting
 from mpistrat.epochs.report import rank_list, text_of
 from mpistrat.errors import EpochError, MpistratError
 
@@ -52,12 +52,17 @@ def describe_failure(
     return facts, "\n".join([*_shortened(_lines(stack), _MAX_LINES - len(told_lines)), *told_lines])
 
 
-def print_failures(parting: Parting, text: str | None, among: str) -> bool:
+def print_failures(
+    reports: Mapping[int, dict[str, Any]], rank: int, size: int, text: str | None, among: str
+) -> bool:
     """Print the traceback `text` of this rank if it is the one to speak for all. Local.
 
     Parameters
     ----------
-    parting : Parting
+    reports : mapping
+        What is known of the ranks that have ended (`Channel.report`).
+    rank, size : int
+        Of this process among those that report.
     text : str or None
     among : str
         Which ranks of the job the channel is of, where these are not all.
@@ -67,16 +72,15 @@ def print_failures(parting: Parting, text: str | None, among: str) -> bool:
     bool
         Whether it was.
     """
-    failed = {rank: each for rank, each in parting.reports.items() if "failed" in each}
-    causes = {rank: each for rank, each in failed.items() if each["cause"]} or failed
-    if text is None or parting.channel.rank != min(causes):
+    failed = {other: each for other, each in reports.items() if "failed" in each}
+    causes = {other: each for other, each in failed.items() if each["cause"]} or failed
+    if text is None or rank != min(causes):
         return False
     groups: dict[tuple[str, ...], list[int]] = {}
-    for rank, each in causes.items():
-        groups.setdefault(tuple(each["key"]), []).append(rank)
+    for other, each in causes.items():
+        groups.setdefault(tuple(each["key"]), []).append(other)
     (_, ranks), *others = groups.items()
-    sites = list(dict.fromkeys(causes[rank]["site"] for rank in ranks))
-    size = parting.channel.size
+    sites = list(dict.fromkeys(causes[other]["site"] for other in ranks))
     who = f"{rank_list(ranks)} of {size}" + (f" (among {among} of the job)" if among else "")
     lines = [f"mpistrat: {who} failed at {', '.join(sites[:3])}:"]
     lines.append(text)

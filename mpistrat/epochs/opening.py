@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mpistrat.epochs.beacon import Question
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.companions import meet
 from mpistrat.epochs.farewell import watch
-from mpistrat.epochs.logs import speak_on
+from mpistrat.epochs.flight_triggers import on_end_of_job, on_epoch_error
+from mpistrat.epochs.logs import speak_on, take_lines
 from mpistrat.epochs.stalls import watch_data
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.world import attached, detach, started_world, world_size
@@ -38,8 +41,10 @@ def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
 
     def make() -> Channel:
         channel = Channel(MpiTransport(_duplicate(comm, timeout_s)), timeout_s)
+        channel.on_failure = on_epoch_error
         if channel.size > 1:
-            meet(channel)
+            handlers = {"log": take_lines, "told": _hear_of_end}
+            meet(channel, {ask: functools.partial(do, channel) for ask, do in handlers.items()})
         speak_on(channel)
         watch(channel, MPI.Is_finalized, world_size())
         watch_data(channel)
@@ -65,6 +70,13 @@ def open_last_channel(grace_s: float) -> Channel | None:
     """
     comm = started_world()
     return None if comm is None else open_channel(comm, grace_s)
+
+
+def _hear_of_end(channel: Channel, question: Question) -> dict[str, Any]:
+    """Leave a record before another rank ends this process too. Local, any thread."""
+    on_end_of_job(channel, int(question["teller"]))
+    channel.is_told = True
+    return {}
 
 
 def _duplicate(comm: MPI.Intracomm, timeout_s: float | None) -> MPI.Intracomm:

@@ -18,8 +18,6 @@ from mpistrat.epochs import logs
 from mpistrat.epochs.callsite import site_of
 from mpistrat.epochs.channel import Channel
 from mpistrat.epochs.flight_triggers import on_epoch_error
-from mpistrat.epochs.report import rank_list
-from mpistrat.epochs.whereabouts import State, describe_whereabouts, is_moving_data
 from mpistrat.errors import EpochTimeoutError
 
 __all__ = ["watch_data"]
@@ -27,7 +25,6 @@ __all__ = ["watch_data"]
 _LONGEST_TICK_S = 5.0
 _TICKS = 4
 """Looks in the time of a limit."""
-_NEVER_COMES = (State.STOPPED, State.SILENT, State.GONE)
 
 
 @dataclass
@@ -41,7 +38,7 @@ class _Watched:
 
     def look(self) -> None:
         number, now = self.channel.ledger.sequence, time.monotonic()
-        if not is_moving_data(self.channel):
+        if not self.channel.is_moving_data():
             self.number = -1
         elif self.number != number:
             self.number, self.since_s = number, now
@@ -75,13 +72,11 @@ def _end_if_stopped(channel: Channel, limit_s: float) -> None:
     """End this process if a rank will not bring the data that this one waits for."""
     if channel.companions is None:
         return
-    found = channel.companions.ask_all(channel.companions.others())
-    table = "\n".join(
-        f"  {rank_list([rank])}: {describe_whereabouts(each)}"
-        for rank, each in found.items()
-        if each["state"] in _NEVER_COMES
-    )
-    if not table or not is_moving_data(channel):
+    table = channel.companions.describe_lost()
+    if not table:
+        return
+    channel.companions.wait_for_work()
+    if not channel.is_moving_data():
         return
     site = site_of(sys._current_frames().get(channel.thread))
     error = EpochTimeoutError(f"The data awaited at {site} did not come in {limit_s:g} s:\n{table}")

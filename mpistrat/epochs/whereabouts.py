@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 import sys
 import time
 import traceback
@@ -16,10 +15,9 @@ from mpistrat.epochs.leaving import is_at_work
 if TYPE_CHECKING:
     from mpistrat.epochs.channel import Channel
 
-__all__ = ["State", "Whereabouts", "describe_whereabouts", "is_moving_data", "whereabouts"]
+__all__ = ["State", "Whereabouts", "describe_whereabouts", "whereabouts"]
 
 _MAX_FRAMES = 4
-_TRANSPORTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "comm", "")
 
 Whereabouts = dict[str, Any]
 """JSON: ``state`` and what `describe_whereabouts` tells about it."""
@@ -77,15 +75,6 @@ def whereabouts(channel: Channel, channels: Sequence[Channel], has_left: bool) -
         "stack": stack[-_MAX_FRAMES:],
     }
     return found | late
-
-
-def is_moving_data(channel: Channel) -> bool:
-    """Return whether the thread that uses `channel` is inside the transport. Local, any thread."""
-    frame = sys._current_frames().get(channel.thread)
-    # A transport may wait in the standard library, but calls nothing of the user's.
-    while frame is not None and not frame.f_code.co_filename.startswith(_TRANSPORTS):
-        frame = frame.f_back
-    return frame is not None
 
 
 def describe_whereabouts(found: Whereabouts) -> str:

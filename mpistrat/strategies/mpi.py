@@ -10,7 +10,7 @@ from mpistrat.arrays import Device
 from mpistrat.collectives import Collectives
 from mpistrat.comm.choose import check_options
 from mpistrat.comm.device_ways import DeviceWays
-from mpistrat.epochs import flight_triggers, leaving
+from mpistrat.epochs import flight_triggers
 from mpistrat.epochs.call import Together
 from mpistrat.epochs.opening import open_channel
 from mpistrat.faults.injection import inject_from_environment
@@ -73,7 +73,6 @@ class MPIStrategy(Strategy):
     ) -> None:
         prepare_device(device)
         comm = communicator(comm)
-        leaving.prepare()
         channel = open_channel(comm, _opening_limit_s(communication_options))
         options = CommunicationOptions()
         if communication_options is not None:
@@ -88,7 +87,6 @@ class MPIStrategy(Strategy):
             flight_triggers.install(
                 channel,
                 world_ranks(comm),
-                world_size(),
                 library_version(),
                 chosen.flight_dir,
                 chosen.flight_length,

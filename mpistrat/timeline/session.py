@@ -8,10 +8,9 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from mpistrat import spans
-from mpistrat.epochs.leaving import Leaving, watch_leaving
+from mpistrat.epochs import leaving
 from mpistrat.epochs.report import rank_list
 from mpistrat.timeline.parts import FORMAT, FORMAT_VERSION, Part, part_of
 from mpistrat.timeline.trace import write_trace
@@ -62,7 +61,10 @@ def start(path: str, rank: int, size: int) -> None:
             f"{error.strerror}. Name a file in a folder that every rank can write to."
         ) from None
     spans.record_on(recorder)
-    watch_leaving(_Session(target, rank, size, recorder))
+    session = _Session(target, rank, size, recorder)
+    leaving.at(leaving.Phase.FAILED, lambda failure: session.flush())
+    leaving.at(leaving.Phase.BEFORE_LAST_ROUND, session.flush)
+    leaving.at(leaving.Phase.AFTER_LAST_ROUND, session.put_together)
 
 
 def _clock() -> str:
@@ -73,26 +75,25 @@ def _clock() -> str:
         return socket.gethostname()
 
 
-class _Session(Leaving):
+class _Session:
+    """The part of this rank, and on rank 0 the timeline itself."""
+
     def __init__(self, target: Path, rank: int, size: int, recorder: spans.Recorder) -> None:
         self._target = target
         self._rank = rank
         self._size = size
         self._recorder = recorder
 
-    def failed(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        self.before_farewell()
-
-    def before_farewell(self) -> None:
+    def flush(self) -> None:
+        """Write what is recorded so far. Local."""
         try:
             self._recorder.flush()
         except OSError as error:
             self._complain(f"cannot be written: {error.strerror or error}")
 
-    def after_farewell(self) -> None:
-        self.before_farewell()
+    def put_together(self) -> None:
+        """End the recording, and on rank 0 put the parts of all ranks together. Local."""
+        self.flush()
         spans.record_on(None)
         if self._rank != 0:
             return

@@ -106,6 +106,18 @@ def test_where_records_go(strategy, rank, tmp_path):
         extended.dump_flight_record(tmp_path / "file" / "{rank}")
 
 
+def test_the_stack_is_that_of_the_program(strategy, tmp_path):
+    # The user's file may be called as any of ours.
+    code = compile("def fly(dump):\n    return dump()\n", "/home/me/flight_model.py", "exec")
+    names = {}
+    exec(code, names)
+    path = names["fly"](lambda: strategy.extended.dump_flight_record(tmp_path))
+    with open(path) as file:
+        *_, users, _, ours = json.load(file)["stack"]
+    assert users == "/home/me/flight_model.py:2 in fly"
+    assert ours.endswith("in dump_flight_record")
+
+
 def test_a_world_of_one_has_a_record(tmp_path):
     strategy = ms.OneDeviceStrategy()
     strategy.reduce("sum", 3.0)

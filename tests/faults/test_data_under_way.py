@@ -16,12 +16,11 @@ pytestmark = pytest.mark.launches
 
 IN_THE_MIDDLE = """
 import threading
-from mpistrat.epochs.whereabouts import is_moving_data
 channel = strategy.extended.collectives.channel
 before = channel.ledger.sequence
 def act():
     # Arrays may be copied before the ranks agree.
-    while channel.ledger.sequence == before or channel.pending or not is_moving_data(channel):
+    while channel.ledger.sequence == before or channel.pending or not channel.is_moving_data():
         time.sleep(0.0002)
     time.sleep(0.003)  # of some 30 ms
     os.kill(os.getpid(), {signal})

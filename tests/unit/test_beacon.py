@@ -1,5 +1,6 @@
 """The beacon: its own are answered, and strangers keep nobody waiting."""
 
+import functools
 import json
 import socket
 import time
@@ -7,8 +8,10 @@ import time
 import pytest
 
 from mpistrat.comm.solo import SoloTransport
-from mpistrat.epochs.beacon import Beacon, read_line
+from mpistrat.epochs import logs
+from mpistrat.epochs.beacon import Address, Beacon, read_line
 from mpistrat.epochs.channel import Channel
+from mpistrat.epochs.companions import Companions
 from mpistrat.epochs.whereabouts import State
 
 KEY = "0123"
@@ -17,8 +20,9 @@ LIMIT_S = 20
 
 @pytest.fixture(scope="module")
 def beacon():
-    beacon = Beacon()
-    beacon.add(KEY, Channel(SoloTransport(), None))
+    beacon, channel = Beacon(), Channel(SoloTransport(), None)
+    handlers = Companions(channel, KEY, [beacon.address]).handlers()
+    beacon.add(KEY, handlers | {"log": functools.partial(logs.take_lines, channel)})
     return beacon
 
 
@@ -90,3 +94,27 @@ def test_who_asks_without_an_end_of_line(beacon):
     with say(beacon, json.dumps({"key": KEY, "ask": "state"}).encode()) as connection:
         connection.shutdown(socket.SHUT_WR)
         assert json.loads(read_line(connection))["state"] == State.LATE
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_lines_are_delivered_or_not(beacon, answers):
+    asked = []
+
+    def take(question):
+        asked.append((question["teller"], question["lines"], question.is_awaited()))
+        return {"taken": answers}
+
+    beacon.add("0567", {"log": take})
+    peers = Companions(Channel(SoloTransport(), None), "0567", [beacon.address])
+    assert peers.deliver(["one", "two"]) is answers
+    assert asked == [(0, ["one", "two"], True)]
+
+
+def test_lines_are_not_delivered_to_nobody(beacon):
+    channel = Channel(SoloTransport(), None)
+    assert not Companions(channel, "a wrong key", [beacon.address]).deliver(["one"])
+    with socket.create_server(("", 0)) as closed:
+        nobody = Address(beacon.address.host, closed.getsockname()[1], beacon.address.pid)
+    assert not Companions(channel, KEY, [nobody]).deliver(["one"])
+    # Without a queue there is nothing that takes lines.
+    assert not Companions(channel, KEY, [beacon.address]).deliver(["one"])

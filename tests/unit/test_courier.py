@@ -8,7 +8,6 @@ import pytest
 from mpistrat.epochs import courier as courier_module
 from mpistrat.epochs.courier import Courier
 from mpistrat.epochs.printer import Line
-from mpistrat.epochs.whereabouts import State
 
 RANK, SIZE = 2, 4
 LIMIT_S = 20
@@ -17,7 +16,7 @@ LIMIT_S = 20
 class FakeChannel:
     """A channel whose rank 0 keeps what it is told."""
 
-    def __init__(self, rank=RANK, answer=State.HERE):
+    def __init__(self, rank=RANK, answer=True):
         self.rank, self.size = rank, SIZE
         self.companions = self
         self.answer = answer
@@ -25,13 +24,12 @@ class FakeChannel:
         self.go_on = threading.Event()
         self.go_on.set()
 
-    def ask(self, rank, ask, teller, lines):
-        assert (rank, ask, teller) == (0, "log", self.rank)
+    def deliver(self, lines):
         self.told.append(lines)
         self.go_on.wait(LIMIT_S)
         if self.answer is None:
             raise RuntimeError("no side channel can do this")
-        return {"state": self.answer}
+        return self.answer
 
     def texts(self):
         return [text for lines in self.told for text in lines]
@@ -47,7 +45,7 @@ def test_rank_0_is_told_in_order(capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("answer", [State.GONE, State.STOPPED, State.FINISHED, None])
+@pytest.mark.parametrize("answer", [False, None])
 def test_a_rank_that_cannot_tell_prints_itself_and_does_not_ask_again_soon(answer, capsys):
     channel = FakeChannel(answer=answer)
     courier = Courier(channel)
