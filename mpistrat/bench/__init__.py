@@ -14,9 +14,15 @@ from mpistrat.bench import (
 __all__ = ["BENCHMARKS"]
 
 BENCHMARKS = {
-    module.BENCHMARK.name: module.BENCHMARK
-    for module in (
-        *(agreement, allreduce, checkpoint, data, gradients),
-        *(optimizers, overlap, step),
+    benchmark.name: benchmark
+    for benchmark in (
+        agreement.AGREEMENT,
+        allreduce.ALLREDUCE,
+        checkpoint.BENCHMARK,
+        data.BENCHMARK,
+        gradients.GRADIENTS,
+        optimizers.BENCHMARK,
+        overlap.BENCHMARK,
+        step.BENCHMARK,
     )
 }

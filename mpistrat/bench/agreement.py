@@ -23,10 +23,10 @@ from mpistrat.options import ReduceOp
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import MPIStrategy, get_replica_context
 
-__all__ = ["BENCHMARK"]
+__all__ = ["AGREEMENT"]
 
 
-def measure(choices: Choices) -> Findings:
+def measure_agreement(choices: Choices) -> Findings:
     """Time all-reductions of a float32 array with and without checks. **Collective**."""
     strategy = MPIStrategy(device="cpu")
     collectives = strategy.extended.collectives
@@ -58,10 +58,10 @@ def measure(choices: Choices) -> Findings:
     return Findings({RESULTS: rows})
 
 
-BENCHMARK = Benchmark(
+AGREEMENT = Benchmark(
     "agreement",
     "what the checks add to an all_reduce",
-    measure,
+    measure_agreement,
     (
         Table(
             (

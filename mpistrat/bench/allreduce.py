@@ -24,10 +24,10 @@ from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import MPIStrategy, get_replica_context
 from mpistrat.world import open_world
 
-__all__ = ["BENCHMARK"]
+__all__ = ["ALLREDUCE"]
 
 
-def measure(choices: Choices) -> Findings:
+def measure_allreduce(choices: Choices) -> Findings:
     """Time all-reductions of one float32 array of each size. **Collective** over COMM_WORLD.
 
     Raw is ``COMM_WORLD.Allreduce`` by mpi4py into a ready buffer, ours `all_reduce` into a new
@@ -68,10 +68,10 @@ def measure(choices: Choices) -> Findings:
     return Findings({RESULTS: rows})
 
 
-BENCHMARK = Benchmark(
+ALLREDUCE = Benchmark(
     "allreduce",
     "all_reduce of one array, beside raw MPI and a copy",
-    measure,
+    measure_allreduce,
     (
         Table(
             (

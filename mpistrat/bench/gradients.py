@@ -29,7 +29,7 @@ from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import MPIStrategy, get_replica_context
 from mpistrat.world import open_world
 
-__all__ = ["BENCHMARK"]
+__all__ = ["GRADIENTS"]
 
 # The small ones first: a peak of memory is that of the process, and does not go down again.
 _CASES: dict[str, Sequence[tuple[int, ...]]] = {
@@ -38,7 +38,7 @@ _CASES: dict[str, Sequence[tuple[int, ...]]] = {
 }
 
 
-def measure(choices: Choices) -> Findings:
+def measure_gradients(choices: Choices) -> Findings:
     """Time the reduction of the float32 gradients of networks. **Collective** over COMM_WORLD.
 
     Ours is one `all_reduce` of all arrays into new ones, raw one ``Allreduce`` by mpi4py for each
@@ -103,10 +103,10 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-BENCHMARK = Benchmark(
+GRADIENTS = Benchmark(
     "gradients",
     "the gradients of a network in one all_reduce, beside a loop of raw MPI",
-    measure,
+    measure_gradients,
     (
         Table(
             (

@@ -77,9 +77,7 @@ def _starts(num_bytes: int) -> dict[str, _Start]:
     }
 
 
-def _works(
-    starts: Mapping[str, _Start], collectives: Collectives
-) -> dict[tuple[str, str], _Call]:
+def _works(starts: Mapping[str, _Start], collectives: Collectives) -> dict[tuple[str, str], _Call]:
     """Return work that takes as long as each reduction alone. **Collective**."""
     matrix = np.full((_MATRIX_LENGTH, _MATRIX_LENGTH), 0.5, np.float32)
     product = np.empty_like(matrix)

@@ -48,9 +48,7 @@ def measure(choices: Choices) -> Findings:
         "ours": PackageLoop(strategy, batch),
         "hand": HandwrittenLoop(world.comm, batch),
     }
-    candidates: dict[str, Callable[[], object]] = {
-        name: loop.step for name, loop in loops.items()
-    }
+    candidates: dict[str, Callable[[], object]] = {name: loop.step for name, loop in loops.items()}
     ranks_per_node = ceil_div(world.size, len(world.hosts))
     ddp = open_ddp_loop(collectives, _host_of_rank_0(world), ranks_per_node, batch)
     if isinstance(ddp, DdpLoop):
@@ -95,9 +93,5 @@ BENCHMARK = Benchmark(
             )
         ),
     ),
-    (
-        Bars(
-            lambda row: str(row["loop"]).replace(": ", ":\n"), {"step_s": "a step"}, "seconds"
-        ),
-    ),
+    (Bars(lambda row: str(row["loop"]).replace(": ", ":\n"), {"step_s": "a step"}, "seconds"),),
 )

@@ -12,9 +12,15 @@ from mpistrat.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 
-_MODULES = (inspect, verify, diff, explain, timeline, bench, doctor)
-
-COMMANDS = tuple(module.COMMAND for module in _MODULES)
+COMMANDS = (
+    inspect.INSPECT,
+    verify.VERIFY,
+    diff.DIFF,
+    explain.COMMAND,
+    timeline.COMMAND,
+    bench.COMMAND,
+    doctor.COMMAND,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,16 +15,16 @@ from mpistrat.cli.output import print_error, print_json, print_line, print_table
 from mpistrat.cli.statistics import tell_apart
 from mpistrat.errors import CheckpointError
 
-__all__ = ["COMMAND"]
+__all__ = ["DIFF"]
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", help="a checkpoint file")
     parser.add_argument("b", help="another one")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _diff(arguments: argparse.Namespace) -> int:
     try:
         with open_checkpoint(arguments.a) as a, open_checkpoint(arguments.b) as b:
             rows = [*_variables(a, b), *_state(a, b)]
@@ -88,4 +88,4 @@ def _only_in(in_a: bool) -> str:
     return f"only in {'a' if in_a else 'b'}"
 
 
-COMMAND = Command("diff", "Show where two checkpoint files differ.", _add_arguments, _run)
+DIFF = Command("diff", "Show where two checkpoint files differ.", _add_diff_arguments, _diff)

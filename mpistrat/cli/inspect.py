@@ -22,13 +22,13 @@ from mpistrat.cli.tree import tree_labels
 from mpistrat.errors import CheckpointError
 from mpistrat.spelling import readable_size
 
-__all__ = ["COMMAND"]
+__all__ = ["INSPECT"]
 
 _COLUMNS = ("variable", "shape", "dtype", "synchronization", "aggregation", "trainable", "size")
 _STATISTICS = ("min", "max", "mean", "nan_count")
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a checkpoint, or a file of data")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     parser.add_argument(
@@ -39,7 +39,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _inspect(arguments: argparse.Namespace) -> int:
     if holds_data(arguments.file):
         return inspect_data(arguments)
     note = ""
@@ -131,4 +131,4 @@ def _number(value: float | None) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-COMMAND = Command("inspect", "Show what a checkpoint file holds.", _add_arguments, _run)
+INSPECT = Command("inspect", "Show what a checkpoint file holds.", _add_inspect_arguments, _inspect)

@@ -13,15 +13,15 @@ from mpistrat.cli.output import print_error, print_json, print_line
 from mpistrat.errors import CheckpointError
 from mpistrat.spelling import readable_size
 
-__all__ = ["COMMAND"]
+__all__ = ["VERIFY"]
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="+", help="a checkpoint file, or a folder of them (*.h5)")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _verify(arguments: argparse.Namespace) -> int:
     given: list[Path] = []
     in_folders: list[Path] = []
     try:
@@ -87,4 +87,6 @@ def _spelled(file: Path, verdict: dict[str, Any]) -> str:
     return f"{file}: sound, {verdict['num_variables']} variable(s), {size}"
 
 
-COMMAND = Command("verify", "Check every digest of checkpoint files.", _add_arguments, _run)
+VERIFY = Command(
+    "verify", "Check every digest of checkpoint files.", _add_verify_arguments, _verify
+)

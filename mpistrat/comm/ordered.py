@@ -14,7 +14,7 @@ from mpistrat.sharding import cut
 
 __all__ = ["as_floats", "as_ordered_integers", "is_reordered"]
 
-_INTEGERS = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
+_SIGNED = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
 
 _PART = 2**17
 """Elements at a time, so that what is made of them besides stays in the cache."""
@@ -22,7 +22,7 @@ _PART = 2**17
 
 def is_reordered(op: ReduceOp, dtype: np.dtype) -> bool:
     """Return whether numbers of `dtype` travel as integers under `op`. Local."""
-    return dtype in _INTEGERS and op in (ReduceOp.MIN, ReduceOp.MAX)
+    return dtype in _SIGNED and op in (ReduceOp.MIN, ReduceOp.MAX)
 
 
 def as_ordered_integers(op: ReduceOp, buffer: Array) -> Array:
@@ -38,7 +38,7 @@ def as_ordered_integers(op: ReduceOp, buffer: Array) -> Array:
     """
     if not is_reordered(op, buffer.dtype):
         return buffer
-    keys = buffer.view(_INTEGERS[buffer.dtype])
+    keys = buffer.view(_SIGNED[buffer.dtype])
     for part in _parts(keys):
         is_nan = np.isnan(part.view(buffer.dtype))
         _flip_negatives(part)

@@ -15,7 +15,8 @@ from mpistrat import context
 from mpistrat.arguments import as_finite, as_real
 from mpistrat.arrays import is_on_host
 from mpistrat.collectives import CollectiveCall
-from mpistrat.optimizers import device_pass, host_pass
+from mpistrat.optimizers.device_pass import update_on_device
+from mpistrat.optimizers.host_pass import update_on_host
 from mpistrat.optimizers.clipping import gradient_factor
 from mpistrat.optimizers.gradients import (
     agree_on_gradients,
@@ -304,7 +305,7 @@ class Optimizer(Trackable, abc.ABC):
                 self.loss_scale.adjust(is_finite=factor is not None)
 
     def _update(self, target: Target, gradient: Any, step: Step) -> None:
-        update = host_pass.update if is_on_host(target.weight) else device_pass.update
+        update = update_on_host if is_on_host(target.weight) else update_on_device
         if isinstance(gradient, IndexedSlices):
             update_rows(update, self._rule, step, target, gradient)
         else:
@@ -342,9 +343,7 @@ class Optimizer(Trackable, abc.ABC):
 
     def late_dependents(self) -> Mapping[str, Callable[[Variable], Variable]]:
         """Return what makes the slots, by name. Local."""
-        return {
-            name: functools.partial(zero_slot, name=name) for name in self._rule.kernel.slots
-        }
+        return {name: functools.partial(zero_slot, name=name) for name in self._rule.kernel.slots}
 
     def attach_child(self, name: str, child: object, *, of: object = None) -> None:
         """Add a child, which is the slot `name` of the variable `of` where this is given.

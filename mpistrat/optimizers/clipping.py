@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpistrat.arrays import is_on_host
-from mpistrat.optimizers import device_pass, host_pass
+from mpistrat.optimizers.device_pass import device_sum_of_squares
+from mpistrat.optimizers.host_pass import host_sum_of_squares
 from mpistrat.values import IndexedSlices
 
 __all__ = ["gradient_factor"]
@@ -24,8 +25,8 @@ def _global_norm(gradients: Sequence[Any]) -> float:
     total = 0.0
     for gradient in gradients:
         array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
-        backend = host_pass if is_on_host(array) else device_pass
-        total += backend.sum_of_squares(array)
+        sum_of_squares = host_sum_of_squares if is_on_host(array) else device_sum_of_squares
+        total += sum_of_squares(array)
     return math.sqrt(total)
 
 

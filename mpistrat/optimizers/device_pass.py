@@ -9,10 +9,10 @@ from mpistrat.arrays import Array, elementwise_kernel, namespace_of
 from mpistrat.optimizers.kernels import Kernel
 from mpistrat.optimizers.rule import Rule, Step, Target, compute_dtype, flat_real
 
-__all__ = ["sum_of_squares", "update"]
+__all__ = ["device_sum_of_squares", "update_on_device"]
 
 
-def update(rule: Rule, step: Step, target: Target, gradient: Array) -> None:
+def update_on_device(rule: Rule, step: Step, target: Target, gradient: Array) -> None:
     """Write to `target` in place, as `rule` says. Local.
 
     Parameters
@@ -43,7 +43,7 @@ def _kernel(kernel: Kernel) -> Any:
     return elementwise_kernel(", ".join(inputs), ", ".join(outputs), body, name)
 
 
-def sum_of_squares(array: Array) -> float:
+def device_sum_of_squares(array: Array) -> float:
     """Return the sum of the squares of absolute values, not finite if an element is not. Local."""
     xp = namespace_of(array)
     flat = flat_real(array)

@@ -13,7 +13,7 @@ import numpy as np
 from mpistrat.optimizers.compiled import HostKernel, compiled_kernel
 from mpistrat.optimizers.rule import Memory, Rule, Step, Target, compute_dtype, flat_real
 
-__all__ = ["UpdateAll", "sum_of_squares", "update", "update_of_all"]
+__all__ = ["UpdateAll", "host_sum_of_squares", "update_on_host", "update_of_all"]
 
 _BLOCK = 2**15
 """Elements. A block of each array of a rule fits into a core's own cache."""
@@ -25,7 +25,7 @@ UpdateAll = Callable[[Step, list[np.ndarray]], None]
 """``update_all(step, gradients)`` does `update` for the targets that it was made for."""
 
 
-def update(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None:
+def update_on_host(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None:
     """Write to `target` in place, as `rule` says. Local.
 
     Parameters
@@ -110,7 +110,7 @@ def _widening(engine: Engine, length: int, dtype: np.dtype) -> Engine:
     return widened
 
 
-def sum_of_squares(array: np.ndarray) -> float:
+def host_sum_of_squares(array: np.ndarray) -> float:
     """Return the sum of the squares of absolute values, not finite if an element is not. Local.
 
     Blocks are summed pairwise and then as float64, in an order that does not depend on threads.

@@ -157,4 +157,3 @@ class LossScale(Trackable):
             f"growth_interval={self.growth_interval}, growth_factor={float(self.growth_factor)}, "
             f"backoff_factor={float(self.backoff_factor)})"
         )
-

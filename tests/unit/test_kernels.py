@@ -24,7 +24,7 @@ def after_steps(rule, dtype, size, keep, factor):
     for _ in range(3):
         gradient = rng.standard_normal(size).astype(dtype)
         before = gradient.copy()
-        host_pass.update(rule, step, Target(weight, slots), gradient)
+        host_pass.update_on_host(rule, step, Target(weight, slots), gradient)
         np.testing.assert_array_equal(gradient, before)
     return [weight, *slots]
 
