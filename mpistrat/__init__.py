@@ -12,17 +12,19 @@ from mpistrat.checkpoint import (
     PreemptionCheckpointHandler,
     latest_checkpoint,
 )
-from mpistrat.data.contexts import InputContext, ValueContext
-from mpistrat.epochs.farewell import install as _install_farewell
-from mpistrat.epochs.logs import install as _install_logs
-from mpistrat.epochs.opening import open_last_channel as _open_last_channel
+from mpistrat.failures.connect import open_last_channel as _open_last_channel
+from mpistrat.failures.logs import install as _install_logs
+from mpistrat.failures.shutdown import install as _install_farewell
+from mpistrat.mpi.world import abort_world as _abort_world
 from mpistrat.options import (
     CommunicationImplementation,
     CommunicationOptions,
+    InputContext,
     InputOptions,
     InputReplicationMode,
     ReduceOp,
     RunOptions,
+    ValueContext,
     VariableAggregation,
     VariableSynchronization,
 )
@@ -43,7 +45,6 @@ from mpistrat.strategies import (
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from mpistrat.variables import Variable
 from mpistrat.version import __version__
-from mpistrat.world import abort_world as _abort_world
 
 __all__ = [
     "Checkpoint",

@@ -1,7 +1,8 @@
-"""Validation of arguments: leaves that become arrays, axes, numbers and indices."""
+"""Validators of arguments: integers, numbers, booleans, devices, nests."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import operator
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, is_array, is_number
-from mpistrat.tensors import host_array, is_tensor
+from mpistrat.pytorch import host_array, is_tensor
 
 __all__ = [
     "as_array",
@@ -19,9 +20,11 @@ __all__ = [
     "as_finite",
     "as_integer",
     "as_real",
+    "is_constant",
     "is_real_scalar",
     "normalize_axes",
     "span_outside",
+    "spelled",
 ]
 
 
@@ -134,3 +137,19 @@ def normalize_axes(kind: str, axis: Any, shape: Sequence[int]) -> tuple[int, ...
     if len(set(positions)) < len(positions):
         raise ValueError(f"{kind}: the axes {tuple(axes)} name one axis twice.")
     return tuple(positions)
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether what a parameter is spelled as cannot change behind its name. Local."""
+    return value is None or isinstance(value, bool | int | float) or callable(value)
+
+
+def spelled(value: Any) -> str:
+    """Return a parameter in the words that ranks compare: 1, 1.0 and ``np.float64(1)`` agree.
+
+    Local. Dataclasses, such as schedules, go by their fields, other objects by their type.
+    """
+    if is_real_scalar(value):
+        return str(float(value))
+    has_words = value is None or isinstance(value, str) or dataclasses.is_dataclass(value)
+    return repr(value) if has_words else type(value).__name__

@@ -1,9 +1,8 @@
-"""Every exception that mpistrat defines.
+"""Warnings for names that tf.distribute has deprecated."""
 
-Each one inherits `MpistratError` and the builtin that a caller would expect, so that
-``except ValueError`` and ``except mpistrat.errors.MpistratError`` both work. Bad arguments
-raise the plain builtins.
-"""
+from __future__ import annotations
+
+import warnings
 
 __all__ = [
     "CheckpointCorruptError",
@@ -18,6 +17,7 @@ __all__ = [
     "MpistratError",
     "OutOfRangeError",
     "ReplicaDriftError",
+    "warn_deprecated",
 ]
 
 
@@ -92,3 +92,8 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 class _UnmatchedPathsError(CheckpointMismatchError, AssertionError):
     """The paths of a checkpoint and of the program that restored it are not the same."""
+
+
+def warn_deprecated(name: str, remedy: str) -> None:
+    """Warn the caller of the function that calls this that `name` is deprecated. Local."""
+    warnings.warn(f"{name} is deprecated. {remedy}", DeprecationWarning, stacklevel=3)

@@ -10,9 +10,9 @@ from typing import Any
 
 from mpistrat import nests
 from mpistrat.arguments import as_array
+from mpistrat.collectives.autograd import pull_back_all_gather, pull_back_all_reduce
 from mpistrat.errors import ContextError
 from mpistrat.options import ReduceOp
-from mpistrat.pullbacks import pull_back_all_gather, pull_back_all_reduce
 from mpistrat.strategies import get_replica_context
 
 __all__ = ["all_gather_pullback", "all_reduce_pullback"]

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpistrat.files import replace_file
+from mpistrat.system.files import replace_file
 
 __all__ = [
     "contiguous_offset",

@@ -1,8 +1,9 @@
-"""The replica context: what a function given to `Strategy.run` can ask and do."""
+"""The handle of a reduction that is under way."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,19 +11,51 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
-from mpistrat.collectives import CollectiveCall, Collectives
-from mpistrat.deprecation import warn_deprecated
-from mpistrat.differentiable import MakeCall, all_gather_tensors, all_reduce_tensors, has_tensors
-from mpistrat.epochs.callsite import call_site, failure_site
-from mpistrat.errors import ContextError
+from mpistrat.collectives.autograd import (
+    MakeCall,
+    all_gather_tensors,
+    all_reduce_tensors,
+    has_tensors,
+)
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.nested import all_gather_nest, all_reduce_nest, start_all_reduce_nest
+from mpistrat.errors import ContextError, warn_deprecated
 from mpistrat.options import CommunicationOptions, ReduceOp
-from mpistrat.pending import PendingReduction
-from mpistrat.reductions import all_gather_nest, all_reduce_nest, start_all_reduce_nest
-from mpistrat.spans import span
-from mpistrat.tensors import is_loaded
+from mpistrat.pytorch import is_loaded
+from mpistrat.system.callsite import call_site, failure_site
+from mpistrat.tracing.spans import span
 from mpistrat.values import localize, per_replica
 
-__all__ = ["ReplicaContext"]
+__all__ = ["PendingReduction", "ReplicaContext"]
+
+
+class PendingReduction:
+    """A reduction that `ReplicaContext.start_all_reduce` has begun.
+
+    To drop it without `wait` is an error: the reduction goes on in memory that the program has
+    given up, and what it brings is lost. The next collective of this rank raises it.
+    """
+
+    def __init__(self, end: Callable[[], Any], when_dropped: Callable[[], object]) -> None:
+        self._end: Callable[[], Any] | None = end
+        self._when_dropped = when_dropped
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """Return the result, once the other ranks have brought their part; the same again later.
+
+        Local: the ranks need not call it together, nor in one order. It has no time limit, because
+        every rank has begun the reduction.
+        """
+        if self._end is not None:
+            # Not after the end: who catches what that raises need not wait again.
+            end, self._end = self._end, None
+            self._result = end()
+        return self._result
+
+    def __del__(self) -> None:
+        if self._end is not None and not sys.is_finalizing():
+            self._when_dropped()
 
 
 class ReplicaContext:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arrays import Array, is_array, is_number
-from mpistrat.tensors import is_tensor
+from mpistrat.pytorch import is_tensor
 
 __all__ = [
     "DistributedValues",

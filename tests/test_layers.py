@@ -1,119 +1,93 @@
-"""The architecture, read from the imports."""
+"""The architecture, read from the imports: floors, circles, and doors to outside worlds.
+
+The floors stand in one place, the table of docs/architecture.md.
+"""
 
 import ast
 import functools
-from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "mpistrat"
+from tools import house
 
-# Lowest first. A module imports from lower layers, and from its own folder.
-LAYERS = [
-    {
-        *("compiled", "cores", "deprecation", "errors", "files", "native", "options"),
-        *("processes", "settings", "sharding", "spelling", "version"),
-    },
-    {"arrays", "hdf5", "launcher", "launching", "nests", "pending", "tensors"},
-    {"arguments", "comm", "spans", "tracking", "values", "world"},
-    {"cuda_awareness", "epochs"},
-    {"prepared"},
-    {"collectives", "faults", "timeline"},
-    {"axis_reductions", "context", "reductions"},
-    {"data", "pullbacks", "variables"},
-    {"differentiable"},
-    {"replica"},
-    {"strategies"},
-    {"checkpoint", "gradients", "layers", "metrics", "optimizers"},
-    {"bench", "doctor"},
-    {"cli", "testing"},
-    {"__init__"},
-    {"__main__"},
-]
+PACKAGE = house.PACKAGE
+FLOORS = house.floors()
 
 # Each outside world has one door: packages that are imported, and names that are used.
 PACKAGES = {
     "cupy": {"arrays.py"},
     "h5py": {"hdf5.py"},
-    "ml_dtypes": {"comm/dtypes.py"},
+    "ml_dtypes": {"comm/wire.py"},
     "optree": {"nests.py"},
-    "torch": {"tensors.py"},
+    "torch": {"pytorch.py"},
 }
 NAMES = {
     "os.environ": {"settings.py"},
     "os.getenv": set(),
-    "MPI.COMM_WORLD": {"world.py"},
-    "MPI.Get_library_version": {"world.py"},
+    "MPI.COMM_WORLD": {"mpi/world.py"},
+    "MPI.Get_library_version": {"mpi/world.py"},
 }
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = house.modules()
+GRAPH = house.import_graph(MODULES)
 
 
-def module_name(path):
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-
-
-MODULES = {module_name(path): path for path in FILES}
-
-
-def layer_of(module):
-    unit = module.split(".")[0]
-    for level, units in enumerate(LAYERS):
-        if unit in units:
-            return level
-    raise AssertionError(f"{module} is in no layer: add {unit} to the table")
+def room(name):
+    """Return a module's row in the table: its folder, or its own name."""
+    return name.split(".")[1] if "." in name else "__init__"
 
 
 @functools.cache
 def nodes_of(path):
     """Return every node of the syntax tree of a file."""
-    return tuple(ast.walk(ast.parse(path.read_text())))
+    return tuple(ast.walk(house.syntax_tree(path)))
 
 
-def imports(path):
-    """Yield (module of this package, line) for each import, those for types too."""
-    for node in nodes_of(path):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mpistrat"):
-            base = node.module.removeprefix("mpistrat").lstrip(".")
-            for alias in node.names:
-                deeper = f"{base}.{alias.name}".lstrip(".")
-                yield (deeper if deeper in MODULES else base or "__init__"), node.lineno
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("mpistrat."):
-                    yield alias.name.removeprefix("mpistrat."), node.lineno
+def test_the_table_has_every_room_once():
+    rooms = [each for floor in FLOORS for each in floor]
+    assert sorted(rooms) == sorted({room(name) for name in MODULES})
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_point_downward(name):
-    for target, line in imports(MODULES[name]):
-        if target.split(".")[0] == name.split(".")[0]:
-            continue
-        assert layer_of(target) < layer_of(name), f"{name}:{line} imports {target} from above"
+def test_imports_point_downward():
+    level = {each: number for number, floor in enumerate(FLOORS) for each in floor}
+    upward = [
+        f"{name}:{line} imports {target}"
+        for name, path in MODULES.items()
+        for target, line in house.imports_of(path, MODULES)
+        if room(target) != room(name) and level[room(target)] >= level[room(name)]
+    ]
+    assert not upward, "\n".join(upward)
 
 
-def test_there_is_no_cycle():
-    graph = {
-        name: {target for target, _ in imports(path)} for name, path in MODULES.items()
-    }
-    # A package's __init__ collects its modules; they may not import it back.
-    done, active = set(), []
+def test_a_floor_rests_on_the_one_below():
+    """A room stands as low as what it imports lets it."""
+    level = {each: number for number, floor in enumerate(FLOORS) for each in floor}
+    for name, targets in house.folder_graph(GRAPH).items():
+        below = [level[room(target)] for target in targets]
+        assert level[room(name)] == 1 + max(below, default=-1), name
 
-    def visit(name):
-        if name in active:
-            raise AssertionError(
-                "import cycle: " + " -> ".join([*active[active.index(name) :], name])
-            )
-        if name in done:
-            return
-        active.append(name)
-        for target in graph[name] - {name}:
-            visit(target)
-        done.add(active.pop())
 
-    for name in graph:
-        visit(name)
+def test_there_is_no_circle_among_files():
+    assert house.circles(GRAPH) == []
+
+
+def test_there_is_no_circle_among_folders():
+    assert house.circles(house.folder_graph(GRAPH)) == []
+
+
+def test_a_circle_is_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": set()}
+    assert house.circles(graph) == [["a", "b", "c"]]
+
+
+def test_imports_for_types_and_in_functions_count(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        "if TYPE_CHECKING:\n    from mpistrat.values import PerReplica\n"
+        "def work():\n    import mpistrat.nests\n    from mpistrat import hdf5\n"
+    )
+    found = [target for target, _ in house.imports_of(path, MODULES)]
+    assert sorted(found) == ["mpistrat.hdf5", "mpistrat.nests", "mpistrat.values"]
 
 
 def imports_package(node, package):
@@ -129,7 +103,7 @@ def imports_package(node, package):
 def files_where(test):
     return {
         path.relative_to(PACKAGE).as_posix()
-        for path in FILES
+        for path in MODULES.values()
         if any(test(node) for node in nodes_of(path))
     }
 
@@ -146,7 +120,7 @@ def test_one_module_uses_each_outside_name(name):
 
 
 def test_nothing_is_pickled():
-    for path in FILES:
+    for path in MODULES.values():
         for node in nodes_of(path):
             names = [
                 alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)

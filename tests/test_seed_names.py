@@ -5,8 +5,7 @@ import re
 import pytest
 
 import mpistrat as ms
-from mpistrat.strategies.base_v1 import InputIterator
-from mpistrat.strategies.cluster_resolver import ClusterResolver
+from mpistrat.strategies.strategy import ClusterResolver, InputIterator
 from tests import ROOT
 
 PAGE = (ROOT / "docs" / "tf-differences.md").read_text()

@@ -1,26 +1,17 @@
 """Benchmarks: this package and its peers, side by side in one run."""
 
-from mpistrat.bench import (
-    agreement,
-    allreduce,
-    checkpoint,
-    data,
-    gradients,
-    optimizers,
-    overlap,
-    step,
-)
+from mpistrat.bench import checkpoint, data, optimizers, overlap, reductions, step
 
 __all__ = ["BENCHMARKS"]
 
 BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
-        agreement.AGREEMENT,
-        allreduce.ALLREDUCE,
+        reductions.AGREEMENT,
+        reductions.ALLREDUCE,
         checkpoint.BENCHMARK,
         data.BENCHMARK,
-        gradients.GRADIENTS,
+        reductions.GRADIENTS,
         optimizers.BENCHMARK,
         overlap.BENCHMARK,
         step.BENCHMARK,

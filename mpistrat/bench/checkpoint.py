@@ -19,6 +19,7 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.bench.benchmark import (
     RESULTS,
+    Bars,
     Benchmark,
     Choices,
     Findings,
@@ -29,12 +30,11 @@ from mpistrat.bench.benchmark import (
     text,
     time,
 )
-from mpistrat.bench.pictures import Bars
-from mpistrat.bench.timing import Timings
+from mpistrat.bench.measure import Timings
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
-from mpistrat.checkpoint.digesting import Digests
-from mpistrat.checkpoint.shares import share_out
-from mpistrat.collectives import Collectives
+from mpistrat.checkpoint.ranks import share_out
+from mpistrat.checkpoint.raw_io import Digests
+from mpistrat.collectives.collectives import Collectives
 from mpistrat.strategies import MPIStrategy
 from mpistrat.variables import Variable
 

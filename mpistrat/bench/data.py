@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time as clock
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import numpy as np
 
 from mpistrat.bench.benchmark import (
     RESULTS,
+    Bars,
     Benchmark,
     Choices,
     Column,
@@ -23,14 +25,138 @@ from mpistrat.bench.benchmark import (
     text,
     time,
 )
-from mpistrat.bench.data_files import BATCH_SIZE, FILES, write_files
-from mpistrat.bench.data_peers import NUM_FANCY, NUM_LOADED, fancy_reads, loader_reads, scan
-from mpistrat.bench.pictures import Bars
-from mpistrat.bench.timing import Timings, take_turns
+from mpistrat.bench.measure import Timings, take_turns
 from mpistrat.data import Dataset
+from mpistrat.hdf5 import h5py
+from mpistrat.pytorch import import_torch
 from mpistrat.strategies import MPIStrategy, Strategy
 
-__all__ = ["BENCHMARK"]
+__all__ = [
+    "BATCH_SIZE",
+    "BENCHMARK",
+    "FILES",
+    "NUM_FANCY",
+    "NUM_LOADED",
+    "fancy_reads",
+    "loader_reads",
+    "scan",
+    "write_files",
+]
+
+BATCH_SIZE = 256
+FILES = ("gzip", "contiguous")
+_SIDE, _CHUNK = 32, 64
+_NUM_DISTINCT = 320 * _CHUNK
+"""Further images are the first ones again, because inventing them takes longer than reading."""
+
+
+def write_files(folder: Path, num_examples: int) -> None:
+    """Write the same images chunked and compressed, and in one piece. Local.
+
+    Waves of random length and direction in 32 steps of brightness: about as compressible as
+    drawings, so that inflating them takes most of the time of a scan.
+    """
+    rng = np.random.default_rng(0)
+    images = _waves(rng, min(num_examples, _NUM_DISTINCT))
+    label = rng.integers(0, 10, num_examples)
+    shape = (num_examples, *images.shape[1:])
+    for name in FILES:
+        with h5py().File(folder / f"{name}.h5", "w") as file:
+            options = {"chunks": (_CHUNK, *shape[1:]), "compression": "gzip"}
+            dataset = file.create_dataset(
+                "image", shape, np.uint8, **(options if name == "gzip" else {})
+            )
+            dataset[: len(images)] = images
+            for first in range(len(images), num_examples, _CHUNK):
+                count = min(_CHUNK, num_examples - first)
+                if name == "gzip":
+                    source = (first % _NUM_DISTINCT, 0, 0, 0)
+                    mask, content = dataset.id.read_direct_chunk(source)
+                    dataset.id.write_direct_chunk((first, 0, 0, 0), content, mask)
+                else:
+                    dataset[first : first + count] = images[first % _NUM_DISTINCT :][:count]
+            file.create_dataset("label", data=label)
+
+
+def _waves(rng: np.random.Generator, count: int) -> np.ndarray:
+    y, x = np.mgrid[:_SIDE, :_SIDE]
+    images = np.empty((count, _SIDE, _SIDE, 3), np.uint8)
+    for first in range(0, count, 1000):
+        part = images[first : first + 1000]
+        a, b = rng.random((2, len(part), 1, 1)) / 2
+        color = rng.random((len(part), 1, 1, 3))
+        waves = 128 + 60 * np.sin(a * x + b * y)[..., None] * color
+        part[...] = waves.astype(np.uint8) // 8 * 8
+    return images
+
+
+NUM_FANCY = 2 * BATCH_SIZE
+"""Examples that `fancy_reads` reads: all of them would take a quarter of a minute."""
+
+NUM_LOADED = 8 * BATCH_SIZE
+_NUM_WORKERS = 2
+
+
+def scan(path: Path) -> None:
+    """Read all batches in the order of the file, by plain slices of h5py. Local.
+
+    Each batch is kept until the next has come, as in any program that uses it.
+    """
+    with h5py().File(path, "r") as file:
+        image, label = file["image"], file["label"]
+        for first in range(0, len(image), BATCH_SIZE):
+            _batch = image[first : first + BATCH_SIZE], label[first : first + BATCH_SIZE]
+
+
+def fancy_reads(path: Path) -> None:
+    """Read random batches by index arrays, sorted as h5py wants them. Local."""
+    with h5py().File(path, "r") as file:
+        image, label = file["image"], file["label"]
+        order = np.random.default_rng(0).permutation(len(image))[:NUM_FANCY]
+        for first in range(0, NUM_FANCY, BATCH_SIZE):
+            rows = np.sort(order[first : first + BATCH_SIZE])
+            image[rows]
+            label[rows]
+
+
+class _Examples:
+    """The map-style data set of a PyTorch program: a file for each worker, an example a read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return NUM_LOADED
+
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        file = self._files.get(os.getpid())
+        if file is None:
+            file = self._files[os.getpid()] = h5py().File(self._path, "r")
+        image, label = file["image"], file["label"]
+        row = number * len(image) // NUM_LOADED
+        return image[row], label[row]
+
+
+def loader_reads(path: Path) -> Callable[[], None] | None:
+    """Return a pass of a shuffled DataLoader with two workers, ``None`` without PyTorch. Local."""
+    torch = import_torch()
+    if torch is None:
+        return None
+    loader = torch.utils.data.DataLoader(
+        _Examples(path),
+        batch_size=BATCH_SIZE,
+        shuffle=True,
+        num_workers=_NUM_WORKERS,
+        persistent_workers=True,
+    )
+
+    def read() -> None:
+        for _ in loader:
+            pass
+
+    return read
+
 
 _SCAN, _SLICES = "h5py, scan, gzip", "h5py, scan, contiguous"
 _LOADER = "torch DataLoader, shuffled, 2 workers, gzip"

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrat.bench.benchmark import (
     RESULTS,
+    Bars,
     Benchmark,
     Choices,
     Findings,
@@ -18,12 +19,11 @@ from mpistrat.bench.benchmark import (
     text,
     time,
 )
-from mpistrat.bench.pictures import Bars
-from mpistrat.bench.resnet50 import NUM_PARAMETERS, SHAPES, random_arrays
-from mpistrat.bench.timing import take_turns
+from mpistrat.bench.measure import take_turns
+from mpistrat.bench.networks import NUM_PARAMETERS, SHAPES, random_arrays
 from mpistrat.optimizers import SGD, Adam, Optimizer
+from mpistrat.pytorch import import_torch
 from mpistrat.strategies import MPIStrategy, OneDeviceStrategy
-from mpistrat.tensors import import_torch
 from mpistrat.variables import Variable
 
 __all__ = ["BENCHMARK"]

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpistrat.bench.benchmark import (
     RESULTS,
+    Bars,
     Benchmark,
     Choices,
     Findings,
@@ -21,13 +22,12 @@ from mpistrat.bench.benchmark import (
     text,
     time,
 )
-from mpistrat.bench.pictures import Bars
-from mpistrat.bench.timing import Timings, take_turns
-from mpistrat.collectives import Collectives
+from mpistrat.bench.measure import Timings, take_turns
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.mpi.world import open_world
 from mpistrat.options import ReduceOp
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import MPIStrategy, get_replica_context
-from mpistrat.world import open_world
 
 __all__ = ["BENCHMARK"]
 

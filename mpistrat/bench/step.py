@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from mpistrat.bench.benchmark import (
     RESULTS,
+    Bars,
     Benchmark,
     Choices,
     Findings,
@@ -15,16 +21,228 @@ from mpistrat.bench.benchmark import (
     text,
     time,
 )
-from mpistrat.bench.ddp import DdpLoop, open_ddp_loop
-from mpistrat.bench.digits import random_batch
-from mpistrat.bench.loops import HandwrittenLoop, Loop, PackageLoop
-from mpistrat.bench.pictures import Bars
-from mpistrat.bench.timing import Timings, take_turns
+from mpistrat.bench.measure import Timings, take_turns
+from mpistrat.bench.networks import (
+    LAYER_SIZES,
+    LEARNING_RATE,
+    MOMENTUM,
+    Batch,
+    backward,
+    cross_entropy,
+    first_weights,
+    forward,
+    random_batch,
+)
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.errors import MpistratError
+from mpistrat.metrics import Accuracy, Mean
+from mpistrat.mpi.world import World, open_world
+from mpistrat.optimizers import SGD
+from mpistrat.options import ReduceOp
+from mpistrat.pytorch import import_torch
+from mpistrat.replica import ReplicaContext
 from mpistrat.sharding import ceil_div
-from mpistrat.strategies import MPIStrategy
-from mpistrat.world import World, open_world
+from mpistrat.strategies import MPIStrategy, Strategy, get_replica_context
+from mpistrat.system.cpu import num_cores
+from mpistrat.variables import Variable
 
-__all__ = ["BENCHMARK"]
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["BENCHMARK", "DdpLoop", "HandwrittenLoop", "Loop", "PackageLoop", "open_ddp_loop"]
+
+
+class Loop(Protocol):
+    """A training loop, data aside: each step learns from the same batch."""
+
+    def step(self) -> None:
+        """Make one step. **Collective**."""
+
+    def weights(self) -> list[np.ndarray]:
+        """Return kernel and bias of each layer in turn, equal on all ranks. Local."""
+
+
+class PackageLoop:
+    """The step of ``jobs/train_digits.py``: strategy, variables, optimizer and metrics.
+
+    **Collective**.
+
+    Parameters
+    ----------
+    strategy : Strategy
+    batch : Batch
+    """
+
+    def __init__(self, strategy: Strategy, batch: Batch) -> None:
+        self._strategy, self._batch = strategy, batch
+        with strategy.scope():
+            self._variables = [
+                Variable(weight, name=f"weight{i}") for i, weight in enumerate(first_weights())
+            ]
+            self._optimizer = SGD(LEARNING_RATE, momentum=MOMENTUM)
+            self._loss, self._accuracy = Mean(name="loss"), Accuracy(name="accuracy")
+
+    def step(self) -> None:
+        """Make one step. **Collective**."""
+        self._strategy.run(self._train, args=(self._batch.image, self._batch.label))
+
+    def _train(self, image: np.ndarray, label: np.ndarray) -> None:
+        replica = get_replica_context()
+        assert isinstance(replica, ReplicaContext)
+        weights = self.weights()
+        logits, tape = forward(weights, image)
+        losses, error = cross_entropy(logits, label)
+        global_batch_size = int(replica.all_reduce(ReduceOp.SUM, len(label)))
+        gradients = backward(weights, tape, error / global_batch_size)
+        self._optimizer.apply_gradients(zip(gradients, self._variables, strict=True))
+        self._loss.update_state(losses)
+        self._accuracy.update_state(label, logits.argmax(axis=1))
+
+    def weights(self) -> list[np.ndarray]:
+        """Return kernel and bias of each layer in turn. Local."""
+        return [variable.value() for variable in self._variables]
+
+
+class HandwrittenLoop:
+    """The same on mpi4py and NumPy, with one ``Allreduce`` for each array, and no checks.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+    batch : Batch
+    """
+
+    def __init__(self, comm: MPI.Intracomm, batch: Batch) -> None:
+        self._comm, self._batch = comm, batch
+        self._weights = first_weights()
+        self._velocities = [np.zeros_like(weight) for weight in self._weights]
+        self._sums = [np.empty_like(weight) for weight in self._weights]
+        self._global_batch_size = np.zeros(1, np.int64)
+        self.loss_sum, self.num_examples, self.num_correct = 0.0, 0, 0
+
+    def step(self) -> None:
+        """Make one step. **Collective**."""
+        label = self._batch.label
+        logits, tape = forward(self._weights, self._batch.image)
+        losses, error = cross_entropy(logits, label)
+        self._comm.Allreduce(np.array([len(label)]), self._global_batch_size)
+        gradients = backward(self._weights, tape, error / np.float32(self._global_batch_size[0]))
+        for gradient, total in zip(gradients, self._sums, strict=True):
+            self._comm.Allreduce(gradient, total)
+        for weight, velocity, total in zip(
+            self._weights, self._velocities, self._sums, strict=True
+        ):
+            velocity *= MOMENTUM
+            total *= LEARNING_RATE
+            velocity += total
+            weight -= velocity
+        self.loss_sum += float(losses.sum())
+        self.num_examples += len(label)
+        self.num_correct += int((logits.argmax(axis=1) == label).sum())
+
+    def weights(self) -> list[np.ndarray]:
+        """Return kernel and bias of each layer in turn. Local."""
+        return self._weights
+
+
+_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class DdpLoop:
+    """A training loop on the process group that `open_ddp_loop` has made.
+
+    The size of the global batch is taken as known, and the gradients travel as DDP packs them,
+    beside the backward pass.
+
+    Parameters
+    ----------
+    torch : module
+    batch : Batch
+    """
+
+    def __init__(self, torch: Any, batch: Batch) -> None:
+        self._torch = torch
+        self._image, self._label = torch.from_numpy(batch.image), torch.from_numpy(batch.label)
+        # DDP takes the mean over ranks of the gradients.
+        self._scale = torch.distributed.get_world_size() / batch.global_size
+        self._layers = [torch.nn.Linear(n, m) for n, m in itertools.pairwise(LAYER_SIZES)]
+        with torch.no_grad():
+            for parameter, weight in zip(self._parameters(), first_weights(), strict=True):
+                parameter.copy_(torch.from_numpy(weight.T))
+        tanh = [torch.nn.Tanh() for _ in self._layers]
+        modules = [each for pair in zip(self._layers, tanh, strict=True) for each in pair][:-1]
+        self._model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*modules))
+        self._optimizer = torch.optim.SGD(self._model.parameters(), LEARNING_RATE, MOMENTUM)
+        self._loss = torch.nn.CrossEntropyLoss(reduction="none")
+        self.loss_sum, self.num_examples, self.num_correct = 0.0, 0, 0
+
+    def step(self) -> None:
+        """Make one step. **Collective**."""
+        logits = self._model(self._image.to(self._torch.float32) / 16)
+        losses = self._loss(logits, self._label)
+        self._optimizer.zero_grad()
+        (losses.sum() * self._scale).backward()
+        self._optimizer.step()
+        self.loss_sum += float(losses.detach().sum())
+        self.num_examples += len(self._label)
+        self.num_correct += int((logits.argmax(dim=1) == self._label).sum())
+
+    def weights(self) -> list[np.ndarray]:
+        """Return kernel and bias of each layer in turn. Local."""
+        return [parameter.detach().numpy().T for parameter in self._parameters()]
+
+    def close(self) -> None:
+        """Leave the process group. **Collective**."""
+        self._torch.distributed.destroy_process_group()
+
+    def _parameters(self) -> list[Any]:
+        return [each for layer in self._layers for each in (layer.weight, layer.bias)]
+
+
+def open_ddp_loop(
+    collectives: Collectives, host: str, ranks_per_node: int, batch: Batch
+) -> DdpLoop | str:
+    """Make the process group and the loop, or return why there is none. **Collective**.
+
+    Parameters
+    ----------
+    collectives : Collectives
+    host : str
+        Where the other ranks reach rank 0.
+    ranks_per_node : int
+        They share the cores for PyTorch's threads.
+    batch : Batch
+    """
+    torch = import_torch()
+    if not all(collectives.gather_json(torch is not None)):
+        return "PyTorch is not installed on every rank, so DistributedDataParallel is left out."
+    if not all(collectives.gather_json(bool(torch.distributed.is_available()))):
+        return "This PyTorch has no torch.distributed, so DistributedDataParallel is left out."
+    torch.set_num_threads(max(1, num_cores() // ranks_per_node))
+    try:
+        _open_group(torch, collectives, host)
+        with collectives.together("bench step"):
+            return DdpLoop(torch, batch)
+    except (RuntimeError, OSError, MpistratError) as error:
+        return f"DistributedDataParallel over gloo is left out: {str(error).splitlines()[0]}"
+
+
+def _open_group(torch: Any, collectives: Collectives, host: str) -> None:
+    """Join all ranks in a process group of gloo. **Collective**."""
+    rank, size = collectives.rank, collectives.size
+    make_store = torch.distributed.TCPStore
+    store = None
+    with collectives.together("bench step"):
+        if rank == 0:  # the system chooses a free port
+            store = make_store(host, 0, size, True, _TIMEOUT, wait_for_workers=False)
+    port = collectives.broadcast_json(store.port if store is not None else None)
+    with collectives.together("bench step"):
+        if store is None:
+            store = make_store(host, port, size, False, _TIMEOUT)
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT
+        )
+
 
 _WORDS = {
     "ours": "mpistrat",

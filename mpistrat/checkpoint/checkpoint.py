@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from typing import Any
 
-from mpistrat.checkpoint.objects import check_can_hold_state
-from mpistrat.checkpoint.restoring import restore
-from mpistrat.checkpoint.saving import save
-from mpistrat.checkpoint.status import RestoreStatus
-from mpistrat.tracking import Trackable
+from mpistrat.checkpoint.collect import Gathering, file_of_root
+from mpistrat.checkpoint.object_graph import check_can_hold_state
+from mpistrat.checkpoint.parallel_write import ParallelWriting
+from mpistrat.checkpoint.restore import RestoreStatus, restore
+from mpistrat.tracing.spans import spanned
+from mpistrat.trackable import Trackable
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "save"]
+
+_WHAT = "Checkpoint.write"
+_logger = logging.getLogger("mpistrat")
+
+
+@spanned("checkpoint", _WHAT)
+def save(
+    root: Trackable, path: str | os.PathLike[str], step: int = -1, parallel: bool = False
+) -> str:
+    """Write the state below `root` to `path`, and return it as a string. **Collective**.
+
+    Variables travel one at a time to rank 0. Where `parallel`, what all ranks hold does not
+    travel: each rank writes some of it.
+    """
+    began_s = time.perf_counter()
+    gathering = Gathering(root, _WHAT, path, parallel)
+    ranks, target = gathering.ranks, gathering.path
+    with file_of_root(ranks, _WHAT, target, gathering.header(step)) as file:
+        if parallel:
+            writing = ParallelWriting(file, target)
+            writing.take(gathering.items())
+            writing.write(ranks, _WHAT)
+        else:
+            file.attempt_each(file.write, gathering.items())
+    if ranks.rank == 0:
+        _logger.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - began_s)
+    return target
+
 
 _OWN_ATTRIBUTES = frozenset({"_children", "_dependents", "on_new_child"})
 

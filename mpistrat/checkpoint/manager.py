@@ -7,25 +7,81 @@ import logging
 import numbers
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpistrat import hdf5
 from mpistrat.arguments import as_bool, as_integer
-from mpistrat.checkpoint.background_saver import BackgroundSaver
-from mpistrat.checkpoint.checkpoint import Checkpoint
-from mpistrat.checkpoint.folder import PREFIX, Entry, file_name, list_folder
-from mpistrat.checkpoint.objects import walk
-from mpistrat.checkpoint.paths import checked_path
-from mpistrat.checkpoint.ranks import collectives_for
-from mpistrat.checkpoint.resuming import restore_newest
-from mpistrat.checkpoint.retention import Retention
-from mpistrat.checkpoint.saving import save
-from mpistrat.collectives import Collectives
-from mpistrat.files import remove_file
+from mpistrat.checkpoint.async_save import BackgroundSaver
+from mpistrat.checkpoint.checkpoint import Checkpoint, save
+from mpistrat.checkpoint.directory import (
+    PREFIX,
+    Entry,
+    Retention,
+    file_name,
+    list_folder,
+    warn_of_damage,
+)
+from mpistrat.checkpoint.object_graph import walk
+from mpistrat.checkpoint.ranks import checked_path, collectives_for
+from mpistrat.checkpoint.restore import restore
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from mpistrat.system.files import remove_file
+from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "restore_newest"]
+
+
+def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str | None:
+    """Restore the objects below `root` from the last of `paths` that is sound. **Collective**.
+
+    A restore assigns all or nothing, so each file is tried, and read once.
+
+    Parameters
+    ----------
+    root : Trackable
+    directory : str
+        For messages.
+    paths : sequence of str
+        Oldest first, equal on all ranks.
+
+    Returns
+    -------
+    str or None
+        The path of the file, ``None`` without any.
+
+    Raises
+    ------
+    CheckpointError
+        If there are checkpoints but none is sound: to start again in silence would lose what
+        the program had reached, and later checkpoints would take the places of these.
+    CheckpointMismatchError
+        If the file does not have every object of the program, or others.
+    """
+    errors: list[CheckpointError] = []
+    for path in reversed(paths):
+        try:
+            restore(root, path, allow_missing=False)
+        except CheckpointMismatchError:
+            raise
+        except CheckpointError as error:
+            if not getattr(error, "caused_elsewhere", False):
+                warn_of_damage(error)
+            errors.append(error)
+        else:
+            return path
+    if not errors:
+        return None
+    corrupt = any(isinstance(error, CheckpointCorruptError) for error in errors)
+    raise (CheckpointCorruptError if corrupt else CheckpointError)(
+        f"The folder {directory} has checkpoints, but none of them can be restored:\n"
+        + "\n".join(f"  {error}" for error in errors)
+        + "\nPut a sound copy in place of one, or move these files away to start from the "
+        "beginning."
+    )
+
 
 _logger = logging.getLogger("mpistrat")
 

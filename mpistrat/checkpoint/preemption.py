@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.checkpoint.manager import CheckpointManager
-from mpistrat.checkpoint.objects import walk
+from mpistrat.checkpoint.object_graph import walk
 from mpistrat.checkpoint.ranks import collectives_for
 from mpistrat.options import ReduceOp
 from mpistrat.settings import environment

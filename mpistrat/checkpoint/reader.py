@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
-from mpistrat.checkpoint.attributes import read_attribute, read_names
-from mpistrat.checkpoint.contiguous import read_at
 from mpistrat.checkpoint.format import (
     FORMAT,
     FORMAT_VERSION,
@@ -25,14 +23,16 @@ from mpistrat.checkpoint.format import (
     digest_of_text,
     spell_digest,
 )
-from mpistrat.checkpoint.json_text import load_json
-from mpistrat.checkpoint.layout import (
+from mpistrat.checkpoint.raw_io import read_at, selections
+from mpistrat.checkpoint.state_json import load_json
+from mpistrat.checkpoint.validation import (
     check_expansion,
     check_layout,
     check_streams,
+    read_attribute,
+    read_names,
+    survey,
 )
-from mpistrat.checkpoint.links import survey
-from mpistrat.checkpoint.selections import selections
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["CheckpointReader", "check_digest", "naming_damage", "open_checkpoint"]
@@ -212,9 +212,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[CheckpointReader]:
 def _read_header(file: Any, path: Path) -> Header:
     known = Header.__dataclass_fields__
     with naming_damage(path, "the attributes of the root group"):
-        given: dict[str, Any] = {
-            name: read_attribute(file, name) for name in (*known, "digest")
-        }
+        given: dict[str, Any] = {name: read_attribute(file, name) for name in (*known, "digest")}
     if given["format"] != FORMAT:
         if given["format_version"] is not None and given["mpistrat_version"] is not None:
             raise CheckpointCorruptError(

@@ -14,17 +14,18 @@ import numpy as np
 
 from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view, is_on_host
-from mpistrat.checkpoint.attributes import write_attribute
-from mpistrat.checkpoint.contiguous import InOrder, create_unwritten, write_at
-from mpistrat.checkpoint.digesting import BYTES_WORTH_A_THREAD, Digester, Digests
-from mpistrat.checkpoint.format import (
-    STATE,
-    VARIABLES,
-    Header,
-    digest_of_array,
+from mpistrat.checkpoint.format import STATE, VARIABLES, Header, digest_of_array
+from mpistrat.checkpoint.raw_io import (
+    BYTES_WORTH_A_THREAD,
+    Digester,
+    Digests,
+    InOrder,
+    create_unwritten,
+    pieces_on_host,
+    write_at,
 )
-from mpistrat.checkpoint.json_text import dump_json
-from mpistrat.checkpoint.pieces import pieces_on_host
+from mpistrat.checkpoint.state_json import dump_json
+from mpistrat.checkpoint.validation import write_attribute
 from mpistrat.errors import CheckpointError
 
 __all__ = [

@@ -7,15 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpistrat.cli import bench, diff, doctor, explain, inspect, timeline, verify
+from mpistrat.cli import bench, checkpoints, doctor, explain, timeline
 from mpistrat.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = (
-    inspect.INSPECT,
-    verify.VERIFY,
-    diff.DIFF,
+    checkpoints.INSPECT,
+    checkpoints.VERIFY,
+    checkpoints.DIFF,
     explain.COMMAND,
     timeline.COMMAND,
     bench.COMMAND,

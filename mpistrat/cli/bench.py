@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.cli.command import Command
-from mpistrat.cli.output import print_error, print_json, print_line, print_table
+from mpistrat.cli.output import Command, print_error, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from mpistrat.bench.benchmark import Benchmark, Choices
@@ -53,9 +52,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
     """Measure, print and write what the options ask for; return the exit code. **Collective**."""
-    from mpistrat.bench.machine import describe_machine
+    from mpistrat.bench.measure import describe_machine
+    from mpistrat.mpi.world import open_world
     from mpistrat.strategies import MPIStrategy
-    from mpistrat.world import open_world
 
     collectives = MPIStrategy(device="cpu").extended.collectives
     try:
@@ -107,7 +106,7 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
 
 def _check_files(arguments: argparse.Namespace) -> None:
     """Refuse what cannot be written before anything is measured."""
-    from mpistrat.bench.pictures import is_available
+    from mpistrat.bench.benchmark import is_available
 
     if arguments.plot and not is_available():
         hint = "Install it with: pip install matplotlib."
@@ -142,7 +141,7 @@ def _heading(report: dict[str, Any]) -> str:
 def _write_files(
     benchmark: Benchmark, report: dict[str, Any], arguments: argparse.Namespace
 ) -> None:
-    from mpistrat.bench.pictures import draw
+    from mpistrat.bench.benchmark import draw
 
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mpistrat.cli.command import Command
-from mpistrat.cli.output import print_json, print_line, print_table
+from mpistrat.cli.output import Command, print_json, print_line, print_table
 
 __all__ = ["COMMAND"]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TextIO
 
@@ -14,7 +16,54 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["is_terminal", "print_error", "print_json", "print_line", "print_table"]
+__all__ = [
+    "Command",
+    "is_terminal",
+    "print_error",
+    "print_json",
+    "print_line",
+    "print_table",
+    "tree_labels",
+]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command; `mpistrat.cli` lists them all."""
+
+    name: str
+    """The word after ``mpistrat``."""
+    help: str
+    """One line for ``mpistrat --help``."""
+    add_arguments: Callable[[argparse.ArgumentParser], object]
+    """Declares the arguments."""
+    run: Callable[[argparse.Namespace], int]
+    """Does the work and returns the exit code."""
+
+
+_Tree = dict[str, "_Tree"]
+
+
+def tree_labels(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield a label with guide lines, and the path it stands for, groups included. Local."""
+    root: _Tree = {}
+    for path in paths:
+        node = root
+        for part in path.split("/"):
+            node = node.setdefault(part, {})
+    yield from _labels(root, "", "")
+
+
+def _labels(node: _Tree, above: str, guide: str) -> Iterator[tuple[str, str]]:
+    for number, (part, children) in enumerate(node.items(), 1):
+        path = f"{above}/{part}" if above else part
+        is_last = number == len(node)
+        branch, deeper = ("└── ", "    ") if is_last else ("├── ", "│   ")
+        if not above:
+            branch = deeper = ""
+        yield f"{guide}{branch}{part}", path
+        yield from _labels(children, path, guide + deeper)
+
 
 _GAP = 3
 """Between two columns."""

@@ -8,25 +8,179 @@ import itertools
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpistrat.cli.command import Command
-from mpistrat.cli.output import print_error, print_json, print_line, print_table
-from mpistrat.epochs.report import rank_list
-from mpistrat.timeline.parts import Part, parts_of
-from mpistrat.timeline.plot import draw
-from mpistrat.timeline.summary import (
-    CATEGORIES,
-    COMPUTING,
-    RankTimes,
-    Straggler,
-    find_straggler,
-    summarize,
-)
-from mpistrat.timeline.trace import events, fit_clocks, metadata
+from mpistrat.cli.output import Command, print_error, print_json, print_line, print_table
+from mpistrat.system.text import rank_list
+from mpistrat.tracing.trace import Part, events, fit_clocks, metadata, parts_of
 
-__all__ = ["COMMAND"]
+__all__ = [
+    "CATEGORIES",
+    "COMMAND",
+    "COMPUTING",
+    "RankTimes",
+    "Straggler",
+    "draw",
+    "find_straggler",
+    "summarize",
+]
+
+CATEGORIES = {
+    "checkpoint": "checkpoints",
+    "data": "waiting for data",
+    "wait": "waiting for ranks",
+    "move": "moving data",
+}
+"""What is told apart, in words. Time within several belongs to the first; the rest is computing."""
+
+COMPUTING = "computing"
+
+_US_PER_S = 1e6
+
+
+@dataclass
+class RankTimes:
+    """The seconds of one rank."""
+
+    rank: int
+    total_s: float = 0.0
+    """From its first span to the end of its last."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By the words of `CATEGORIES`, and for computing."""
+    others_waited_s: float = 0.0
+    """How long the other ranks waited because this one came last, all together."""
+    times_last: int = 0
+    """In how many collectives it came last."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank for which the others waited most."""
+
+    rank: int
+    others_waited_s: float
+    cause: str
+    """What it did longer than the others: one of the words of a `RankTimes`."""
+    longer_s: float
+    """How much longer than the median of the others."""
+
+
+def summarize(events: Iterable[Mapping[str, Any]]) -> list[RankTimes]:
+    """Return the times of each rank in the events of a trace, in rank order. Local."""
+    of_ranks: dict[int, list[Mapping[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            of_ranks.setdefault(event["pid"], []).append(event)
+    times = {rank: _times(rank, spans) for rank, spans in sorted(of_ranks.items())}
+    for waits in _waits(of_ranks).values():
+        if len(waits) > 1:
+            last = min(waits, key=waits.__getitem__)
+            times[last].times_last += 1
+            lost_us = sum(waits.values()) - len(waits) * waits[last]
+            times[last].others_waited_s += lost_us / _US_PER_S
+    return list(times.values())
+
+
+def find_straggler(times: Sequence[RankTimes]) -> Straggler | None:
+    """Return the rank for which the others waited most, ``None`` if they never did. Local."""
+    slowest = max(times, key=lambda each: each.others_waited_s, default=None)
+    if slowest is None or slowest.others_waited_s <= 0:
+        return None
+    others = [each for each in times if each is not slowest]
+    longer_s = {
+        words: slowest.seconds[words] - statistics.median(each.seconds[words] for each in others)
+        for words in (COMPUTING, CATEGORIES["data"], CATEGORIES["checkpoint"])
+    }
+    cause = max(longer_s, key=longer_s.__getitem__)
+    return Straggler(slowest.rank, slowest.others_waited_s, cause, longer_s[cause])
+
+
+def _times(rank: int, spans: Sequence[Mapping[str, Any]]) -> RankTimes:
+    """Return the times of one rank, each moment counted once."""
+    began_us = min(span["ts"] for span in spans)
+    total_us = max(span["ts"] + span["dur"] for span in spans) - began_us
+    order = list(CATEGORIES)
+    steps: list[tuple[float, int, int]] = []
+    for span in spans:
+        if span["cat"] in CATEGORIES:
+            depth = order.index(span["cat"])
+            steps += [(span["ts"], depth, 1), (span["ts"] + span["dur"], depth, -1)]
+    open_spans = [0] * len(order)
+    spent_us = [0.0] * len(order)
+    before_us = began_us
+    for time_us, depth, change in sorted(steps):
+        outermost = next((i for i, count in enumerate(open_spans) if count), None)
+        if outermost is not None:
+            spent_us[outermost] += time_us - before_us
+        open_spans[depth] += change
+        before_us = time_us
+    seconds = {CATEGORIES[name]: spent_us[i] / _US_PER_S for i, name in enumerate(order)}
+    seconds[COMPUTING] = (total_us - sum(spent_us)) / _US_PER_S
+    return RankTimes(rank, total_us / _US_PER_S, seconds)
+
+
+def _waits(
+    of_ranks: Mapping[int, Sequence[Mapping[str, Any]]],
+) -> dict[tuple[str, int], dict[int, float]]:
+    """Return how long each rank waited in each collective, but those within checkpoints."""
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    within: set[tuple[str, int]] = set()
+    for rank, spans in of_ranks.items():
+        # By time, and what holds others before them.
+        saving_until = float("-inf")
+        for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
+            if span["cat"] == "checkpoint":
+                saving_until = max(saving_until, span["ts"] + span["dur"])
+            elif span["cat"] == "wait":
+                key = (span["args"]["channel"], span["args"]["number"])
+                found.setdefault(key, {})[rank] = span["dur"]
+                if span["ts"] < saving_until:
+                    within.add(key)
+    return {key: waits for key, waits in found.items() if key not in within}
+
+
+_COLOURS = {
+    COMPUTING: "#4c9f70",
+    CATEGORIES["move"]: "#3b6fb6",
+    CATEGORIES["wait"]: "#d1495b",
+    CATEGORIES["data"]: "#edae49",
+    CATEGORIES["checkpoint"]: "#7d7d7d",
+}
+_INCHES_PER_RANK = 0.3
+_MAX_INCHES = 40.0
+
+
+def draw(times: Sequence[RankTimes], path: Path) -> None:
+    """Draw a bar for each rank, in pieces by what took the time, into a PNG. Local.
+
+    Raises
+    ------
+    ImportError
+        Without matplotlib.
+    OSError
+        If the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    height = min(1.5 + _INCHES_PER_RANK * len(times), _MAX_INCHES)
+    figure = Figure(figsize=(9, height), layout="constrained")
+    axes = figure.subplots()
+    ranks = [each.rank for each in times]
+    left = [0.0] * len(times)
+    for words, colour in _COLOURS.items():
+        widths = [each.seconds[words] for each in times]
+        axes.barh(ranks, widths, left=left, color=colour, label=words)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("rank")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.invert_yaxis()
+    figure.legend(loc="outside upper center", ncols=len(_COLOURS), frameon=False)
+    figure.savefig(path, format="png", dpi=150)
+
 
 _COLUMNS = (COMPUTING, *(CATEGORIES[name] for name in ("wait", "move", "data", "checkpoint")))
 _MAX_ROWS = 32

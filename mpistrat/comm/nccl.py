@@ -19,9 +19,8 @@ from mpistrat.arrays import (
     on_device_of,
     record,
 )
-from mpistrat.comm.message import Message
-from mpistrat.comm.tree import divide
-from mpistrat.comm.whole import MOVES_AS
+from mpistrat.comm.packing import Message
+from mpistrat.comm.reducers import MOVES_AS, divide
 from mpistrat.options import ReduceOp
 
 if TYPE_CHECKING:

@@ -1,21 +1,143 @@
-"""Arrays on their way: cast, grouped into messages, and out of them again."""
+"""Packing: arrays into messages and back, on host and device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpistrat.arrays import Array, Device, host_view, place
-from mpistrat.comm.casts import cast, cast_into
-from mpistrat.comm.device_packing import DevicePack
-from mpistrat.comm.message import Message
-from mpistrat.comm.ordered import as_floats, as_ordered_integers
-from mpistrat.comm.plan import Pack, Plan
+from mpistrat.arrays import Array, Device, host_view, namespace_of, on_device_of, place
+from mpistrat.comm.pack_plan import Pack, Plan
 from mpistrat.comm.pool import Pool
+from mpistrat.comm.wire import as_floats, as_ordered_integers, cast, cast_into
 from mpistrat.native import native_library
 
-__all__ = ["Packing", "describe", "pack", "placed_like"]
+__all__ = ["DeviceMessage", "DevicePack", "Message", "Packing", "describe", "pack", "placed_like"]
+
+
+class Message:
+    """Arrays to be reduced, and where the results go.
+
+    Parameters
+    ----------
+    sources, targets : sequence of numpy.ndarray
+        In C order and native byte order, of equal dtype, and of equal lengths in pairs. A target
+        may be its source; else they share no memory, and the source is not written to.
+    pool : Pool
+        For reducers that need the arrays one behind the other.
+    """
+
+    on_device = False
+    """Whether the arrays are in device memory. Then there is one."""
+
+    def __init__(
+        self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], pool: Pool
+    ) -> None:
+        self.sources = sources
+        self.targets = targets
+        self.dtype = sources[0].dtype
+        self.num_bytes = sum([source.nbytes for source in sources])
+        self._pool = pool
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are."""
+        return self.num_bytes // self.dtype.itemsize
+
+    def whole(self) -> tuple[np.ndarray, np.ndarray, Callable[[], object]]:
+        """Return one source, one target, and what is to be called when that is written. Local."""
+        if len(self.sources) == 1:
+            return self.sources[0], self.targets[0], _nothing
+        joined, split = self.joined()
+        return joined, joined, split
+
+    def joined(self) -> tuple[np.ndarray, Callable[[], object]]:
+        """Return one array to reduce in place, and what is to be called then. Local."""
+        if len(self.sources) == 1:
+            source, target = self.sources[0], self.targets[0]
+            if target is not source:
+                np.copyto(target, source)
+            return target, _nothing
+        joined = self._pool.take((self.size,), self.dtype)
+        np.concatenate([source.reshape(-1) for source in self.sources], out=joined)
+
+        def split() -> None:
+            start = 0
+            for target in self.targets:
+                target[...] = joined[start : start + target.size].reshape(target.shape)
+                start += target.size
+
+        return joined, split
+
+
+def _nothing() -> None:
+    pass
+
+
+class DeviceMessage(Message):
+    """A message of one array in device memory."""
+
+    on_device = True
+
+
+class DevicePack:
+    """The arrays of one pack in the form in which they are reduced.
+
+    Written once for any array namespace. CuPy's own pool recycles the memory.
+
+    Parameters
+    ----------
+    plan : Plan
+    pack : Pack
+        Of `plan`, with arrays on the device.
+    arrays : sequence of arrays
+        Those of the whole call, never written to.
+    pool : Pool
+    copy : bool
+        Whether the arrays may change before the reduction ends.
+    """
+
+    def __init__(
+        self, plan: Plan, pack: Pack, arrays: Sequence[Array], pool: Pool, copy: bool
+    ) -> None:
+        self._plan = plan
+        self._pack = pack
+        first = arrays[pack.large[0] if pack.large else pack.small[0]]
+        self._device = on_device_of(first)
+        with self._device:
+            source, self._target = self._ends([arrays[i] for i in pack.small] or [first], copy)
+        self.message = DeviceMessage([source], [self._target], pool)
+
+    def _ends(self, arrays: Sequence[Array], copy: bool) -> tuple[Array, Array]:
+        """Return what is to be reduced, and where the result goes."""
+        pack, first = self._pack, arrays[0]
+        xp = namespace_of(first)
+        is_plain = first.dtype == pack.wire and first.flags.c_contiguous
+        if not pack.small and is_plain and not (copy or pack.is_reordered):
+            source = first.view(pack.wire)  # C has two names for one integer
+            return source, xp.empty(first.shape, dtype=pack.wire)
+        if pack.small:
+            flat = [array.reshape(-1) for array in arrays]
+            target = xp.concatenate(flat, dtype=pack.wire, casting="unsafe")
+        else:
+            target = xp.array(first, dtype=pack.wire, order="C", copy=True)
+        target = as_ordered_integers(self._plan.op, target)
+        return target, target
+
+    def unpack(self, results: list[Array]) -> None:
+        """Write the result of each array to its place in `results`. Local.
+
+        Those of one pack are parts of one allocation, where their dtype is what has travelled.
+        """
+        pack, op = self._pack, self._plan.op
+        with self._device, np.errstate(all="ignore"):
+            reduced = as_floats(op, self._target, pack.wire)
+            for position in pack.large:
+                results[position] = reduced.astype(self._plan.results[position][1], copy=False)
+            for position, (start, stop) in zip(pack.small, pack.places, strict=True):
+                shape, dtype = self._plan.results[position]
+                part = reduced[start:stop].astype(dtype, copy=False)
+                results[position] = part.reshape(shape)
 
 
 def describe(arrays: Sequence[Array]) -> bytes | None:

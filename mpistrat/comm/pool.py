@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.comm.arena import Arena
+from mpistrat.comm.shared_memory import Arena
 from mpistrat.native import native_library
 
 __all__ = ["Pool"]
@@ -188,9 +188,7 @@ def _array_at_function() -> Any:
     return _array_at if library is None else library.array_at
 
 
-def _array_at(
-    address: int, shape: tuple[int, ...], dtype: np.dtype, owner: object
-) -> np.ndarray:
+def _array_at(address: int, shape: tuple[int, ...], dtype: np.dtype, owner: object) -> np.ndarray:
     """Return an array in memory that lives as long as `owner`. Local."""
     bytes_there = _Bytes(address, math.prod(shape) * dtype.itemsize, owner)
     return np.asarray(bytes_there).view(dtype).reshape(shape)

@@ -4,7 +4,7 @@ The only place that knows. What it must not do is believe: a wrong yes ends the 
 segmentation fault, or with wrong numbers.
 """
 
-from mpistrat.cuda_awareness.agreement import cuda_awareness
-from mpistrat.cuda_awareness.answer import Answer, CudaAwareness
+from mpistrat.cuda_awareness.evidence import Answer, CudaAwareness
+from mpistrat.cuda_awareness.trial import cuda_awareness
 
 __all__ = ["Answer", "CudaAwareness", "cuda_awareness"]

@@ -2,9 +2,9 @@
 
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import DistributedDataset
-from mpistrat.data.policy import AutoShardPolicy
-from mpistrat.data.random_numbers import example_rng, example_rngs
+from mpistrat.data.random import example_rng, example_rngs
 from mpistrat.data.spec import ArraySpec
+from mpistrat.options import AutoShardPolicy
 
 __all__ = [
     "ArraySpec",

@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpistrat.arguments import as_bool, as_integer
-from mpistrat.data.generator_source import GeneratorSource
-from mpistrat.data.hdf5_source import Hdf5Source
-from mpistrat.data.iterators import ElementIterator
+from mpistrat.data.fingerprint import position_layout
+from mpistrat.data.hdf5.source import Hdf5Source
+from mpistrat.data.iterators import ElementIterator, Position
 from mpistrat.data.order import Step
 from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.policy import AutoShardPolicy
-from mpistrat.data.position import Position
 from mpistrat.data.shuffle import Shuffle
-from mpistrat.data.signature import position_layout
-from mpistrat.data.sources import ArraySource, RangeSource
+from mpistrat.data.sources import ArraySource, GeneratorSource, RangeSource
 from mpistrat.data.transforms import Batch, Map, Prefetch, Repeat, Shard, Skip, Take
+from mpistrat.options import AutoShardPolicy
 
 __all__ = ["Dataset"]
 

@@ -5,10 +5,107 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+from mpistrat.arguments import as_integer
 from mpistrat.errors import OutOfRangeError
-from mpistrat.spans import span
+from mpistrat.tracing.spans import span
 
-__all__ = ["ElementIterator", "Optional"]
+__all__ = ["ElementIterator", "Optional", "Position"]
+
+
+class Position:
+    """The number of the pass, from 0 on, and how many of its elements were handed out.
+
+    Each iteration begins the next pass, also where the one before was broken off. Only the
+    first one after a restore, and the first of all, go on in the pass that the position is in.
+    """
+
+    def __init__(self) -> None:
+        self._pass = 0
+        self._num_handed_out = 0
+        self._is_resuming = True
+        self._latest: object = None
+
+    def begin(self) -> tuple[int, int, Callable[[bool], None]]:
+        """Begin an iteration. Local.
+
+        Returns
+        -------
+        tuple
+            The pass, how many of its elements to pass over, and a function to call at each step
+            with whether there was an element.
+        """
+        if not self._is_resuming:
+            self._pass, self._num_handed_out = self._pass + 1, 0
+        self._is_resuming = False
+        self._latest = mark = object()
+
+        def on_step(has_element: bool) -> None:
+            # Only the iterator made last moves the position.
+            if self._latest is not mark:
+                return
+            if has_element:
+                self._num_handed_out += 1
+            else:
+                self._pass, self._num_handed_out = self._pass + 1, 0
+                self._is_resuming = True
+                self._latest = None
+
+        return self._pass, self._num_handed_out, on_step
+
+    def state(self, layout: dict[str, Any]) -> dict[str, Any]:
+        """Return the position and the `layout` that it belongs to, as JSON values. Local."""
+        return {"pass": self._pass, "batch": self._num_handed_out, **layout}
+
+    def load(self, state: dict[str, Any], layout: dict[str, Any], length: int) -> None:
+        """Continue at the position `state` in a data set with `layout`. Local.
+
+        Parameters
+        ----------
+        state : dict
+            From `state`.
+        layout : dict
+            Must be that of `state` for a position within a pass.
+        length : int
+            Number of elements of a pass; negative where it is not known.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `state` is no such dict, or a position within a pass that this data set does not
+            have. Then nothing has changed.
+        """
+        if not isinstance(state, dict):
+            raise TypeError(f"The position of a data set is a dict, not {state!r}.")
+        missing = {"pass", "batch"} - set(state)
+        if missing:
+            raise ValueError(f"The position of a data set needs {sorted(missing)}, came {state!r}.")
+        pass_number = as_integer("pass", state["pass"], 0)
+        num_handed_out = as_integer("batch", state["batch"], 0)
+        saved = {key: state[key] for key in state if key not in ("pass", "batch")}
+        if num_handed_out:
+            _check_layout(saved, layout)
+        if 0 <= length < num_handed_out:
+            raise ValueError(
+                f"The position is after {num_handed_out} batches, but a pass has {length}: the "
+                "data have changed."
+            )
+        self._pass, self._num_handed_out = pass_number, num_handed_out
+        self._is_resuming = True
+        self._latest = None
+
+
+def _check_layout(saved: dict[str, Any], layout: dict[str, Any]) -> None:
+    if saved == layout:
+        return
+    is_other_order = saved.get("order", layout["order"]) != layout["order"]
+    hint = (
+        " Another order means other files, another seed or other steps." if is_other_order else ""
+    )
+    raise ValueError(
+        f"The position in the middle of a pass was saved with {saved}, but the data set now has "
+        f"{layout}.{hint} Use the same data set, or start at the next pass."
+    )
+
 
 _NOTHING = object()
 

@@ -10,8 +10,16 @@ from typing import Any
 import numpy as np
 
 from mpistrat import sharding
-from mpistrat.data.function_names import function_name
-from mpistrat.data.order import ENDLESS, UNKNOWN, Block, Order, PassKey, regroup, skip_items
+from mpistrat.data.order import (
+    ENDLESS,
+    UNKNOWN,
+    Block,
+    Order,
+    PassKey,
+    function_name,
+    regroup,
+    skip_items,
+)
 
 __all__ = ["Batch", "Map", "Prefetch", "Repeat", "SameOrder", "Shard", "Skip", "Take"]
 

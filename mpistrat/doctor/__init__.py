@@ -4,7 +4,7 @@ Every check is a function of facts, which the ranks gather first. So each rank d
 what a check says can be tested without the machine that it is about.
 """
 
-from mpistrat.doctor.examination import Report, examine
-from mpistrat.doctor.findings import Finding, Level
+from mpistrat.doctor.facts import Finding, Level
+from mpistrat.doctor.report import Report, examine
 
 __all__ = ["Finding", "Level", "Report", "examine"]

@@ -1,24 +1,87 @@
-"""What one rank knows of itself, in values that can be sent and printed."""
+"""Facts about each rank, and findings about them."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib.metadata
 import importlib.util
+import os
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrat.arrays import Device, count_gpus, describe_gpu, nccl_library
-from mpistrat.cores import own_cores
-from mpistrat.launcher import Launcher
+from mpistrat.mpi.launcher import Launcher
+from mpistrat.mpi.world import World
 from mpistrat.settings import environment
-from mpistrat.strategies.device_choice import Offer, make_offer
+from mpistrat.strategies.devices import Offer, make_offer
+from mpistrat.system.cpu import own_cores
 from mpistrat.version import __version__
-from mpistrat.world import World
 
-__all__ = ["RankFacts", "collect_facts", "count_allocated_gpus"]
+__all__ = [
+    "Finding",
+    "Level",
+    "RankFacts",
+    "collect_facts",
+    "count_allocated_gpus",
+    "mpi_libraries",
+    "ok",
+    "problem",
+    "warning",
+]
+
+
+class Level(enum.Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """Works, but perhaps not as meant."""
+    PROBLEM = "problem"
+    """A job would fail, or be much slower than it need be."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    """What was looked at."""
+    level: Level
+    seen: str
+    why: str = ""
+    """Why it matters; empty where all is well."""
+    remedy: str = ""
+    """What to type."""
+
+
+def ok(topic: str, seen: str) -> Finding:
+    """Return a finding that needs no attention. Local."""
+    return Finding(topic, Level.OK, seen)
+
+
+def warning(topic: str, seen: str, why: str, remedy: str) -> Finding:
+    """Return a finding that may be meant so. Local."""
+    return Finding(topic, Level.WARNING, seen, why, remedy)
+
+
+def problem(topic: str, seen: str, why: str, remedy: str) -> Finding:
+    """Return a finding that makes the exit code 1. Local."""
+    return Finding(topic, Level.PROBLEM, seen, why, remedy)
+
+
+# Open MPI, MPICH, Intel MPI and MVAPICH are libmpi.so; Cray's name has the compiler in it.
+_NAME = re.compile(r"libmpi(ch)?(_(gnu|cray|intel|nvidia|amd|aocc)\w*)?\.so[.\d]*")
+
+
+def mpi_libraries(files: Iterable[str]) -> list[str]:
+    """Return the MPI libraries among `files`, with links followed. Local."""
+    found = (each for each in files if _NAME.fullmatch(os.path.basename(each)))
+    return sorted({os.path.realpath(each) for each in found})
+
 
 _PACKAGES = ("mpi4py", "numpy", "h5py", "cupy", "cupy-cuda12x", "cupy-cuda13x")
 

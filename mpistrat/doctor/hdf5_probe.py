@@ -10,8 +10,8 @@ import importlib
 import json
 import sys
 
-from mpistrat.cuda_awareness.claims import loaded_files
-from mpistrat.doctor.libraries import mpi_libraries
+from mpistrat.cuda_awareness.evidence import loaded_files
+from mpistrat.doctor.facts import mpi_libraries
 from mpistrat.hdf5 import h5py
 
 __all__ = ["main"]

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpistrat.doctor.findings import Finding, ok, problem, warning
-from mpistrat.launching import without_launcher
-from mpistrat.processes import Program
+from mpistrat.doctor.facts import Finding, ok, problem, warning
+from mpistrat.mpi.launcher import without_launcher
 from mpistrat.settings import environment
+from mpistrat.system.processes import Program
 
 __all__ = ["FolderFacts", "HDF5Facts", "check_folder", "check_hdf5", "probe_folder", "probe_hdf5"]
 

@@ -2,19 +2,246 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
-from mpistrat.epochs.channel import Channel
-from mpistrat.epochs.logs import close
-from mpistrat.epochs.report import rank_list
-from mpistrat.faults.acts import make_act
-from mpistrat.faults.specification import Fault, read_faults
+import numpy as np
+
+from mpistrat import errors
+from mpistrat.agreement.channel import Channel
+from mpistrat.arrays import Array
+from mpistrat.comm.wire import is_narrow
+from mpistrat.failures.logs import close
+from mpistrat.mpi.world import started_world
 from mpistrat.settings import settings
-from mpistrat.world import started_world
+from mpistrat.system.text import rank_list
 
-__all__ = ["Injection", "inject_from_environment"]
+__all__ = ["Fault", "Injection", "inject_from_environment", "make_act", "read_fault", "read_faults"]
+
+_GRAMMAR = (
+    "delay:SECONDS, jitter:SECONDS, kill, stop, exhaust, corrupt[:BIT], raise:CLASS, exit[:CODE] "
+    "or _exit[:CODE], then @rank=R,collective=K (a delay may leave either out; jitter has no "
+    "collective but may have a seed)"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, as it was asked for."""
+
+    kind: str
+    """One of the words of the grammar."""
+    argument: Any
+    """Seconds, bit (``None`` for a sign), exit code or exception; ``None`` for other kinds."""
+    rank: int | None
+    """The rank that it happens on; ``None`` for every rank."""
+    collective: int | None
+    """The number of the collective, from 1; ``None`` for each of them."""
+    seed: int
+    """Of the random numbers of jitter."""
+    text: str
+    """The words that it was read from, for messages."""
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError
+    return seconds
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
+
+
+def _bit(text: str) -> int | None:
+    return None if text == "sign" else _count(text)
+
+
+def _number_from_1(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _exit_code(text: str) -> int:
+    code = int(text)
+    if not 0 <= code <= 255:
+        raise ValueError
+    return code
+
+
+def _exception(text: str) -> type[BaseException]:
+    found = getattr(errors, text, None) or getattr(builtins, text, None)
+    if not (isinstance(found, type) and issubclass(found, BaseException)):
+        raise ValueError
+    try:
+        found("text")
+    except TypeError:  # a class whose parameters are others than one text
+        raise ValueError from None
+    return found
+
+
+@dataclass(frozen=True)
+class _Kind:
+    read: Callable[[str], Any] | None = None
+    """Reads the argument; ``None`` where there is none."""
+    default: str | None = None
+    """The argument where none is given; ``None`` where one must be."""
+    keys: tuple[str, ...] = ("rank", "collective")
+    needs_collective: bool = True
+
+
+_KINDS = {
+    "delay": _Kind(_seconds, needs_collective=False),
+    "jitter": _Kind(_seconds, keys=("rank", "seed"), needs_collective=False),
+    "kill": _Kind(),
+    "stop": _Kind(),
+    "exhaust": _Kind(),
+    "corrupt": _Kind(_bit, "sign"),
+    "raise": _Kind(_exception),
+    "exit": _Kind(_exit_code, "0"),
+    "_exit": _Kind(_exit_code, "0"),
+}
+_KEYS: dict[str, Callable[[str], int]] = {
+    "rank": _count,
+    "collective": _number_from_1,
+    "seed": _count,
+}
+
+
+def read_fault(text: str) -> Fault:
+    """Return the fault that `text` describes. Local.
+
+    Raises
+    ------
+    ValueError
+        For words that are not in the grammar.
+    """
+    action, _, place = text.strip().partition("@")
+    name, colon, argument = action.partition(":")
+    if name not in _KINDS:
+        raise _refusal(text, f"there is no fault {name!r}")
+    kind = _KINDS[name]
+    values = _read_place(text, name, kind, place)
+    if kind.needs_collective and "collective" not in values:
+        raise _refusal(text, f"{name} needs collective=K")
+    return Fault(
+        kind=name,
+        argument=_read_argument(text, name, kind, argument if colon else kind.default),
+        rank=values.get("rank"),
+        collective=values.get("collective"),
+        seed=values.get("seed", 0),
+        text=text.strip(),
+    )
+
+
+def _read_argument(text: str, name: str, kind: _Kind, argument: str | None) -> Any:
+    if kind.read is None:
+        if argument is not None:
+            raise _refusal(text, f"{name} takes no argument")
+        return None
+    if argument is None:
+        raise _refusal(text, f"{name} needs an argument")
+    try:
+        return kind.read(argument)
+    except ValueError:
+        raise _refusal(text, f"the argument of {name} cannot be {argument!r}") from None
+
+
+def _read_place(text: str, name: str, kind: _Kind, place: str) -> dict[str, int]:
+    values: dict[str, int] = {}
+    for pair in place.split(",") if place else ():
+        key, _, number = pair.partition("=")
+        if key not in kind.keys or key in values:
+            raise _refusal(text, f"{name} takes {', '.join(kind.keys)} once each, not {pair!r}")
+        try:
+            values[key] = _KEYS[key](number)
+        except ValueError:
+            raise _refusal(text, f"{key} cannot be {number!r}") from None
+    return values
+
+
+def read_faults(text: str) -> tuple[Fault, ...]:
+    """Return the faults that `text` describes, one or several with ``;`` between. Local.
+
+    Raises
+    ------
+    ValueError
+        For words that are not in the grammar.
+    """
+    return tuple(read_fault(each) for each in text.split(";") if each.strip())
+
+
+def _refusal(text: str, reason: str) -> ValueError:
+    return ValueError(f"The fault {text!r} cannot be read: {reason}. Write {_GRAMMAR}.")
+
+
+_TOO_MANY_BYTES = 2**62
+
+
+def make_act(fault: Fault, channel: Channel) -> Callable[[], object]:
+    """Return the function that does `fault` to this process, once a call. Local."""
+    argument = fault.argument
+    if fault.kind == "jitter":
+        # Each rank draws its own delays, the same ones in every run.
+        generator = random.Random(f"{fault.seed} on rank {channel.rank}")
+        return lambda: time.sleep(generator.uniform(0, argument))
+    acts: dict[str, Callable[[], object]] = {
+        "delay": lambda: time.sleep(argument),
+        "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "exhaust": _exhaust_memory,
+        "corrupt": lambda: _corrupt_next(channel, argument),
+        "raise": lambda: _raise(argument, fault.text),
+        "exit": lambda: sys.exit(argument),
+        "_exit": lambda: os._exit(argument),
+    }
+    return acts[fault.kind]
+
+
+def _raise(error: BaseException | type[BaseException], text: str) -> None:
+    raise error(f"injected by {text!r}") if isinstance(error, type) else error
+
+
+def _corrupt_next(channel: Channel, bit: int | None) -> None:
+    """Flip one bit in the next floating-point numbers that this rank receives."""
+    before = channel.on_received
+
+    def corrupt(received: Array) -> None:
+        # Lengths and digests travel as integers: a wrong one there is another fault than drift.
+        is_floating = received.dtype.kind in "fc" or is_narrow(received.dtype)
+        if not received.size or not is_floating:
+            return
+        numbers = received.reshape(-1)
+        bits = numbers.view(np.uint8)
+        # By default the sign of the first number, which no cast rounds away.
+        sign = 8 * numbers.real.itemsize - 1
+        place, position = divmod(sign if bit is None else bit, 8)
+        bits[place % bits.size] ^= 1 << position
+        channel.on_received = before
+
+    channel.on_received = corrupt
+
+
+def _exhaust_memory() -> None:
+    """Ask for more memory than any machine can address, as a program does that has run out."""
+    np.empty(_TOO_MANY_BYTES, np.uint8)
+
 
 _logger = logging.getLogger("mpistrat")
 

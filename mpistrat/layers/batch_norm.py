@@ -9,19 +9,72 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arguments import as_integer
+from mpistrat.arguments import as_array, as_integer
 from mpistrat.arrays import Array, Device, place
-from mpistrat.collectives import Collectives
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.comm.wire import is_floating
 from mpistrat.errors import ContextError
-from mpistrat.layers.checks import check_parameters, checked_examples
-from mpistrat.layers.moments import Moments, local_moments, pooled_moments
-from mpistrat.layers.normalization import Normalization, normalize, pull_back, widened
+from mpistrat.layers.moments import (
+    Moments,
+    Normalization,
+    local_moments,
+    normalize,
+    pooled_moments,
+    pull_back,
+    widened,
+)
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpistrat.pytorch import is_tensor
 from mpistrat.strategies import get_replica_context, get_strategy
-from mpistrat.tracking import Trackable
+from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
-__all__ = ["BatchNorm"]
+__all__ = ["BatchNorm", "check_parameters", "checked_examples"]
+
+
+def check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any) -> None:
+    """Refuse parameters out of range. Local.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the parameter.
+    """
+    as_integer("BatchNorm: num_features", num_features, 1)
+    if not 0 <= momentum <= 1:
+        raise ValueError(f"BatchNorm: momentum must be in [0, 1], not {momentum}.")
+    if not epsilon > 0:
+        raise ValueError(f"BatchNorm: epsilon must be above 0, not {epsilon}.")
+    if not is_floating(np.dtype(dtype)):
+        raise TypeError(f"BatchNorm: dtype must be a floating one, not {np.dtype(dtype)}.")
+
+
+def checked_examples(what: str, value: Any, num_features: int, axis: int) -> Array:
+    """Return `value`, examples or a gradient of their shape, as an array. Local.
+
+    Raises
+    ------
+    TypeError
+        If it is no array of a floating dtype.
+    ValueError
+        If it has not `num_features` along `axis`, and another axis.
+    """
+    if is_tensor(value):
+        raise TypeError(
+            f"{what} takes NumPy and CuPy arrays: a PyTorch tensor would lose its graph. Use "
+            "torch.nn.SyncBatchNorm, or give tensor.detach().numpy()."
+        )
+    array = as_array(what, value)
+    if not is_floating(array.dtype):
+        raise TypeError(f"{what} takes floating numbers, not {array.dtype}. Cast them first.")
+    shape = tuple(array.shape)
+    has_axis = len(shape) >= 2 and -len(shape) <= axis < len(shape)
+    if not has_axis or shape[axis] != num_features:
+        raise ValueError(
+            f"{what} takes arrays of two or more axes with {num_features} features along axis "
+            f"{axis}, not of the shape {shape}."
+        )
+    return array
 
 
 class BatchNorm(Trackable):

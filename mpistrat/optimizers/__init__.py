@@ -3,8 +3,8 @@
 from mpistrat.optimizers import schedules
 from mpistrat.optimizers.accumulation import GradientAccumulator
 from mpistrat.optimizers.adam import Adam
-from mpistrat.optimizers.base import Optimizer
 from mpistrat.optimizers.loss_scale import LossScale
+from mpistrat.optimizers.optimizer import Optimizer
 from mpistrat.optimizers.sgd import SGD
 
 __all__ = ["SGD", "Adam", "GradientAccumulator", "LossScale", "Optimizer", "schedules"]

@@ -11,7 +11,6 @@ import numpy as np
 
 from mpistrat import context
 from mpistrat.arrays import namespace_of, place
-from mpistrat.optimizers.base import Optimizer
 from mpistrat.optimizers.gradients import (
     check_gradients,
     check_owners,
@@ -21,11 +20,12 @@ from mpistrat.optimizers.gradients import (
     split_pairs,
     sum_over_replicas,
 )
-from mpistrat.optimizers.rule import slot_dtype
+from mpistrat.optimizers.optimizer import Optimizer
+from mpistrat.optimizers.update import slot_dtype
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.strategies import get_strategy
-from mpistrat.strategies.default import default_strategy
-from mpistrat.tracking import Trackable
+from mpistrat.strategies.one_replica import default_strategy
+from mpistrat.trackable import Trackable
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import Variable
 

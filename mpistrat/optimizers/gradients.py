@@ -4,36 +4,80 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpistrat import nests
 from mpistrat.arguments import as_array, span_outside
-from mpistrat.arrays import Array, Device, address_of, place
-from mpistrat.collectives import CollectiveCall
-from mpistrat.comm.dtypes import is_floating
+from mpistrat.arrays import Array, Device, address_of, host_view, is_on_host, namespace_of, place
+from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.nested import all_reduce_nest
+from mpistrat.comm.wire import is_floating
 from mpistrat.errors import ContextError
-from mpistrat.optimizers.rows import coalesced
+from mpistrat.optimizers.update import Rule, Step, Target
 from mpistrat.options import ReduceOp
-from mpistrat.reductions import all_reduce_nest
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
+from mpistrat.variables.scatter import split_into_rounds
 
 __all__ = [
     "agree_on_gradients",
     "check_gradients",
     "check_owners",
     "check_takes_gradients",
+    "coalesced",
     "listed",
     "names_spelt",
     "owner_among",
     "settled_beside",
     "split_pairs",
     "sum_over_replicas",
+    "update_rows",
     "variables_in",
 ]
+
+
+def coalesced(slices: IndexedSlices) -> IndexedSlices:
+    """Return `slices` with each index once, in ascending order, its values added up. Local."""
+    xp = namespace_of(slices.values)
+    indices, places = xp.unique_inverse(slices.indices)
+    values = xp.zeros((indices.size, *slices.values.shape[1:]), dtype=slices.values.dtype)
+    _add_rows(values, places, slices.values)
+    return IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _add_rows(values: Array, places: Array, added: Array) -> None:
+    """Add each row of `added` to ``values[place]``, in one order on all ranks."""
+    if is_on_host(values):
+        np.add.at(values, places, added)
+        return
+    # A device's atomic additions have no order, so ranks would differ in the last bits.
+    rows = host_view(places)
+    order, ends = split_into_rounds(rows)
+    for start, end in itertools.pairwise([0, *ends]):
+        chosen = order[start:end]
+        values[rows[chosen]] += added[chosen]
+
+
+def update_rows(
+    update: Callable[..., None], rule: Rule, step: Step, target: Target, gradient: IndexedSlices
+) -> None:
+    """Do `update` on the rows that the coalesced `gradient` names. Local.
+
+    Other rows keep their weight and their slots: momenta do not decay there, and no weight
+    decay is taken. That is the lazy update of the field (TensorFlow's LazyAdam, PyTorch's
+    SparseAdam).
+    """
+    indices = gradient.indices
+    rows = Target(target.weight[indices], [slot[indices] for slot in target.slots])
+    update(rule, step, rows, gradient.values)
+    target.weight[indices] = rows.weight
+    for slot, updated in zip(target.slots, rows.slots, strict=True):
+        slot[indices] = updated
+
 
 _HOST = Device("cpu")
 

@@ -10,7 +10,7 @@ import numpy as np
 from mpistrat.arguments import as_finite, as_integer
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
-from mpistrat.tracking import Trackable
+from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
 __all__ = ["LossScale"]

@@ -8,9 +8,9 @@ import numpy as np
 
 from mpistrat.arguments import as_finite
 from mpistrat.optimizers import kernels
-from mpistrat.optimizers.base import Optimizer
 from mpistrat.optimizers.loss_scale import LossScale
-from mpistrat.optimizers.rule import Rule
+from mpistrat.optimizers.optimizer import Optimizer
+from mpistrat.optimizers.update import Rule
 
 __all__ = ["SGD"]
 

@@ -1,18 +1,19 @@
 """Strategies, and the functions that ask which one is current."""
 
-from mpistrat.strategies.base import Strategy
-from mpistrat.strategies.current import (
-    experimental_set_strategy,
-    get_loss_reduction,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
+from __future__ import annotations
+
+from mpistrat import context
+from mpistrat.options import ReduceOp
+from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.strategies.extended_v1 import MultiStepContext
 from mpistrat.strategies.mpi import MPIStrategy
-from mpistrat.strategies.multi_step import MultiStepContext
-from mpistrat.strategies.one_device import OneDeviceStrategy
+from mpistrat.strategies.one_replica import (
+    OneDeviceStrategy,
+    default_replica_context,
+    default_strategy,
+)
+from mpistrat.strategies.strategy import Strategy
 
 __all__ = [
     "MPIStrategy",
@@ -27,3 +28,64 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
 ]
+
+
+def get_strategy() -> Strategy:
+    """Return the strategy of the innermost scope, or the default strategy. Local."""
+    frame = context.current()
+    if frame is None:
+        return default_strategy()
+    strategy: Strategy = frame.strategy
+    return strategy
+
+
+def has_strategy() -> bool:
+    """Return whether another strategy than the default one is current. Local."""
+    return not get_strategy().extended.is_default
+
+
+def in_cross_replica_context() -> bool:
+    """Return whether all replicas act together here: in a scope, ``merge_fn`` or update. Local."""
+    frame = context.current()
+    return frame is not None and frame.kind is not context.Kind.REPLICA
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the current replica context, ``None`` in cross-replica context. Local.
+
+    In the default context it is the replica context of the default strategy.
+    """
+    frame = context.current()
+    if frame is None:
+        return default_replica_context()
+    replica_context: ReplicaContext | None = frame.replica_context
+    return replica_context
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Make `strategy` current in this thread from here on, without a ``with`` block. Local.
+
+    Parameters
+    ----------
+    strategy : Strategy or None
+        ``None`` brings the default strategy back.
+
+    Raises
+    ------
+    ContextError
+        Inside a scope.
+    """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise TypeError(f"experimental_set_strategy takes a strategy or None, not {strategy!r}.")
+    if strategy is None or strategy.extended.is_default:
+        context.set_base(None)
+    else:
+        context.set_base(context.Frame(context.Kind.CROSS_REPLICA, strategy))
+
+
+def get_loss_reduction() -> ReduceOp:
+    """Return how losses of replicas combine: always `ReduceOp.SUM`. Local.
+
+    The seeds of this API return another value for one kind of estimator only.
+    """
+    return ReduceOp.SUM

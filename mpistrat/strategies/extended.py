@@ -12,30 +12,33 @@ from typing import Any
 
 from mpistrat import context, nests
 from mpistrat.arrays import Device, host_view, namespace
-from mpistrat.collectives import Collectives
-from mpistrat.data.contexts import InputContext, ValueContext
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.nested import all_gather_nest
+from mpistrat.context import call_in_update_context
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed import distribute, distribute_from_function
 from mpistrat.data.distributed_dataset import DistributedDataset
-from mpistrat.epochs import flight_triggers
-from mpistrat.epochs.callsite import failure_site
 from mpistrat.errors import ContextError
-from mpistrat.options import CommunicationOptions, InputOptions, ReduceOp
-from mpistrat.reductions import all_gather_nest
-from mpistrat.replica import ReplicaContext
-from mpistrat.spans import span
-from mpistrat.strategies.components import local_components
-from mpistrat.strategies.device_strings import spell_place
-from mpistrat.strategies.extended_v1 import ExtendedV1
-from mpistrat.strategies.reducing import reduce_pairs, reduce_to_host
-from mpistrat.strategies.updating import call_in_update_context
-from mpistrat.values import PerReplica, localize, per_replica
-from mpistrat.variables import (
-    Variable,
-    check_replicas_agree,
-    container_of,
-    variables_to_compare,
+from mpistrat.failures import flight_dumps
+from mpistrat.options import (
+    CommunicationOptions,
+    InputContext,
+    InputOptions,
+    ReduceOp,
+    ValueContext,
 )
+from mpistrat.replica import ReplicaContext
+from mpistrat.strategies.extended_v1 import ExtendedV1
+from mpistrat.strategies.reductions import (
+    local_components,
+    reduce_pairs,
+    reduce_to_host,
+    spell_place,
+)
+from mpistrat.system.callsite import failure_site
+from mpistrat.tracing.spans import span
+from mpistrat.values import PerReplica, localize, per_replica
+from mpistrat.variables import Variable, check_replicas_agree, container_of, variables_to_compare
 
 __all__ = ["StrategyExtended"]
 
@@ -310,7 +313,7 @@ class StrategyExtended(ExtendedV1):
         OSError
             If the file cannot be written.
         """
-        return str(flight_triggers.dump(path, self.collectives.channel))
+        return str(flight_dumps.dump(path, self.collectives.channel))
 
     def _check_is_ours(self, what: str, variable: Variable) -> None:
         if variable.strategy not in (None, self.container):

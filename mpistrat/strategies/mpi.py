@@ -6,23 +6,15 @@ import functools
 import logging
 from typing import TYPE_CHECKING
 
+from mpistrat.agreement.call import Together
 from mpistrat.arrays import Device
-from mpistrat.collectives import Collectives
-from mpistrat.comm.choose import check_options
-from mpistrat.comm.device_ways import DeviceWays
-from mpistrat.epochs import flight_triggers
-from mpistrat.epochs.call import Together
-from mpistrat.epochs.opening import open_channel
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.comm.device_reducers import DeviceWays
+from mpistrat.comm.selection import check_options
+from mpistrat.failures import flight_dumps
+from mpistrat.failures.connect import open_channel
 from mpistrat.faults.injection import inject_from_environment
-from mpistrat.options import CommunicationOptions
-from mpistrat.settings import Settings, settings
-from mpistrat.strategies.base import Strategy
-from mpistrat.strategies.cluster_resolver import ClusterResolver
-from mpistrat.strategies.device_choice import Offer, choose_devices, make_offer, prepare_device
-from mpistrat.strategies.device_ways import open_device_ways
-from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.timeline import session as timeline
-from mpistrat.world import (
+from mpistrat.mpi.world import (
     World,
     communicator,
     library_version,
@@ -30,11 +22,23 @@ from mpistrat.world import (
     world_ranks,
     world_size,
 )
+from mpistrat.options import CommunicationOptions
+from mpistrat.settings import Settings, settings
+from mpistrat.strategies.devices import (
+    Offer,
+    choose_devices,
+    make_offer,
+    open_device_ways,
+    prepare_device,
+)
+from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.strategies.strategy import ClusterResolver, Strategy
+from mpistrat.tracing import timeline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.epochs.channel import Channel
+    from mpistrat.agreement.channel import Channel
 
 __all__ = ["MPIStrategy"]
 
@@ -84,7 +88,7 @@ class MPIStrategy(Strategy):
                 )
             chosen = settings()
             channel.timeout_s = chosen.timeout_s
-            flight_triggers.install(
+            flight_dumps.install(
                 channel,
                 world_ranks(comm),
                 library_version(),

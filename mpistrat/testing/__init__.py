@@ -3,8 +3,7 @@
 `mpistrat.testing.plugin` holds fixtures for pytest, which the rest of this package does not need.
 """
 
-from mpistrat.testing.assertions import assert_all_ranks
-from mpistrat.testing.conformance import StrategyTests
+from mpistrat.testing.conformance import StrategyTests, assert_all_ranks
 from mpistrat.testing.faults import Injection, inject
 from mpistrat.testing.launch import run as run_on_ranks
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from mpistrat.epochs.channel import Channel
+from mpistrat.agreement.channel import Channel
 from mpistrat.errors import ContextError
-from mpistrat.faults.injection import Injection
-from mpistrat.faults.specification import Fault, read_fault
+from mpistrat.faults.injection import Fault, Injection, read_fault
+from mpistrat.mpi.world import attached, communicator
 from mpistrat.strategies import Strategy, get_strategy, has_strategy
-from mpistrat.world import attached, communicator
 
 __all__ = ["Injection", "inject"]
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpistrat import settings
-from mpistrat.launching import mpiexec, without_launcher
-from mpistrat.processes import Program, send_signal
+from mpistrat.mpi.launcher import mpiexec, without_launcher
+from mpistrat.system.processes import Program, send_signal
 
 _UNWANTED = (
     # An unbuffered Python writes a line and its end apart, and the lines of the ranks mix.

@@ -1,10 +1,9 @@
 """Variables: mirrored, SyncOnRead, and plain ones outside every strategy."""
 
-from mpistrat.variables.base import Variable, container_of
-from mpistrat.variables.checks import can_cast
 from mpistrat.variables.drift import check_replicas_agree, variables_to_compare
-from mpistrat.variables.mirrored import MirroredVariable
-from mpistrat.variables.sync_on_read import SyncOnReadVariable
+from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
+from mpistrat.variables.variable import Variable, container_of
+from mpistrat.variables.writes import can_cast
 
 __all__ = [
     "MirroredVariable",

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, host_view, native
-from mpistrat.collectives import CollectiveCall
-from mpistrat.epochs.report import rank_list
+from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.errors import ReplicaDriftError
 from mpistrat.options import ReduceOp
-from mpistrat.spelling import ranks_by_value
-from mpistrat.tracking import Reach, Trackable, has_attributes, walk_objects
-from mpistrat.variables.base import Variable
-from mpistrat.variables.sync_on_read import SyncOnReadVariable
+from mpistrat.system.text import rank_list, ranks_by_value
+from mpistrat.trackable import Reach, Trackable, has_attributes, walk_objects
+from mpistrat.variables.kinds import SyncOnReadVariable
+from mpistrat.variables.variable import Variable
 
 __all__ = ["check_replicas_agree", "variables_to_compare"]
 

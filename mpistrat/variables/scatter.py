@@ -1,13 +1,10 @@
-"""Writes to some rows of a variable: `IndexedSlices` applied in order, duplicates too.
-
-The k-th occurrences of all rows are applied together, round by round. Atomic additions of a
-device would be faster, but their order differs from rank to rank, and so would the bits.
-"""
+"""The methods of a variable that write to some of its rows."""
 
 from __future__ import annotations
 
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +13,10 @@ import numpy as np
 
 from mpistrat.arguments import as_array, span_outside
 from mpistrat.arrays import Array, host_view, namespace_of
-from mpistrat.collectives import CollectiveCall
+from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.options import VariableAggregation
 from mpistrat.values import DistributedValues, IndexedSlices
-from mpistrat.variables.checks import cast_to
-from mpistrat.variables.rounds import split_into_rounds
-from mpistrat.variables.writes import Target, Write, check_arithmetic
+from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic
 
 __all__ = [
     "BATCH_SCATTER_UPDATE",
@@ -32,7 +27,38 @@ __all__ = [
     "SCATTER_MUL",
     "SCATTER_SUB",
     "SCATTER_UPDATE",
+    "RowWrites",
+    "split_into_rounds",
 ]
+
+
+def split_into_rounds(rows: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Return an order of `rows` in rounds without duplicates, and where each round ends. Local.
+
+    Parameters
+    ----------
+    rows : numpy.ndarray
+        Integers of shape ``(n,)``.
+
+    Returns
+    -------
+    order : numpy.ndarray
+        A permutation of ``range(n)``: the k-th occurrences of all rows are in round k, so that
+        what happens to one row happens in the order in which it came.
+    ends : list of int
+        Position in `order` behind the last element of each round.
+    """
+    if rows.size == 0:
+        return np.zeros(0, np.int64), []
+    by_row = np.argsort(rows, kind="stable")
+    ordered = rows[by_row]
+    position = np.arange(rows.size)
+    is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    occurrence = position - np.maximum.accumulate(np.where(is_first, position, 0))
+    by_occurrence = np.argsort(occurrence, kind="stable")
+    ends: list[int] = np.cumsum(np.bincount(occurrence)).tolist()
+    return by_row[by_occurrence], ends
+
 
 Combine = Callable[[Array, Array], Array]
 """From old rows and given rows to new rows."""
@@ -186,3 +212,104 @@ SCATTER_MIN: Write = SliceWrite("scatter_min", _minimum, is_ordering=True)
 SCATTER_MAX: Write = SliceWrite("scatter_max", _maximum, is_ordering=True)
 SCATTER_UPDATE: Write = SliceWrite("scatter_update", _replace)
 BATCH_SCATTER_UPDATE: Write = SliceWrite("batch_scatter_update", _replace, is_batched=True)
+
+
+class RowWrites(ABC):
+    """`IndexedSlices` written in place, by what `Variable` does with any write."""
+
+    @abstractmethod
+    def _write(self, write: Write, value: Any, read_value: bool) -> Array | None:
+        """Do the write that the current context calls for."""
+
+    def scatter_add(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Add rows in place: ``self[indices[i]] += values[i]`` for each i in order.
+
+        In replica context the slices of all replicas are joined in rank order first, of which
+        each may bring another number, also none; ONLY_FIRST_REPLICA takes those of rank 0, and
+        under MEAN the values are divided by the number of replicas. In cross-replica context
+        all ranks give the same slices. **Collective** or local as `assign`.
+
+        Parameters
+        ----------
+        sparse_delta : IndexedSlices
+            With ``values`` of shape ``(n, *shape[1:])`` and ``indices`` of shape ``(n,)``.
+        read_value : bool
+            Whether to return the new value.
+
+        Returns
+        -------
+        array or None
+            As by `assign`.
+
+        Raises
+        ------
+        TypeError
+            If `sparse_delta` is no `IndexedSlices`, or its values do not fit the dtype.
+        ValueError
+            For rows of another shape, or in replica context under NONE.
+        IndexError
+            For an index below 0 or past the end; nothing has changed then.
+        NotImplementedError
+            On a SyncOnRead variable.
+        """
+        return self._write(SCATTER_ADD, sparse_delta, read_value)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Subtract rows in place. **Collective** or local as `scatter_add`, and like it."""
+        return self._write(SCATTER_SUB, sparse_delta, read_value)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Multiply rows in place. **Collective** or local as `scatter_add`, and like it."""
+        return self._write(SCATTER_MUL, sparse_delta, read_value)
+
+    def scatter_div(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Divide rows in place, integers towards zero.
+
+        **Collective** or local as `scatter_add`, and otherwise like it.
+        """
+        return self._write(SCATTER_DIV, sparse_delta, read_value)
+
+    def scatter_min(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Replace rows by the smaller of old and given elements.
+
+        **Collective** or local as `scatter_add`, and otherwise like it.
+
+        Raises
+        ------
+        NotImplementedError
+            On a mirrored variable under SUM or MEAN, and on a SyncOnRead variable.
+        """
+        return self._write(SCATTER_MIN, sparse_delta, read_value)
+
+    def scatter_max(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Replace rows by the larger of old and given elements.
+
+        **Collective** or local as `scatter_add`; raises as `scatter_min`.
+        """
+        return self._write(SCATTER_MAX, sparse_delta, read_value)
+
+    def scatter_update(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Replace rows by those given; of duplicates the last one stays.
+
+        **Collective** or local as `scatter_add`; raises as `scatter_min`.
+        """
+        return self._write(SCATTER_UPDATE, sparse_delta, read_value)
+
+    def batch_scatter_update(
+        self, sparse_delta: IndexedSlices, read_value: bool = True
+    ) -> Array | None:
+        """Replace rows within batches: ``self[i, ..., indices[i, ..., j]] = values[i, ..., j]``.
+
+        All axes of ``indices`` but the last run over batches, and have the lengths of the
+        variable's leading axes. With 1-d ``indices`` this is `scatter_update`. **Collective**
+        or local as `scatter_add`; raises as `scatter_min`.
+
+        Parameters
+        ----------
+        sparse_delta : IndexedSlices
+            With ``indices`` of shape ``(*batch, n)`` and ``values`` of shape
+            ``(*batch, n, *shape[len(batch) + 1:])``, where ``batch`` begins the variable's shape.
+        read_value : bool
+            Whether to return the new value.
+        """
+        return self._write(BATCH_SCATTER_UPDATE, sparse_delta, read_value)

@@ -8,10 +8,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpistrat.arrays import Array, Device
-from mpistrat.collectives import CollectiveCall
-from mpistrat.options import ReduceOp, VariableAggregation
-from mpistrat.variables.checks import as_given, cast_to
+from mpistrat.arrays import Array, Device, host_view, place
+from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.comm.wire import is_floating, wire_dtype
+from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpistrat.pytorch import host_array, is_tensor
+from mpistrat.values import DistributedValues, IndexedSlices
+from mpistrat.variables.array_like import ArrayLike
 
 __all__ = [
     "ASSIGN",
@@ -20,8 +23,157 @@ __all__ = [
     "DenseWrite",
     "Target",
     "Write",
+    "as_given",
+    "can_cast",
+    "cast_to",
     "check_arithmetic",
+    "check_modes",
+    "numeric",
 ]
+
+_KINDS = "biufc"
+
+
+def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
+    """Return the initial `value` of the variable `name` as a host array. Local.
+
+    Raises
+    ------
+    ValueError
+        If it is no numeric array.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"The name of a variable must be a string, not {name!r}.")
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(
+            f"The variable {name!r} cannot hold a masked array. Fill it first: array.filled(value)."
+        )
+    array = host_array(value) if is_tensor(value) else host_view(value)
+    if dtype is not None:
+        dtype = np.dtype(dtype)
+        if array.dtype.kind == "c" and dtype.kind != "c":
+            raise ValueError(
+                f"The variable {name!r} of dtype {dtype} cannot hold a complex initial value."
+            )
+        array = _exact(value, array)
+        if not hasattr(value, "dtype") and not _holds(dtype, array):
+            raise ValueError(
+                f"The variable {name!r} of dtype {dtype} cannot hold the initial value {value!r} "
+                "exactly. Give it another dtype, or a NumPy array, which is cast."
+            )
+        array = array.astype(dtype)
+    if array.dtype.kind not in "biuc" and not is_floating(array.dtype):
+        raise ValueError(
+            f"The variable {name!r} cannot hold a value of dtype {array.dtype}: "
+            "give an array of bools, integers, floats or complex numbers."
+        )
+    return array
+
+
+def as_given(what: str, value: Any) -> tuple[Array, bool]:
+    """Return what was given to a write as an array, and whether it was plain Python. Local.
+
+    Raises
+    ------
+    TypeError
+        For a masked array, whose mask would be lost, and for `IndexedSlices`.
+    """
+    if isinstance(value, DistributedValues):
+        value = value.values[0]
+    elif isinstance(value, ArrayLike):
+        value = value.value()
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{what} takes no masked array. Fill it first: array.filled(value).")
+    if isinstance(value, IndexedSlices):
+        raise TypeError(
+            f"{what} takes a whole value, not IndexedSlices. Use scatter_update, scatter_add or "
+            "scatter_sub."
+        )
+    if is_tensor(value):
+        value = host_array(value)
+    is_plain = not hasattr(value, "dtype")
+    return (_exact(value, np.asarray(value)) if is_plain else value), is_plain
+
+
+def _exact(value: Any, array: np.ndarray) -> np.ndarray:
+    """Return Python integers that NumPy has made floats, because they need 64 bits, as uint64."""
+    if array.dtype.kind != "f" or not array.size or not 2**63 <= array.max() <= 2**64:
+        return array
+    exact = np.asarray(value, object)
+    is_exact = all(isinstance(each, int) and 0 <= each < 2**64 for each in exact.flat)
+    return exact.astype(np.uint64) if is_exact else array
+
+
+def cast_to(what: str, array: Array, is_plain: bool, dtype: np.dtype, device: Device) -> Array:
+    """Return `array` in `dtype` on `device`, itself where it already is so. Local.
+
+    Raises
+    ------
+    TypeError
+        If the cast leaves its kind, or Python numbers are out of range.
+    """
+    if not (_holds(dtype, array) if is_plain else can_cast(array.dtype, dtype)):
+        raise TypeError(
+            f"{what}: a value of dtype {array.dtype} does not fit into {dtype}. Cast it first."
+        )
+    return place(array, device).astype(dtype, copy=False)
+
+
+def can_cast(source: np.dtype, target: np.dtype) -> bool:
+    """Return whether arrays of dtype `source` may be written to one of `target`. Local.
+
+    They may within a kind and to a wider one, as by NumPy's ``same_kind``.
+    """
+    if target.name == "bfloat16":
+        return source.name == "bfloat16" or source.kind in "biuf"
+    if source.name == "bfloat16":
+        return target.kind in "fc"
+    return np.can_cast(source, target, "same_kind")
+
+
+def _holds(dtype: np.dtype, numbers: np.ndarray) -> bool:
+    """Return whether Python numbers, as the array `numbers`, fit into `dtype`. Local.
+
+    Their own dtype does not count, as in NumPy's promotion, but their kind and range do.
+    """
+    if dtype.kind not in _KINDS or numbers.dtype.kind not in _KINDS:
+        return can_cast(numbers.dtype, dtype)
+    if dtype.kind in "iu" and numbers.dtype.kind in "biu" and numbers.size:
+        info = np.iinfo(dtype)
+        return info.min <= int(numbers.min()) and int(numbers.max()) <= info.max
+    order = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
+    return order[numbers.dtype.kind] <= order[dtype.kind]
+
+
+def check_modes(name: str, synchronization: Any, aggregation: Any, dtype: np.dtype) -> None:
+    """Refuse modes that a variable of `dtype` cannot have. Local.
+
+    Raises
+    ------
+    ValueError
+        Naming the variable.
+    """
+    for mode, cls in (
+        (synchronization, VariableSynchronization),
+        (aggregation, VariableAggregation),
+    ):
+        if not isinstance(mode, cls):
+            raise ValueError(
+                f"The variable {name!r} was given {mode!r}, but a {cls.__name__} was expected: "
+                f"one of {', '.join(cls.__members__)}."
+            )
+    if synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            f"The variable {name!r} was given VariableSynchronization.NONE, which a distributed "
+            "variable cannot have. Use AUTO, ON_WRITE or ON_READ."
+        )
+    if aggregation is VariableAggregation.MEAN and (
+        dtype.kind in "biu" or wire_dtype(ReduceOp.MEAN, dtype).kind not in "fc"
+    ):
+        raise ValueError(
+            f"The variable {name!r} of dtype {dtype} cannot have VariableAggregation.MEAN: "
+            "the mean needs a floating dtype. Use SUM, or a floating dtype."
+        )
 
 
 @dataclass(frozen=True)

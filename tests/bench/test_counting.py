@@ -14,7 +14,7 @@ def calls():
 
 @pytest.fixture
 def comm(strategy, calls):
-    from mpistrat.world import open_world
+    from mpistrat.mpi.world import open_world
     from tools.scaling.counting import counted
 
     return counted(open_world(None).comm, calls)

@@ -7,9 +7,9 @@ import h5py
 import numpy as np
 import pytest
 
-from mpistrat.bench import data, data_files, data_peers
+from mpistrat.bench import data
 from mpistrat.bench.benchmark import Choices
-from mpistrat.bench.data_files import FILES, write_files
+from mpistrat.bench.data import FILES, write_files
 
 NUM_EXAMPLES = 1100
 
@@ -41,7 +41,7 @@ def test_all_ranks_get_equal_figures_that_have_places_in_tables(strategy, monkey
 
 @pytest.mark.parametrize("num_distinct", [NUM_EXAMPLES, 320])
 def test_both_files_hold_the_same_examples(tmp_path, monkeypatch, num_distinct):
-    monkeypatch.setattr(data_files, "_NUM_DISTINCT", num_distinct)
+    monkeypatch.setattr(data, "_NUM_DISTINCT", num_distinct)
     write_files(tmp_path, NUM_EXAMPLES)
     images = {}
     for name in FILES:
@@ -56,7 +56,7 @@ def test_both_files_hold_the_same_examples(tmp_path, monkeypatch, num_distinct):
 def test_the_loader_reads_from_all_of_the_file(tmp_path):
     write_files(tmp_path, NUM_EXAMPLES)
     path = tmp_path / "gzip.h5"
-    examples = data_peers._Examples(path)
+    examples = data._Examples(path)
     with h5py.File(path) as file:
         for number in (0, len(examples) - 1):
             row = number * NUM_EXAMPLES // len(examples)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.bench import digits
-from mpistrat.bench.digits import random_batch
-from mpistrat.bench.loops import HandwrittenLoop, PackageLoop
+from mpistrat.bench import networks
+from mpistrat.bench.networks import random_batch
+from mpistrat.bench.step import HandwrittenLoop, PackageLoop
 from tests import ROOT
 
 NUM_STEPS = 4
@@ -16,7 +16,7 @@ NUM_STEPS = 4
 
 @pytest.fixture
 def by_hand(rank, size):
-    from mpistrat.world import open_world
+    from mpistrat.mpi.world import open_world
 
     loop = HandwrittenLoop(open_world(None).comm, random_batch(rank, size))
     for _ in range(NUM_STEPS):
@@ -31,12 +31,14 @@ def assert_same(loop, other):
 
 
 def test_by_hand_the_loss_falls(by_hand, rank, size):
-    first = digits.cross_entropy(
-        digits.forward(digits.first_weights(), random_batch(0, 1).image)[0],
+    first = networks.cross_entropy(
+        networks.forward(networks.first_weights(), random_batch(0, 1).image)[0],
         random_batch(0, 1).label,
     )[0]
     batch = random_batch(rank, size)
-    last = digits.cross_entropy(digits.forward(by_hand.weights(), batch.image)[0], batch.label)[0]
+    last = networks.cross_entropy(networks.forward(by_hand.weights(), batch.image)[0], batch.label)[
+        0
+    ]
     assert last.mean() < first.mean()
     assert by_hand.num_examples == NUM_STEPS * len(batch.label)
     assert 0 <= by_hand.num_correct <= by_hand.num_examples
@@ -51,7 +53,7 @@ def test_the_package_learns_the_same(strategy, by_hand, rank, size):
 
 def test_ddp_learns_the_same(strategy, by_hand, rank, size):
     pytest.importorskip("torch")
-    from mpistrat.bench.ddp import DdpLoop, open_ddp_loop
+    from mpistrat.bench.step import DdpLoop, open_ddp_loop
 
     collectives = strategy.extended.collectives
     loop = open_ddp_loop(collectives, "127.0.0.1", size, random_batch(rank, size))
@@ -80,11 +82,11 @@ def test_the_network_is_that_of_the_job(strategy, rank, size):
     spec = importlib.util.spec_from_file_location("train_digits", path)
     job = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(job)
-    assert job.LAYER_SIZES == digits.LAYER_SIZES
+    assert job.LAYER_SIZES == networks.LAYER_SIZES
     batch = random_batch(rank, size)
     with strategy.scope():
         layers = job.make_layers(0)
-    weights = digits.first_weights()
+    weights = networks.first_weights()
 
     def gradients():
         logits, tape = job.forward(np, layers, batch.image, training=True)
@@ -93,8 +95,8 @@ def test_the_network_is_that_of_the_job(strategy, rank, size):
         return {variable.name.partition(":")[0]: gradient for gradient, variable in pairs}
 
     of_job = strategy.experimental_local_results(strategy.run(gradients))[0]
-    logits, tape = digits.forward(weights, batch.image)
-    ours = digits.backward(weights, tape, digits.cross_entropy(logits, batch.label)[1])
+    logits, tape = networks.forward(weights, batch.image)
+    ours = networks.backward(weights, tape, networks.cross_entropy(logits, batch.label)[1])
     for k, layer in enumerate(layers):
         for part, name in enumerate(("kernel", "bias")):
             np.testing.assert_array_equal(layer[name].value(), weights[2 * k + part])
@@ -102,8 +104,8 @@ def test_the_network_is_that_of_the_job(strategy, rank, size):
 
 
 def test_what_moved_an_array_is_read_from_the_call(strategy, rank):
-    from mpistrat import spans
-    from mpistrat.bench.observation import facts_of_last_collective
+    from mpistrat.bench.measure import facts_of_last_collective
+    from mpistrat.tracing import spans
 
     before = spans.active()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint import snapshot
+from mpistrat.checkpoint import async_save
 from mpistrat.testing import launch
 
 ON_READ, SUM = ms.VariableSynchronization.ON_READ, ms.VariableAggregation.SUM
@@ -54,9 +54,9 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch):
-    gate = Gate(snapshot.Snapshot.write)
+    gate = Gate(async_save.Snapshot.write)
     monkeypatch.setattr(
-        snapshot.Snapshot, "write", lambda taken, path, header: gate(taken, path, header)
+        async_save.Snapshot, "write", lambda taken, path, header: gate(taken, path, header)
     )
     return gate
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.tracking import Trackable
+from mpistrat.trackable import Trackable
 
 
 class History:

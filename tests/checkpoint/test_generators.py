@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint.generators import DeviceGeneratorState
+from mpistrat.checkpoint.object_graph import DeviceGeneratorState
 
 
 class DeviceBits:

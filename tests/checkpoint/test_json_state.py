@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.checkpoint.json_state import join_state, split_state
+from mpistrat.checkpoint.state_json import join_state, split_state
 
 keys = st.text(alphabet="abc", min_size=1, max_size=2) | st.sampled_from(["a/b", "b/c/a"])
 arrays = st.integers(0, 3).map(lambda n: np.arange(n, dtype=np.float32))

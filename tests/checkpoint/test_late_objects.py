@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.tracking import Trackable
+from mpistrat.trackable import Trackable
 
 pytestmark = pytest.mark.mpi
 

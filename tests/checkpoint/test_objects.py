@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 
 from mpistrat import Variable
-from mpistrat.checkpoint.dependents import part_of_name
-from mpistrat.checkpoint.objects import check_can_hold_state, walk
-from mpistrat.tracking import Trackable
+from mpistrat.checkpoint.object_graph import check_can_hold_state, part_of_name, walk
+from mpistrat.trackable import Trackable
 
 
 class Layer:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat.checkpoint import reading
-from mpistrat.checkpoint.shares import share_out
+from mpistrat.checkpoint import restore_values
+from mpistrat.checkpoint.ranks import share_out
 
 LARGE = 2**16
 """Elements of the variables that ranks share: 256 KiB of float32."""
@@ -40,13 +40,13 @@ def strategy():
 def blocks_read(monkeypatch):
     """Return the list of the files' bytes that this rank reads from now on."""
     found = []
-    read_at = reading.read_at
+    read_at = restore_values.read_at
 
     def spy(handle, offset, piece):
         found.append((offset, piece.nbytes))
         read_at(handle, offset, piece)
 
-    monkeypatch.setattr(reading, "read_at", spy)
+    monkeypatch.setattr(restore_values, "read_at", spy)
     return found
 
 
@@ -105,9 +105,7 @@ def test_a_rank_that_does_not_see_the_file_gets_its_values(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("damage", ["flips", "ends"])
-def test_damage_that_several_ranks_find_is_one_error(
-    strategy, mpi_tmp_path, monkeypatch, damage
-):
+def test_damage_that_several_ranks_find_is_one_error(strategy, mpi_tmp_path, monkeypatch, damage):
     rank = strategy.extended.collectives.rank
     path = Path(make(strategy, 1)[0].write(mpi_tmp_path / "run.h5"))
     checkpoint, variables = make(strategy, 20)
@@ -125,14 +123,14 @@ def test_damage_that_several_ranks_find_is_one_error(
         first = {np.float32(1 + i).tobytes() * 9: i for i in numbers}
         data = path.read_bytes()
         begins = {data.find(values): i for values, i in first.items()}
-        read_at = reading.read_at
+        read_at = restore_values.read_at
 
         def cut(handle, offset, piece):
             if any(begin <= offset < begin + 4 * LARGE for begin in begins):
                 offset += 2**40
             read_at(handle, offset, piece)
 
-        monkeypatch.setattr(reading, "read_at", cut)
+        monkeypatch.setattr(restore_values, "read_at", cut)
     strategy.extended.collectives.gather_json(None)
     open_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ms.errors.CheckpointCorruptError) as caught:

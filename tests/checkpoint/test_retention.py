@@ -3,8 +3,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.checkpoint.folder import Entry
-from mpistrat.checkpoint.retention import Retention
+from mpistrat.checkpoint.directory import Entry, Retention
 
 
 def entry(hour, step=None):

@@ -13,16 +13,22 @@ import pytest
 
 from mpistrat.cuda_awareness import Answer, CudaAwareness
 from mpistrat.doctor import Finding, Level, Report, guard
-from mpistrat.doctor.bandwidth import Speed, check_bandwidth
-from mpistrat.doctor.cuda import CudaFacts, check_cuda_awareness, has_cuda_part
-from mpistrat.doctor.examination import _check_software
-from mpistrat.doctor.facts import RankFacts, count_allocated_gpus
-from mpistrat.doctor.gpus import check_gpus, check_nccl
-from mpistrat.doctor.libraries import mpi_libraries
-from mpistrat.doctor.processors import check_blas_threads, check_cores
+from mpistrat.doctor.facts import RankFacts, count_allocated_gpus, mpi_libraries
+from mpistrat.doctor.hardware import (
+    CudaFacts,
+    Speed,
+    check_bandwidth,
+    check_blas_threads,
+    check_cores,
+    check_cuda_awareness,
+    check_gpus,
+    check_nccl,
+    has_cuda_part,
+)
+from mpistrat.doctor.report import _check_software
+from mpistrat.doctor.start import look_at_shared_memory
 from mpistrat.doctor.storage import HDF5Facts, check_folder, check_hdf5, probe_folder
-from mpistrat.doctor.watch import look_at_shared_memory
-from mpistrat.strategies.device_choice import Offer
+from mpistrat.strategies.devices import Offer
 from mpistrat.testing import launch
 
 NUM_CORES = len(os.sched_getaffinity(0))

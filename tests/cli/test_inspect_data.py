@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mpistrat import sharding
 from mpistrat.cli import main
-from mpistrat.cli.data_advice import advice
+from mpistrat.cli.data_files import advice
 
 
 def inspect(path, capsys):

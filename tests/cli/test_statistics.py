@@ -8,12 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from mpistrat.cli.histograms import count
-from mpistrat.cli.statistics import summarize, tell_apart
+from mpistrat.cli.statistics import count, summarize, tell_apart
 
-ARRAYS = hnp.arrays(
-    st.sampled_from(["f2", "f4", "f8", "i1", "u8", "i8", "?"]), st.integers(1, 40)
-)
+ARRAYS = hnp.arrays(st.sampled_from(["f2", "f4", "f8", "i1", "u8", "i8", "?"]), st.integers(1, 40))
 NUMBERS = st.lists(st.integers(1, 7), min_size=1)
 
 

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from mpistrat.cli import main
-from mpistrat.timeline.parts import Part, part_of, parts_of
-from mpistrat.timeline.trace import write_trace
+from mpistrat.tracing.trace import Part, part_of, parts_of, write_trace
 
 MS = 1_000_000
 

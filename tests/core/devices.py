@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.arrays import Device
-from mpistrat.comm.device_ways import DeviceWays
+from mpistrat.comm.device_reducers import DeviceWays
 
 OPS = {
     ms.ReduceOp.SUM: MPI.SUM,

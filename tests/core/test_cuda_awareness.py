@@ -9,10 +9,9 @@ import pytest
 
 from mpistrat.arrays import Device, count_gpus
 from mpistrat.cuda_awareness import Answer, cuda_awareness, trial
-from mpistrat.cuda_awareness.answer import Evidence, Outcome, Trial
-from mpistrat.cuda_awareness.claims import gather_claims
-from mpistrat.cuda_awareness.operations import OPERATIONS, wrong_operations
-from mpistrat.world import open_world
+from mpistrat.cuda_awareness.evidence import Evidence, Outcome, Trial, gather_claims
+from mpistrat.cuda_awareness.exchange import OPERATIONS, wrong_operations
+from mpistrat.mpi.world import open_world
 
 GPU, HOST = Device("gpu", 0), Device("cpu")
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from mpistrat.cuda_awareness import trial
-from mpistrat.cuda_awareness.answer import Outcome
-from mpistrat.launching import mpiexec
+from mpistrat.cuda_awareness.evidence import Outcome
+from mpistrat.mpi.launcher import mpiexec
 
 pytestmark = pytest.mark.launches
 

@@ -7,9 +7,9 @@ import pytest
 from ml_dtypes import bfloat16
 
 import mpistrat as ms
-from mpistrat.comm.message import Message
+from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.sliced import SlicedReducer
+from mpistrat.comm.reducers import SlicedReducer
 from tests.core.conftest import as_bytes, result_of, triangle
 from tests.core.trees import expected_reduction, values_of
 
@@ -78,8 +78,8 @@ def test_packs_and_sizes_do_not_matter(all_reduce, rank, op, dtype):
 def test_blocks_do_not_matter_and_bound_the_memory(strategy, all_reduce, rank, monkeypatch):
     whole = values_of(rank, 10**6, "f4")
     expected = as_bytes(all_reduce("sum", whole))
-    monkeypatch.setattr("mpistrat.comm.slices._BYTES_PER_BLOCK", 2**15)
-    monkeypatch.setattr("mpistrat.comm.slices._BYTES_PER_SLICE", 16)
+    monkeypatch.setattr("mpistrat.comm.reducers._BYTES_PER_BLOCK", 2**15)
+    monkeypatch.setattr("mpistrat.comm.reducers._BYTES_PER_SLICE", 16)
     reducer = SlicedReducer(strategy.extended.collectives.channel.transport)
     message = Message([whole], [whole], Pool())
     tracemalloc.start()

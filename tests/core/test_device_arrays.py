@@ -7,10 +7,10 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.arrays import Device
-from mpistrat.comm import staged
-from mpistrat.comm.dtypes import wire_dtype
-from mpistrat.strategies.device_ways import open_device_ways
-from mpistrat.world import open_world
+from mpistrat.comm import device_reducers
+from mpistrat.comm.wire import wire_dtype
+from mpistrat.mpi.world import open_world
+from mpistrat.strategies.devices import open_device_ways
 from tests.core.conftest import as_bytes
 from tests.core.devices import WAYS, OnDevice, Ways, to_device, ways_of
 from tests.core.trees import values_of
@@ -35,8 +35,8 @@ def with_ways(strategy, name):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(staged, "_MIN_PART_BYTES", 64)
-    monkeypatch.setattr(staged, "_MAX_PART_BYTES", 64)
+    monkeypatch.setattr(device_reducers, "_MIN_PART_BYTES", 64)
+    monkeypatch.setattr(device_reducers, "_MAX_PART_BYTES", 64)
 
 
 def reduced(collectives, op, arrays, **options):

@@ -8,12 +8,11 @@ import pytest
 import mpistrat as ms
 from mpistrat import arrays
 from mpistrat.arrays import Device
-from mpistrat.comm import staged
-from mpistrat.comm.device_copier import DeviceCopier
-from mpistrat.comm.device_packing import DeviceMessage
+from mpistrat.comm import device_reducers
+from mpistrat.comm.device_reducers import DeviceCopier, StagedReducer
+from mpistrat.comm.packing import DeviceMessage
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.staged import StagedReducer
-from mpistrat.comm.whole import WholeReducer
+from mpistrat.comm.reducers import WholeReducer
 from tests.core.late_cuda import Cuda
 
 
@@ -21,8 +20,8 @@ from tests.core.late_cuda import Cuda
 def cuda(monkeypatch):
     cuda = Cuda()
     monkeypatch.setattr(arrays, "_cupy", lambda: types.SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(staged, "_MIN_PART_BYTES", 64)
-    monkeypatch.setattr(staged, "_MAX_PART_BYTES", 64)
+    monkeypatch.setattr(device_reducers, "_MIN_PART_BYTES", 64)
+    monkeypatch.setattr(device_reducers, "_MAX_PART_BYTES", 64)
     return cuda
 
 

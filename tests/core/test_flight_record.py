@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.epochs.flight import FlightRecord
-from mpistrat.epochs.ledger import Ledger
+from mpistrat.agreement.ledger import Ledger
+from mpistrat.tracing.flight_recorder import FlightRecord
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.arrays import Device
+from mpistrat.mpi.world import open_world
 from mpistrat.strategies import mpi
-from mpistrat.strategies.device_choice import Offer
-from mpistrat.world import open_world
+from mpistrat.strategies.devices import Offer
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.comm import parts
+from mpistrat.comm import reducers
 from tests.core.arrays import expected_of
 from tests.core.conftest import result_of, triangle
 
@@ -13,7 +13,7 @@ MPI = ms.CommunicationOptions(implementation=ms.CommunicationImplementation.MPI)
 
 @pytest.fixture(params=[24, 500])
 def limit(request, monkeypatch):
-    monkeypatch.setattr(parts, "_PART_BYTES", request.param)
+    monkeypatch.setattr(reducers, "_PART_BYTES", request.param)
     return request.param
 
 

@@ -11,8 +11,8 @@ import mpistrat as ms
 from mpistrat import arrays
 from mpistrat.arrays import Device
 from mpistrat.comm import nccl
-from mpistrat.comm.device_packing import DeviceMessage
 from mpistrat.comm.nccl import NcclLink, NcclReducer, connect_nccl, nccl_knows
+from mpistrat.comm.packing import DeviceMessage
 from mpistrat.comm.pool import Pool
 from tests.core.devices import OPS, private_world
 from tests.core.late_cuda import Cuda

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat.variables.rounds import split_into_rounds
+from mpistrat.variables.scatter import split_into_rounds
 from tests.core.conftest import triangle
 
 Aggregation = ms.VariableAggregation

@@ -5,7 +5,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.comm.choose import choose_reducer
+from mpistrat.comm.selection import choose_reducer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpistrat.data import Dataset
-from mpistrat.data.field_access import FieldAccess, StoredRows
+from mpistrat.data.hdf5.files import FieldAccess, StoredRows
 
 GZIP = {"compression": "gzip", "compression_opts": 1}
 KNOWN = {

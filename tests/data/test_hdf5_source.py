@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from mpistrat.data import ArraySpec, Dataset
-from mpistrat.data.hdf5_reader import Hdf5Reader
+from mpistrat.data.hdf5.reader import Hdf5Reader
 from mpistrat.errors import DataError
 
 
 @pytest.fixture(autouse=True)
 def tiny_chunks_are_for_threads_too(streamed, monkeypatch):
-    monkeypatch.setattr("mpistrat.data.hdf5_reader._TINY_CHUNK_BYTES", 0)
+    monkeypatch.setattr("mpistrat.data.hdf5.reader._TINY_CHUNK_BYTES", 0)
 
 
 def labels(dataset):

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mpistrat import hdf5
-from mpistrat.data import Dataset, open_files
+from mpistrat.data import Dataset
+from mpistrat.data.hdf5 import files
 from mpistrat.errors import DataError
 
 
@@ -44,10 +45,10 @@ def touched(path):
 def test_a_file_that_changes_is_noticed(numbered, monkeypatch, happens, message, kept_bytes):
     path = numbered(1000, chunk=10, compression="gzip")
     dataset = Dataset.from_hdf5(path, "image").batch(10)
-    monkeypatch.setattr(open_files, "_CHECK_INTERVAL_S", 0.0)
-    monkeypatch.setattr("mpistrat.data.field_plan._KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(files, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._KEPT_BYTES", kept_bytes)
     # As little as possible is read ahead.
-    monkeypatch.setattr("mpistrat.data.field_plan._MIN_CAPACITY_BYTES", 0)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._MIN_CAPACITY_BYTES", 0)
     iterator = iter(dataset)
     next(iterator)
     happens(path)
@@ -127,7 +128,7 @@ def in_child(dataset, iterator, answers):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("kept_bytes", [0, 2**20])
 def test_a_forked_process_reads_with_an_iterator_of_its_own(numbered, monkeypatch, kept_bytes):
-    monkeypatch.setattr("mpistrat.data.field_plan._KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._KEPT_BYTES", kept_bytes)
     path = numbered(10_000, chunk=2000, compression="gzip")
     dataset = Dataset.from_hdf5(path).shuffle(0).batch(1000)
     iterator = iter(dataset)

@@ -4,9 +4,10 @@ import h5py
 import numpy as np
 import pytest
 
-from mpistrat.data import Dataset, field_plan
-from mpistrat.data.hdf5_catalog import read_catalog
-from mpistrat.data.hdf5_reader import Hdf5Reader
+from mpistrat.data import Dataset
+from mpistrat.data.hdf5 import chunk_plan
+from mpistrat.data.hdf5.catalog import read_catalog
+from mpistrat.data.hdf5.reader import Hdf5Reader
 
 NUM_ROWS = 500, 231
 
@@ -88,7 +89,7 @@ def test_a_rank_reads_only_what_it_needs(pattern, loaded, all_ranks):
 def test_the_smallest_fields_are_kept_as_far_as_the_limit_goes(
     pattern, loaded, monkeypatch, limit, kept, shuffled
 ):
-    monkeypatch.setattr(field_plan, "_KEPT_BYTES", limit)
+    monkeypatch.setattr(chunk_plan, "_KEPT_BYTES", limit)
     dataset = Dataset.from_hdf5(pattern)
     batches = (dataset.shuffle(0) if shuffled else dataset).batch(32)
     assert all(map(is_sound, batches))
@@ -104,9 +105,9 @@ def test_of_fields_of_one_size_that_of_the_chunks_is_kept_last(tmp_path, monkeyp
     with h5py.File(tmp_path / "pair.h5", "w") as file:
         for name in "ab":
             file.create_dataset(name, data=np.arange(1000), chunks=(10,))
-    monkeypatch.setattr(field_plan, "_KEPT_BYTES", 8000)
+    monkeypatch.setattr(chunk_plan, "_KEPT_BYTES", 8000)
     catalog = read_catalog([str(tmp_path / "pair.h5")], None)
-    plans = field_plan.plan_fields(catalog, 100)
+    plans = chunk_plan.plan_fields(catalog, 100)
     assert not plans[catalog.widest].is_kept
     assert sum(plan.is_kept for plan in plans) == 1
     for a, b in Dataset.from_hdf5(tmp_path / "pair.h5", ("a", "b")).shuffle(0).batch(64):

@@ -16,7 +16,7 @@ GOLDEN = {
     "generator": "322d6d81",
 }
 """Digests of all batches. One that changes is another order: then raise `_ORDER_VERSION` in
-`mpistrat.data.signature`, because positions in checkpoints would lead elsewhere."""
+`mpistrat.data.fingerprint`, because positions in checkpoints would lead elsewhere."""
 
 
 def write_files(folder):

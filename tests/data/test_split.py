@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpistrat.data import ArraySpec, AutoShardPolicy, Dataset
-from mpistrat.data.contexts import InputContext
 from mpistrat.errors import DataError, OutOfRangeError
-from mpistrat.options import InputOptions, InputReplicationMode
+from mpistrat.options import InputContext, InputOptions, InputReplicationMode
 from mpistrat.values import PerReplica, localize
 
 

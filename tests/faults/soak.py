@@ -20,7 +20,7 @@ from mpistrat.metrics import Mean
 from mpistrat.optimizers import SGD
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.strategies import MPIStrategy, get_replica_context
-from mpistrat.testing.assertions import refused
+from mpistrat.testing.conformance import refused
 from mpistrat.testing.faults import inject
 from mpistrat.variables import Variable
 

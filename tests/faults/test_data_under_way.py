@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.launching import mpiexec
-from mpistrat.processes import Program
+from mpistrat.mpi.launcher import mpiexec
+from mpistrat.system.processes import Program
 from mpistrat.testing import launch
 from tests.faults.running import MARKS, PRELUDE, Case, check, end_processes, ours, run_case
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from mpistrat.launching import mpiexec
-from mpistrat.processes import Program
+from mpistrat.mpi.launcher import mpiexec
+from mpistrat.system.processes import Program
 from mpistrat.testing import launch
 from tests.faults.running import MARKS, PRELUDE, end_processes, ours
 from tests.faults.test_data_under_way import UNSEEN, assert_nothing_is_left
@@ -17,7 +17,7 @@ WRITE_S = 4
 
 SAVE = """
 import signal, threading
-from mpistrat.checkpoint.snapshot import Snapshot
+from mpistrat.checkpoint.async_save import Snapshot
 write = Snapshot.write
 def write_slowly(self, path, header):
     time.sleep({write_s})

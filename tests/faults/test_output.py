@@ -12,7 +12,7 @@ pytestmark = pytest.mark.launches
 # On a busy machine ranks are further apart than the window.
 HEAD = f"""
 import logging, os, signal, warnings
-from mpistrat.epochs import logs, printer
+from mpistrat.agreement import logs, printer
 logs.WINDOW_S, printer.WINDOW_S = 1, 5
 log = logging.getLogger("mpistrat")
 {PRELUDE}
@@ -54,8 +54,7 @@ def test_equal_warnings_are_printed_once_in_their_usual_form(tmp_path):
     ranks = 3
     lines = lines_of(
         tmp_path,
-        'warnings.warn("this will change", FutureWarning)\n'
-        'warnings.warn(f"strange {rank}")\n',
+        'warnings.warn("this will change", FutureWarning)\nwarnings.warn(f"strange {rank}")\n',
         ranks,
         PYTHONWARNINGS="",
     )
@@ -193,8 +192,7 @@ strategy.reduce("sum", 1)
 def test_last_words_are_said_once(tmp_path):
     lines = lines_of(
         tmp_path,
-        'if rank != 1:\n    logs.say_last("rank 1 is gone.")\n    os._exit(1)\n'
-        "time.sleep(60)\n",
+        'if rank != 1:\n    logs.say_last("rank 1 is gone.")\n    os._exit(1)\ntime.sleep(60)\n',
         4,
         code=1,
     )
@@ -264,7 +262,7 @@ def test_strategies_on_parts_of_the_world_have_numbers_of_their_own(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
         "import logging\nimport mpistrat as ms\nfrom mpi4py.MPI import COMM_WORLD\n"
-        "from mpistrat.epochs import printer\nprinter.WINDOW_S = 5\n"
+        "from mpistrat.agreement import printer\nprinter.WINDOW_S = 5\n"
         "part = COMM_WORLD.rank % 2\n"
         "strategy = ms.MPIStrategy(COMM_WORLD.Split(part))\n"
         'logging.getLogger("mpistrat").warning("part %d", part)\n'

@@ -14,9 +14,9 @@ PROGRAM = """
 import json, sys
 from mpistrat.arrays import Device
 from mpistrat.cuda_awareness import cuda_awareness
-from mpistrat.cuda_awareness.answer import Evidence
+from mpistrat.cuda_awareness.evidence import Evidence
 from mpistrat.cuda_awareness.trial import try_exchange
-from mpistrat.world import open_world
+from mpistrat.mpi.world import open_world
 found = cuda_awareness(
     open_world(None),
     Device("gpu"),

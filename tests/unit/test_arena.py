@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from mpistrat.comm.arena import Arena
 from mpistrat.comm.pool import Pool
+from mpistrat.comm.shared_memory import Arena
 
 PAGE = mmap.PAGESIZE
 NUM_PAGES = 64

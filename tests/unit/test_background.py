@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.comm.background import Background
+from mpistrat.system.threads import Background
 
 
 @pytest.fixture

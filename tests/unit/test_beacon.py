@@ -7,12 +7,11 @@ import time
 
 import pytest
 
-from mpistrat.comm.solo import SoloTransport
-from mpistrat.epochs import logs
-from mpistrat.epochs.beacon import Address, Beacon, read_line
-from mpistrat.epochs.channel import Channel
-from mpistrat.epochs.companions import Companions
-from mpistrat.epochs.whereabouts import State
+from mpistrat.agreement.channel import Channel
+from mpistrat.comm.transport import SoloTransport
+from mpistrat.failures import logs
+from mpistrat.failures.monitor import Address, Beacon, read_line
+from mpistrat.failures.peers import Companions, State
 
 KEY = "0123"
 LIMIT_S = 20

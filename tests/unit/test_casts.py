@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
-from mpistrat.comm.casts import cast, cast_into
+from mpistrat.comm.wire import cast, cast_into
 
 EVERY_HALF = np.arange(2**16, dtype=np.uint16).view(np.float16)
 

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.timeline.clocks import fit_clock
+from mpistrat.tracing.trace import fit_clock
 
 US = 1_000
 MS = 1_000_000

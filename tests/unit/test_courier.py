@@ -5,9 +5,8 @@ import time
 
 import pytest
 
-from mpistrat.epochs import courier as courier_module
-from mpistrat.epochs.courier import Courier
-from mpistrat.epochs.printer import Line
+from mpistrat.failures import logs as courier_module
+from mpistrat.failures.logs import Courier, Line
 
 RANK, SIZE = 2, 4
 LIMIT_S = 20

@@ -6,12 +6,17 @@ import sys
 import pytest
 
 from mpistrat.cuda_awareness import Answer
-from mpistrat.cuda_awareness.answer import CudaAwareness, Evidence, Outcome, Trial, judge, weigh
-from mpistrat.cuda_awareness.claims import (
+from mpistrat.cuda_awareness.evidence import (
+    CudaAwareness,
+    Evidence,
+    Outcome,
+    Trial,
     ask_library,
+    judge,
     list_libraries,
     list_switches,
     read_memory_kinds,
+    weigh,
 )
 from mpistrat.settings import Settings
 

@@ -7,16 +7,22 @@ from hypothesis import strategies as st
 
 import mpistrat as ms
 from mpistrat.arrays import Device, parse_device
-from mpistrat.comm.choose import check_options, check_plan, choose_way
-from mpistrat.comm.device_ways import DeviceWays
+from mpistrat.comm.device_reducers import DeviceWays, part_bytes, plan_parts
 from mpistrat.comm.nccl import nccl_knows
-from mpistrat.comm.plan import plan_reduction
-from mpistrat.comm.staged import part_bytes, plan_parts
-from mpistrat.cores import cores_near_pci, cores_of_mask, mask_of_cores, parse_core_list
+from mpistrat.comm.pack_plan import plan_reduction
+from mpistrat.comm.selection import check_options, check_plan, choose_way
 from mpistrat.cuda_awareness import Answer, CudaAwareness
-from mpistrat.strategies import device_choice
-from mpistrat.strategies.device_choice import Offer, choose_devices, choose_gpus, make_offer
-from mpistrat.strategies.device_ways import Gpu, why_not_mpi, why_not_nccl
+from mpistrat.strategies import devices
+from mpistrat.strategies.devices import (
+    Gpu,
+    Offer,
+    choose_devices,
+    choose_gpus,
+    make_offer,
+    why_not_mpi,
+    why_not_nccl,
+)
+from mpistrat.system.cpu import cores_near_pci, cores_of_mask, mask_of_cores, parse_core_list
 
 Op = ms.ReduceOp
 Way = ms.CommunicationImplementation
@@ -239,16 +245,16 @@ def test_shared_gpus_are_refused_with_ranks_and_remedy():
 
 
 def test_an_offer_tells_what_is_near(monkeypatch):
-    monkeypatch.setattr(device_choice, "count_gpus", lambda: 4)
+    monkeypatch.setattr(devices, "count_gpus", lambda: 4)
     monkeypatch.setattr("mpistrat.arrays.count_gpus", lambda: 4)
-    monkeypatch.setattr(device_choice, "gpu_identity", lambda device: f"gpu {device.index}")
-    monkeypatch.setattr(device_choice, "pci_address", lambda device: str(device.index))
+    monkeypatch.setattr(devices, "gpu_identity", lambda device: f"gpu {device.index}")
+    monkeypatch.setattr(devices, "pci_address", lambda device: str(device.index))
     sockets = {"0": {0, 1}, "1": {0, 1}, "2": {2, 3}, "3": set()}
-    monkeypatch.setattr(device_choice, "cores_near_pci", lambda address: sockets[address])
-    monkeypatch.setattr(device_choice, "own_cores", lambda: {2})
+    monkeypatch.setattr(devices, "cores_near_pci", lambda address: sockets[address])
+    monkeypatch.setattr(devices, "own_cores", lambda: {2})
     found = make_offer("auto", local_rank=5)
     assert (found.is_near, found.preferred) == ((False, False, True, False), 2)
-    monkeypatch.setattr(device_choice, "own_cores", lambda: {0, 1, 2, 3})  # not bound
+    monkeypatch.setattr(devices, "own_cores", lambda: {0, 1, 2, 3})  # not bound
     found = make_offer("gpu", local_rank=5)
     assert (found.is_near, found.preferred, found.is_fixed) == ((True,) * 4, 1, False)
     found = make_offer("gpu:3", local_rank=5)

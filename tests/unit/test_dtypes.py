@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from mpistrat.comm.dtypes import accumulator_dtype, is_narrow, result_dtype, wire_dtype
+from mpistrat.comm.wire import accumulator_dtype, is_narrow, result_dtype, wire_dtype
 from mpistrat.options import ReduceOp
 
 SUM, MEAN, MIN, MAX, PROD = ReduceOp

@@ -5,10 +5,10 @@ import shutil
 import numpy as np
 import pytest
 
-from mpistrat.optimizers import compiled, host_pass, kernels
+from mpistrat.optimizers import kernels, update
 from mpistrat.optimizers.adam import _ADAM
-from mpistrat.optimizers.rule import Step, Target, slot_dtype
 from mpistrat.optimizers.sgd import _MOMENTUM, _NESTEROV, _PLAIN
+from mpistrat.optimizers.update import Step, Target, slot_dtype
 
 RULES = {"sgd": _PLAIN, "momentum": _MOMENTUM, "nesterov": _NESTEROV, "adam": _ADAM}
 CONSTANTS = {"rate": 0.1, "decay": 0.9, "gain_1": 0.1, "gain_2": 0.01, "epsilon": 1e-8}
@@ -24,7 +24,7 @@ def after_steps(rule, dtype, size, keep, factor):
     for _ in range(3):
         gradient = rng.standard_normal(size).astype(dtype)
         before = gradient.copy()
-        host_pass.update_on_host(rule, step, Target(weight, slots), gradient)
+        update.update_on_host(rule, step, Target(weight, slots), gradient)
         np.testing.assert_array_equal(gradient, before)
     return [weight, *slots]
 
@@ -35,7 +35,7 @@ def after_steps(rule, dtype, size, keep, factor):
 @pytest.mark.parametrize("name", RULES)
 def test_compiled_kernels_equal_numpy(monkeypatch, name, dtype, size, keep, factor):
     with_library = after_steps(RULES[name], dtype, size, keep, factor)
-    monkeypatch.setattr(host_pass, "compiled_kernel", lambda kernel, dtype: None)
+    monkeypatch.setattr(update, "compiled_kernel", lambda kernel, dtype: None)
     in_numpy = after_steps(RULES[name], dtype, size, keep, factor)
     for ours, numpys in zip(with_library, in_numpy, strict=True):
         np.testing.assert_array_equal(ours, numpys)
@@ -44,16 +44,16 @@ def test_compiled_kernels_equal_numpy(monkeypatch, name, dtype, size, keep, fact
 def test_the_library_is_there_where_it_could_be_made():
     if shutil.which("gcc") is None:
         pytest.skip("no C compiler here")
-    assert compiled._library() is not None, "install the package again: its kernels are old"
+    assert update._library() is not None, "install the package again: its kernels are old"
 
 
 def test_an_older_library_is_not_used(monkeypatch):
-    monkeypatch.setattr(compiled, "digest", lambda: "0" * len(kernels.digest()))
-    assert compiled._library.__wrapped__() is None
+    monkeypatch.setattr(update, "digest", lambda: "0" * len(kernels.digest()))
+    assert update._library.__wrapped__() is None
 
 
 @pytest.mark.parametrize("content", [b"", b"no library at all", b"\x7fELF" + bytes(60)])
 def test_a_library_that_cannot_be_loaded_is_not_used(monkeypatch, tmp_path, content):
     (tmp_path / "_host_kernels.of-another-machine.so").write_bytes(content)
-    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
-    assert compiled._library.__wrapped__() is None
+    monkeypatch.setattr(update, "__file__", str(tmp_path / "compiled.py"))
+    assert update._library.__wrapped__() is None

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from mpistrat import launching
-from mpistrat.launcher import find_launcher
+from mpistrat.mpi import launcher
+from mpistrat.mpi.launcher import find_launcher
 
 OF_LAUNCHERS = """
 PMI_FD PMI_RANK PMI_SIZE PMIX_RANK PMIX_NAMESPACE PMIX_SERVER_URI41 HYDI_CONTROL_FD MPI_LOCALRANKID
@@ -27,16 +27,16 @@ UCX_TLS CUDA_VISIBLE_DEVICES OPAL_PREFIX PATH HOME MPISTRAT_TIMEOUT_S OMP_NUM_TH
 
 @pytest.mark.parametrize("name", OF_LAUNCHERS.split())
 def test_what_a_launcher_says_to_its_ranks_is_left_out(name):
-    assert name not in launching.without_launcher({name: "x"})
+    assert name not in launcher.without_launcher({name: "x"})
 
 
 @pytest.mark.parametrize("name", OF_USERS.split())
 def test_what_a_user_says_to_the_library_stays(name):
-    assert launching.without_launcher({name: "x"})[name] == "x"
+    assert launcher.without_launcher({name: "x"})[name] == "x"
 
 
 def test_open_mpi_may_run_as_it_did():
-    kept = launching.without_launcher({"OMPI_ALLOW_RUN_AS_ROOT": "0"})
+    kept = launcher.without_launcher({"OMPI_ALLOW_RUN_AS_ROOT": "0"})
     assert kept["OMPI_ALLOW_RUN_AS_ROOT"] == kept["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
 
 
@@ -44,7 +44,7 @@ def test_without_mpiexec_the_error_says_where_it_was_sought(monkeypatch, tmp_pat
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="no mpiexec beside"):
-        launching.mpiexec(2)
+        launcher.mpiexec(2)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_command_is_that_of_the_library(monkeypatch, tmp_path, version, flag
     program.write_text(f"#!/bin/sh\necho '{version}'\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert launching.mpiexec(3) == [str(program), *flags, "-n", "3"]
+    assert launcher.mpiexec(3) == [str(program), *flags, "-n", "3"]
 
 
 SRUN = {

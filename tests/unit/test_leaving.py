@@ -9,7 +9,7 @@ pytestmark = pytest.mark.launches
 HEAD = """
 import os, sys
 import mpistrat
-from mpistrat.epochs.leaving import Phase, at, finish_work, hold_while, is_at_work
+from mpistrat.system.exit_hooks import Phase, at, finish_work, hold_while, is_at_work
 for phase in reversed(Phase):
     at(phase, lambda *failure, phase=phase: print(phase.name, *(each.kind for each in failure)))
 """

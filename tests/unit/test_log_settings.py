@@ -88,8 +88,11 @@ def test_a_traceback_belongs_to_its_line(tmp_path):
 
 @pytest.mark.launches
 def test_warnings_of_a_program_alone_are_left_to_python(tmp_path):
-    assert told(
-        tmp_path,
-        "original = warnings.showwarning\nms.OneDeviceStrategy()\n"
-        "assert warnings.showwarning is original",
-    ) == []
+    assert (
+        told(
+            tmp_path,
+            "original = warnings.showwarning\nms.OneDeviceStrategy()\n"
+            "assert warnings.showwarning is original",
+        )
+        == []
+    )

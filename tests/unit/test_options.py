@@ -1,9 +1,9 @@
 import pytest
 
 import mpistrat as ms
-from mpistrat.launcher import find_launcher
+from mpistrat.mpi.launcher import find_launcher
 from mpistrat.settings import Settings
-from mpistrat.strategies.device_strings import Place, parse_place, spell_place
+from mpistrat.strategies.reductions import Place, parse_place, spell_place
 
 
 @pytest.mark.parametrize("text", ["SUM", "sum", "Sum"])

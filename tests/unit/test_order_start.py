@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.data.generator_source import GeneratorSource
 from mpistrat.data.order import ENDLESS, ChunkLayout, Order
 from mpistrat.data.shuffle import Shuffle
-from mpistrat.data.sources import RangeSource
+from mpistrat.data.sources import GeneratorSource, RangeSource
 from mpistrat.data.spec import ArraySpec
 from mpistrat.data.transforms import Batch, Prefetch, Repeat, Shard, Skip, Take
 

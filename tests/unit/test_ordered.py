@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.comm.ordered import as_floats, as_ordered_integers
+from mpistrat.comm.wire import as_floats, as_ordered_integers
 from mpistrat.options import ReduceOp
 
 

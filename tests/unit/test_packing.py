@@ -5,12 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpistrat.comm.pack_plan import plan_reduction
 from mpistrat.comm.packing import Single, pack
-from mpistrat.comm.plan import plan_reduction
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.sliced import SlicedReducer
-from mpistrat.comm.solo import SoloTransport
-from mpistrat.comm.whole import WholeReducer
+from mpistrat.comm.reducers import SlicedReducer, WholeReducer
+from mpistrat.comm.transport import SoloTransport
 from mpistrat.options import CommunicationOptions, ReduceOp
 from tests.core.arrays import LAYOUTS, OPS, Spec, assert_own, expected_of, specs
 

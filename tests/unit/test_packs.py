@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.comm.packs import plan_packs
+from mpistrat.comm.pack_plan import plan_packs
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.sampled_from("fd"))), st.integers(1, 150))

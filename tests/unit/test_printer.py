@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.epochs.printer import WINDOW_S, Line, Printer, print_line
+from mpistrat.failures.logs import WINDOW_S, Line, Printer, print_line
 
 
 class Group:

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.comm.slices import plan_blocks, slice_lengths
+from mpistrat.comm.reducers import plan_blocks, slice_lengths
 
 
 @given(st.integers(0, 10**8), st.sampled_from([1, 2, 4, 8, 16, 32]), st.integers(1, 2000))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat import spans
+from mpistrat.tracing import spans
 
 
 @pytest.fixture

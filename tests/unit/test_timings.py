@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.bench.timing import Timings
+from mpistrat.bench.measure import Timings
 
 
 def test_ratios_are_taken_within_rounds():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.comm.tree import combine
+from mpistrat.comm.reducers import combine
 from mpistrat.options import ReduceOp
 from tests.core.trees import fold_in_tree
 

@@ -16,25 +16,26 @@ import numpy as np
 
 from mpistrat.bench.benchmark import (
     RESULTS,
+    Bars,
     Benchmark,
     Choices,
     Column,
     Findings,
+    Lines,
     Row,
     Table,
     size,
     text,
     time,
 )
-from mpistrat.bench.observation import facts_of_last_collective
-from mpistrat.bench.pictures import Bars, Lines
-from mpistrat.bench.resnet50 import NUM_PARAMETERS
-from mpistrat.cores import num_cores
+from mpistrat.bench.measure import facts_of_last_collective
+from mpistrat.bench.networks import NUM_PARAMETERS
+from mpistrat.mpi.world import World, open_world
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.replica import ReplicaContext
-from mpistrat.spelling import readable_size
 from mpistrat.strategies import MPIStrategy, get_replica_context
-from mpistrat.world import World, open_world
+from mpistrat.system.cpu import num_cores
+from mpistrat.system.text import readable_size
 from tools.scaling.model import TERMS, Constants, Fit, fit
 from tools.scaling.probes import Sample, measure_samples
 from tools.scaling.work import package_all_reduce

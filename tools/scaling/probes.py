@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpistrat.bench.timing import take_turns
+from mpistrat.bench.measure import take_turns
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import MPIStrategy, get_replica_context

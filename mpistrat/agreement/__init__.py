@@ -1,0 +1,1 @@
+"""Agreement of ranks before each collective."""

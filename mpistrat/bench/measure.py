@@ -1,0 +1,181 @@
+"""The machine and the versions that figures belong to."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.mpi.world import World, library_version
+from mpistrat.settings import environment
+from mpistrat.tracing.spans import Recorder, active, record_on
+from mpistrat.version import __version__
+
+__all__ = ["Timings", "describe_machine", "facts_of_last_collective", "take_turns"]
+
+_TARGET_S = 0.02
+"""About how long one sample takes; calls shorter than that are repeated within it, as a program
+does, so that caches are warm for most of them."""
+
+
+class Timings:
+    """Times of one call of each candidate, in rounds in which each had its turn.
+
+    Ratios and differences are taken within each round, so that a spell in which the whole
+    machine is slow falls out of them; then the median is taken over rounds.
+
+    Parameters
+    ----------
+    samples : mapping of str to sequence of float
+        Seconds of each candidate, one number for each round.
+    """
+
+    def __init__(self, samples: Mapping[str, Sequence[float]]) -> None:
+        self._samples = samples
+
+    def median_s(self, name: str) -> float:
+        """Return the median time of the candidate `name`. Local."""
+        return statistics.median(self._samples[name])
+
+    def medians(self) -> dict[str, float]:
+        """Return the medians as entries of a row: ``<name>_s``. Local."""
+        return {f"{name}_s": self.median_s(name) for name in self._samples}
+
+    def median_ratio(self, above: str, *below: str) -> float:
+        """Return the median of `above` divided by the sum of `below`. Local."""
+        below_s = map(sum, zip(*(self._samples[each] for each in below), strict=True))
+        rounds = zip(self._samples[above], below_s, strict=True)
+        return statistics.median(first / second for first, second in rounds)
+
+    def median_difference_s(self, first: str, second: str) -> float:
+        """Return the median of `first` minus `second`. Local."""
+        rounds = zip(self._samples[first], self._samples[second], strict=True)
+        return statistics.median(a - b for a, b in rounds)
+
+
+def take_turns(
+    candidates: Mapping[str, Callable[[], object]], collectives: Collectives, num_samples: int
+) -> Timings:
+    """Time one call of each candidate in each round, after a warm-up. **Collective**.
+
+    A sample is the time of the slowest rank, so all ranks get equal numbers. Each round has an
+    order of its own, because a candidate finds the caches as the one before has left them.
+
+    Parameters
+    ----------
+    candidates : mapping of str to callable
+        Each is called by all ranks together.
+    collectives : Collectives
+    num_samples : int
+        The number of rounds.
+    """
+    repeats = {}
+    for name, call in candidates.items():
+        call()
+        once_s = max(collectives.gather_json(_time(call, 3)))
+        repeats[name] = max(1, round(_TARGET_S / max(once_s, 1e-9)))
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    order = random.Random(0)  # equal on all ranks
+    for _ in range(num_samples):
+        order.shuffle(names)
+        for name in names:
+            collectives.gather_json(None)
+            seconds = _time(candidates[name], repeats[name])
+            samples[name].append(max(collectives.gather_json(seconds)))
+    return Timings(samples)
+
+
+def _time(call: Callable[[], object], repeats: int) -> float:
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - began) / repeats
+
+
+class _Observer(Recorder):
+    """A recorder that keeps what it gets, and writes no file."""
+
+    def __init__(self) -> None:
+        self.push = self.pop = None
+        self.facts: list[dict[str, Any]] = []
+
+    def add(
+        self, category: str, name: str, began_ns: int, ended_ns: int, facts: dict[str, Any]
+    ) -> None:
+        if category == "collective":
+            self.facts.append(facts)
+
+
+def facts_of_last_collective(call: Callable[[], object]) -> dict[str, str]:
+    """Make `call`, and return what its last collective says of itself. Local, as `call` is.
+
+    Returns
+    -------
+    dict
+        ``implementation``: the class that moved the bytes. ``why``: its reason, where it gives
+        one. Empty where the ranks compare nothing (``MPISTRAT_CHECKS=off``).
+    """
+    observer, before = _Observer(), active()
+    record_on(observer)
+    try:
+        call()
+    finally:
+        record_on(before)
+    last = observer.facts[-1] if observer.facts else {}
+    return {key: str(last[key]) for key in ("implementation", "why") if key in last}
+
+
+_PACKAGES = ("mpi4py", "torch", "h5py", "isal")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def describe_machine(world: World) -> dict[str, Any]:
+    """Return what a reader must know to judge a figure, as JSON values. Local."""
+    variables = environment()
+    return {
+        "machine": {
+            "cpu": _cpu_model(),
+            "cores": os.cpu_count() or 1,
+            "architecture": platform.machine(),
+            "system": f"{platform.system()} {platform.release()}",
+            "threads": {name: variables[name] for name in _THREAD_VARIABLES if name in variables},
+        },
+        "versions": {
+            "mpistrat": __version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            **_installed(),
+        },
+        "mpi_library": library_version(),
+        "num_ranks": world.size,
+        "num_nodes": len(world.hosts),
+    }
+
+
+def _installed() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -1,0 +1,265 @@
+"""What the agreement of ranks costs: ``all_reduce`` with all checks, and with none."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mpistrat.bench.benchmark import (
+    RESULTS,
+    Bars,
+    Benchmark,
+    Choices,
+    Findings,
+    Lines,
+    Row,
+    Table,
+    ratio,
+    size,
+    text,
+    time,
+)
+from mpistrat.bench.measure import facts_of_last_collective, take_turns
+from mpistrat.bench.networks import SHAPES, random_arrays
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.mpi.world import open_world
+from mpistrat.options import ReduceOp
+from mpistrat.replica import ReplicaContext
+from mpistrat.strategies import MPIStrategy, get_replica_context
+
+__all__ = ["AGREEMENT", "ALLREDUCE", "GRADIENTS"]
+
+
+def measure_allreduce(choices: Choices) -> Findings:
+    """Time all-reductions of one float32 array of each size. **Collective** over COMM_WORLD.
+
+    Raw is ``COMM_WORLD.Allreduce`` by mpi4py into a ready buffer, ours `all_reduce` into a new
+    array with all checks on. The copy is from one ready array into another, on all ranks at the
+    same time: it reads and writes each byte once, as fast as the memory lets it.
+    """
+    strategy = MPIStrategy(device="cpu")
+    comm = open_world(None).comm
+    rows: list[Row] = []
+
+    def measure_size(num_bytes: int) -> None:
+        replica = get_replica_context()
+        assert isinstance(replica, ReplicaContext)
+        array = np.full(num_bytes // 4, comm.rank, np.float32)
+        ready = np.empty_like(array)
+        timings = take_turns(
+            {
+                "raw": lambda: comm.Allreduce(array, ready),
+                "ours": lambda: replica.all_reduce(ReduceOp.SUM, array),
+                "copy": lambda: np.copyto(ready, array),
+            },
+            strategy.extended.collectives,
+            choices.num_samples,
+        )
+        facts = facts_of_last_collective(lambda: replica.all_reduce(ReduceOp.SUM, array))
+        row = {
+            "num_bytes": num_bytes,
+            "ratio": timings.median_ratio("raw", "ours"),
+            "extra_s": timings.median_difference_s("ours", "raw"),
+            "ours_over_copy": timings.median_ratio("ours", "copy"),
+            "raw_over_copy": timings.median_ratio("raw", "copy"),
+            "copy_bytes_per_s": 2 * num_bytes / timings.median_s("copy"),
+        }
+        rows.append(row | timings.medians() | facts)
+
+    for num_bytes in choices.sizes:
+        strategy.run(measure_size, args=(num_bytes,))
+    return Findings({RESULTS: rows})
+
+
+ALLREDUCE = Benchmark(
+    "allreduce",
+    "all_reduce of one array, beside raw MPI and a copy",
+    measure_allreduce,
+    (
+        Table(
+            (
+                size("array", "num_bytes"),
+                time("raw Allreduce", "raw_s"),
+                time("all_reduce", "ours_s"),
+                ratio("times faster", "ratio"),
+                time("above raw", "extra_s"),
+                time("one copy", "copy_s"),
+                ratio("all_reduce / copy", "ours_over_copy"),
+                text("moved by", "implementation"),
+                text("why", "why"),
+            )
+        ),
+    ),
+    (
+        Lines(
+            "num_bytes",
+            {"raw_s": "raw Allreduce", "ours_s": "all_reduce", "copy_s": "one copy"},
+            "bytes of the array",
+            "seconds",
+        ),
+    ),
+    sizes=(8, 2**10, 2**16, 2**20, 2**22, 2**24, 2**26),
+)
+
+
+# The small ones first: a peak of memory is that of the process, and does not go down again.
+_CASES: dict[str, Sequence[tuple[int, ...]]] = {
+    "1,000 arrays of 100 floats": ((100,),) * 1000,
+    f"ResNet-50, {len(SHAPES)} arrays": SHAPES,
+}
+
+
+def measure_gradients(choices: Choices) -> Findings:
+    """Time the reduction of the float32 gradients of networks. **Collective** over COMM_WORLD.
+
+    Ours is one `all_reduce` of all arrays into new ones, raw one ``Allreduce`` by mpi4py for each
+    array into a ready buffer. The bound is one raw ``Allreduce`` of all numbers in one ready
+    buffer: what packing could reach if it cost nothing and the library did the rest.
+    """
+    strategy = MPIStrategy(device="cpu")
+    collectives = strategy.extended.collectives
+    comm = open_world(None).comm
+    rows: list[Row] = []
+
+    def measure_case(case: str) -> None:
+        replica = get_replica_context()
+        assert isinstance(replica, ReplicaContext)
+        arrays = random_arrays(_CASES[case])
+        num_bytes = sum(array.nbytes for array in arrays)
+        grown = _peak_growth(lambda: replica.all_reduce(ReduceOp.SUM, arrays), collectives)
+        ready = [np.empty_like(array) for array in arrays]
+        joined = np.concatenate([array.reshape(-1) for array in arrays])
+        joined_ready = np.empty_like(joined)
+
+        def raw() -> None:
+            for array, result in zip(arrays, ready, strict=True):
+                comm.Allreduce(array, result)
+
+        candidates: dict[str, Callable[[], object]] = {
+            "raw": raw,
+            "ours": lambda: replica.all_reduce(ReduceOp.SUM, arrays),
+            "joined": lambda: comm.Allreduce(joined, joined_ready),
+        }
+        timings = take_turns(candidates, collectives, choices.num_samples)
+        row = {
+            "gradients": case,
+            "num_arrays": len(arrays),
+            "num_bytes": num_bytes,
+            "ratio": timings.median_ratio("raw", "ours"),
+            "ours_over_joined": timings.median_ratio("ours", "joined"),
+            "joined_ratio": timings.median_ratio("joined", "ours"),
+            "extra_bytes": max(grown - num_bytes, 0),
+        }
+        rows.append(row | timings.medians())
+
+    for case in _CASES:
+        strategy.run(measure_case, args=(case,))
+    return Findings({RESULTS: rows})
+
+
+def _peak_growth(call: Callable[[], object], collectives: Collectives) -> int:
+    """Return by how many bytes two calls raise the peak of a rank's memory. **Collective**.
+
+    The result of the first is dropped before the second, as a training loop does.
+    """
+    before = _peak_bytes()
+    call()
+    call()
+    return int(max(collectives.gather_json(_peak_bytes() - before)))
+
+
+def _peak_bytes() -> int:
+    """Return the largest resident memory that this process has had, shared pages included."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+GRADIENTS = Benchmark(
+    "gradients",
+    "the gradients of a network in one all_reduce, beside a loop of raw MPI",
+    measure_gradients,
+    (
+        Table(
+            (
+                text("gradients", "gradients"),
+                size("together", "num_bytes"),
+                time("loop of raw Allreduce", "raw_s"),
+                time("one all_reduce", "ours_s"),
+                ratio("times faster", "ratio"),
+                time("one raw, joined", "joined_s"),
+                ratio("all_reduce / joined", "ours_over_joined"),
+                size("memory besides the results", "extra_bytes"),
+            )
+        ),
+    ),
+    (
+        Bars(
+            lambda row: str(row["gradients"]),
+            {"ratio": "loop of raw Allreduce", "joined_ratio": "one raw Allreduce, joined"},
+            "times one all_reduce",
+            line_at=1.0,
+        ),
+    ),
+)
+
+
+def measure_agreement(choices: Choices) -> Findings:
+    """Time all-reductions of a float32 array with and without checks. **Collective**."""
+    strategy = MPIStrategy(device="cpu")
+    collectives = strategy.extended.collectives
+    channel = collectives.channel
+    rows: list[Row] = []
+
+    def measure_size(num_bytes: int) -> None:
+        replica = get_replica_context()
+        assert isinstance(replica, ReplicaContext)
+        array = np.ones(num_bytes // 4, np.float32)
+
+        def reduced(checks: bool) -> Callable[[], object]:
+            def reduce() -> None:
+                channel.checks = checks
+                replica.all_reduce(ReduceOp.SUM, array)
+                channel.checks = True
+
+            return reduce
+
+        candidates = {"checked": reduced(True), "unchecked": reduced(False)}
+        timings = take_turns(candidates, collectives, choices.num_samples)
+        cost_s = timings.median_difference_s("checked", "unchecked")
+        row = {"num_bytes": num_bytes, "cost_s": cost_s}
+        row |= {"cost_ratio": cost_s / timings.median_s("unchecked")}
+        rows.append(row | timings.medians())
+
+    for num_bytes in choices.sizes:
+        strategy.run(measure_size, args=(num_bytes,))
+    return Findings({RESULTS: rows})
+
+
+AGREEMENT = Benchmark(
+    "agreement",
+    "what the checks add to an all_reduce",
+    measure_agreement,
+    (
+        Table(
+            (
+                size("array", "num_bytes"),
+                time("with checks", "checked_s"),
+                time("without", "unchecked_s"),
+                time("cost", "cost_s"),
+                ratio("cost / without", "cost_ratio"),
+            )
+        ),
+    ),
+    (
+        Lines(
+            "num_bytes",
+            {"checked_s": "with checks", "unchecked_s": "without"},
+            "bytes of the array",
+            "seconds",
+        ),
+    ),
+    sizes=(8, 2**16, 2**20, 2**24),
+)

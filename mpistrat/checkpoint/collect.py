@@ -1,0 +1,220 @@
+"""Rank 0's part of a save, in step with the other ranks whatever it meets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from mpistrat.checkpoint.deferred import check_nothing_waits
+from mpistrat.checkpoint.format import Header, is_storable
+from mpistrat.checkpoint.object_graph import Tree, walk
+from mpistrat.checkpoint.ranks import agree_on_path, collectives_for, mpi_library
+from mpistrat.checkpoint.state_json import split_state
+from mpistrat.checkpoint.writer import (
+    CheckpointWriter,
+    Item,
+    Life,
+    create_checkpoint,
+    state_item,
+    variable_item,
+)
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.trackable import Trackable
+from mpistrat.variables import MirroredVariable, Variable
+
+__all__ = ["Gathering", "RootFile", "RootWork", "file_of_root"]
+
+
+class Gathering:
+    """The state of the objects below `root`, checked and on its way to rank 0.
+
+    Making one is **Collective**: all ranks prove that they have the same objects, and that these
+    can be saved.
+
+    Parameters
+    ----------
+    root : Trackable
+    what : str
+        The public function, for messages.
+    path : path
+        The file that is to be written, equal on all ranks.
+    parallel : bool
+        Whether all ranks write, equal on all ranks.
+
+    Attributes
+    ----------
+    ranks : Collectives
+    path : str
+
+    Raises
+    ------
+    CheckpointError, TypeError, ValueError
+        On every rank, if objects cannot be saved, differ over ranks, or lack restored values.
+    """
+
+    def __init__(
+        self, root: Trackable, what: str, path: str | os.PathLike[str], parallel: bool = False
+    ) -> None:
+        self._tree = tree = walk(root.checkpoint_children())
+        self.ranks: Collectives = collectives_for(tree, what)
+        self.path = agree_on_path(self.ranks, what, path, parallel=parallel)
+        self._states: list[Item] = []
+        with self.ranks.together(what, self.path):
+            _check_savable(tree)
+            if self.ranks.rank == 0:  # expect_partial() may have been called there alone
+                check_nothing_waits(what, root, tree)
+            for name, each in tree.stateful.items():
+                self._states += _items_of_state(name, each.state_dict())
+        _check_same_on_all_ranks(self.ranks, what, self.path, tree)
+
+    def header(self, step: int) -> Header:
+        """Return the attributes of the root group. Local."""
+        return Header(step=step, num_replicas=self.ranks.size, mpi_library=mpi_library(self.ranks))
+
+    def items(self) -> Iterator[Item]:
+        """Yield all that goes into the file, in step on all ranks. **Collective**.
+
+        One variable at a time comes to rank 0, so drop each item before the next one.
+        """
+        for name, variable in self._tree.variables.items():
+            yield _item_of(name, variable)
+        yield from self._states
+
+
+def _item_of(name: str, variable: Variable) -> Item:
+    """Bring the values of one variable to rank 0. **Collective**."""
+    value = variable.save_value()
+    life = Life.LONG if value is variable.storage else Life.BRIEF
+    if isinstance(variable, MirroredVariable):
+        life = Life.EVERYWHERE
+    return variable_item(
+        name,
+        value,
+        synchronization=variable.synchronization.name,
+        aggregation=variable.aggregation.name,
+        trainable=variable.trainable,
+        life=life,
+    )
+
+
+def _items_of_state(name: str, given: object) -> Iterator[Item]:
+    state, arrays = split_state(given, name)
+    yield state_item(name, state, list(arrays))
+    for key, array in arrays.items():
+        yield variable_item(f"{name}/{key}", array)
+
+
+def _check_savable(tree: Tree) -> None:
+    if tree.empty:
+        raise TypeError(
+            f"A checkpoint found nothing to save in {', '.join(map(repr, tree.empty))}: such "
+            "objects need variables among their attributes, or state_dict() and "
+            "load_state_dict()."
+        )
+    for name, variable in tree.variables.items():
+        if not is_storable(variable.dtype):
+            raise TypeError(
+                f"A checkpoint cannot save the variable {name!r}: HDF5 has no type for its dtype "
+                f"{variable.dtype}. Keep a float32 variable beside it, and save that."
+            )
+
+
+def _check_same_on_all_ranks(ranks: Collectives, what: str, path: str, tree: Tree) -> None:
+    own = tree.paths()
+    first = ranks.broadcast_json(own)
+    with ranks.together(what, path):
+        if own != first:
+            differing = sorted(set(own) ^ set(first)) or "only in their order"
+            raise ValueError(
+                f"{what}: the objects on rank {ranks.rank} of {ranks.size} differ from those on "
+                f"rank 0: {differing}. Every rank must save the same objects in the same order."
+            )
+
+
+class RootWork:
+    """Work of rank 0 between collectives, whose first failure is kept until `check`."""
+
+    def __init__(self, ranks: Collectives) -> None:
+        self._is_root = ranks.rank == 0
+        self._failure: Exception | None = None
+
+    def attempt(self, do: Callable[..., object], *arguments: Any) -> None:
+        """Call `do` on rank 0, unless something has failed before. Local."""
+        if self._is_root and self._failure is None:
+            try:
+                do(*arguments)
+            except Exception as error:
+                self.abandon(error)
+
+    def attempt_each(self, do: Callable[[Item], object], items: Iterable[Item]) -> None:
+        """Go through all `items` on every rank, and call `do` with each on rank 0."""
+        for item in items:
+            self.attempt(do, item)
+            del item  # or the next would come while this one is there
+
+    def abandon(self, error: BaseException) -> None:
+        """Do nothing more, because of `error`. Local."""
+        if self._failure is None:
+            self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+
+    def check(self) -> None:
+        """Raise what went wrong. Local."""
+        if self._failure is not None:
+            raise self._failure
+
+
+class RootFile(RootWork):
+    """The file that rank 0 writes."""
+
+    def __init__(self, ranks: Collectives, path: str, header: Header) -> None:
+        super().__init__(ranks)
+        self._context = create_checkpoint(path, header)
+        self._writer: CheckpointWriter | None = None
+        self.attempt(self._open)
+
+    def _open(self) -> None:
+        self._writer = self._context.__enter__()
+
+    def attempt_with(self, add: Callable[[CheckpointWriter], object]) -> None:
+        """Call `add` on rank 0 with the writer, unless something has failed before. Local."""
+        if self._writer is not None:
+            self.attempt(add, self._writer)
+
+    def write(self, item: Item) -> None:
+        """Write `item` on rank 0. Local."""
+        self.attempt_with(lambda writer: writer.add(item))
+
+    def abandon(self, error: BaseException) -> None:
+        """Remove what has been written, because of `error`. Local."""
+        super().abandon(error)
+        if self._writer is not None:
+            self._writer = None
+            try:
+                self._context.__exit__(type(error), error, error.__traceback__)
+            except Exception as told:  # the same error in the words of this library
+                self._failure = told
+
+    def complete(self) -> None:
+        """Put the file in its place on rank 0, or raise what went wrong. Local."""
+        self.check()
+        if self._writer is not None:
+            self._context.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def file_of_root(ranks: Collectives, what: str, path: str, header: Header) -> Iterator[RootFile]:
+    """Have rank 0 write the file `path`, for the public function `what`. **Collective**.
+
+    Where rank 0 fails to write, it still takes part for the rest, and the error is raised on
+    every rank at the end.
+    """
+    file = RootFile(ranks, path, header)
+    try:
+        yield file
+    except BaseException as error:
+        file.abandon(error)
+        raise
+    with ranks.together(what, path):
+        file.complete()

@@ -1,0 +1,333 @@
+"""What a restore has read, and how it finds its way into the objects, now and later."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpistrat.checkpoint.object_graph import PlacedDependent, Tree, find_paths, walk
+from mpistrat.checkpoint.state_json import join_state, split_state
+from mpistrat.errors import CheckpointError, CheckpointMismatchError
+from mpistrat.trackable import Dependent, Trackable
+from mpistrat.variables import Variable
+
+__all__ = [
+    "LateChild",
+    "Restoration",
+    "Shape",
+    "Waiting",
+    "attach_children",
+    "check_nothing_waits",
+    "check_shapes",
+    "describe",
+    "fresh_children",
+    "late_children",
+    "make_children",
+    "shapes_as_json",
+    "shapes_from_json",
+]
+
+Shape = tuple[tuple[int, ...], np.dtype]
+"""Shape and dtype."""
+
+
+def check_shapes(path: str, tree: Tree, stored: dict[str, Shape]) -> None:
+    """Compare the arrays of `tree` with those that the file `path` has. Local.
+
+    Variables must have the shape and dtype of the file. Arrays of a ``state_dict()`` must have
+    its dtype and number of dimensions, and its lengths but for the first: a history may have
+    grown. An array that the object does not have yet, or that is empty there, may become any.
+
+    Raises
+    ------
+    CheckpointMismatchError
+        If shapes or dtypes differ; the message names each array, with both.
+    """
+    lines = [*_of_variables(tree, stored), *_of_states(tree, stored)]
+    if lines:
+        raise CheckpointMismatchError(
+            f"The checkpoint {path} does not fit the arrays of this program:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nNothing has been restored, and nothing is cast. Use the checkpoint of a program "
+            "with these arrays."
+        )
+
+
+def _of_variables(tree: Tree, stored: dict[str, Shape]) -> Iterator[str]:
+    for name, variable in tree.variables.items():
+        own = variable.shape, variable.dtype
+        if name in stored and stored[name] != own:
+            yield _difference(name, stored[name], own)
+
+
+def _of_states(tree: Tree, stored: dict[str, Shape]) -> Iterator[str]:
+    for path, stateful in tree.stateful.items():
+        if not any(name.startswith(f"{path}/") for name in stored):
+            continue
+        for key, array in split_state(stateful.state_dict(), path)[1].items():
+            name, own = f"{path}/{key}", (array.shape, array.dtype)
+            if name in stored and array.size and not _may_become(own, stored[name]):
+                yield _difference(name, stored[name], own)
+
+
+def _may_become(own: Shape, stored: Shape) -> bool:
+    (own_shape, own_dtype), (shape, dtype) = own, stored
+    return own_dtype == dtype and len(own_shape) == len(shape) and own_shape[1:] == shape[1:]
+
+
+def _difference(name: str, stored: Shape, own: Shape) -> str:
+    return f"{name}: {describe(*stored)} in the file, {describe(*own)} in the program"
+
+
+def describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
+    """Return shape and dtype as messages show them. Local."""
+    return f"{dtype} of shape {shape}"
+
+
+def shapes_as_json(shapes: Mapping[str, Shape]) -> Any:
+    """Return shapes and dtypes as a JSON value. Local."""
+    return [[name, shape, dtype.str] for name, (shape, dtype) in shapes.items()]
+
+
+def shapes_from_json(value: Any) -> dict[str, Shape]:
+    """Return what `shapes_as_json` took apart. Local."""
+    return {name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in value}
+
+
+@dataclass(frozen=True)
+class LateChild:
+    """A child that `owner` has for the variable `of`, or will have."""
+
+    owner: Trackable
+    owner_path: str
+    name: str
+    of: Variable
+    of_path: str | None
+    """``None`` where `of` is in no checkpoint."""
+    make: Callable[[Any], Any]
+    """Called with `of`."""
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """Equal where one child has several paths."""
+        return id(self.owner), self.name, id(self.of)
+
+
+def late_children(tree: Tree) -> dict[str, LateChild]:
+    """Return what each variable of `tree` has or will have, by path. Local."""
+    own = {id(variable): path for path, variable in reversed(list(tree.variables.items()))}
+    found = {}
+    for owner_path, owner in tree.trackables.items():
+        for name, make in owner.late_dependents().items():
+            dependents = [
+                (owner_path, Dependent(name, None, tree.variables[path])) for path in own.values()
+            ]
+            places = {**tree.outside, **find_paths(dependents, tree.variables)[0]}
+            for path, place in places.items():
+                of: Any = place[1].of
+                if place[0] == owner_path and place[1].name == name:
+                    found[path] = LateChild(owner, owner_path, name, of, own.get(id(of)), make)
+    return found
+
+
+def make_children(
+    late: Mapping[str, LateChild], tree: Tree, stored: Collection[str]
+) -> dict[str, Variable]:
+    """Return, by path, new children for what only the file has. **Collective**."""
+    made: dict[tuple[int, str, int], Variable] = {}
+    by_path = {}
+    for path, each in late.items():
+        if path in stored and path not in tree.variables:
+            if each.key not in made:
+                made[each.key] = each.make(each.of)
+            by_path[path] = made[each.key]
+    return by_path
+
+
+def attach_children(late: Mapping[str, LateChild], made: Mapping[str, Variable]) -> None:
+    """Give the owners the children that have been `made`, as they are. Local."""
+    for path, child in {id(child): (path, child) for path, child in made.items()}.values():
+        late[path].owner.on_new_child = None
+        late[path].owner.attach_child(late[path].name, child, of=late[path].of)
+
+
+def fresh_children(
+    late: Mapping[str, LateChild], tree: Tree, stored: Collection[str]
+) -> dict[str, Variable]:
+    """Return the children that the program which wrote the file did not have yet. Local."""
+    owners = {each.owner_path for each in late.values()}
+    owners = {owner for owner in owners if any(each.startswith(f"{owner}/") for each in stored)}
+    return {
+        path: tree.variables[path]
+        for path, each in late.items()
+        if path in tree.variables
+        and path not in stored
+        and (each.of_path is None or each.of_path in stored)
+        and each.owner_path in owners
+    }
+
+
+@dataclass
+class Restoration:
+    """The content of one file, on every rank, until it has found its objects."""
+
+    path: str
+    """The file, for messages."""
+    arrays: dict[str, np.ndarray]
+    """Values by path that no object has taken yet."""
+    state: dict[str, Any]
+    """JSON state by path that no object has taken yet."""
+    restored: set[str] = field(default_factory=set)
+    """Paths of the objects that have been filled."""
+    variables: dict[str, Variable] = field(default_factory=dict)
+    """The variables that have been found, by path: later children may belong to them."""
+    waiting: list[PlacedDependent] = field(default_factory=list)
+    """Children whose variable has not been found yet."""
+    is_partial: bool = False
+    """Whether what no object has taken is not missed."""
+
+    def load_state(self, tree: Tree) -> Callable[[], None]:
+        """Fill the stateful objects of `tree` that the file has; return how to undo it. Local.
+
+        Raises
+        ------
+        CheckpointMismatchError
+            If an object refuses its state; all of them are then as they were.
+        """
+        undo = contextlib.ExitStack()
+        for path, stateful in tree.stateful.items():
+            if path not in self.state:
+                continue
+            try:
+                before = copy.deepcopy(stateful.state_dict())
+                undo.callback(stateful.load_state_dict, before)
+                stateful.load_state_dict(self._state_of(path))
+            except Exception as reason:
+                undo.close()
+                raise CheckpointMismatchError(
+                    f"{path!r} does not accept its state from the checkpoint {self.path}: "
+                    f"{type(reason).__name__}: {reason}. Nothing has been restored."
+                ) from reason
+        return undo.close
+
+    def load_variables(self, tree: Tree) -> None:
+        """Assign the variables of `tree` that the file has. Local."""
+        for path, variable in tree.variables.items():
+            if path in self.arrays:
+                variable.load_value(self.arrays[path])
+
+    def take(self, tree: Tree, filled: Iterable[str] = ()) -> None:
+        """Forget what the objects of `tree` have got, and wait for their later children. Local.
+
+        Parameters
+        ----------
+        tree : Tree
+        filled : iterable of str
+            Paths of the variables that have got values that were never here.
+        """
+        for path in tree.paths():
+            self.restored.discard(path)  # an object in the place of one that had been filled
+        self.restored.update(filled)
+        for path in tree.variables:
+            if self.arrays.pop(path, None) is not None:
+                self.restored.add(path)
+        for path in tree.stateful:
+            if path in self.state:
+                for key in self.arrays_below(path):
+                    del self.arrays[f"{path}/{key}"]
+                del self.state[path]
+                self.restored.add(path)
+        for path, trackable in tree.trackables.items():
+            self.wait_for_children(path, trackable)
+        self.variables |= tree.variables
+        here = _ids(self.variables)
+        self.waiting = [each for each in self.waiting if id(each[1].of) not in here]
+        self.waiting += [each for path, each in tree.outside.items() if path not in self.restored]
+
+    def wait_for_children(self, path: str, trackable: Trackable) -> None:
+        """Fill the children that `trackable` gets from now on. Local."""
+        trackable.on_new_child = Waiting(self, path)
+
+    def fill_new_child(self, prefix: str, name: str, child: object, of: object) -> None:
+        """Fill the `child` that the object at the path `prefix` has got. Local."""
+        objects = {name: child} if of is None else {}
+        dependents = [] if of is None else [(prefix, Dependent(name, child, of))]
+        tree = walk(objects, prefix, dependents, self.variables)
+        here = _ids(tree.variables)
+        ready = [each for each in self.waiting if id(each[1].of) in here]
+        if ready:
+            tree = walk(objects, prefix, [*dependents, *ready], self.variables)
+        check_shapes(self.path, tree, {p: (a.shape, a.dtype) for p, a in self.arrays.items()})
+        self.load_state(tree)
+        self.load_variables(tree)
+        self.take(tree)
+
+    def left(self) -> dict[str, str]:
+        """Return what no object has taken yet, by path: shape and dtype, or "state"."""
+        arrays = {path: describe(a.shape, a.dtype) for path, a in self.arrays.items()}
+        return arrays | dict.fromkeys(self.state, "state")
+
+    def arrays_below(self, path: str) -> list[str]:
+        """Return the keys of the arrays that belong to the state `path`. Local."""
+        below = f"{path}/"
+        return [name.removeprefix(below) for name in self.arrays if name.startswith(below)]
+
+    def _state_of(self, path: str) -> dict[str, Any]:
+        arrays = {key: self.arrays[f"{path}/{key}"].copy() for key in self.arrays_below(path)}
+        return join_state(copy.deepcopy(self.state[path]), arrays)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Fills the children that an object gets later, where it stood at the path `prefix`."""
+
+    restoration: Restoration
+    prefix: str
+
+    def __call__(self, name: str, child: object, of: object) -> None:
+        """Fill `child`. Local."""
+        self.restoration.fill_new_child(self.prefix, name, child, of)
+
+    def missing_below(self, prefix: str) -> dict[str, tuple[str, str]]:
+        """Return what waits for an object that stands at `prefix` now: by path, kind and file."""
+        if self.restoration.is_partial:
+            return {}
+        return {
+            f"{prefix}/{rest}" if prefix else rest: (of, self.restoration.path)
+            for path, of in self.restoration.left().items()
+            if (rest := _below(path, self.prefix)) is not None
+        }
+
+
+def _ids(variables: dict[str, Variable]) -> set[int]:
+    return {id(variable) for variable in variables.values()}
+
+
+def check_nothing_waits(what: str, root: Trackable, tree: Tree) -> None:
+    """Refuse to save while restored values wait for objects below `root`, whose `tree` it is."""
+    waiting: dict[str, tuple[str, str]] = {}
+    for prefix, trackable in {"": root, **tree.trackables}.items():  # parents come first
+        hook = trackable.on_new_child
+        if isinstance(hook, Waiting):
+            # What it waits for itself counts, not what an object above expects for it.
+            waiting = {path: each for path, each in waiting.items() if _below(path, prefix) is None}
+            waiting |= hook.missing_below(prefix)
+    if waiting:
+        lines = [f"  {path} ({of}) from {file}" for path, (of, file) in sorted(waiting.items())]
+        raise CheckpointError(
+            f"{what}: restored values still wait for their objects, and would be missing in the "
+            "new file:\n" + "\n".join(lines) + "\nAttach these objects first, or call "
+            "expect_partial() on the status of Checkpoint.restore() where this is meant."
+        )
+
+
+def _below(path: str, prefix: str) -> str | None:
+    """Return the rest of `path` below `prefix`, ``None`` if it lies elsewhere."""
+    if not prefix:
+        return path
+    return path.removeprefix(f"{prefix}/") if path.startswith(f"{prefix}/") else None

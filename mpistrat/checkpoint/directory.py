@@ -1,0 +1,187 @@
+"""A folder of checkpoints: which are there, how old they are, and which one is sound."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mpistrat.checkpoint.object_graph import Tree
+from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
+from mpistrat.checkpoint.reader import open_checkpoint
+from mpistrat.errors import CheckpointError
+
+__all__ = ["Entry", "Retention", "file_name", "latest_checkpoint", "list_folder", "warn_of_damage"]
+
+PREFIX = "checkpoint-"
+_WHAT = "latest_checkpoint"
+_logger = logging.getLogger("mpistrat")
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One checkpoint of a folder. Sorts from the oldest to the newest."""
+
+    created_s: float
+    """When it was written, in seconds since 1970."""
+    step: int
+    path: str
+
+
+def file_name(step: int) -> str:
+    """Return the name of the checkpoint of `step`. Local."""
+    return f"{PREFIX}{step}.h5"
+
+
+def list_folder(directory: str | os.PathLike[str]) -> list[Entry]:
+    """Return the checkpoints in `directory`, which may be missing, oldest first. Local.
+
+    Raises
+    ------
+    CheckpointError
+        If the folder cannot be read.
+    """
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as reason:
+        raise CheckpointError(
+            f"The folder {os.fspath(directory)} cannot be read: {reason.strerror}."
+        ) from None
+    return sorted(_entries(os.fspath(directory), names))
+
+
+def _entries(directory: str, names: list[str]) -> Iterator[Entry]:
+    for name in names:
+        match = re.fullmatch(rf"{PREFIX}(\d+)\.h5", name)
+        if match:
+            path = os.path.join(directory, name)
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                yield Entry(_created_s(path), int(match[1]), path)
+
+
+def _created_s(path: str) -> float:
+    """Return when the file says it was written, or when it was changed if it cannot say."""
+    try:
+        with open_checkpoint(path) as reader:
+            return reader.header.created_s
+    except CheckpointError:
+        return os.stat(path).st_mtime
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """Return the path of the newest checkpoint in `directory` that verifies, else ``None``.
+
+    Damaged ones are passed over with a warning. **Collective** in a strategy's scope, where
+    rank 0 looks and all ranks get its answer; **Local**, without MPI, outside.
+
+    Raises
+    ------
+    CheckpointError
+        If the folder cannot be read.
+    TypeError, ValueError
+        If `directory` is no path.
+    """
+    ranks = collectives_for(Tree(), _WHAT)
+    folder = agree_on_path(ranks, _WHAT, directory)
+    found: str | None = None
+    with ranks.together(_WHAT, folder):
+        if ranks.rank == 0:
+            found = _find_sound(folder)
+    answer: str | None = ranks.broadcast_json(found)
+    return answer
+
+
+def _find_sound(directory: str) -> str | None:
+    """Return the newest checkpoint that verifies."""
+    for entry in reversed(list_folder(directory)):
+        try:
+            with open_checkpoint(entry.path) as reader:
+                reader.verify()
+        except CheckpointError as error:
+            warn_of_damage(error)
+        else:
+            return entry.path
+    return None
+
+
+def warn_of_damage(error: CheckpointError) -> None:
+    """Log that a checkpoint is passed over because of `error`. Local."""
+    _logger.warning("Passing over a checkpoint that is not sound. %s", error)
+
+
+class Retention:
+    """The rule of `max_to_keep` and `keep_every_n_hours`, and the files that it governs.
+
+    Parameters
+    ----------
+    max_to_keep : int or None
+        So many of the newest stay; ``None`` keeps all.
+    keep_every_s : float or None
+        Of the older ones, one stays whenever so many seconds lie between it and the last that
+        stayed for this reason.
+    found : sequence of Entry
+        What the folder holds already, oldest first. Files beyond `max_to_keep` are there
+        because they were kept before.
+    now_s : float
+        Where the count of seconds begins in an empty folder.
+    """
+
+    def __init__(
+        self,
+        max_to_keep: int | None,
+        keep_every_s: float | None,
+        found: Sequence[Entry],
+        now_s: float,
+    ) -> None:
+        self._max_to_keep = max_to_keep
+        self._keep_every_s = keep_every_s
+        self._count_from_s = float("-inf")
+        self._recent = list(found)
+        self._kept: list[Entry] = []
+        self._keep_some_of(self._older())
+        if not self._kept:
+            self._count_from_s = found[0].created_s if found else now_s
+
+    def __copy__(self) -> Retention:
+        twin = object.__new__(Retention)
+        vars(twin).update(vars(self))
+        twin._recent, twin._kept = list(self._recent), list(self._kept)
+        return twin
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All files, oldest first. Local."""
+        return sorted(self._kept + self._recent)
+
+    def add(self, entry: Entry) -> list[Entry]:
+        """Take in a new file, and return those that are to go. Local."""
+        self._kept = [each for each in self._kept if each.path != entry.path]
+        self._recent = [each for each in self._recent if each.path != entry.path]
+        self._recent.append(entry)
+        surplus = self._keep_some_of(self._older())
+        self._recent = [each for each in self._recent if each not in surplus]
+        return surplus
+
+    def _older(self) -> list[Entry]:
+        if self._max_to_keep is None:
+            return []
+        return self._recent[: max(len(self._recent) - self._max_to_keep, 0)]
+
+    def _keep_some_of(self, older: Sequence[Entry]) -> list[Entry]:
+        """Keep those that the rule keeps for good, and return the rest."""
+        surplus = []
+        for entry in older:
+            if self._keep_every_s is None or (
+                entry.created_s - self._count_from_s < self._keep_every_s
+            ):
+                surplus.append(entry)
+            else:
+                self._count_from_s = entry.created_s
+                self._kept.append(entry)
+                self._recent.remove(entry)
+        return surplus

@@ -1,0 +1,328 @@
+"""Walk a tree of objects and give each piece of state its path.
+
+Attribute names and dict keys are joined by ``/``, list items count by number:
+``model/layers/0/kernel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from mpistrat.arrays import Array, host_view, is_array, namespace_of
+from mpistrat.checkpoint.format import check_path
+from mpistrat.trackable import Dependent, Reach, Trackable, has_attributes, walk_objects
+from mpistrat.variables import Variable
+
+__all__ = [
+    "DeviceGeneratorState",
+    "GeneratorState",
+    "PlacedDependent",
+    "RandomStateState",
+    "Stateful",
+    "Tree",
+    "check_can_hold_state",
+    "find_paths",
+    "generator_state",
+    "part_of_name",
+    "walk",
+]
+
+
+def generator_state(value: object) -> Any:
+    """Return what gives and takes the state of a generator, ``None`` for other objects. Local."""
+    if isinstance(value, np.random.Generator):
+        return GeneratorState(value.bit_generator)
+    if isinstance(value, np.random.RandomState):
+        return RandomStateState(value)
+    bits = getattr(value, "bit_generator", None)
+    if type(value).__module__.startswith("cupy") and is_array(getattr(bits, "_state", None)):
+        return DeviceGeneratorState(bits)
+    return None
+
+
+class GeneratorState:
+    """Gives and takes the state of a `numpy.random.BitGenerator`, whatever its kind."""
+
+    def __init__(self, bits: Any) -> None:
+        self._bits = bits
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the bit generator, in JSON values. Local."""
+        state: dict[str, Any] = _as_json(self._bits.state)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the state of the bit generator. Local.
+
+        Raises
+        ------
+        ValueError
+            If it is the state of another bit generator.
+        """
+        self._bits.state = state
+
+
+class RandomStateState:
+    """Gives and takes the state of a `numpy.random.RandomState`."""
+
+    def __init__(self, generator: np.random.RandomState) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, in JSON values. Local."""
+        state: dict[str, Any] = _as_json(self._generator.get_state(legacy=False))
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the state. Local.
+
+        Raises
+        ------
+        ValueError
+            If it is the state of another bit generator.
+        """
+        self._generator.set_state(state)
+
+
+class DeviceGeneratorState:
+    """Gives and takes the state of a bit generator of CuPy, which is an array on the device.
+
+    It belongs to the number of threads that the generator was made with.
+    """
+
+    def __init__(self, bits: Any) -> None:
+        self._bits = bits
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the name of the bit generator, and the bytes of its state. Local."""
+        state: Array = self._bits._state
+        return {"bit_generator": type(self._bits).__name__, "state": host_view(state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the state in place. Local.
+
+        Raises
+        ------
+        ValueError
+            If it is the state of another bit generator, or of one of another size.
+        """
+        own, given = self.state_dict(), state["state"]
+        if (own["bit_generator"], own["state"].shape) != (state["bit_generator"], given.shape):
+            raise ValueError(
+                f"state of a {state['bit_generator']} of {given.size} bytes given to a "
+                f"{own['bit_generator']} of {own['state'].size}"
+            )
+        target: Array = self._bits._state
+        target[...] = namespace_of(target).asarray(given)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_json(item) for name, item in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+PlacedDependent = tuple[str, Dependent]
+"""A dependent child, after the path of the object that keeps it."""
+
+
+def find_paths(
+    dependents: Iterable[PlacedDependent], variables: Mapping[str, Any]
+) -> tuple[dict[str, PlacedDependent], dict[str, PlacedDependent]]:
+    """Return `dependents` by path, and those of them whose variable is in no checkpoint. Local.
+
+    The latter have the name of their variable in place of its path.
+
+    Parameters
+    ----------
+    dependents : iterable of (str, Dependent)
+    variables : dict of str to Variable
+        By path. The first path of a variable counts.
+
+    Raises
+    ------
+    ValueError
+        If two would have the same path.
+    """
+    paths = {id(variable): path for path, variable in reversed(list(variables.items()))}
+    found: dict[str, PlacedDependent] = {}
+    outside: dict[str, PlacedDependent] = {}
+    for prefix, dependent in dependents:
+        of: Any = dependent.of
+        below = paths.get(id(of))
+        if below is None:
+            below = part_of_name(of.name)
+        path = "/".join(part for part in (prefix, dependent.name, below) if part)
+        if path in found:
+            raise ValueError(
+                f"Two objects have the path {path!r} in the checkpoint, because they belong to "
+                f"variables called {of.name!r} that are not in it themselves. Add these variables "
+                "to the checkpoint, or give each a name of its own."
+            )
+        found[path] = prefix, dependent
+        if id(of) not in paths:
+            outside[path] = prefix, dependent
+    return found, outside
+
+
+def part_of_name(name: str) -> str:
+    """Return the name of a variable as one part of a path: percent-encoded as in URLs. Local.
+
+    ``dense/kernel`` is ``dense%2Fkernel``, so that variables called ``dense`` and
+    ``dense/kernel`` can stand side by side in a file. `urllib.parse.unquote` brings a name back.
+    """
+    part = name.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
+    # HDF5 has no name for these two.
+    return {"": "%", ".": "%2E"}.get(part, part)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that gives and takes its own state, of arrays and JSON values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Take over a state that `state_dict` returned."""
+
+
+@dataclass
+class Tree:
+    """What a walk has found, by path."""
+
+    variables: dict[str, Variable] = field(default_factory=dict)
+    stateful: dict[str, Stateful] = field(default_factory=dict)
+    trackables: dict[str, Trackable] = field(default_factory=dict)
+    """Objects that may get children later."""
+    empty: list[str] = field(default_factory=list)
+    """Plain objects without any state below them."""
+    outside: dict[str, PlacedDependent] = field(default_factory=dict)
+    """Children of variables that are not in the tree. Their paths have the variables' names."""
+
+    def paths(self) -> list[str]:
+        """Return the paths of all variables and stateful objects. Local."""
+        return [*self.variables, *self.stateful]
+
+
+def walk(
+    objects: Mapping[str, object],
+    prefix: str = "",
+    dependents: Sequence[PlacedDependent] = (),
+    known: Mapping[str, Variable] | None = None,
+) -> Tree:
+    """Return the state below `objects`, whose names follow `prefix`. Local.
+
+    Variables, trackables, generators and objects with ``state_dict()`` are found in dicts,
+    lists, tuples, and in the attributes of other objects, whose other attributes are left out.
+
+    Parameters
+    ----------
+    objects : dict of str to object
+    prefix : str
+    dependents : sequence of (str, Dependent)
+        To be taken in too.
+    known : dict of str to Variable
+        Variables elsewhere in the checkpoint, by path, that dependents may belong to.
+
+    Raises
+    ------
+    TypeError
+        If a dict, list or tuple holds something that is no state.
+    ValueError
+        If two objects would have the same path, or one of them a path below another's.
+    """
+    walker = _Walker()
+    for name, child in objects.items():
+        walker.visit(f"{prefix}/{name}" if prefix else name, child)
+    walker.take_in([*dependents, *walker.dependents], known or {})
+    _check_disjoint(walker.tree.paths())
+    return walker.tree
+
+
+def check_can_hold_state(path: str, child: object) -> None:
+    """Refuse an object that a checkpoint can never save or fill.
+
+    Raises
+    ------
+    TypeError
+        For numbers, arrays, strings, functions and the like.
+    """
+    if _has_own_state(child) or isinstance(child, dict | list | tuple) or has_attributes(child):
+        return
+    raise TypeError(
+        f"A checkpoint cannot save {path!r}, a {type(child).__name__}: it takes variables, "
+        "optimizers, metrics, datasets, random generators, and dicts and lists of them. Wrap a "
+        "number or an array as ms.Variable(...), or give an object with state_dict() and "
+        "load_state_dict()."
+    )
+
+
+def _has_own_state(child: object) -> bool:
+    if isinstance(child, type):
+        return False
+    if isinstance(child, Variable | Trackable | Stateful):
+        return True
+    return generator_state(child) is not None
+
+
+def _is_leaf(child: object) -> bool:
+    return not isinstance(child, Trackable) and _has_own_state(child)
+
+
+class _Walker:
+    def __init__(self) -> None:
+        self.tree = Tree()
+        self.dependents: list[PlacedDependent] = []
+
+    def take_in(self, dependents: Sequence[PlacedDependent], known: Mapping[str, Variable]) -> None:
+        """Visit children that belong to variables, once the paths of these are known."""
+        found, self.tree.outside = find_paths(dependents, {**known, **self.tree.variables})
+        for path, (_, dependent) in found.items():
+            self.visit(path, dependent.child)
+
+    def visit(self, path: str, child: object) -> None:
+        """Take in `child` and what is below it."""
+        plain: list[str] = []
+        for place, thing, reach in walk_objects(path, child, _is_leaf):
+            must_hold_state = reach is not Reach.ATTRIBUTE
+            if isinstance(thing, Variable):
+                self.add(self.tree.variables, place, thing)
+            elif isinstance(thing, Trackable):
+                self.tree.trackables[place] = thing
+                self.dependents += [(place, each) for each in thing.checkpoint_dependents()]
+            elif _has_own_state(thing):
+                self.add(self.tree.stateful, place, generator_state(thing) or thing)
+            elif must_hold_state:
+                check_can_hold_state(place, thing)
+                if not isinstance(thing, dict | list | tuple):
+                    plain.append(place)
+        paths = self.tree.paths()
+        self.tree.empty += [
+            each for each in plain if not any(path.startswith(f"{each}/") for path in paths)
+        ]
+
+    def add(self, found: dict[str, Any], path: str, child: object) -> None:
+        check_path(path)
+        if path in self.tree.variables or path in self.tree.stateful:
+            raise ValueError(
+                f"Two objects have the path {path!r} in the checkpoint. Rename one of them."
+            )
+        found[path] = child
+
+
+def _check_disjoint(paths: list[str]) -> None:
+    known = set(paths)
+    for path in paths:
+        parts = path.split("/")
+        for length in range(1, len(parts)):
+            above = "/".join(parts[:length])
+            if above in known:
+                raise ValueError(
+                    f"{above!r} and {path!r} cannot both be saved: the first would be a file "
+                    "entry and a folder at once. Rename one of them."
+                )

@@ -1,0 +1,209 @@
+"""Large mirrored variables on their way into one file, from all ranks that see it.
+
+All ranks hold the same values. So rank 0 makes room in the file, and each rank digests and writes
+some of the variables there, past the HDF5 library, which therefore needs no MPI of its own. No two
+ranks write to one page of the file: network file systems, where each node keeps pages in memory,
+may lose what one of them has written. The last page of a variable goes through rank 0.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, is_on_host
+from mpistrat.checkpoint.collect import RootFile
+from mpistrat.checkpoint.format import digest_of_array
+from mpistrat.checkpoint.ranks import agree_on_shares
+from mpistrat.checkpoint.raw_io import (
+    BYTES_WORTH_A_THREAD,
+    Digests,
+    InOrder,
+    pieces_on_host,
+    write_at,
+)
+from mpistrat.checkpoint.writer import CheckpointWriter, Item, Life, explaining
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.errors import CheckpointError
+
+__all__ = ["ParallelWriting"]
+
+_PAGE = mmap.PAGESIZE
+
+
+class ParallelWriting:
+    """Takes the state on one rank, and writes this rank's share of the large variables.
+
+    Parameters
+    ----------
+    file : RootFile
+        Takes the rest: the file on rank 0, a stand-in elsewhere.
+    path : str
+        The final name, for messages.
+    """
+
+    def __init__(self, file: RootFile, path: str) -> None:
+        self._file = file
+        self._path = path
+        self._arrays: dict[str, Array] = {}
+        """The large variables, on every rank."""
+        self._offsets: dict[str, int] = {}
+        """Where they begin in the file, on rank 0."""
+
+    def take(self, items: Iterable[Item]) -> None:
+        """Make room for what is large and on all ranks; rank 0 writes the rest of the `items`."""
+        for item in items:
+            array = item.array
+            if (
+                item.life is not Life.EVERYWHERE
+                or array is None
+                or array.nbytes < BYTES_WORTH_A_THREAD
+            ):
+                self._file.write(item)
+            else:
+                self._arrays[item.path] = array
+                self._file.attempt_with(functools.partial(self._reserve, item, array))
+            del item, array  # or the next would come while this one is there
+
+    def _reserve(self, item: Item, array: Array, writer: CheckpointWriter) -> None:
+        self._offsets[item.path] = writer.reserve(item, array)
+
+    def write(self, ranks: Collectives, what: str) -> None:
+        """Write the large variables. **Collective**.
+
+        Parameters
+        ----------
+        ranks : Collectives
+        what : str
+            The public function, for messages.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if one cannot write its share. What rank 0 fails at, its file keeps.
+        """
+        own: list[_Room] = []
+        self._file.attempt_with(lambda writer: own.append(_Room.of(writer, self._offsets)))
+        room = ranks.broadcast_json(asdict(own[0]) if own else None)
+        if room is None:  # rank 0 has failed
+            return
+        written = self._write_shares(ranks, what, _Room(**room))
+        reports = ranks.gather_json({name: asdict(each) for name, each in written.items()})
+        self._file.attempt_with(lambda writer: self._complete(writer, reports))
+
+    def _write_shares(self, ranks: Collectives, what: str, room: _Room) -> dict[str, _Written]:
+        handle = None
+        try:
+            with ranks.together(what, self._path), explaining(self._path):
+                handle = room.open(must_be_there=ranks.rank == 0)
+            sizes = {name: self._arrays[name].nbytes for name in room.offsets}
+            shares = agree_on_shares(ranks, sizes, handle is not None)
+            with ranks.together(what, self._path), explaining(self._path):
+                if handle is None:
+                    return {}
+                places = {name: room.offsets[name] for name in shares.own}
+                written = self._write_own(handle, places, shares.num_threads)
+                if ranks.rank:  # rank 0 flushes the file at its end
+                    os.fsync(handle)
+                return written
+        finally:
+            if handle is not None:
+                os.close(handle)
+
+    def _write_own(
+        self, handle: int, offsets: Mapping[str, int], num_threads: int
+    ) -> dict[str, _Written]:
+        under_way = {}
+        with Digests(num_threads) as digests:
+            for name, offset in offsets.items():
+                array = self._arrays[name]
+                pages = _WholePages(handle, offset, array.nbytes)
+                digester = digests.begin(after=pages)
+                under_way[name] = digester, pages
+                for piece in pieces_on_host(array):
+                    digester.update(piece, is_view=is_on_host(array))
+            return {name: pages.report(d.result()) for name, (d, pages) in under_way.items()}
+
+    def _complete(self, writer: CheckpointWriter, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Write on rank 0 what the others have left to it, once it sees what they have written."""
+        for rank, report in enumerate(reports):
+            for name, each in report.items():
+                written, begin = _Written(**each), self._offsets[name]
+                with explaining(self._path):
+                    page = os.pread(writer.handle, _PAGE, begin)  # nothing behind the end
+                if digest_of_array(np.frombuffer(page, np.uint8)) != written.first_page:
+                    raise CheckpointError(
+                        f"The checkpoint {self._path} cannot be written by all ranks together: "
+                        f"rank 0 does not find in it what rank {rank} has written of {name}. This "
+                        "file system does not show all nodes the same. Save with parallel=False."
+                    )
+                rest = np.frombuffer(base64.b64decode(written.rest), np.uint8)
+                end = begin + self._arrays[name].nbytes
+                with explaining(self._path):
+                    write_at(writer.handle, end - rest.size, rest)
+                writer.set_digest(name, written.digest)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """The file that rank 0 makes, and the places of large variables in it."""
+
+    path: str
+    inode: int
+    offsets: dict[str, int]
+
+    @classmethod
+    def of(cls, writer: CheckpointWriter, offsets: dict[str, int]) -> _Room:
+        inode = os.fstat(writer.handle).st_ino
+        return cls(os.path.abspath(writer.temporary), inode, offsets)
+
+    def open(self, must_be_there: bool) -> int | None:
+        """Return a descriptor for writing, ``None`` where this rank does not see the file."""
+        try:
+            handle = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            if must_be_there:
+                raise
+            return None
+        if os.fstat(handle).st_ino == self.inode:
+            return handle
+        os.close(handle)
+        return None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What rank 0 must know of a variable that has been written."""
+
+    digest: str
+    first_page: str
+    """The digest of its first page, which rank 0 must find in the file."""
+    rest: str
+    """What comes after its last whole page, in base 64."""
+
+
+class _WholePages:
+    """Writes the parts of one variable, but for what does not fill a page at its end."""
+
+    def __init__(self, handle: int, offset: int, num_bytes: int) -> None:
+        self._write = InOrder(write_at, handle, offset)
+        self._left = num_bytes - num_bytes % _PAGE
+        self._first_page = ""
+        self._rest = b""
+
+    def __call__(self, part: np.ndarray) -> None:
+        data = part.view(np.uint8)
+        self._first_page = self._first_page or digest_of_array(data[:_PAGE])
+        self._rest += data[self._left :].tobytes()
+        self._write(data[: self._left])
+        self._left -= min(self._left, data.size)
+
+    def report(self, digest: str) -> _Written:
+        return _Written(digest, self._first_page, base64.b64encode(self._rest).decode())

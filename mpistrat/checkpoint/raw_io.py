@@ -1,0 +1,267 @@
+"""Large arrays in an HDF5 file, written and read where they lie, past the HDF5 library.
+
+The library serves one thread at a time. A program that trains reads its data while a checkpoint
+is written beside it, so the bytes of large arrays take the file's own descriptor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, host_view
+from mpistrat.checkpoint.format import spell_digest
+from mpistrat.comm.reducers import pieces
+from mpistrat.hdf5 import h5py
+from mpistrat.system.cpu import num_cores
+from mpistrat.system.threads import Background
+
+__all__ = [
+    "BYTES_PER_PIECE",
+    "BYTES_WORTH_A_THREAD",
+    "Digester",
+    "Digests",
+    "InOrder",
+    "copy_to_host",
+    "create_unwritten",
+    "pieces_on_host",
+    "read_at",
+    "selections",
+    "write_at",
+]
+
+BYTES_PER_PIECE = 2**21
+"""What a copy from the device costs in host memory, and about how much stays in a cache."""
+
+
+def pieces_on_host(array: Array) -> Iterator[np.ndarray]:
+    """Yield 1-d arrays in host memory that cover `array` in C order. Local.
+
+    They are views where `array` lies there in C order, else copies, made one by one.
+    """
+    for piece in pieces(array, BYTES_PER_PIECE):
+        yield host_view(piece)
+
+
+def copy_to_host(target: np.ndarray, source: Array) -> None:
+    """Write `source` to `target`, a host array in C order of its shape and dtype. Local."""
+    for into, piece in zip(pieces(target, BYTES_PER_PIECE), pieces_on_host(source), strict=True):
+        np.copyto(into, piece)
+
+
+_BYTES = 2**22
+"""Of one piece: small enough to stay in the cache of a processor until it is hashed."""
+_BYTES_OF_CHUNKS = 2**26
+"""Of one piece where chunks are larger."""
+
+
+def selections(
+    shape: tuple[int, ...], item_bytes: int, chunks: Sequence[int] | None = None
+) -> Iterator[tuple[int | slice, ...]]:
+    """Yield selections that cover an array of `shape`, each contiguous in C order. Local.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    item_bytes : int
+    chunks : sequence of int, optional
+        Selections end where chunks end, as far as the memory allows, because part of a chunk
+        costs as much as all of it.
+    """
+    if not shape:
+        yield ()
+        return
+    if 0 in shape:
+        return
+    row_bytes = [math.prod(shape[axis + 1 :]) * item_bytes for axis in range(len(shape))]
+    axis = next(axis for axis, size_bytes in enumerate(row_bytes) if size_bytes <= _BYTES)
+    step = _BYTES // row_bytes[axis]
+    if chunks is not None and chunks[axis] * row_bytes[axis] <= _BYTES_OF_CHUNKS:
+        step = max(step - step % chunks[axis], chunks[axis])
+    for outer in itertools.product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], step):
+            yield (*outer, slice(start, min(start + step, shape[axis])))
+
+
+BYTES_WORTH_A_THREAD = 2**18
+"""The digests of smaller arrays are computed at once."""
+
+_MOST_THREADS = 8
+"""SHA-256 is slower than many disks, but so many threads are faster than most."""
+_BYTES_AT_ONCE = 2**19
+"""Small enough to stay in the cache of a core between the digest and the write."""
+_MAX_BEHIND = 4
+"""How many pieces that exist for this alone may wait for their turn."""
+
+_OnPart = Callable[[np.ndarray], object]
+
+
+class Digester:
+    """The digest of one array, which comes in pieces.
+
+    Parameters
+    ----------
+    thread : Background
+        What computes it.
+    stop : threading.Event
+        Once it is set, no further part is touched.
+    before, after : callable, optional
+        Called in the thread with each part of the array, in order, before or after it goes into
+        the digest: to read it, or to write it.
+    """
+
+    def __init__(
+        self,
+        thread: Background,
+        stop: threading.Event,
+        before: _OnPart | None,
+        after: _OnPart | None,
+    ) -> None:
+        self._thread = thread
+        self._stop = stop
+        self._before = before
+        self._after = after
+        self._hash = hashlib.sha256()
+        self._waits: deque[Callable[[], None]] = deque()
+
+    def update(self, piece: np.ndarray, is_view: bool) -> None:
+        """Take in the next `piece`, which must not change before `result`. Local.
+
+        Where it `is_view` of memory that is there anyway, any number of pieces may wait. Raises
+        what went wrong with an earlier piece.
+        """
+        self._waits.append(self._thread.submit(lambda: self._absorb(piece)))
+        if not is_view and len(self._waits) > _MAX_BEHIND:
+            self._waits.popleft()()
+
+    def _absorb(self, piece: np.ndarray) -> None:
+        for part in pieces(piece, _BYTES_AT_ONCE):
+            if self._stop.is_set():
+                return
+            if self._before is not None:
+                self._before(part)
+            self._hash.update(part.view(np.uint8).data)
+            if self._after is not None:
+                self._after(part)
+
+    def result(self) -> str:
+        """Return the digest, once it is complete; raises what went wrong. Local."""
+        while self._waits:
+            self._waits.popleft()()
+        return spell_digest(self._hash)
+
+
+class Digests:
+    """Context manager that makes digests, and waits at its end until no thread is at work.
+
+    After an exception what is still to be done is left: nobody wants it, and whoever interrupts
+    a second time would close files that threads write to.
+
+    Parameters
+    ----------
+    cores : int, optional
+        How many cores there are for them, by default all that this process may use.
+    """
+
+    def __init__(self, cores: int | None = None) -> None:
+        num_threads = max(2, min(num_cores() if cores is None else cores, _MOST_THREADS))
+        self._threads = [Background("mpistrat-digest") for _ in range(num_threads)]
+        self._count = 0
+        self._stop = threading.Event()
+
+    def begin(self, before: _OnPart | None = None, after: _OnPart | None = None) -> Digester:
+        """Return the digest of another array; see `Digester`. Local."""
+        self._count += 1
+        thread = self._threads[self._count % len(self._threads)]
+        return Digester(thread, self._stop, before, after)
+
+    def __enter__(self) -> Digests:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._stop.set()
+        for thread in self._threads:
+            thread.drain()
+            thread.close()
+
+
+def create_unwritten(group: Any, path: str, array: Array) -> Any:
+    """Return a new data set for `array`, which has its place in the file but no values. Local."""
+    h5p, h5d = h5py().h5p, h5py().h5d
+    plist = h5p.create(h5p.DATASET_CREATE)
+    plist.set_layout(h5d.CONTIGUOUS)
+    plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    plist.set_fill_time(h5d.FILL_TIME_NEVER)
+    return group.create_dataset(path, shape=array.shape, dtype=array.dtype, dcpl=plist)
+
+
+class InOrder:
+    """Moves one part of an array after the other, from a place in a file on.
+
+    Parameters
+    ----------
+    move : callable
+        `read_at` or `write_at`.
+    handle : int
+    offset : int
+        Where the first part begins.
+    """
+
+    def __init__(
+        self, move: Callable[[int, int, np.ndarray], None], handle: int, offset: int
+    ) -> None:
+        self._move = move
+        self._handle = handle
+        self._offset = offset
+
+    def __call__(self, part: np.ndarray) -> None:
+        """Move the next `part`. Local."""
+        self._move(self._handle, self._offset, part)
+        self._offset += part.nbytes
+
+
+def write_at(handle: int, offset: int, piece: np.ndarray) -> None:
+    """Write the bytes of `piece` to an open file, and have the system begin to flush them. Local.
+
+    Raises
+    ------
+    OSError
+        If the system refuses.
+    """
+    left = memoryview(piece.reshape(-1).view(np.uint8).data)
+    while left:
+        written = os.pwrite(handle, left, offset)
+        _begin_to_flush(handle, offset, written)
+        left, offset = left[written:], offset + written
+
+
+def _begin_to_flush(handle: int, offset: int, num_bytes: int) -> None:
+    """Have the disk work from now on, where else it would begin at the fsync at the end."""
+    if hasattr(os, "posix_fadvise"):
+        # For Linux a request to write what is new: only pages that are on disk are dropped.
+        os.posix_fadvise(handle, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def read_at(handle: int, offset: int, piece: np.ndarray) -> None:
+    """Fill `piece` with bytes of an open file. Local.
+
+    Raises
+    ------
+    OSError
+        If the system refuses, or the file ends before.
+    """
+    left = memoryview(piece.reshape(-1).view(np.uint8).data)
+    while left:
+        num_bytes = os.preadv(handle, [left], offset)
+        if num_bytes == 0:
+            raise OSError(f"the file ends at byte {offset}")
+        left, offset = left[num_bytes:], offset + num_bytes

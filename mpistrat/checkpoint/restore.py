@@ -1,0 +1,248 @@
+"""Restore a tree of objects: what is read and checked all ranks assign, or none does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from mpistrat.checkpoint.deferred import (
+    Restoration,
+    Shape,
+    attach_children,
+    check_shapes,
+    describe,
+    fresh_children,
+    late_children,
+    make_children,
+    shapes_as_json,
+    shapes_from_json,
+)
+from mpistrat.checkpoint.object_graph import Tree, walk
+from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
+from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
+from mpistrat.checkpoint.restore_values import (
+    Places,
+    Values,
+    broadcast_array,
+    find_places,
+    load_variables,
+    read_values,
+)
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.errors import CheckpointCorruptError, _UnmatchedPathsError
+from mpistrat.tracing.spans import spanned
+from mpistrat.trackable import Trackable
+
+__all__ = ["RestoreStatus", "check_nothing_missing", "restore"]
+
+_logger = logging.getLogger("mpistrat")
+
+
+class RestoreStatus:
+    """The result of `Checkpoint.restore`.
+
+    Paths of the file that no object has taken when the checkpoint object goes away are named
+    in one warning of the logger ``mpistrat``, unless one of the methods here has been called.
+    Until an object takes them, nothing can be saved, unless `expect_partial` has been called.
+    """
+
+    def __init__(self, root: Trackable, restoration: Restoration, warns: bool) -> None:
+        self._root = root
+        self._restoration = restoration
+        self._warning = weakref.finalize(
+            restoration, _warn_of_rest, restoration.path, restoration.arrays, restoration.state
+        )
+        if not warns:
+            self._warning.detach()
+
+    def assert_consumed(self) -> RestoreStatus:
+        """Check that every path of the file and of the program has met its other half. Local.
+
+        Raises
+        ------
+        CheckpointMismatchError
+            If not (it is an AssertionError too); the message names all paths.
+        """
+        self._warning.detach()
+        self._check(self._unexpected())
+        return self
+
+    def assert_existing_objects_matched(self) -> RestoreStatus:
+        """Check that every object that the program has by now was in the file. Local.
+
+        Raises
+        ------
+        CheckpointMismatchError
+            If not (it is an AssertionError too); the message names all paths.
+        """
+        self._warning.detach()
+        self._check([])
+        return self
+
+    def expect_partial(self) -> RestoreStatus:
+        """Say that paths without a match are meant. Local.
+
+        No warning comes, and objects may be saved while values wait for others, which are then
+        not in the new file. Objects that are made later still get their values.
+        """
+        self._warning.detach()
+        self._restoration.is_partial = True
+        return self
+
+    def _unexpected(self) -> list[str]:
+        return [f"{path} ({of})" for path, of in self._restoration.left().items()]
+
+    def _check(self, unexpected: list[str]) -> None:
+        tree = walk(self._root.checkpoint_children())
+        missing = _missing(tree, self._restoration.restored)
+        _raise_unmatched(self._restoration.path, missing, unexpected)
+
+
+def check_nothing_missing(path: str, tree: Tree, stored: set[str]) -> None:
+    """Check that the file `path` with the paths `stored` has every object of `tree`. Local.
+
+    Raises
+    ------
+    CheckpointMismatchError
+        If not; the message names all paths.
+    """
+    _raise_unmatched(path, _missing(tree, stored), [])
+
+
+def _missing(tree: Tree, present: set[str]) -> list[str]:
+    lines = [
+        f"{path} ({describe(variable.shape, variable.dtype)})"
+        for path, variable in tree.variables.items()
+        if path not in present
+    ]
+    return lines + [f"{path} (state)" for path in tree.stateful if path not in present]
+
+
+def _raise_unmatched(path: str, missing: list[str], unexpected: list[str]) -> None:
+    if not missing and not unexpected:
+        return
+    lines = [f"The checkpoint {path} and the objects of this program do not match."]
+    if missing:
+        lines += ["Missing in the file:", *(f"  {line}" for line in missing)]
+    if unexpected:
+        lines += ["Unexpected in the file:", *(f"  {line}" for line in unexpected)]
+    lines += ["Call expect_partial() on the status where this is meant."]
+    raise _UnmatchedPathsError("\n".join(lines))
+
+
+def _warn_of_rest(path: str, arrays: dict[str, np.ndarray], state: dict[str, Any]) -> None:
+    if arrays or state:
+        _logger.warning(
+            "No object took %s from the checkpoint %s. Call expect_partial() on the status of "
+            "restore() where this is meant.",
+            ", ".join([*arrays, *state]),
+            path,
+        )
+
+
+_WHAT = "Checkpoint.restore"
+
+
+@spanned("checkpoint", _WHAT)
+def restore(
+    root: Trackable, path: str | os.PathLike[str], *, allow_missing: bool = True
+) -> RestoreStatus:
+    """Fill the objects below `root` from the file `path`. **Collective**.
+
+    Everything is read, checked and compared before the first object changes.
+
+    Parameters
+    ----------
+    root : Trackable
+    path : path
+    allow_missing : bool
+        Whether objects that the file does not have may stay as they are.
+    """
+    began_s = time.perf_counter()
+    tree = walk(root.checkpoint_children())
+    ranks = collectives_for(tree, _WHAT)
+    file = agree_on_path(ranks, _WHAT, path)
+    state, shapes, values = _read(ranks, file)
+    late = late_children(tree)
+    made = make_children(late, tree, shapes)
+    tree.variables |= made
+    fresh = fresh_children(late, tree, {*shapes, *state})
+    variables = {name: tree.variables[name] for name in shapes if name in tree.variables}
+    with ranks.together(_WHAT, file):
+        check_shapes(file, tree, shapes)
+        if not allow_missing:
+            check_nothing_missing(file, tree, {*shapes, *state, *fresh})
+        for name, variable in variables.items():
+            variable.load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
+    others = {name: shape for name, shape in shapes.items() if name not in variables}
+    arrays = _broadcast(ranks, file, values, others)
+    restoration = Restoration(file, arrays, state)
+    _load_state(ranks, restoration, tree)
+    with ranks.call(_WHAT, file) as call:
+        call.agree("values of variables")
+        load_variables(call, values, variables)
+    for variable in fresh.values():
+        variable.load_value(np.zeros(variable.shape, variable.dtype))
+    attach_children(late, made)
+    restoration.take(tree, {**variables, **fresh})
+    restoration.wait_for_children("", root)
+    if ranks.rank == 0:
+        _logger.info("Checkpoint %s restored in %.2f s", file, time.perf_counter() - began_s)
+    return RestoreStatus(root, restoration, warns=ranks.rank == 0)
+
+
+def _read(ranks: Collectives, path: str) -> tuple[dict[str, Any], dict[str, Shape], Values]:
+    """Return state, shapes and values of a file that is known to be whole. **Collective**."""
+    contents: dict[str, Any] = {}
+    reader: CheckpointReader | None = None
+    with contextlib.ExitStack() as stack:
+        with ranks.together(_WHAT, path):
+            if ranks.rank == 0:
+                reader = stack.enter_context(open_checkpoint(path))
+                contents = _describe(reader)
+        contents = ranks.broadcast_json(contents)
+        shapes = shapes_from_json(contents["shapes"])
+        places = Places(**contents["places"])
+        values = read_values(ranks, _WHAT, path, reader, places, shapes)
+    return contents["state"], shapes, values
+
+
+def _describe(reader: CheckpointReader) -> dict[str, Any]:
+    """Return as JSON values all state of a file, and the shapes and places of its arrays."""
+    try:
+        state = {name: reader.read_state(name) for name in reader.state_paths}
+    except CheckpointCorruptError:
+        reader.verify()  # names what else is damaged
+        raise
+    shapes = {name: (each.shape, each.dtype) for name, each in reader.variables.items()}
+    places = asdict(find_places(reader))
+    return {"state": state, "shapes": shapes_as_json(shapes), "places": places}
+
+
+def _broadcast(
+    ranks: Collectives, path: str, values: Values, shapes: Mapping[str, Shape]
+) -> dict[str, np.ndarray]:
+    """Move those of the `values` that `shapes` names to every rank. **Collective**."""
+    with ranks.call(_WHAT, path) as call:
+        call.agree("values without an object", *shapes)
+        return {name: broadcast_array(call, values, name, shape) for name, shape in shapes.items()}
+
+
+def _load_state(ranks: Collectives, restoration: Restoration, tree: Tree) -> None:
+    """Fill the objects of the user's own: only these can still refuse, so they come first."""
+    undo: Callable[[], None] | None = None
+    try:
+        with ranks.together(_WHAT, restoration.path):
+            undo = restoration.load_state(tree)
+    except Exception:
+        if undo is not None:
+            undo()
+        raise

@@ -1,0 +1,310 @@
+"""Check how the values of a data set lie in a file, before HDF5 unpacks them.
+
+What a checkpoint declares is bounded by what its file holds: a small file cannot make a reader
+fill the memory, neither with a shape nor with compressed zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpistrat.checkpoint.format import is_path_part
+from mpistrat.hdf5 import h5py
+from mpistrat.system.text import readable_size
+
+__all__ = [
+    "Contents",
+    "check_expansion",
+    "check_layout",
+    "check_streams",
+    "read_attribute",
+    "read_names",
+    "survey",
+    "write_attribute",
+]
+
+
+def write_attribute(node: Any, name: str, value: bool | int | str | Sequence[str]) -> None:
+    """Add an attribute. Texts have a fixed length: others lie in a heap that has no checksum."""
+    if isinstance(value, int):  # as booleans are too
+        node.attrs[name] = value
+        return
+    texts = value.encode() if isinstance(value, str) else [each.encode() for each in value]
+    array = np.array(texts, "S")
+    array = array.astype(f"S{array.itemsize + 1}")  # a zero byte ends each text, as in C
+    h5a, h5s = h5py().h5a, h5py().h5s
+    space = h5s.create(h5s.SCALAR) if array.shape == () else h5s.create_simple(array.shape)
+    stored = _type_of_fixed_texts(array.itemsize)
+    h5a.create(node.id, name.encode(), stored, space).write(array, stored)
+
+
+def read_attribute(node: Any, name: str) -> bool | int | str | None:
+    """Return one value; ``None`` if it is missing, or of a kind that no checkpoint has. Local."""
+    found, stored = _open(node, name)
+    if found is None or found.shape != ():
+        return None
+    value = _read(found, stored, ()).item()
+    if isinstance(value, bytes):
+        value = value.decode()
+    return value if isinstance(value, bool | int | str) else None
+
+
+def read_names(node: Any, name: str) -> list[str] | None:
+    """Return the texts of an attribute, ``None`` if it is missing or they have no fixed length.
+
+    Of texts of variable length a small file can name a long one many times, to fill the memory.
+    Raises ValueError if it is no list of texts.
+    """
+    found, stored = _open(node, name)
+    if found is None and not h5py().h5a.exists(node.id, name.encode()):
+        return None
+    if not isinstance(stored, h5py().h5t.TypeStringID) or len(found.shape) != 1:
+        raise ValueError(f"the attribute {name} is no list of names")
+    if stored.is_variable_str():
+        return None
+    return [each.decode() for each in _read(found, stored, found.shape).tolist()]
+
+
+def _open(node: Any, name: str) -> tuple[Any, Any]:
+    """Return the low-level attribute and its type if it is of one of our kinds."""
+    h5a, h5t = h5py().h5a, h5py().h5t
+    try:
+        found = h5a.open(node.id, name.encode())
+    except KeyError:
+        return None, None
+    stored = found.get_type()
+    kinds = (h5t.TypeStringID, h5t.TypeIntegerID, h5t.TypeEnumID)
+    return (found, stored) if isinstance(stored, kinds) else (None, None)
+
+
+@functools.cache
+def _type_of_fixed_texts(num_bytes: int) -> Any:
+    """Return the type of texts in UTF-8, each with a zero byte at its end."""
+    h5t = h5py().h5t
+    found = h5t.C_S1.copy()
+    found.set_size(num_bytes)
+    found.set_cset(h5t.CSET_UTF8)
+    return found
+
+
+@functools.cache
+def _type_of_texts() -> Any:
+    """Return the type of Python's strings in memory, which h5py would make for each read."""
+    return h5py().h5t.py_create(h5py().string_dtype())
+
+
+def _read(attribute: Any, stored: Any, shape: tuple[int, ...]) -> np.ndarray:
+    if isinstance(stored, h5py().h5t.TypeStringID) and stored.is_variable_str():
+        values = np.empty(shape, object)
+        attribute.read(values, _type_of_texts())
+    else:
+        values = np.empty(shape, stored.dtype)
+        attribute.read(values)
+    return values
+
+
+_DEEPEST = 100
+"""Levels of groups. HDF5 itself uses the stack for each, and can be made to overflow it."""
+
+
+@dataclass
+class Contents:
+    """What the groups of a file hold."""
+
+    datasets: dict[str, Any] = field(default_factory=dict)
+    """The data sets by their full path."""
+    groups: set[str] = field(default_factory=set)
+    """The full paths of the groups, without the root group."""
+    problems: list[str] = field(default_factory=list)
+    """What no checkpoint has: links, second names, other kinds of objects."""
+
+    def check(self, roots: set[str]) -> None:
+        """Refuse what is no tree of data sets below the groups `roots`. Local.
+
+        Raises
+        ------
+        KeyError
+            If one of these groups is missing.
+        ValueError
+            If something else is there; the message names it.
+        """
+        if self.problems:
+            raise ValueError("; ".join(self.problems))
+        tops = {path.partition("/")[0] for path in (*self.groups, *self.datasets)}
+        if tops - roots:
+            raise ValueError(f"{', '.join(sorted(tops - roots))} does not belong into a checkpoint")
+        for root in sorted(roots):
+            if root not in self.groups:
+                raise KeyError(f"there is no group {root}")
+
+    def below(self, root: str) -> dict[str, Any]:
+        """Return the data sets below the group `root` by their path there, sorted. Local."""
+        inside = f"{root}/"
+        found = {p: each for p, each in self.datasets.items() if p.startswith(inside)}
+        return {path.removeprefix(inside): found[path] for path in sorted(found)}
+
+
+def survey(file: Any) -> Contents:
+    """Return what the groups of the open `file` hold, and follow no link. Local.
+
+    Nothing is read but the groups themselves.
+    """
+    contents = Contents()
+    h5 = h5py()
+    addresses = {h5.h5o.get_info(file.id).addr}
+    stack = [("", file.id, 1)]
+    while stack:
+        above, group, depth = stack.pop()
+        for link in list(group):
+            name = link.decode(errors="surrogateescape")
+            path = above + name
+            found = group.links.get_info(link)
+            problem = _problem_of_link(found, name, depth)
+            if problem:
+                contents.problems.append(f"{path} {problem}")
+                continue
+            if found.u in addresses:
+                contents.problems.append(f"{path} is a second name of something else")
+                continue
+            addresses.add(found.u)
+            node = h5.h5o.open(group, link)
+            if isinstance(node, h5.h5g.GroupID):
+                contents.groups.add(path)
+                stack.append((f"{path}/", node, depth + 1))
+            elif isinstance(node, h5.h5d.DatasetID):
+                contents.datasets[path] = h5.Dataset(node)
+            else:
+                contents.problems.append(f"{path} is neither a group nor a data set")
+    return contents
+
+
+def _problem_of_link(found: Any, name: str, depth: int) -> str:
+    if not is_path_part(name):
+        return "has a name that no object can have"
+    if found.type != h5py().h5l.TYPE_HARD:
+        return "is a link to another place, which is never followed"
+    return f"lies below {_DEEPEST} groups" if depth > _DEEPEST else ""
+
+
+_HARMLESS_BYTES = 2**28
+"""So much any machine can hold, however small the file."""
+_HIGHEST_COMPRESSION = 100
+"""Above it, values of numbers are no compressed model but a bomb. Deflate reaches 1032."""
+_PIECE_BYTES = 2**20
+_REPACK = "h5repack -f NONE -l CONTI IN OUT"
+
+
+def check_layout(dataset: Any, file_bytes: int) -> int:
+    """Refuse values that lie in other files, or behind filters that could run wild. Local.
+
+    Returns
+    -------
+    int
+        How much memory HDF5 takes at most to read all of `dataset`, in bytes.
+
+    Raises
+    ------
+    ValueError
+        If that is so.
+    """
+    shape = dataset.shape
+    if shape is None:
+        raise ValueError("it has no values")
+    properties = dataset.id.get_create_plist()
+    layout = properties.get_layout()
+    if layout == h5py().h5d.VIRTUAL or properties.get_external_count():
+        raise ValueError("its values lie in other files, which are never opened")
+    of_chunk = properties.get_chunk() if layout == h5py().h5d.CHUNKED else ()
+    if of_chunk:
+        chunks = [-(-length // part) for length, part in zip(shape, of_chunk, strict=True)]
+        if math.prod(chunks) > file_bytes:
+            raise ValueError(f"it has {math.prod(chunks)} chunks, more than the file has bytes")
+    _check_filters(_filters(properties))
+    unpacked: int = max(math.prod(shape), math.prod(of_chunk)) * dataset.dtype.itemsize
+    return unpacked
+
+
+def _check_filters(filters: list[tuple[int, str]]) -> None:
+    h5z = h5py().h5z
+    known = [h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32]
+    numbers = [number for number, _ in filters]
+    if numbers != sorted(set(numbers) & set(known), key=known.index):
+        raise ValueError(
+            f"its values went through the filters {', '.join(name for _, name in filters)}, but "
+            "of a file that may come from anywhere only shuffle, deflate and fletcher32 are "
+            f"undone, in this order. Rewrite it where you trust it: {_REPACK}"
+        )
+
+
+def _filters(properties: Any) -> list[tuple[int, str]]:
+    """Return number and name of each filter, in the order of writing."""
+    found = [properties.get_filter(i) for i in range(properties.get_nfilters())]
+    return [(each[0], each[3].decode(errors="replace") or str(each[0])) for each in found]
+
+
+def check_expansion(unpacked: int, file_bytes: int) -> None:
+    """Refuse a file whose values are out of all proportion to its size. Local.
+
+    Raises
+    ------
+    ValueError
+        If they are.
+    """
+    if unpacked > max(_HARMLESS_BYTES, _HIGHEST_COMPRESSION * file_bytes):
+        raise ValueError(
+            f"its values take {readable_size(unpacked)}, which is larger than the file of "
+            f"{readable_size(file_bytes)} can hold, unless they are compressed more than "
+            f"{_HIGHEST_COMPRESSION} times. Where you trust it, rewrite it: {_REPACK}"
+        )
+
+
+def check_streams(dataset: Any) -> None:
+    """Refuse compressed chunks that go on behind their end: HDF5 would unpack all of it. Local.
+
+    Raises
+    ------
+    ValueError
+        If there is one.
+    """
+    if dataset.chunks is None:  # and so without filters
+        return
+    filters = [number for number, _ in _filters(dataset.id.get_create_plist())]
+    if h5py().h5z.FILTER_DEFLATE not in filters:
+        return
+    bit = 1 << filters.index(h5py().h5z.FILTER_DEFLATE)
+    chunk_bytes = math.prod(dataset.chunks) * dataset.dtype.itemsize
+    for chunk in _stored_chunks(dataset):
+        mask, stream = dataset.id.read_direct_chunk(chunk.chunk_offset)
+        if not mask & bit and _is_longer(stream, chunk_bytes):
+            raise ValueError(
+                f"the chunk at {chunk.chunk_offset} unpacks to more than its {chunk_bytes} bytes"
+            )
+
+
+def _stored_chunks(dataset: Any) -> list[Any]:
+    """Return what h5py knows of each chunk that is in the file: its place and size."""
+    if hasattr(dataset.id, "chunk_iter"):  # HDF5 1.10.10, 1.12.3 and later
+        found: list[Any] = []
+        dataset.id.chunk_iter(found.append)
+        return found
+    return [dataset.id.get_chunk_info(i) for i in range(dataset.id.get_num_chunks())]
+
+
+def _is_longer(stream: bytes, size_bytes: int) -> bool:
+    """Return whether a deflate stream has more than `size_bytes`, in little memory."""
+    inflater = zlib.decompressobj()
+    with contextlib.suppress(zlib.error):  # which HDF5 will meet at the same place
+        while stream and not inflater.eof:
+            size_bytes -= len(inflater.decompress(stream, _PIECE_BYTES))
+            if size_bytes < 0:
+                return True
+            stream = inflater.unconsumed_tail
+    return False

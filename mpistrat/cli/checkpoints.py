@@ -1,0 +1,291 @@
+"""``mpistrat diff``: where two checkpoint files differ."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpistrat.checkpoint.deferred import describe
+from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
+from mpistrat.cli import statistics
+from mpistrat.cli.data_files import holds_data, inspect_data
+from mpistrat.cli.output import (
+    Command,
+    is_terminal,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+    tree_labels,
+)
+from mpistrat.cli.statistics import summarize, tell_apart
+from mpistrat.errors import CheckpointError
+from mpistrat.system.text import readable_size
+
+__all__ = ["DIFF", "INSPECT", "VERIFY"]
+
+_COLUMNS = ("variable", "shape", "dtype", "synchronization", "aggregation", "trainable", "size")
+_STATISTICS = ("min", "max", "mean", "nan_count")
+
+
+def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="a checkpoint, or a file of data")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument(
+        "--stats", action="store_true", help="read the values: smallest, largest, mean, NaN count"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="PNG", help="also draw a histogram of each variable into it"
+    )
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    if holds_data(arguments.file):
+        return inspect_data(arguments)
+    note = ""
+    try:
+        if arguments.plot:
+            statistics.check_can_draw(arguments.plot)
+        with open_checkpoint(arguments.file) as reader:
+            content = _content(reader, arguments.stats)
+            if arguments.plot:
+                note = statistics.draw(reader, arguments.plot)
+    except CheckpointError as error:
+        print_error("inspect", error)
+        return 1 if os.path.isfile(arguments.file) else 2
+    except ValueError as error:
+        print_error("inspect", error)
+        return 2
+    if arguments.json:
+        print_json(content)
+    else:
+        _print_for_people(arguments.file, content)
+    if note:
+        print_error("inspect", note)
+    return 0
+
+
+def _content(reader: CheckpointReader, with_statistics: bool) -> dict[str, Any]:
+    variables = {}
+    for name, info in reader.variables.items():
+        variables[name] = {
+            "shape": list(info.shape),
+            "dtype": str(info.dtype),
+            "synchronization": info.synchronization,
+            "aggregation": info.aggregation,
+            "trainable": info.trainable,
+            "digest": info.digest,
+        }
+        if with_statistics:
+            variables[name] |= asdict(summarize(reader.read_pieces(name)))
+    return {
+        "attributes": asdict(reader.header) | {"digest": reader.header.digest},
+        "variables": variables,
+        "state": {name: reader.read_state(name) for name in reader.state_paths},
+    }
+
+
+def _print_for_people(file: str, content: dict[str, Any]) -> None:
+    header = content["attributes"]
+    step = "unknown step" if header["step"] < 0 else f"step {header['step']}"
+    print_line(
+        f"{file}: {step}, {header['created']}, {header['num_replicas']} replica(s), "
+        f"mpistrat {header['mpistrat_version']}, format version {header['format_version']}, "
+        f"MPI library: {header['mpi_library']}"
+    )
+    variables: dict[str, dict[str, Any]] = content["variables"]
+    if variables:
+        shown = [n for n in _STATISTICS if all(n in each for each in variables.values())]
+        print_table((*_COLUMNS, *shown), _rows(variables, shown))
+    if content["state"]:
+        rows = [(name, json.dumps(value)) for name, value in content["state"].items()]
+        print_table(("state", "value"), rows)
+    size = readable_size(sum(_size_bytes(each) for each in variables.values()))
+    print_line(f"{len(variables)} variable(s), {size}; {len(content['state'])} with other state")
+
+
+def _rows(variables: dict[str, dict[str, Any]], shown: list[str]) -> list[list[object]]:
+    """Return a row for each variable: a tree for people, whole paths for grep and awk."""
+    labels = tree_labels(variables) if is_terminal() else ((name, name) for name in variables)
+    blank = [""] * (len(_COLUMNS) - 1 + len(shown))
+    return [
+        [label, *(_cells(variables[name], shown) if name in variables else blank)]
+        for label, name in labels
+    ]
+
+
+def _cells(variable: dict[str, Any], shown: list[str]) -> list[object]:
+    modes = [variable[key] for key in _COLUMNS[3:6]]
+    shape = tuple(variable["shape"])
+    size = readable_size(_size_bytes(variable))
+    return [shape, variable["dtype"], *modes, size, *(_number(variable[key]) for key in shown)]
+
+
+def _size_bytes(variable: dict[str, Any]) -> int:
+    return int(math.prod(variable["shape"]) * np.dtype(variable["dtype"]).itemsize)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+INSPECT = Command("inspect", "Show what a checkpoint file holds.", _add_inspect_arguments, _inspect)
+
+
+def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="+", help="a checkpoint file, or a folder of them (*.h5)")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    given: list[Path] = []
+    in_folders: list[Path] = []
+    try:
+        for name in arguments.path:
+            if not os.path.exists(name):  # also without a name, which is no folder to look into
+                raise ValueError(f"There is no file or folder {name!r}.")
+            if os.path.isdir(name):
+                in_folders += _find(Path(name))
+            else:
+                given.append(Path(name))
+    except ValueError as error:
+        print_error("verify", error)
+        return 2
+    verdicts: dict[str, dict[str, Any]] = {}
+    for path in dict.fromkeys((*given, *in_folders)):
+        verdict = _verdict(path)
+        if not verdict["sound"] and path in in_folders and not os.path.lexists(path):
+            continue  # a job that is running has removed it to keep a newer one
+        verdicts[str(path)] = verdict
+        if not arguments.json:
+            print_line(_spelled(path, verdict))
+    if arguments.json:
+        print_json(verdicts)
+    return 0 if all(verdict["sound"] for verdict in verdicts.values()) else 1
+
+
+def _find(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder.
+
+    Raises
+    ------
+    ValueError
+        If there are none, or the folder cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise ValueError(f"The folder {folder} cannot be read: {error.strerror}.") from None
+    found = sorted(name for name in names if name.endswith(".h5") and not name.startswith("."))
+    if not found:
+        raise ValueError(f"There is no checkpoint (*.h5) in the folder {folder}.")
+    return [folder / name for name in found]
+
+
+def _verdict(file: Path) -> dict[str, Any]:
+    try:
+        with open_checkpoint(file) as reader:
+            reader.verify()
+            return {
+                "sound": True,
+                "step": reader.header.step,
+                "num_variables": len(reader.variables),
+                "size_bytes": sum(info.size_bytes for info in reader.variables.values()),
+            }
+    except CheckpointError as error:
+        return {"sound": False, "error": str(error)}
+
+
+def _spelled(file: Path, verdict: dict[str, Any]) -> str:
+    if not verdict["sound"]:
+        return f"{file}: NOT SOUND\n{verdict['error']}"
+    size = readable_size(verdict["size_bytes"])
+    return f"{file}: sound, {verdict['num_variables']} variable(s), {size}"
+
+
+VERIFY = Command(
+    "verify", "Check every digest of checkpoint files.", _add_verify_arguments, _verify
+)
+
+
+def _add_diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", help="a checkpoint file")
+    parser.add_argument("b", help="another one")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    try:
+        with open_checkpoint(arguments.a) as a, open_checkpoint(arguments.b) as b:
+            rows = [*_variables(a, b), *_state(a, b)]
+            num_paths = len({*a.variables, *b.variables}) + len({*a.state_paths, *b.state_paths})
+    except CheckpointError as error:
+        print_error("diff", error)
+        return 1 if os.path.isfile(arguments.a) and os.path.isfile(arguments.b) else 2
+    if arguments.json:
+        print_json({"equal": not rows, "num_paths": num_paths, "differences": dict(rows)})
+        return 1 if rows else 0
+    if not rows:
+        print_line(f"{arguments.a} and {arguments.b} are equal: {num_paths} path(s)")
+        return 0
+    print_table(("path", "difference"), rows)
+    print_line(f"{len(rows)} path(s) differ between a = {arguments.a} and b = {arguments.b}")
+    return 1
+
+
+def _variables(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, str]]:
+    for name in sorted({*a.variables, *b.variables}):
+        if name not in a.variables or name not in b.variables:
+            yield name, _only_in(name in a.variables)
+            continue
+        differences = [*_modes(a, b, name), *_values(a, b, name)]
+        if differences:
+            yield name, "; ".join(differences)
+
+
+def _modes(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str]:
+    for key in ("synchronization", "aggregation", "trainable"):
+        of_a, of_b = getattr(a.variables[name], key), getattr(b.variables[name], key)
+        if of_a != of_b:
+            yield f"{key} {of_a} in a, {of_b} in b"
+
+
+def _values(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str]:
+    of_a, of_b = a.variables[name], b.variables[name]
+    if (of_a.shape, of_a.dtype) != (of_b.shape, of_b.dtype):
+        yield f"{describe(of_a.shape, of_a.dtype)} in a, {describe(of_b.shape, of_b.dtype)} in b"
+        return
+    # Read even where the digests are equal: a damaged file equals nothing.
+    found = tell_apart(a.read_pieces(name), b.read_pieces(name))
+    if found.count:
+        counts = f"{found.count} of {math.prod(of_a.shape)} element(s)"
+        yield f"largest difference {found.largest:.6g}, in {counts}"
+    elif found.num_other_bits:
+        yield "equal numbers in other bits (signs of zeros, or kinds of NaN)"
+
+
+def _state(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, str]]:
+    for name in sorted({*a.state_paths, *b.state_paths}):
+        if name not in a.state_paths or name not in b.state_paths:
+            yield name, _only_in(name in a.state_paths)
+            continue
+        of_a, of_b = a.read_state(name), b.read_state(name)
+        if of_a != of_b:
+            yield name, f"state {json.dumps(of_a)} in a, {json.dumps(of_b)} in b"
+
+
+def _only_in(in_a: bool) -> str:
+    return f"only in {'a' if in_a else 'b'}"
+
+
+DIFF = Command("diff", "Show where two checkpoint files differ.", _add_diff_arguments, _diff)

@@ -1,0 +1,407 @@
+"""Inspecting data files: what they hold, and how that can be read."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpistrat import hdf5, sharding
+from mpistrat.checkpoint.format import FORMAT
+from mpistrat.checkpoint.validation import read_attribute
+from mpistrat.cli.output import print_error, print_json, print_line, print_table
+from mpistrat.data.hdf5.catalog import check_virtual_sources
+from mpistrat.data.hdf5.filters import make_decoder
+from mpistrat.data.shuffle import WINDOW_BYTES
+from mpistrat.errors import DataError
+from mpistrat.system.text import readable_size
+
+__all__ = ["advice", "holds_data", "inspect_data"]
+
+_Described = Mapping[str, Mapping[str, Any]]
+"""Data sets by their path, as `mpistrat.cli.data_files` describes them."""
+
+_CHUNK_BYTES = 256 * 2**10
+"""Small enough that a window of chunks mixes well, large enough that a disk is kept busy."""
+_MIN_CHUNK_BYTES = 16 * 2**10
+"""Smaller chunks cost more to find than to decode."""
+_MAX_CHUNK_BYTES = 2**32
+"""HDF5 has smaller ones only."""
+_MANY_CHUNKS = 1000
+_TYPICAL_BATCH = 256
+_FEW_LANES = 4
+"""Fewer keep small jobs from sharing the work."""
+_MIN_MIXED = 16
+"""Fewer chunks in a window leave neighbours together."""
+_MAX_NAMES = 4
+"""That a line shows."""
+
+_OF_HDF5 = {"gzip", "shuffle", "fletcher32", "nbit", "scaleoffset"}
+_OF_PLUGINS = {"bitshuffle", "blosc", "blosc2", "bzip2", "lz4", "zfp", "zstd"}
+"""Filters that h5repack has once it finds hdf5plugin. It never has h5py's lzf."""
+
+
+def advice(path: str, datasets: _Described) -> tuple[list[str], str | None]:
+    """Return what to know before the file is read shuffled, and the command that mends it."""
+    lines, options = list(_of_others(datasets)), []
+    fields = {name: each for name, each in datasets.items() if each["is_field"]}
+    for name, field in fields.items():
+        lines += _of_reading(name, field)
+    for together in _together(fields):
+        bad = list(_of_chunks(together))
+        lines += [*bad, *_of_lanes(together)]
+        for name, chunk in _better_chunks(together).items() if bad else ():
+            options += ["-l", f"{name}:CHUNK={'x'.join(map(str, chunk))}"]
+    for name, field in fields.items():
+        if _is_slow(field):
+            options += ["-f", f"{name}:SHUF", "-f", f"{name}:GZIP=4"]
+    lost = [name for name, each in datasets.items() if not _can_be_repacked(name, each)]
+    if options and lost:
+        lines.append(f"h5repack would fail at {_names(lost)}, or leave it out: use h5py instead.")
+    return lines, _command(path, datasets, options) if options and not lost else None
+
+
+def _of_others(datasets: _Described) -> Iterator[str]:
+    others = [name for name, each in datasets.items() if not each["is_field"]]
+    if others:
+        yield (
+            f"{_names(others)} cannot be read as examples: these have a first dimension, and are "
+            "numbers, bools or strings of a fixed length."
+        )
+
+
+def _of_reading(name: str, field: Mapping[str, Any]) -> Iterator[str]:
+    if field["unreadable"]:
+        yield f"{name} cannot be read here: {field['unreadable']}."
+    if field["layout"] == "virtual":
+        yield f"{name} is virtual: HDF5 reads it, in one thread."
+    if _is_slow(field):
+        yield (
+            f"{name} is decoded by HDF5 itself, in one thread. gzip, lzf, zstd, lz4 and blosc "
+            "are decoded in several."
+        )
+
+
+def _is_slow(field: Mapping[str, Any]) -> bool:
+    return bool(field["chunks"]) and not field["decoded_in_threads"]
+
+
+def _together(fields: _Described) -> Iterable[_Described]:
+    """Return the fields that may be read together: of one group and one length."""
+    found: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    for name, field in fields.items():
+        if field["row_bytes"]:
+            found.setdefault((os.path.dirname(name), field["shape"][0]), {})[name] = field
+    return found.values()
+
+
+def _of_chunks(fields: _Described) -> Iterator[str]:
+    """Say what `_better_chunks` mends; it never leaves anything to say here."""
+    for name, field in fields.items():
+        pieces = math.prod(map(sharding.ceil_div, field["shape"][1:], (field["chunks"] or ())[1:]))
+        if pieces > 1 and field["row_bytes"] < _MAX_CHUNK_BYTES:
+            yield (
+                f"Each row of {name} lies in {pieces} chunks, which are all read for it. Better "
+                "chunks hold whole rows."
+            )
+        if field["chunk_bytes"] < _MIN_CHUNK_BYTES and field["num_chunks"] > _MANY_CHUNKS:
+            yield (
+                f"A pass over {name} reads {field['num_chunks']} chunks of "
+                f"{readable_size(field['chunk_bytes'])}: finding them costs more than decoding."
+            )
+    widest = _widest(fields)
+    field = fields[widest]
+    if not field["chunks"]:
+        return
+    num_rows, rows = field["shape"][0], field["rows_per_chunk"]
+    in_window = _chunks_in_window(fields)
+    if _can_shrink(field) and in_window < min(_MIN_MIXED, sharding.ceil_div(num_rows, rows)):
+        yield (
+            f"Chunks of {widest} have {readable_size(field['chunk_bytes'])}: a shuffled pass mixes "
+            f"the rows of {in_window} at a time, so neighbours often stay together."
+        )
+    is_large = rows > 1 and field["chunk_bytes"] > _CHUNK_BYTES
+    if is_large and _num_lanes(fields) < min(_FEW_LANES, num_rows):
+        yield f"Smaller chunks of {widest} would let more ranks share the work."
+    for name, other in fields.items():
+        is_kept = other["bytes"] <= WINDOW_BYTES  # once decoded
+        if _can_shrink(other) and other["rows_per_chunk"] > 2 * rows and not is_kept:
+            yield (
+                f"A chunk of {name} has {other['rows_per_chunk']} rows, one of {widest} {rows}: a "
+                "shuffled pass decodes the first again and again."
+            )
+
+
+def _of_lanes(fields: _Described) -> Iterator[str]:
+    if fields[_widest(fields)]["chunks"]:
+        yield (
+            f"Shuffled in batches of {_TYPICAL_BATCH}, {_names(fields)} can be read by up to "
+            f"{_num_lanes(fields)} rank(s) with each chunk decoded about once over the job."
+        )
+
+
+def _widest(fields: _Described) -> str:
+    return max(fields, key=lambda name: fields[name]["row_bytes"])
+
+
+def _can_shrink(field: Mapping[str, Any]) -> bool:
+    """Return whether chunks of fewer rows would not be tiny."""
+    return bool(field["rows_per_chunk"] > 1 and field["chunk_bytes"] >= 2 * _MIN_CHUNK_BYTES)
+
+
+def _row_bytes(fields: _Described) -> int:
+    return sum(field["row_bytes"] for field in fields.values())
+
+
+def _chunks_in_window(fields: _Described) -> int:
+    rows: int = fields[_widest(fields)]["rows_per_chunk"]
+    return max(WINDOW_BYTES // (_row_bytes(fields) * rows), 1)
+
+
+def _num_lanes(fields: _Described) -> int:
+    widest = fields[_widest(fields)]
+    num_rows = widest["shape"][0]
+    num_chunks = sharding.ceil_div(num_rows, widest["rows_per_chunk"])
+    return sharding.num_lanes(num_chunks, num_rows, _TYPICAL_BATCH, _chunks_in_window(fields))
+
+
+def _better_chunks(fields: _Described) -> dict[str, list[int]]:
+    """Return chunks of whole rows where there are others, beginning with the same rows."""
+    widest = fields[_widest(fields)]["row_bytes"]
+    rows = min(_CHUNK_BYTES // widest, WINDOW_BYTES // (_MIN_MIXED * _row_bytes(fields)))
+    chunks = {}
+    for name, field in fields.items():
+        num_rows, *row_shape = field["shape"]
+        # A power of two, so that the chunks of narrow fields end where those of wide ones do.
+        tiny = sharding.ceil_div(_MIN_CHUNK_BYTES, max(rows, 1) * field["row_bytes"])
+        chunk = [min(max(rows, 1) << (tiny - 1).bit_length(), num_rows), *row_shape]
+        if field["chunks"] not in (None, chunk) and field["row_bytes"] < _MAX_CHUNK_BYTES:
+            chunks[name] = chunk
+    return chunks
+
+
+def _can_be_repacked(name: str, dataset: Mapping[str, Any]) -> bool:
+    """Return whether h5repack copies the data set: what it cannot decode it leaves out."""
+    if dataset["unreadable"] or dataset["layout"] == "virtual":  # of these 1.10 crashes
+        return False
+    filters = {each.split()[0] for each in dataset["filters"]}
+    # In its arguments a comma ends a name, for which it has 256 bytes.
+    can_be_named = name.isprintable() and "," not in name and len(name.encode()) < 256
+    return can_be_named and filters <= _OF_HDF5 | _OF_PLUGINS
+
+
+def _command(path: str, datasets: _Described, options: list[str]) -> str:
+    used = {each.split()[0] for dataset in datasets.values() for each in dataset["filters"]}
+    # None where the variable is set already: hdf5plugin then registers no libraries.
+    folders = {os.path.dirname(library) for library in hdf5.plugin_libraries().values()}
+    needs_path = bool(folders and used & _OF_PLUGINS)
+    variables = [f"HDF5_PLUGIN_PATH={shlex.quote(':'.join(folders))}"] if needs_path else []
+    root, extension = os.path.splitext(path)
+    words = ["h5repack", *options, path, f"{root}-repacked{extension}"]
+    return " ".join([*variables, shlex.join(words)])
+
+
+def _names(names: Iterable[str]) -> str:
+    first, rest = list(names)[:_MAX_NAMES], list(names)[_MAX_NAMES:]
+    return ", ".join(first) + (f" and {len(rest)} more" if rest else "")
+
+
+_COLUMNS = ("data set", "shape", "dtype", "layout", "chunk", "filters", "size", "stored")
+
+_FILTERS = {
+    1: "gzip",
+    2: "shuffle",
+    3: "fletcher32",
+    4: "szip",
+    5: "nbit",
+    6: "scaleoffset",
+    307: "bzip2",
+    32000: "lzf",
+    32001: "blosc",
+    32004: "lz4",
+    32008: "bitshuffle",
+    32013: "zfp",
+    32015: "zstd",
+    32026: "blosc2",
+}
+"""Names in the HDF Group's register of filters."""
+_WITH_LEVEL = {"gzip", "zstd"}
+
+
+def holds_data(path: str) -> bool:
+    """Return whether `path` is an HDF5 file, and no checkpoint. Local."""
+    try:
+        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+            if read_attribute(file, "format") == FORMAT:
+                return False
+            # A checkpoint that has lost its header is a damaged one, and no data.
+            return not {"format_version", "mpistrat_version"} & set(file.attrs)
+    except (DataError, OSError, RuntimeError, UnicodeError):
+        return False
+
+
+def inspect_data(arguments: argparse.Namespace) -> int:
+    """Print what a file of data holds, and return the exit code. Local."""
+    path = arguments.file
+    if arguments.stats or arguments.plot:
+        print_error("inspect", f"{path} is no checkpoint: --stats and --plot are for those.")
+        return 2
+    try:
+        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+            content = _content(path, file)
+    except (DataError, OSError, RuntimeError, KeyError) as error:
+        print_error("inspect", f"{path}: {error}")
+        return 1
+    if arguments.json:
+        print_json(content)
+    else:
+        _print_for_people(path, content)
+    return 0
+
+
+def _content(path: str, file: Any) -> dict[str, Any]:
+    found = _objects(file)
+    datasets = {name: _describe(each) for name, each in found.items() if not isinstance(each, str)}
+    lines, command = advice(path, datasets)
+    return {
+        "attributes": sorted(file.attrs),
+        "datasets": datasets,
+        "links": {name: each for name, each in found.items() if isinstance(each, str)},
+        "advice": lines,
+        "h5repack": command,
+    }
+
+
+def _objects(file: Any) -> dict[str, Any]:
+    """Return each data set under its first name, and where links lead, which are not followed."""
+    h5py = hdf5.h5py()
+    seen = {_address(file): "/"}
+    found = {}
+
+    def visit(path: str, link: Any) -> None:
+        if isinstance(link, h5py.SoftLink):
+            found[path] = f"link to {link.path}"
+        elif isinstance(link, h5py.ExternalLink):
+            found[path] = f"link to {link.path} of {link.filename}"
+        elif (address := _address(target := file[path])) in seen:
+            found[path] = f"another name of {seen[address]}"
+        else:
+            seen[address] = path
+            if isinstance(target, h5py.Dataset):
+                found[path] = target
+
+    # The order of HDF5's tools: h5repack knows an object by the name that comes first in it.
+    file.visititems_links(visit)
+    return found
+
+
+def _address(found: Any) -> int:
+    return int(hdf5.h5py().h5o.get_info(found.id).addr)
+
+
+def _describe(dataset: Any) -> dict[str, Any]:
+    shape, dtype, chunks = dataset.shape, dataset.dtype, dataset.chunks
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize if shape else 0
+    filters = hdf5.filters_of(dataset)
+    return {
+        "shape": None if shape is None else list(shape),
+        "dtype": _spell_dtype(dtype),
+        "layout": _layout(dataset),
+        "chunks": list(chunks) if chunks else None,
+        "filters": [_spell_filter(*each) for each in filters],
+        "num_chunks": dataset.id.get_num_chunks() if chunks else 0,
+        "chunk_bytes": math.prod(chunks) * dtype.itemsize if chunks else 0,
+        "rows_per_chunk": chunks[0] if chunks else 1,
+        "row_bytes": row_bytes,
+        "bytes": row_bytes * shape[0] if shape else dtype.itemsize * (shape == ()),
+        "stored_bytes": dataset.id.get_storage_size(),
+        "is_field": bool(shape) and dtype.kind in "biufcS" and shape[0] > 0,
+        "decoded_in_threads": chunks is not None and make_decoder(filters) is not None,
+        "unreadable": _unreadable(dataset, [number for number, _ in filters]),
+    }
+
+
+def _layout(dataset: Any) -> str:
+    h5d = hdf5.h5py().h5d
+    if dataset.external:
+        return "external"
+    names = {
+        h5d.COMPACT: "compact",
+        h5d.CONTIGUOUS: "contiguous",
+        h5d.CHUNKED: "chunked",
+        h5d.VIRTUAL: "virtual",
+    }
+    return names[dataset.id.get_create_plist().get_layout()]
+
+
+def _spell_dtype(dtype: np.dtype) -> str:
+    h5py = hdf5.h5py()
+    if h5py.check_string_dtype(dtype) is not None and dtype.hasobject:
+        return "text of any length"
+    if h5py.check_ref_dtype(dtype) is not None:
+        return "references"
+    inner = h5py.check_vlen_dtype(dtype)
+    if inner is not None:
+        return f"rows of any length of {inner}"
+    if dtype.names:
+        return f"compound of {', '.join(dtype.names)}"
+    return f"enum of {dtype}" if h5py.check_enum_dtype(dtype) else str(dtype)
+
+
+def _spell_filter(number: int, values: tuple[int, ...]) -> str:
+    name = _FILTERS.get(number, f"filter {number}")
+    return f"{name} {values[0]}" if name in _WITH_LEVEL and values else name
+
+
+def _unreadable(dataset: Any, filters: list[int]) -> str:
+    """Return why the data set cannot be read here, or nothing."""
+    missing = [number for number in filters if not hdf5.h5py().h5z.filter_avail(number)]
+    if missing:
+        return f"{_spell_filter(missing[0], ())} is not installed"
+    try:
+        check_virtual_sources(dataset)
+    except DataError as error:
+        return str(error).rstrip(".")
+    missing_files = [name for name, _, _ in dataset.external or () if not _is_there(dataset, name)]
+    return f"the file {missing_files[0]} with its bytes is missing" if missing_files else ""
+
+
+def _is_there(dataset: Any, name: str) -> bool:
+    folder = os.path.dirname(dataset.file.filename)
+    return os.path.exists(os.path.join(folder, name)) or os.path.exists(name)
+
+
+def _print_for_people(path: str, content: dict[str, Any]) -> None:
+    datasets: dict[str, dict[str, Any]] = content["datasets"]
+    print_line(f"{path}: data, {readable_size(os.path.getsize(path))}")
+    if datasets:
+        print_table(_COLUMNS, [_row(name, each) for name, each in datasets.items()])
+    if content["links"]:
+        print_table(("link", "leads to"), content["links"].items())
+    size = readable_size(sum(each["bytes"] for each in datasets.values()))
+    print_line(f"{len(datasets)} data set(s), {size}")
+    for line in content["advice"]:
+        print_line(f"- {line}")
+    if content["h5repack"]:
+        print_line(f"To write it with a better layout:\n{content['h5repack']}")
+
+
+def _row(name: str, dataset: dict[str, Any]) -> list[object]:
+    shape, chunks = dataset["shape"], dataset["chunks"]
+    chunk = f"{tuple(chunks)}, {readable_size(dataset['chunk_bytes'])}" if chunks else "-"
+    return [
+        name,
+        "empty" if shape is None else tuple(shape),
+        dataset["dtype"],
+        dataset["layout"],
+        chunk,
+        " + ".join(dataset["filters"]) or "-",
+        readable_size(dataset["bytes"]),
+        readable_size(dataset["stored_bytes"]),
+    ]

@@ -1,0 +1,1 @@
+"""Collectives on arrays, nests and tensors."""

@@ -1,0 +1,260 @@
+"""Gradients of collectives, and PyTorch's autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nests
+from mpistrat.arguments import as_integer, normalize_axes
+from mpistrat.arrays import Array, namespace_of
+from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.nested import all_gather_nest, all_reduce_nest
+from mpistrat.options import ReduceOp
+from mpistrat.pytorch import PullBack, apply_differentiable, is_loaded, is_tensor
+
+__all__ = [
+    "MakeCall",
+    "all_gather_tensors",
+    "all_reduce_tensors",
+    "has_tensors",
+    "pull_back_all_gather",
+    "pull_back_all_reduce",
+]
+
+
+def pull_back_all_reduce(
+    call: CollectiveCall,
+    op: ReduceOp,
+    values: Sequence[Array],
+    results: Sequence[Array],
+    gradients: Sequence[Array],
+    structure: str = "",
+) -> list[Array]:
+    """Return the gradient of each value from those of the results. **Collective**.
+
+    Parameters
+    ----------
+    call : CollectiveCall
+    op : ReduceOp
+    values : sequence of arrays
+        What this replica brought to the reduction.
+    results : sequence of arrays
+        What came of it.
+    gradients : sequence of arrays
+        Gradients with respect to `results`, of their shapes.
+    structure : str
+        Of the nest that they come from, to be agreed on.
+
+    Returns
+    -------
+    list of arrays
+        In the shapes of `values`.
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ.
+    """
+    for value, result, gradient in zip(values, results, gradients, strict=True):
+        if not np.shape(value) == np.shape(result) == np.shape(gradient):
+            raise ValueError(
+                f"{call.kind}: the value, the result and its gradient must have one shape, but "
+                f"have {np.shape(value)}, {np.shape(result)} and {np.shape(gradient)}."
+            )
+    details = (op.name, structure)
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return call.all_reduce(op, gradients, details)
+    if op is ReduceOp.PROD:
+        return _pull_back_product(call, values, gradients, details)
+    return _pull_back_extreme(call, values, results, gradients, details)
+
+
+def _pull_back_extreme(
+    call: CollectiveCall,
+    values: Sequence[Array],
+    results: Sequence[Array],
+    gradients: Sequence[Array],
+    details: object,
+) -> list[Array]:
+    """Give the gradient to the extremal element; replicas that tie share it."""
+    chosen = [
+        ((value == result) | ((value != value) & (result != result))).astype(gradient.dtype)
+        for value, result, gradient in zip(values, results, gradients, strict=True)
+    ]
+    reduced = call.all_reduce(ReduceOp.SUM, [*gradients, *chosen], details)
+    totals, counts = reduced[: len(chosen)], reduced[len(chosen) :]
+    return [mine * total / count for mine, total, count in zip(chosen, totals, counts, strict=True)]
+
+
+def _pull_back_product(
+    call: CollectiveCall, values: Sequence[Array], gradients: Sequence[Array], details: object
+) -> list[Array]:
+    """Multiply the gradient by the product of the other replicas' values.
+
+    Dividing the product by a value would fail at zeros, so these are counted apart: one zero
+    leaves a gradient to its own replica alone, two leave none.
+    """
+    xps = [namespace_of(value) for value in values]
+    is_zero = [value == 0 for value in values]
+    replaced = [
+        xp.where(zero, xp.ones_like(value), value)
+        for xp, zero, value in zip(xps, is_zero, values, strict=True)
+    ]
+    products = call.all_reduce(ReduceOp.PROD, replaced, details)
+    zeros = [zero.astype(gradient.dtype) for zero, gradient in zip(is_zero, gradients, strict=True)]
+    reduced = call.all_reduce(ReduceOp.SUM, [*gradients, *zeros])
+    totals, num_zeros = reduced[: len(zeros)], reduced[len(zeros) :]
+    return [
+        total * xp.conj(product / value) * (count == mine)
+        for xp, total, product, value, count, mine in zip(
+            xps, totals, products, replaced, num_zeros, zeros, strict=True
+        )
+    ]
+
+
+def pull_back_all_gather(
+    call: CollectiveCall,
+    values: Sequence[Array],
+    axis: int,
+    gradients: Sequence[Array],
+    structure: str = "",
+) -> list[Array]:
+    """Return this replica's slice of the summed gradient of each gathered value. **Collective**.
+
+    Parameters
+    ----------
+    call : CollectiveCall
+    values : sequence of arrays
+        What this replica brought.
+    axis : int
+        Along which they were concatenated.
+    gradients : sequence of arrays
+        Gradients with respect to the gathered arrays.
+    structure : str
+        Of the nest that they come from, to be agreed on.
+
+    Raises
+    ------
+    TypeError
+        If `axis` is no integer.
+    ValueError
+        If `axis` is out of range, or on every rank, if a gradient has not the length of all
+        values together.
+    """
+    axis = as_integer(f"{call.kind}: axis", axis)
+    for value in values:
+        normalize_axes(call.kind, axis, np.shape(value))
+    call.agree(f"axis {axis}", structure, len(values))
+    pairs = zip(values, gradients, strict=True)
+    lengths_of_ranks = call.channel.exchange(
+        [(np.shape(value)[axis], _length(gradient, axis)) for value, gradient in pairs]
+    )
+    starts = []
+    for lengths in zip(*lengths_of_ranks, strict=True):
+        total = sum(own for own, _ in lengths)
+        for rank, (_, given) in enumerate(lengths):
+            if given != total:
+                raise ValueError(
+                    f"{call.kind}: the gradient on rank {rank} has the length {given} along axis "
+                    f"{axis}, but the values of all replicas have {total} together."
+                )
+        starts.append(sum(own for own, _ in lengths[: call.channel.rank]))
+    totals = call.all_reduce(ReduceOp.SUM, gradients)
+    slices = []
+    for total, value, start in zip(totals, values, starts, strict=True):
+        index = [slice(None)] * np.ndim(total)
+        index[axis] = slice(start, start + value.shape[axis])
+        slices.append(total[tuple(index)])
+    return slices
+
+
+def _length(array: Array, axis: int) -> int | None:
+    """Return the length along `axis`, ``None`` where there is no such axis."""
+    shape = np.shape(array)
+    return shape[axis] if -len(shape) <= axis < len(shape) else None
+
+
+MakeCall = Callable[[str], CollectiveCall]
+
+
+def has_tensors(nest: Any) -> bool:
+    """Return whether a leaf of `nest` is a PyTorch tensor. Local."""
+    return is_loaded() and any(is_tensor(leaf) for leaf in nests.flatten(nest)[0])
+
+
+@dataclass(frozen=True)
+class _AllReducePullBack:
+    """The backward pass of `all_reduce`."""
+
+    make_call: MakeCall
+    op: ReduceOp
+
+    @property
+    def needs_values(self) -> bool:
+        return self.op not in (ReduceOp.SUM, ReduceOp.MEAN)
+
+    def __call__(
+        self, values: list[np.ndarray], results: list[np.ndarray], gradients: list[np.ndarray]
+    ) -> list[np.ndarray]:
+        with self.make_call("gradient of all_reduce") as call:
+            return pull_back_all_reduce(call, self.op, values, results, gradients)
+
+
+@dataclass(frozen=True)
+class _AllGatherPullBack:
+    """The backward pass of `all_gather`."""
+
+    make_call: MakeCall
+    axis: int
+    needs_values = False
+
+    def __call__(
+        self, values: list[np.ndarray], results: list[np.ndarray], gradients: list[np.ndarray]
+    ) -> list[np.ndarray]:
+        with self.make_call("gradient of all_gather") as call:
+            return pull_back_all_gather(call, values, self.axis, gradients)
+
+
+def all_reduce_tensors(call: CollectiveCall, make_call: MakeCall, op: ReduceOp, nest: Any) -> Any:
+    """Do `all_reduce_nest` on a nest with tensors. **Collective**, and so is the backward pass.
+
+    Parameters
+    ----------
+    call : CollectiveCall
+        Of the forward pass.
+    make_call : callable
+        Returns the call of the backward pass, of a given kind.
+    op : ReduceOp
+    nest : nest
+    """
+    pull_back = _AllReducePullBack(make_call, op)
+    return _apply(nest, lambda arrays: all_reduce_nest(call, op, arrays), pull_back)
+
+
+def all_gather_tensors(call: CollectiveCall, make_call: MakeCall, nest: Any, axis: int) -> Any:
+    """Do `all_gather_nest` on a nest with tensors. **Collective**, and so is the backward pass."""
+    pull_back = _AllGatherPullBack(make_call, axis)
+    return _apply(nest, lambda arrays: all_gather_nest(call, arrays, axis), pull_back)
+
+
+def _apply(nest: Any, move: Callable[[Any], Any], pull_back: PullBack) -> Any:
+    """Apply `move` to the whole nest at once, with tensors as one node of the graph."""
+    leaves, structure = nests.flatten(nest)
+    positions = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
+    results: list[Any] = []
+
+    def move_all(arrays: list[np.ndarray]) -> list[np.ndarray]:
+        given = list(leaves)
+        for i, array in zip(positions, arrays, strict=True):
+            given[i] = array
+        results[:] = nests.flatten(move(nests.unflatten(structure, given)))[0]
+        return [results[i] for i in positions]
+
+    tensors = apply_differentiable(move_all, pull_back, [leaves[i] for i in positions])
+    for i, tensor in zip(positions, tensors, strict=True):
+        results[i] = tensor
+    return nests.unflatten(structure, results)

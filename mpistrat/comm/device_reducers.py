@@ -1,0 +1,274 @@
+"""Device reducers: through host memory, or by CUDA-aware MPI."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpistrat.arrays import (
+    Array,
+    Device,
+    copy_on,
+    current_stream,
+    is_on_host,
+    new_stream,
+    on_device,
+    on_device_of,
+    pinned_empty,
+    record,
+)
+from mpistrat.comm.nccl import Link
+from mpistrat.comm.packing import Message
+from mpistrat.comm.pool import Pool
+from mpistrat.comm.reducers import WholeReducer
+from mpistrat.comm.transport import Reducer, Transport
+from mpistrat.options import ReduceOp
+from mpistrat.sharding import cut
+
+__all__ = [
+    "Copier",
+    "DeviceCopier",
+    "DeviceWays",
+    "DirectReducer",
+    "StagedReducer",
+    "part_bytes",
+    "plan_parts",
+    "solo_ways",
+]
+
+_NUM_BUFFERS = 3
+_MAX_PART_BYTES = 4 * 2**20
+_MIN_PART_BYTES = 2**18
+"""Below, it costs more to begin a copy than to do it."""
+
+
+class _Event(Protocol):
+    """The end of a copy."""
+
+    def synchronize(self) -> object:
+        """Wait for it. Local."""
+
+
+class Copier(Protocol):
+    """Copies between the host and a device, beside what the program does there. Local."""
+
+    def buffer(self, size: int, dtype: np.dtype) -> np.ndarray:
+        """Return a 1-d host array with anything in it, from which copies are fast."""
+
+    def begin(self) -> None:
+        """Have each `fetch` that follows wait for what the program has queued on the device.
+
+        What is `put` after it has waited for one, so it needs no more.
+        """
+
+    def fetch(self, target: np.ndarray, source: Array, after: _Event | None = None) -> _Event:
+        """Begin to copy `source`, on the device, to the host; not before `after`, a `put`."""
+
+    def put(self, target: Array, source: np.ndarray) -> _Event:
+        """Begin to copy `source`, part of a `buffer`, to `target` on the device."""
+
+    def end(self) -> None:
+        """Have what the program queues from now on wait for all that was `put`."""
+
+
+def part_bytes(num_bytes: int) -> int:
+    """Return the size of the parts in which a message of `num_bytes` is reduced. Local."""
+    return min(max(num_bytes // 4, _MIN_PART_BYTES), _MAX_PART_BYTES)
+
+
+def plan_parts(num_elements: int, itemsize: int) -> list[slice]:
+    """Divide a message into parts that go through the buffers one behind the other. Local."""
+    return cut(num_elements, part_bytes(num_elements * itemsize) // itemsize)
+
+
+class StagedReducer:
+    """Copies messages to the host in parts, has `reducer` reduce them there, and copies them back.
+
+    Parameters
+    ----------
+    copier : Copier
+    reducer : Reducer
+        For messages in host memory.
+    """
+
+    def __init__(self, copier: Copier, reducer: Reducer) -> None:
+        self._copier = copier
+        self._reducer = reducer
+        self._pool = Pool()
+
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        """Reduce the array of `message`. **Collective**."""
+        self._in_parts(message, lambda part: self._reducer.all_reduce(op, part))
+
+    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
+        """Reduce the array of `message` to `root`. **Collective**."""
+        self._in_parts(message, lambda part: self._reducer.reduce(op, part, root))
+
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
+        """Copy the array of `message` to the host, and begin to reduce it. **Collective**."""
+        source, target = message.sources[0].reshape(-1), message.targets[0].reshape(-1)
+        if not source.size:
+            return bool
+        copier = self._copier
+        copier.begin()
+        host = copier.buffer(source.size, source.dtype)
+        copier.fetch(host, source).synchronize()
+        wait = self._reducer.start_all_reduce(op, Message([host], [host], self._pool))
+
+        def end() -> None:
+            wait()
+            copier.put(target, host)
+            copier.end()
+
+        return end
+
+    def _in_parts(self, message: Message, reduce_part: Callable[[Message], None]) -> None:
+        source, target = message.sources[0].reshape(-1), message.targets[0].reshape(-1)
+        parts = plan_parts(source.size, source.itemsize)
+        copier = self._copier
+        copier.begin()
+        lengths = [part.stop - part.start for part in parts[:_NUM_BUFFERS]]
+        buffers = [copier.buffer(length, source.dtype) for length in lengths]
+        puts: list[_Event] = []
+
+        def fetch(number: int) -> tuple[np.ndarray, _Event]:
+            part, round_ = parts[number], len(buffers)
+            host = buffers[number % round_][: part.stop - part.start]
+            after = puts[number - round_] if number >= round_ else None
+            return host, copier.fetch(host, source[part], after)
+
+        ahead = len(buffers) - 1
+        coming = deque(fetch(number) for number in range(ahead))
+        for number, part in enumerate(parts):
+            if number + ahead < len(parts):
+                coming.append(fetch(number + ahead))
+            host, arrival = coming.popleft()
+            arrival.synchronize()
+            reduce_part(Message([host], [host], self._pool))
+            puts.append(copier.put(target[part], host))
+        copier.end()
+
+
+class DirectReducer:
+    """Gives the transport the device memory itself, in blocking collectives.
+
+    Non-blocking ones take no device memory in Open MPI, so `staged` does those.
+
+    Parameters
+    ----------
+    transport : Transport
+    staged : Reducer
+    """
+
+    def __init__(self, transport: Transport, staged: Reducer) -> None:
+        self._whole = WholeReducer(transport)
+        self._staged = staged
+
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        """Reduce the array of `message`. **Collective**."""
+        with on_device_of(message.targets[0]):
+            self._whole.all_reduce(op, message)
+
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
+        """Begin to reduce the array of `message`, on the host. **Collective**."""
+        return self._staged.start_all_reduce(op, message)
+
+    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
+        """Reduce the array of `message` to `root`. **Collective**."""
+        with on_device_of(message.targets[0]):
+            self._whole.reduce(op, message, root)
+
+
+class DeviceCopier:
+    """The `mpistrat.comm.device_reducers.Copier` of a GPU.
+
+    Parameters
+    ----------
+    device : Device
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        with on_device(device):
+            self._fetching, self._putting = new_stream(), new_stream()
+        self._leaving: list[tuple[Any, np.ndarray]] = []
+
+    def buffer(self, size: int, dtype: np.dtype) -> np.ndarray:
+        """Return a 1-d array in page-locked memory. Local."""
+        with on_device(self._device):
+            return pinned_empty(size, dtype)
+
+    def begin(self) -> None:
+        """Have every `fetch` that follows wait for the current stream. Local."""
+        with on_device(self._device):
+            self._fetching.wait_event(record(current_stream()))
+
+    def fetch(self, target: np.ndarray, source: Array, after: Any = None) -> Any:
+        """Begin to copy `source` to the host. Local."""
+        with on_device(self._device):
+            if after is not None:
+                self._fetching.wait_event(after)
+            copy_on(self._fetching, target, source)
+            return record(self._fetching)
+
+    def put(self, target: Array, source: np.ndarray) -> Any:
+        """Begin to copy `source` to the device. Local."""
+        with on_device(self._device):
+            copy_on(self._putting, target, source)
+            done = record(self._putting)
+        # The pool of page-locked memory knows no events: what is still read may not go back to it.
+        self._leaving = [each for each in self._leaving if not each[0].done]
+        self._leaving.append((done, source))
+        return done
+
+    def end(self) -> None:
+        """Have the current stream wait for every `put`. Local."""
+        with on_device(self._device):
+            current_stream().wait_event(record(self._putting))
+
+
+@dataclass(frozen=True)
+class DeviceWays:
+    """What a strategy may do with device memory. The same on all ranks, the objects aside."""
+
+    device: Device
+    """Where the replica of this rank computes."""
+    copier: Copier | None = None
+    """For copies to the host and back; ``None`` where not every rank computes on a device. Device
+    arrays are then host arrays, copied whole."""
+    why_not_mpi: str = ""
+    """Why MPI may not be given the arrays themselves; empty where it may."""
+    why_not_nccl: str = "the replica computes on the host"
+    """Why NCCL cannot be used; empty where it can."""
+    link: Link | None = None
+    """What NCCL is reached by, where it can be used."""
+
+    @property
+    def some_have_devices(self) -> bool:
+        """Whether any rank computes on a device, the same on all ranks."""
+        return self.copier is not None or bool(self.why_not_mpi)
+
+    def places(self, arrays: Sequence[Array]) -> tuple[bool, ...]:
+        """Return which of `arrays` are in device memory, and travel as such; ``()``: none. Local.
+
+        That is agreed over ranks: the ways between devices are others than between hosts.
+        """
+        if self.copier is None:
+            return ()
+        places = tuple([self.is_on_device(array) for array in arrays])
+        return places if any(places) else ()
+
+    def is_on_device(self, array: Array) -> bool:
+        """Return whether `array` lies in the memory of this rank's device. Local."""
+        return not is_on_host(array) and bool(array.device.id == self.device.index)
+
+
+def solo_ways(device: Device) -> DeviceWays:
+    """Return the ways of a world of one rank without MPI, in which nothing moves. Local."""
+    if device.kind != "gpu":
+        return DeviceWays(device)
+    return DeviceWays(device, DeviceCopier(device), why_not_nccl="there is one rank without MPI")

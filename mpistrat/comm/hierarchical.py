@@ -1,0 +1,181 @@
+"""Hierarchical reduction: within nodes, then over them; its threshold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from mpistrat.arrays import address_of
+from mpistrat.comm.packing import Message
+from mpistrat.comm.pool import Pool
+from mpistrat.comm.reducers import divide, operator
+from mpistrat.comm.shared_memory import HALF_BYTES, NodeMemory, open_node_memory
+from mpistrat.comm.shared_reducer import SharedMemoryReducer, compiled_function
+from mpistrat.comm.transport import NodeReducer, Occupancy, Reducer
+from mpistrat.options import ReduceOp
+from mpistrat.settings import settings_at_the_end
+
+__all__ = ["NodewiseReducer", "share_memory"]
+
+
+class NodewiseReducer:
+    """Reduces messages over several nodes.
+
+    Parameters
+    ----------
+    memory : NodeMemory
+        That of this node.
+    comm : mpi4py.MPI.Intracomm
+        All ranks. **Collective** over them.
+    num_slices : int
+        The number of ranks on the smallest node.
+    otherwise : Reducer
+        For reductions that go on beside the program.
+    occupancy : Occupancy
+        Entered while this rank waits for the others.
+    """
+
+    min_bytes = 0
+
+    def __init__(
+        self,
+        memory: NodeMemory,
+        comm: MPI.Intracomm,
+        num_slices: int,
+        otherwise: Reducer,
+        occupancy: Occupancy,
+    ) -> None:
+        self._otherwise = otherwise
+        self._occupancy = occupancy
+        self._memory = memory
+        self._num_slices = num_slices
+        self._size = comm.size
+        colour = memory.rank if memory.rank < num_slices else MPI.UNDEFINED
+        self._peers = comm.Split(colour, comm.rank)
+
+    def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
+        """Return whether the compiled code reduces `dtype` by `op`. Local."""
+        return compiled_function(op, dtype) is not None
+
+    def board(self, message: Message) -> None:
+        """Do nothing: the agreement goes over MPI, and is no wait for this memory. Local."""
+
+    def unboard(self) -> None:
+        """Do nothing: nothing is boarded. Local."""
+
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        """Reduce each array of `message`. **Collective**."""
+        source, target, split = message.whole()
+        step = HALF_BYTES
+        start, goal = address_of(source), address_of(target)
+        with self._occupancy:
+            for done in range(0, source.nbytes, step):
+                num_bytes = min(step, source.nbytes - done)
+                self._reduce_block(op, source.dtype, start + done, goal + done, num_bytes)
+        split()
+
+    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
+        """Reduce each array of `message`, on every rank: that costs no more. **Collective**."""
+        self.all_reduce(op, message)
+
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
+        """Leave `message` to MPI: no thread may send beside the program. **Collective**."""
+        return self._otherwise.start_all_reduce(op, message)
+
+    def drain(self) -> None:
+        """Do nothing: nothing is under way. Local."""
+
+    def _reduce_block(
+        self, op: ReduceOp, dtype: np.dtype, source: int, target: int, num_bytes: int
+    ) -> None:
+        memory, library = self._memory, self._memory.library
+        function = compiled_function(op, dtype)
+        assert function is not None
+        lane, slices = memory.reductions.pointer, self._num_slices
+        place = library.reduce_slice(lane, function[0], slices, source, num_bytes)
+        own = memory.view(*place).view(dtype)
+        if self._peers != MPI.COMM_NULL and own.size:
+            self._peers.Allreduce(MPI.IN_PLACE, own, operator(op, own))
+            if op is ReduceOp.MEAN:
+                divide(own, self._size)
+        library.collect_slices(lane, slices, target, num_bytes)
+
+
+_TRIED_BYTES = (2**18, 2**14, 2**6)
+_REPETITIONS = 10
+_ADVANTAGE = 1.2
+"""How much slower shared memory must have been to be left: times differ by chance."""
+
+_Way = Callable[[ReduceOp, Message], None]
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """Memory that ranks share, and what reduces in it."""
+
+    memory: NodeMemory
+    reducer: NodeReducer
+    holds_all: bool
+    """Whether all ranks are on one node."""
+
+
+def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) -> _Sharing | None:
+    """Return memory that the ranks of each node share, ``None`` if no rank has company.
+
+    **Collective** over `comm`. Takes a few milliseconds, to measure from which size on it is faster
+    than `otherwise`.
+    """
+    if comm.size == 1:
+        return None
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    sizes = comm.allgather(node.size)
+    memory = open_node_memory(node) if max(sizes) > 1 else None
+    node.Free()
+    is_shared = comm.allreduce(memory is not None, MPI.LAND)
+    if not is_shared or memory is None:
+        return None
+    reducer: NodeReducer
+    holds_all = min(sizes) == comm.size
+    if holds_all:
+        reducer = SharedMemoryReducer(memory, occupancy)
+    else:
+        reducer = NodewiseReducer(memory, comm, min(sizes), otherwise, occupancy)
+    reducer.min_bytes = _min_bytes(comm, reducer.all_reduce, otherwise.all_reduce)
+    return _Sharing(memory, reducer, holds_all)
+
+
+def _min_bytes(comm: MPI.Intracomm, shared: _Way, otherwise: _Way) -> int:
+    """Return from which size on shared memory is used, the same on every rank."""
+    asked = settings_at_the_end().shared_min_bytes
+    given: int = comm.allreduce(-1 if asked is None else asked, MPI.MAX)
+    return _measure(comm, shared, otherwise) if given < 0 else given
+
+
+def _measure(comm: MPI.Intracomm, shared: _Way, otherwise: _Way) -> int:
+    """Return the smallest size tried from which on shared memory was faster, for all ranks."""
+    pool = Pool()
+    min_bytes = 2 * max(_TRIED_BYTES)
+    for num_bytes in _TRIED_BYTES:
+        source = np.zeros(num_bytes // 4, np.float32)
+        message = Message([source], [np.zeros_like(source)], pool)
+        times_s = np.array([_shortest_s(comm, way, message) for way in (shared, otherwise)])
+        comm.Allreduce(MPI.IN_PLACE, times_s, MPI.SUM)
+        if times_s[0] > _ADVANTAGE * times_s[1]:
+            break
+        min_bytes = num_bytes
+    return 0 if min_bytes == min(_TRIED_BYTES) else min_bytes
+
+
+def _shortest_s(comm: MPI.Intracomm, way: _Way, message: Message) -> float:
+    way(ReduceOp.SUM, message)
+    times_s = []
+    for _ in range(_REPETITIONS):
+        comm.Barrier()
+        began = time.perf_counter()
+        way(ReduceOp.SUM, message)
+        times_s.append(time.perf_counter() - began)
+    return min(times_s)

@@ -1,0 +1,288 @@
+"""MPI transport: blocking collectives, and rounds of agreement."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpistrat.arrays import synchronize
+from mpistrat.comm.hierarchical import share_memory
+from mpistrat.comm.pool import Pool
+from mpistrat.comm.reducers import WholeReducer, in_parts, operator, plan_windows
+from mpistrat.comm.shared_memory import ROUND_BYTES, NodeMemory
+from mpistrat.comm.shared_reducer import compiled_function
+from mpistrat.comm.transport import Carrier, NodeReducer, Occupancy, Round, SoloRound
+from mpistrat.options import ReduceOp
+
+__all__ = ["MpiTransport", "NonblockingRound", "PersistentRound", "SharedRound"]
+
+_MASK = 2**64 - 1
+_WORDS = struct.Struct("=4Q")
+
+_POLLS = 200
+"""About 100 us, before a waiting rank looks at limits and losses too."""
+
+_TURNS = 4096
+"""The same, counted in looks at shared memory."""
+
+_ROOM_OF_ALL = 2**15
+"""Every rank reads the numbers of all: more of them are reduced faster slice by slice."""
+
+
+class _MpiRound:
+    """What is common to rounds that MPI makes progress in when it is polled."""
+
+    start: Callable[[], object]
+    done: Callable[[], bool]
+
+    def __init__(self, num_words: int) -> None:
+        self.send = np.zeros(num_words, np.uint64)
+        self.receive = np.zeros(num_words, np.uint64)
+        self._outgoing, self._incoming = self.send.data.cast("B"), self.receive.data.cast("B")
+
+    def meet(self, first: int, second: int) -> int:
+        """Bring two numbers, and return what is known after a moment. Local."""
+        _WORDS.pack_into(self._outgoing, 0, first, _MASK - first, second, _MASK - second)
+        self.start()
+        done = self.done
+        for _ in range(_POLLS):
+            if done():
+                return 2 if self._incoming == self._outgoing else 1
+            os.sched_yield()
+        return 0
+
+
+class PersistentRound(_MpiRound):
+    """A round over a persistent collective (MPI 4.1, section 6.13), set up once.
+
+    Its messages are short enough for libraries to send them without waiting for their arrival. With
+    longer ones, MPICH over TCP ends a rank that has sent to another one that was killed, before
+    anything can be said of that one.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, num_words: int) -> None:
+        super().__init__(num_words)
+        request = comm.Allreduce_init(self.send, self.receive, MPI.MAX)
+        self.start = request.Start
+        self.done = request.Test
+
+
+class NonblockingRound(_MpiRound):
+    """The same for libraries older than MPI 4.0."""
+
+    def __init__(self, comm: MPI.Intracomm, num_words: int) -> None:
+        super().__init__(num_words)
+        request = MPI.REQUEST_NULL
+
+        def start() -> None:
+            nonlocal request
+            request = comm.Iallreduce(self.send, self.receive, MPI.MAX)
+
+        self.start = start
+        self.done = lambda: request.Test()
+
+
+class SharedRound:
+    """A round in memory that all ranks share, with room for a few numbers.
+
+    Parameters
+    ----------
+    node : NodeMemory
+
+    Attributes
+    ----------
+    room : int
+        How many bytes may travel with it.
+    """
+
+    NUM_WORDS = 4
+
+    def __init__(self, node: NodeMemory) -> None:
+        self.send = np.zeros(self.NUM_WORDS, np.uint64)
+        self.receive = np.zeros(self.NUM_WORDS, np.uint64)
+        self._lane = node.rounds
+        lane, send, receive = node.rounds.pointer, self.send.ctypes.data, self.receive.ctypes.data
+        library = node.library
+        self.start = functools.partial(library.round_start, lane, send)
+        self.done = functools.partial(library.round_done, lane, receive, 1)
+        self.meet = functools.partial(library.round_meet, lane, send, receive, _TURNS)
+        self.room = min(ROUND_BYTES, _ROOM_OF_ALL // node.size)
+        self._size = node.size
+        self.board = functools.partial(library.round_board, lane)
+        self._collect = functools.partial(library.round_collect, lane)
+
+    def collect(self, op: ReduceOp, target: np.ndarray) -> None:
+        """Write the reduction of what travelled with the last round to `target`. Local."""
+        function = compiled_function(op, target.dtype)
+        assert function is not None
+        divisor = self._size if op is ReduceOp.MEAN else 1
+        self._collect(function[0], divisor, function[1], target)
+
+
+class MpiTransport:
+    """The ranks of an MPI communicator.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        Used for our own messages alone: the caller passes a private duplicate.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self._under_way: list[tuple[list[MPI.Request], np.ndarray, np.ndarray]] = []
+        self.rank = comm.rank
+        self.size = comm.size
+        self.node: NodeReducer | None = None
+        self.carrier: Carrier | None = None
+        self.occupancy = Occupancy()
+        self._sharing = share_memory(comm, WholeReducer(self), self.occupancy)
+        arena = None
+        if self._sharing is not None:
+            self.node = self._sharing.reducer
+            arena = self._sharing.memory.arena if self._sharing.holds_all else None
+        self.pool = Pool(arena)
+
+    def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
+        """Reduce `source` into `target`. **Collective**."""
+        synchronize(source)
+        with self.occupancy:
+            for part, goal in _pairs(source, target):
+                self.comm.Allreduce(part, goal, operator(op, goal))
+
+    def start_all_reduce(
+        self, op: ReduceOp, source: np.ndarray, target: np.ndarray
+    ) -> Callable[[], object]:
+        """Begin to reduce `source` into `target`; the function returned waits for the end."""
+        # MPI writes to the target until the end, also where the user has dropped the handle.
+        self._under_way = [each for each in self._under_way if not MPI.Request.Testall(each[0])]
+        pairs = _pairs(source, target)
+        requests = [self.comm.Iallreduce(part, goal, operator(op, goal)) for part, goal in pairs]
+        self._under_way.append((requests, source, target))
+        return functools.partial(self._wait, requests)
+
+    def _wait(self, requests: list[MPI.Request]) -> None:
+        with self.occupancy:
+            MPI.Request.Waitall(requests)
+
+    def drain(self) -> None:
+        """Wait for every reduction that is under way. **Collective**."""
+        for requests, *_ in self._under_way:
+            self._wait(requests)
+        self._under_way.clear()
+        if self.node is not None:
+            self.node.drain()
+
+    def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
+        """Reduce `buffer` in place on `root`. **Collective**."""
+        synchronize(buffer)
+        with self.occupancy:
+            for part in in_parts(buffer):
+                if self.rank == root:
+                    self.comm.Reduce(MPI.IN_PLACE, part, operator(op, part), root)
+                else:
+                    self.comm.Reduce(part, None, operator(op, part), root)
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        """Overwrite `buffer` with that of `root`. **Collective**."""
+        with self.occupancy:
+            for part in in_parts(buffer):
+                self.comm.Bcast([_as_bytes(part), MPI.BYTE], root)
+
+    def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
+        """Overwrite each of `buffers` with that of its root. **Collective**."""
+        requests = [
+            self.comm.Ibcast([_as_bytes(part), MPI.BYTE], root)
+            for buffer, root in zip(buffers, roots, strict=True)
+            for part in in_parts(buffer)
+        ]
+        self._wait(requests)
+
+    def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Return the parts of all ranks, one behind the other. **Collective**."""
+        gathered = np.empty(sum(counts), part.dtype)
+        with self.occupancy:
+            self._collect(self.comm.Allgatherv, part, counts, gathered)
+        return gathered
+
+    def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
+        """Return the parts of all ranks on `root`, one behind the other. **Collective**."""
+        gathered = np.empty(sum(counts), part.dtype) if self.rank == root else None
+        with self.occupancy:
+            self._collect(functools.partial(self.comm.Gatherv, root=root), part, counts, gathered)
+        return gathered
+
+    def _collect(
+        self,
+        move: Callable[[Any, Any], object],
+        part: np.ndarray,
+        counts: Sequence[int],
+        gathered: np.ndarray | None,
+    ) -> None:
+        """Fill `gathered` with the parts of all ranks, by as many calls of `move` as it takes."""
+        windows = plan_windows(counts, part.itemsize)
+        for start, lengths in windows:
+            send = [_as_bytes(part[start : start + lengths[self.rank]]), MPI.BYTE]
+            if gathered is None:
+                move(send, None)
+            elif len(windows) == 1:
+                move(send, _as_parts(gathered, lengths))
+            else:
+                received = np.empty(sum(lengths), part.dtype)
+                move(send, _as_parts(received, lengths))
+                pieces = _split(received, lengths)
+                for place, piece in zip(_split(gathered, counts), pieces, strict=True):
+                    place[start : start + piece.size] = piece
+
+    def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Send each rank its part of `buffer`, and return what comes. **Collective**."""
+        received = np.empty(self.size * counts[self.rank], buffer.dtype)
+        own_counts = [counts[self.rank]] * self.size
+        with self.occupancy:
+            self.comm.Alltoallv(_as_parts(buffer, counts), _as_parts(received, own_counts))
+        return received
+
+    def round(self, num_words: int) -> Round:
+        """Return a new round. **Collective**, without waiting."""
+        if self.size == 1:
+            return SoloRound(num_words)
+        if self._sharing is not None and self._sharing.holds_all:
+            self.carrier = SharedRound(self._sharing.memory)
+            return self.carrier
+        try:
+            return PersistentRound(self.comm, num_words)
+        except NotImplementedError:
+            return NonblockingRound(self.comm, num_words)
+
+    def abort(self, exit_code: int) -> None:
+        """End every process of the job. Local."""
+        self.comm.Abort(exit_code)
+
+
+def _pairs(source: np.ndarray, target: np.ndarray) -> list[tuple[Any, np.ndarray]]:
+    """Return what MPI takes to reduce `source` into `target`, in parts."""
+    parts = in_parts(target)
+    if source is target:
+        return [(MPI.IN_PLACE, part) for part in parts]
+    return list(zip(in_parts(source), parts, strict=True))
+
+
+def _as_bytes(buffer: np.ndarray) -> np.ndarray:
+    return buffer.reshape(-1).view(np.uint8)
+
+
+def _as_parts(buffer: np.ndarray, counts: Sequence[int]) -> list[object]:
+    """Return `buffer` as mpi4py takes it for parts of `counts` elements."""
+    num_bytes = [count * buffer.itemsize for count in counts]
+    return [_as_bytes(buffer), num_bytes, [0, *itertools.accumulate(num_bytes)][:-1], MPI.BYTE]
+
+
+def _split(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    return np.split(buffer, np.cumsum(counts)[:-1])

@@ -1,0 +1,307 @@
+"""Reducers over MPI: Allreduce, and reduce-scatter with a fixed tree."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpistrat.arrays import Array, is_on_host
+from mpistrat.comm.packing import Message
+from mpistrat.comm.transport import Transport
+from mpistrat.comm.wire import accumulator_dtype, cast
+from mpistrat.options import ReduceOp
+from mpistrat.sharding import cut, slice_of_rank
+
+__all__ = [
+    "MOVES_AS",
+    "SlicedReducer",
+    "WholeReducer",
+    "combine",
+    "divide",
+    "in_parts",
+    "operator",
+    "pieces",
+    "plan_blocks",
+    "plan_windows",
+    "slice_lengths",
+]
+
+_OPERATORS = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.MEAN: MPI.SUM,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.PROD: MPI.PROD,
+}
+
+
+def operator(op: ReduceOp, array: Array) -> MPI.Op:
+    """Return what MPI reduces the numbers of `array` with, for MEAN the sum. Local.
+
+    Sums of 8- and 16-bit integers on the host wrap, as in NumPy and in shared memory. MPI says
+    nothing of overflow, and Open MPI saturates as many of them as fill its vector registers.
+    """
+    dtype = array.dtype
+    if op is ReduceOp.SUM and dtype.itemsize < 4 and dtype.kind in "iu" and is_on_host(array):
+        return _wrapping_sum(dtype.itemsize)
+    return _OPERATORS[op]
+
+
+@functools.lru_cache
+def _wrapping_sum(itemsize: int) -> MPI.Op:
+    def add(source: Any, target: Any, datatype: MPI.Datatype) -> None:
+        total = np.frombuffer(target, dtype)
+        total += np.frombuffer(source, dtype)
+
+    dtype = np.dtype(f"u{itemsize}")  # unsigned sums have the bits of signed ones
+    return MPI.Op.Create(add, commute=True)
+
+
+_PART_BYTES = 2**28
+
+
+def in_parts(buffer: np.ndarray) -> list[np.ndarray]:
+    """Return views of `buffer`, in C order, one behind the other. Local.
+
+    Arrays of equal dtype and size have equal parts.
+    """
+    if buffer.nbytes <= _PART_BYTES:
+        return [buffer]
+    return pieces(buffer, _PART_BYTES)
+
+
+def pieces(array: Array, bytes_per_piece: int) -> list[Array]:
+    """Return 1-d views that cover a C-ordered `array`, each with at least one element. Local."""
+    flat = array.reshape(-1)
+    return [flat[each] for each in cut(flat.size, max(1, bytes_per_piece // flat.itemsize))]
+
+
+def plan_windows(counts: Sequence[int], itemsize: int) -> list[tuple[int, list[int]]]:
+    """Return what each rank brings to the messages of a gather. Local, the same on every rank.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Elements on each rank.
+    itemsize : int
+        Bytes per element.
+
+    Returns
+    -------
+    list of (int, list of int)
+        For each message, where each rank's part of it begins among what it has, and how many
+        elements it is.
+    """
+    if sum(counts) * itemsize <= _PART_BYTES:
+        return [(0, list(counts))]
+    length = max(_PART_BYTES // itemsize // len(counts), 1)
+    return [
+        (start, [min(max(count - start, 0), length) for count in counts])
+        for start in range(0, max(counts), length)
+    ]
+
+
+_UFUNCS = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.PROD: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+
+
+def combine(op: ReduceOp, pieces: np.ndarray) -> np.ndarray:
+    """Return the reduction of the rows of `pieces`, element by element. Local.
+
+    Neighbours in rank order combine first, ``(0, 1), (2, 3), ...``, then neighbouring pairs,
+    and so on; a row without a neighbour waits. So the bits of an element depend on the number
+    of rows and the element's values alone. Overflow gives inf, without a warning, as in MPI.
+
+    Parameters
+    ----------
+    op : ReduceOp
+        MEAN divides by the number of rows.
+    pieces : numpy.ndarray
+        Shape ``(size, n)``, the part of rank r in row r. Overwritten.
+
+    Returns
+    -------
+    numpy.ndarray
+        Shape ``(n,)``, in the dtype and memory of `pieces`.
+    """
+    size, step = len(pieces), 1
+    with np.errstate(all="ignore"):
+        while step < size:
+            low, high = pieces[: size - step : 2 * step], pieces[step :: 2 * step]
+            if op is ReduceOp.PROD and pieces.dtype.kind == "c":
+                _multiply_complex(low, high)
+            else:
+                _UFUNCS[op](low, high, out=low)
+            step *= 2
+    result: np.ndarray = pieces[0]
+    if op is ReduceOp.MEAN:
+        divide(result, size)
+    _unify_nan(result)
+    return result
+
+
+def _multiply_complex(target: np.ndarray, other: np.ndarray) -> None:
+    # NumPy's own product rounds once or twice (FMA), depending on an element's place in memory.
+    real = target.real * other.real - target.imag * other.imag
+    target.imag = target.real * other.imag + target.imag * other.real
+    target.real = real
+
+
+def divide(buffer: np.ndarray, size: int) -> None:
+    """Divide `buffer` by the number of ranks, in place; complex numbers part by part. Local."""
+    with np.errstate(all="ignore"):
+        for part in (buffer.real, buffer.imag) if buffer.dtype.kind == "c" else (buffer,):
+            np.true_divide(part, size, out=part)
+
+
+def _unify_nan(result: np.ndarray) -> None:
+    # Which of two NaN a sum passes on may depend on an element's place in the vector registers.
+    if result.dtype.kind == "c":
+        _unify_nan(result.real)
+        _unify_nan(result.imag)
+    elif result.dtype.kind == "f":
+        np.copyto(result, np.nan, where=np.isnan(result))
+
+
+MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}
+"""What the numbers are reduced by on their way."""
+
+
+class WholeReducer:
+    """Leaves the order of the operands to the MPI library.
+
+    It may depend on the size of the message and on where the ranks run.
+
+    Parameters
+    ----------
+    transport : Transport
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        """Reduce each array of `message`. **Collective**."""
+        source, target, split = message.whole()
+        self._transport.all_reduce(MOVES_AS[op], source, target)
+        self._finish(op, target)
+        split()
+
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
+        """Begin to reduce each array of `message`. **Collective**, without waiting."""
+        source, target, split = message.whole()
+        wait = self._transport.start_all_reduce(MOVES_AS[op], source, target)
+
+        def end() -> None:
+            wait()
+            self._finish(op, target)
+            split()
+
+        return end
+
+    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
+        """Reduce each array of `message` to `root`. **Collective**."""
+        joined, split = message.joined()
+        self._transport.reduce(MOVES_AS[op], joined, root)
+        if self._transport.rank == root:
+            self._finish(op, joined)
+            split()
+
+    def _finish(self, op: ReduceOp, array: np.ndarray) -> None:
+        if op is ReduceOp.MEAN:
+            divide(array, self._transport.size)
+
+
+_BYTES_PER_BLOCK = 4 * 2**20
+"""Bounds the memory that a reduction needs besides its buffer."""
+
+_BYTES_PER_SLICE = 64 * 2**10
+"""With many ranks blocks grow, so that no message is smaller than it needs to be."""
+
+
+def plan_blocks(num_elements: int, itemsize: int, size: int) -> list[slice]:
+    """Divide a buffer into the blocks that are reduced one after the other. Local.
+
+    Parameters
+    ----------
+    num_elements : int
+        Length of the buffer.
+    itemsize : int
+        Bytes per element.
+    size : int
+        Number of ranks.
+
+    Returns
+    -------
+    list of slice
+        One behind the other, none of them empty.
+    """
+    return cut(num_elements, max(max(_BYTES_PER_BLOCK, size * _BYTES_PER_SLICE) // itemsize, 1))
+
+
+def slice_lengths(num_elements: int, size: int) -> list[int]:
+    """Return how many elements of a block each rank reduces, in rank order. Local."""
+    slices = (slice_of_rank(num_elements, size, rank) for rank in range(size))
+    return [each.stop - each.start for each in slices]
+
+
+class SlicedReducer:
+    """Combines the elements of all ranks in a fixed tree in rank order.
+
+    The bits of a result depend on the number of ranks and the values alone, because nothing but
+    the element itself enters into it. Messages of 16-bit floats travel as they are, both ways, and
+    are summed in float32. Large ones go in blocks, so that a few MiB of memory suffice.
+
+    Parameters
+    ----------
+    transport : Transport
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        """Reduce each array of `message`. **Collective**."""
+        joined, split = message.joined()
+        for block in self._blocks(joined):
+            lengths = slice_lengths(block.size, self._transport.size)
+            block[...] = self._transport.all_gather(self._own_slice(op, block, lengths), lengths)
+        split()
+
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
+        """Reduce each array of `message`, before this returns. **Collective**.
+
+        The all-gather cannot be left to the wait: ranks may wait for several reductions in
+        different orders, but must come to collectives in one.
+        """
+        self.all_reduce(op, message)
+        return bool
+
+    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
+        """Reduce each array of `message` to `root`. **Collective**."""
+        joined, split = message.joined()
+        for block in self._blocks(joined):
+            lengths = slice_lengths(block.size, self._transport.size)
+            gathered = self._transport.gather(self._own_slice(op, block, lengths), lengths, root)
+            if gathered is not None:
+                block[...] = gathered
+        split()
+
+    def _blocks(self, buffer: np.ndarray) -> list[np.ndarray]:
+        flat = buffer.reshape(-1)
+        return [flat[each] for each in plan_blocks(flat.size, flat.itemsize, self._transport.size)]
+
+    def _own_slice(self, op: ReduceOp, block: np.ndarray, lengths: list[int]) -> np.ndarray:
+        """Return the reduction of this rank's slice of `block`. **Collective**."""
+        pieces = self._transport.all_to_all(block, lengths).reshape(self._transport.size, -1)
+        wide = cast(pieces, accumulator_dtype(block.dtype))
+        return cast(combine(op, wide), block.dtype)

@@ -1,0 +1,164 @@
+"""Selection of a reducer, and the reason for it."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from mpistrat.comm.device_reducers import DeviceWays, DirectReducer, StagedReducer
+from mpistrat.comm.nccl import NcclReducer, nccl_knows
+from mpistrat.comm.pack_plan import Pack, Plan
+from mpistrat.comm.reducers import SlicedReducer, WholeReducer
+from mpistrat.comm.shared_reducer import compiled_function
+from mpistrat.comm.transport import Reducer, Transport
+from mpistrat.comm.wire import is_narrow
+from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+
+__all__ = [
+    "check_options",
+    "check_plan",
+    "choose_reducer",
+    "choose_way",
+    "is_shareable",
+    "spell_options",
+]
+
+_AUTO = CommunicationImplementation.AUTO
+_MPI = CommunicationImplementation.MPI
+_NCCL = CommunicationImplementation.NCCL
+_SHARED = CommunicationImplementation.SHARED
+_STAGED = CommunicationImplementation.STAGED
+
+_SHARING = (_AUTO, _SHARED, _NCCL)
+"""With these, host arrays go through shared memory. NCCL says nothing of them."""
+
+
+def check_options(options: CommunicationOptions, ways: DeviceWays) -> None:
+    """Refuse the options that a strategy with `ways` cannot honour. Local.
+
+    Raises
+    ------
+    ValueError
+        For NCCL, or MPI on device memory, where it cannot be used; with the reason.
+    """
+    if options.implementation is _NCCL and ways.why_not_nccl:
+        raise ValueError(
+            "CommunicationImplementation.NCCL reduces arrays on GPUs of which each rank has its "
+            f"own, but {ways.why_not_nccl}. Use AUTO."
+        )
+    if options.implementation is _MPI and ways.why_not_mpi:
+        raise ValueError(
+            "CommunicationImplementation.MPI gives device memory to the MPI library itself, but "
+            f"{ways.why_not_mpi}\nUse AUTO or STAGED."
+        )
+
+
+def check_plan(options: CommunicationOptions, plan: Plan) -> None:
+    """Refuse what the implementation that is asked for cannot reduce. Local.
+
+    Raises
+    ------
+    TypeError
+        For device arrays of a dtype that NCCL does not know.
+    """
+    if options.implementation is not _NCCL:
+        return
+    for pack in plan.packs:
+        if pack.on_device and not nccl_knows(plan.op, pack.wire):
+            raise TypeError(
+                f"NCCL cannot reduce arrays of dtype {pack.wire} by {plan.op.name}: it knows "
+                "integers of 8, 32 and 64 bits, floats, and SUM and MEAN of complex numbers. "
+                "Use CommunicationImplementation.AUTO."
+            )
+
+
+def choose_reducer(
+    transport: Transport,
+    options: CommunicationOptions,
+    op: ReduceOp,
+    dtype: np.dtype,
+    num_bytes: int,
+    ways: DeviceWays | None = None,
+) -> tuple[Reducer, str]:
+    """Return what reduces a message by `op`, and why. Local, and the same on every rank.
+
+    `ways` are those of the device in whose memory the message is, ``None`` for host memory.
+    """
+    if ways is None or ways.copier is None:
+        return _choose_on_host(transport, options, op, dtype, num_bytes)
+    way, why = _STAGED, "there is nothing to move"
+    if num_bytes:
+        way, why = choose_way(options, op, dtype, ways)
+    if way is _NCCL and ways.link is not None:
+        return NcclReducer(ways.link), why
+    # By the size of the whole message, so that the bits are those of a host array.
+    on_host, why_on_host = _choose_on_host(transport, options, op, dtype, num_bytes, staged=True)
+    staged = StagedReducer(ways.copier, on_host)
+    if way is _MPI:
+        return DirectReducer(transport, staged), why
+    return staged, f"{why}; {type(on_host).__name__} on the host: {why_on_host}"
+
+
+def choose_way(
+    options: CommunicationOptions, op: ReduceOp, dtype: np.dtype, ways: DeviceWays
+) -> tuple[CommunicationImplementation, str]:
+    """Return NCCL, MPI or STAGED for a message in device memory, and why. Local.
+
+    Options and dtype have passed `check_options` and `check_plan`.
+    """
+    asked = options.implementation
+    if asked is not _AUTO:
+        return (_STAGED if asked is _SHARED else asked), f"asked for: {asked.name}"
+    why_not_nccl = ways.why_not_nccl
+    if not why_not_nccl and not nccl_knows(op, dtype):
+        why_not_nccl = f"NCCL knows no {op.name} of {dtype}"
+    if not why_not_nccl:
+        return _NCCL, "each rank has a GPU of its own"
+    if not ways.why_not_mpi:
+        return _MPI, f"MPI is proved CUDA-aware, and {why_not_nccl}"
+    why_not_mpi = ways.why_not_mpi.splitlines()[0].rstrip(":")
+    return _STAGED, f"{why_not_mpi}, and {why_not_nccl}"
+
+
+def _choose_on_host(
+    transport: Transport,
+    options: CommunicationOptions,
+    op: ReduceOp,
+    dtype: np.dtype,
+    num_bytes: int,
+    staged: bool = False,
+) -> tuple[Reducer, str]:
+    if options.deterministic:
+        return SlicedReducer(transport), "deterministic: the order of the operands is ours"
+    if is_narrow(dtype):
+        return SlicedReducer(transport), f"MPI cannot add {dtype}"
+    asked, node = options.implementation, transport.node
+    if asked not in _SHARING and not staged:
+        return WholeReducer(transport), f"asked for: {asked.name}"
+    if node is None:
+        return WholeReducer(transport), "no ranks share memory"
+    if not node.knows(op, dtype):
+        return WholeReducer(transport), f"no compiled {op.name} of {dtype}"
+    if asked is not _SHARED and num_bytes < node.min_bytes:
+        return WholeReducer(transport), f"MPI was faster below {node.min_bytes} bytes"
+    return node, "ranks share memory"
+
+
+def is_shareable(options: CommunicationOptions, op: ReduceOp, pack: Pack) -> bool:
+    """Return whether shared memory may be used for `pack`, where there is some. Local."""
+    is_ours = options.deterministic or is_narrow(pack.wire)
+    is_known = compiled_function(op, pack.wire) is not None and not pack.on_device
+    return is_known and not is_ours and options.implementation in _SHARING
+
+
+@functools.lru_cache
+def spell_options(options: CommunicationOptions) -> str | tuple[()]:
+    """Return what the ranks must agree on before a reduction, empty for the defaults. Local."""
+    default = CommunicationOptions()
+    differing = [
+        f"{name}={getattr(options, name)}"
+        for name in ("bytes_per_pack", "implementation", "deterministic", "wire_dtype")
+        if getattr(options, name) != getattr(default, name)
+    ]
+    return f"with {', '.join(differing)}" if differing else ()

@@ -1,0 +1,134 @@
+"""Shared-memory reducer: the ranks of one node, in compiled code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from mpistrat.comm.packing import Message
+from mpistrat.comm.shared_memory import Lane, NodeMemory
+from mpistrat.comm.transport import Occupancy
+from mpistrat.options import ReduceOp
+from mpistrat.system.threads import Background
+
+__all__ = ["SharedMemoryReducer", "compiled_function"]
+
+# As native/lanes.c numbers them.
+_ARITHMETIC = ("f4", "f8", "u1", "u2", "u4", "u8")
+_ORDER = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
+_FUNCTIONS = {
+    name: number
+    for number, name in enumerate(
+        [(op, each) for op in (ReduceOp.SUM, ReduceOp.PROD) for each in _ARITHMETIC]
+        + [(op, each) for op in (ReduceOp.MIN, ReduceOp.MAX) for each in _ORDER]
+    )
+}
+
+
+@functools.lru_cache
+def compiled_function(op: ReduceOp, dtype: np.dtype) -> tuple[int, int] | None:
+    """Return the number of a function of ``native/lanes.c``, ``None`` where there is none. Local.
+
+    Also the bytes of the numbers that MEAN divides: complex ones are two.
+    """
+    kind, itemsize = dtype.kind, dtype.itemsize
+    if op is ReduceOp.MEAN:
+        op = ReduceOp.SUM
+        if kind not in "fc":
+            return None
+    if kind == "c" and op is ReduceOp.SUM:
+        kind, itemsize = "f", itemsize // 2  # the parts are added one by one
+    if kind == "i" and op in (ReduceOp.SUM, ReduceOp.PROD):
+        kind = "u"
+    number = _FUNCTIONS.get((op, f"{kind}{itemsize}"))
+    return None if number is None else (number, itemsize)
+
+
+_BLOCK_BYTES = 2**19
+_SMALL_BYTES = 2**15
+"""Up to here, over all ranks, a wait costs more than to reduce everything on every rank."""
+
+
+class SharedMemoryReducer:
+    """Reduces messages in `memory`. Every element is combined in rank order, by one rank for all.
+
+    Parameters
+    ----------
+    memory : NodeMemory
+    occupancy : Occupancy
+        Entered while this rank waits for the others.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        The bytes of a block, and up to which every rank reduces all of it. Equal on all ranks.
+    """
+
+    min_bytes = 0
+
+    def __init__(self, memory: NodeMemory, occupancy: Occupancy) -> None:
+        self._memory = memory
+        self._occupancy = occupancy
+        self.sizes = (_BLOCK_BYTES, _SMALL_BYTES // memory.size)
+        self._board = functools.partial(memory.library.reduce_board, memory.reductions.pointer)
+        self._background = Background("mpistrat-reductions")
+        self._boarded: Message | None = None
+
+    def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
+        """Return whether the compiled code reduces `dtype` by `op`. Local."""
+        return compiled_function(op, dtype) is not None
+
+    def board(self, message: Message) -> None:
+        """Copy in what others need of the first block of `message`. Local."""
+        self._board(*self.sizes, message.sources, message.targets)
+        self._boarded = message
+
+    def unboard(self) -> None:
+        """Take back what was boarded last. Local."""
+        if self._boarded is not None and self._boarded.num_bytes:
+            self._memory.library.reduce_unboard(self._memory.reductions.pointer)
+        self._boarded = None
+
+    def all_reduce(self, op: ReduceOp, message: Message) -> None:
+        """Reduce each array of `message`. **Collective**."""
+        is_boarded = self._boarded is message
+        self._boarded = None
+        with self._occupancy:
+            self._reduce(self._memory.reductions, op, message, is_boarded)
+
+    def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
+        """Reduce each array of `message`, on every rank: that costs no more. **Collective**."""
+        self.all_reduce(op, message)
+
+    def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
+        """Have a thread reduce each array of `message`; return what waits for it."""
+        end = self._background.submit(lambda: self._reduce(self._memory.background, op, message))
+
+        def wait() -> None:
+            with self._occupancy:
+                end()
+
+        return wait
+
+    def drain(self) -> None:
+        """Wait for what the thread does. Local."""
+        with self._occupancy:
+            self._background.drain()
+
+    def _reduce(self, lane: Lane, op: ReduceOp, message: Message, is_boarded: bool = False) -> None:
+        function = compiled_function(op, message.dtype)
+        assert function is not None
+        number, itemsize = function
+        divisor = self._memory.size if op is ReduceOp.MEAN else 1
+        self._memory.library.reduce(
+            lane.pointer,
+            number,
+            divisor,
+            itemsize,
+            *self.sizes,
+            is_boarded,
+            message.sources,
+            message.targets,
+        )

@@ -1,0 +1,243 @@
+"""Wire format: dtypes that travel, casts to them, ordered keys."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpistrat.arrays import Array, is_on_host
+from mpistrat.options import ReduceOp
+from mpistrat.sharding import cut
+
+__all__ = [
+    "accumulator_dtype",
+    "as_floats",
+    "as_ordered_integers",
+    "cast",
+    "cast_into",
+    "is_floating",
+    "is_narrow",
+    "is_reordered",
+    "result_dtype",
+    "wire_dtype",
+]
+
+_INTEGERS = "bhilqBHILQ"
+_FLOATS = "fdg"
+_COMPLEX = "FDG"
+_NARROW = ("float16", "bfloat16")
+
+
+@functools.lru_cache
+def wire_dtype(op: ReduceOp, dtype: np.dtype, asked: str | None = None) -> np.dtype:
+    """Return the dtype in which arrays of `dtype` travel to be reduced by `op`. Local.
+
+    float16 and bfloat16 travel as float32; integers under MEAN as float64; bool under MIN and
+    MAX as uint8.
+
+    Parameters
+    ----------
+    op : ReduceOp
+    dtype : numpy.dtype
+    asked : str, optional
+        `CommunicationOptions.wire_dtype`, for floats under SUM and MEAN. 16-bit floats then
+        travel as they are, whichever is asked for.
+
+    Raises
+    ------
+    TypeError
+        If `dtype` cannot be reduced by `op`.
+    """
+    if asked is not None and op in (ReduceOp.SUM, ReduceOp.MEAN):
+        if is_narrow(dtype):
+            return _native(dtype)
+        if dtype.char in _FLOATS:
+            return _named(asked)
+    if is_narrow(dtype):
+        return np.dtype(np.float32)
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        if dtype.char == "?":
+            return np.dtype(np.uint8)
+        if dtype.char in _INTEGERS + _FLOATS:
+            return _native(dtype)
+    else:
+        if dtype.char in _INTEGERS:
+            return np.dtype(np.float64) if op is ReduceOp.MEAN else _native(dtype)
+        if dtype.char in _FLOATS + _COMPLEX:
+            return _native(dtype)
+        if dtype.char == "?":
+            raise TypeError(
+                f"{op.name} of bool arrays has no meaning of its own: cast first, for example "
+                "array.astype(numpy.int64). MIN (all) and MAX (any) work."
+            )
+    works = "integers and floats" + (
+        ", bool" if op in (ReduceOp.MIN, ReduceOp.MAX) else ", complex"
+    )
+    raise TypeError(f"{op.name} cannot reduce arrays of dtype {dtype}; {works} can be reduced.")
+
+
+@functools.lru_cache
+def result_dtype(op: ReduceOp, dtype: np.dtype) -> np.dtype:
+    """Return the dtype of the result: the array's, but float64 for MEAN of integers. Local."""
+    if op is ReduceOp.MEAN and dtype.char in _INTEGERS:
+        return np.dtype(np.float64)
+    return _native(dtype)
+
+
+@functools.lru_cache
+def is_narrow(dtype: np.dtype) -> bool:
+    """Return whether `dtype` is a 16-bit float, which is too narrow to add up in. Local."""
+    return dtype.name in _NARROW
+
+
+def is_floating(dtype: np.dtype) -> bool:
+    """Return whether `dtype` is one of the real floats that are known here. Local."""
+    return dtype.char in _FLOATS or is_narrow(dtype)
+
+
+def accumulator_dtype(wire: np.dtype) -> np.dtype:
+    """Return the dtype in which what travels as `wire` is added up. Local."""
+    return np.dtype(np.float32) if is_narrow(wire) else wire
+
+
+def _named(name: str) -> np.dtype:
+    if name == "bfloat16":
+        dtype: np.dtype = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+        return dtype
+    return np.dtype(name)
+
+
+def _native(dtype: np.dtype) -> np.dtype:
+    swapped: np.dtype = dtype.newbyteorder("=")
+    return swapped
+
+
+_SMALLEST_NORMAL = 2.0**-14
+_SUBNORMAL_BITS = 24
+"""Subnormal numbers of float16 are multiples of 2**-24."""
+
+_CHUNK = 2**14
+"""Elements at a time, so that temporaries stay in the cache."""
+
+
+def cast(array: np.ndarray, dtype: np.dtype, copy: bool = False) -> np.ndarray:
+    """Return `array` in C order, rounded to `dtype`; overflow gives inf, as in MPI. Local."""
+    if array.dtype == dtype and array.flags.c_contiguous and not copy:
+        return array
+    result = np.empty(array.shape, dtype)
+    cast_into(result, array)
+    return result
+
+
+def cast_into(target: np.ndarray, array: np.ndarray) -> None:
+    """Overwrite `target` with `array`, rounded to its dtype; overflow gives inf. Local."""
+    if target.dtype == array.dtype:
+        target[...] = array
+        return
+    with np.errstate(all="ignore"):
+        if _is_wide(array.dtype) and target.dtype == np.float16:
+            for part, source in _chunks(target, array):
+                _round(part, source)
+        elif array.dtype == np.float16 and _is_wide(target.dtype):
+            for part, source in _chunks(target, array):
+                part[...] = _widened()[source.view(np.uint16)]
+        else:
+            target[...] = array
+
+
+def _is_wide(dtype: np.dtype) -> bool:
+    return dtype.char in "fdg"
+
+
+def _chunks(target: np.ndarray, array: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield 1-d parts of both, in native byte order; what is written to the first stays."""
+    with np.nditer(
+        [target, array],
+        ["external_loop", "buffered", "zerosize_ok"],
+        [["writeonly"], ["readonly"]],
+        [target.dtype, array.dtype.newbyteorder("=")],
+        buffersize=_CHUNK,
+    ) as parts:
+        yield from parts
+
+
+def _round(target: np.ndarray, array: np.ndarray) -> None:
+    """Round to float16, to nearest and even, as NumPy does."""
+    is_small = np.abs(array) < _SMALLEST_NORMAL
+    if is_small.any():
+        # Next to this number the spacing of the wide dtype is that of the subnormal numbers.
+        mantissa_bits = np.finfo(array.dtype).nmant
+        anchor = np.copysign(array.dtype.type(2.0 ** (mantissa_bits - _SUBNORMAL_BITS)), array)
+        rounded = np.copysign((array + anchor) - anchor, array)
+        array = np.where(is_small, rounded, array)
+    target[...] = array
+
+
+@functools.lru_cache(maxsize=1)
+def _widened() -> np.ndarray:
+    """Return every float16 as float32, at the position of its bits."""
+    return np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+_SIGNED = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
+
+_PART = 2**17
+"""Elements at a time, so that what is made of them besides stays in the cache."""
+
+
+def is_reordered(op: ReduceOp, dtype: np.dtype) -> bool:
+    """Return whether numbers of `dtype` travel as integers under `op`. Local."""
+    return dtype in _SIGNED and op in (ReduceOp.MIN, ReduceOp.MAX)
+
+
+def as_ordered_integers(op: ReduceOp, buffer: Array) -> Array:
+    """Rewrite the floats of `buffer` in place, and return it as integers to reduce. Local.
+
+    Other dtypes, and `longdouble`, for which there is no integer, stay as they are.
+
+    Parameters
+    ----------
+    op : ReduceOp
+    buffer : array
+        In C order, on the host or the device.
+    """
+    if not is_reordered(op, buffer.dtype):
+        return buffer
+    keys = buffer.view(_SIGNED[buffer.dtype])
+    for part in _parts(keys):
+        is_nan = np.isnan(part.view(buffer.dtype))
+        _flip_negatives(part)
+        part[is_nan] = _beyond(op, keys.dtype)
+    return keys
+
+
+def as_floats(op: ReduceOp, keys: Array, dtype: np.dtype) -> Array:
+    """Turn what `as_ordered_integers` returned back in place; return it as `dtype`. Local."""
+    if keys.dtype == dtype:
+        return keys
+    for part in _parts(keys):
+        is_nan = part == _beyond(op, keys.dtype)
+        _flip_negatives(part)
+        part.view(dtype)[is_nan] = np.nan
+    return keys.view(dtype)
+
+
+def _parts(keys: Array) -> list[Array]:
+    """Return parts of `keys`, all of it where that is on a device."""
+    if keys.size <= _PART or not is_on_host(keys):
+        return [keys]
+    flat = keys.reshape(-1)
+    return [flat[each] for each in cut(flat.size, _PART)]
+
+
+def _flip_negatives(keys: Array) -> None:
+    # The bits of negative floats fall as the float rises: flip all but the sign. Twice is once.
+    keys ^= (keys >> (8 * keys.itemsize - 1)) & np.iinfo(keys.dtype).max
+
+
+def _beyond(op: ReduceOp, dtype: np.dtype) -> int:
+    info = np.iinfo(dtype)
+    return int(info.max if op is ReduceOp.MAX else info.min)

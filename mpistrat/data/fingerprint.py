@@ -1,0 +1,122 @@
+"""The proof that all ranks distribute the same data set."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.data.order import ENDLESS, UNKNOWN
+from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.spec import describe
+from mpistrat.data.transforms import Prefetch, SameOrder
+from mpistrat.errors import DataError
+from mpistrat.options import AutoShardPolicy
+from mpistrat.system.text import rank_list, ranks_by_value
+
+if TYPE_CHECKING:
+    from mpistrat.collectives.collectives import Collectives
+
+__all__ = ["check_same", "digest", "order_digest", "position_layout", "signature"]
+
+_ORDER_VERSION = 2
+"""Raised whenever an unchanged data set gets another order, so that old positions are refused."""
+
+
+def signature(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
+    """Return all that must be the same on all ranks, one thing an entry. Local.
+
+    What arrays, files and generators contain, and what functions do, is not compared.
+    """
+    return [
+        pipeline.source.kind,
+        f"examples of {describe(pipeline.source.element_spec)}",
+        str(AutoShardPolicy.DATA if policy is AutoShardPolicy.AUTO else policy),
+        *_order(pipeline),
+        *_numbered(step for step in pipeline.steps if not isinstance(step, Prefetch)),
+    ]
+
+
+def order_digest(pipeline: Pipeline) -> str:
+    """Return a digest of what decides the order of examples. Local.
+
+    It depends neither on the number of ranks nor on what is made of the examples.
+    """
+    steps = _numbered(step for step in pipeline.steps if not isinstance(step, SameOrder))
+    return digest([f"version {_ORDER_VERSION}", *_order(pipeline), *steps])
+
+
+def position_layout(pipeline: Pipeline) -> dict[str, Any]:
+    """Return what a position among global batches belongs to, as JSON values. Local."""
+    batch = pipeline.batch
+    batches = {} if batch is None else {"global_batch_size": batch.batch_size}
+    return batches | {"order": order_digest(pipeline)}
+
+
+def digest(entries: Sequence[str]) -> str:
+    """Return 16 hexadecimal digits that stand for `entries`. Local."""
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
+
+
+def _order(pipeline: Pipeline) -> list[str]:
+    """Return the number of examples, and what else of the source decides their order."""
+    number = pipeline.source.num_examples
+    words = {ENDLESS: "endless", UNKNOWN: "unknown"}.get(number, str(number))
+    return [f"{words} examples", *pipeline.source.parts]
+
+
+def _numbered(steps: Iterable[Any]) -> list[str]:
+    return [f"{step!r} as step {number}" for number, step in enumerate(steps, 1)]
+
+
+_MAX_SHOWN = 4
+"""Different entries that an error shows."""
+
+
+def check_same(entries: Sequence[str], collectives: Collectives, kind: str) -> None:
+    """Make sure that all ranks have the same signature. **Collective**.
+
+    Only digests travel unless they differ.
+
+    Parameters
+    ----------
+    entries : sequence of str
+        From `signature`.
+    collectives : Collectives
+    kind : str
+        Name of the public function.
+
+    Raises
+    ------
+    DataError
+        On every rank, if they differ. It names the first entry that does, and the ranks.
+    """
+    if len(set(collectives.gather_json(digest(entries), kind))) == 1:
+        return
+    expected = collectives.broadcast_json(list(entries), kind=kind)
+    first = min(collectives.gather_json(_num_equal(entries, expected), kind))
+    entry = entries[first] if first < len(entries) else "no more steps"
+    shown = _by_rank(collectives.gather_json(entry, kind))
+    raise DataError(
+        f"{kind}: all ranks must bring the same data set, but {shown}. Make it in the same way on "
+        "every rank, from the same seed; for data of each rank's own use "
+        "distribute_datasets_from_function."
+    )
+
+
+def _num_equal(entries: Sequence[str], expected: Sequence[str]) -> int:
+    """Return how many entries at the beginning are equal."""
+    pairs = zip(entries, expected, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _by_rank(entries: Sequence[str]) -> str:
+    ranks_of = ranks_by_value(enumerate(entries))
+    shown = [
+        f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {entry}"
+        for entry, ranks in list(ranks_of.items())[:_MAX_SHOWN]
+    ]
+    rest = len(ranks_of) - len(shown)
+    return ", ".join(shown) + (f", and others {rest} more" if rest else "")

@@ -1,0 +1,1 @@
+"""HDF5 as a source of examples."""

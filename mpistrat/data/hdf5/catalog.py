@@ -1,0 +1,315 @@
+"""What the files of a data set contain: lengths, shapes, dtypes and chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpistrat import hdf5, nests
+from mpistrat.data.spec import ArraySpec
+from mpistrat.errors import DataError
+
+__all__ = [
+    "Catalog",
+    "Extent",
+    "FileEntry",
+    "bytes_per_row",
+    "check_virtual_sources",
+    "extent_of",
+    "read_catalog",
+    "resolve_paths",
+]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where the rows of a data set lie in its file."""
+
+    offset: int
+    """Of the first byte."""
+    dtype: np.dtype
+    """As stored, foreign byte order too."""
+
+    def read(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
+        """Fill `rows` with those from row `start` on. Local; other threads may run.
+
+        Parameters
+        ----------
+        descriptor : int
+            Of the open file.
+        start : int
+        rows : ndarray
+            In C order and native byte order.
+
+        Returns
+        -------
+        bool
+            Whether all could be read. If not, HDF5 can, or says why not.
+        """
+        offset = self.offset + start * (rows.nbytes // len(rows))
+        if os.preadv(descriptor, [rows.data], offset) != rows.nbytes:
+            return False
+        if not self.dtype.isnative:
+            rows.byteswap(inplace=True)
+        return True
+
+
+def extent_of(dataset: Any) -> Extent | None:
+    """Return the extent of an ``h5py.Dataset``; ``None`` where its rows lie otherwise. Local."""
+    offset = hdf5.contiguous_offset(dataset)
+    return None if offset is None else Extent(offset, dataset.dtype)
+
+
+def check_virtual_sources(dataset: Any) -> None:
+    """Make sure that what a virtual data set is composed of exists. Local.
+
+    Nothing happens where `dataset` is no virtual one. Sources whose names count up (``%b``) are
+    not looked at.
+
+    Raises
+    ------
+    DataError
+        If a file or a data set is missing.
+    """
+    if not dataset.is_virtual:
+        return
+    checked = set()
+    for source in dataset.virtual_sources():
+        key = source.file_name, source.dset_name
+        if "%" not in "".join(key) and key not in checked:
+            checked.add(key)
+            _check_source(dataset, *key)
+
+
+def _check_source(dataset: Any, file_name: str, name: str) -> None:
+    where = f"The virtual data set {dataset.name!r} of {dataset.file.filename}"
+    if file_name == ".":
+        if name not in dataset.file:
+            raise DataError(f"{where} needs {name!r} of the same file, which is missing.")
+        return
+    path = next(filter(os.path.exists, _places(dataset, file_name)), None)
+    if path is None:
+        raise DataError(
+            f"{where} needs the file {file_name}, which is missing: HDF5 would give its fill "
+            "value instead. Put the file beside this one."
+        )
+    try:
+        with hdf5.h5py().File(path, "r") as file:
+            is_there = name in file
+    except OSError as reason:
+        raise DataError(f"{where} needs the file {path}, which cannot be read: {reason}.") from None
+    if not is_there:
+        raise DataError(f"{where} needs {name!r} of {path}, which has no such data set.")
+
+
+def _places(dataset: Any, file_name: str) -> Iterator[str]:
+    """Yield where HDF5 looks for a source (HDF5 reference, H5Pset_virtual_prefix)."""
+    yield file_name
+    prefix = dataset.id.get_access_plist().get_virtual_prefix()
+    folder = os.path.dirname(dataset.file.filename)
+    real_folder = os.path.dirname(os.path.realpath(dataset.file.filename))
+    for each in (os.fsdecode(prefix), folder, real_folder):
+        for name in (file_name, os.path.basename(file_name)):
+            yield os.path.join(each, name)
+
+
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
+"""Rows of data without chunks are read so much at a time: long reads are fast, and short ones mix
+small files well."""
+
+_BLOCKS_PER_FILE = 512
+
+_MAX_SHOWN = 8
+"""Names that an error shows of a file."""
+
+
+@dataclass(frozen=True)
+class _FieldLayout:
+    """One field in one file."""
+
+    spec: ArraySpec
+    """Shape and dtype of one example, in native byte order."""
+    rows_per_chunk: int
+    """How many rows are read together."""
+    is_chunked: bool
+    """Whether HDF5 must decode a whole chunk to give one row of it."""
+    extent: Extent | None
+    """Where the rows lie, if in one piece."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file."""
+
+    path: str
+    num_rows: int
+    layouts: tuple[_FieldLayout, ...]
+    """The layouts of the fields, in the order of `Catalog.names`."""
+    stamp: tuple[int, ...]
+    """What `stamp_of` gave before the file was looked at."""
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Several files as one sequence of examples."""
+
+    names: tuple[str, ...]
+    """The paths of the fields inside the files."""
+    structure: nests.Structure
+    """The nest that the fields form."""
+    files: tuple[FileEntry, ...]
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Number of the first example of each file, and at the end the number of examples."""
+        return np.cumsum([0, *(file.num_rows for file in self.files)])
+
+    @cached_property
+    def row_sizes(self) -> list[int]:
+        """Size of one example of each field in bytes."""
+        return [bytes_per_row(layout.spec) for layout in self.files[0].layouts]
+
+    @cached_property
+    def widest(self) -> int:
+        """Number of the field with the largest rows, which cost most to read and decode."""
+        return int(np.argmax(self.row_sizes))
+
+
+def resolve_paths(patterns: Sequence[str]) -> list[str]:
+    """Return the files that paths and glob patterns mean; those of a pattern by name. Local.
+
+    Raises
+    ------
+    DataError
+        If a pattern matches nothing. Plain paths are not looked at.
+    """
+    paths: list[str] = []
+    for pattern in patterns:
+        if not glob.has_magic(pattern) or os.path.exists(pattern):
+            paths.append(pattern)
+            continue
+        found = sorted(glob.glob(pattern, recursive=True))
+        if not found:
+            raise DataError(f"No file matches {pattern!r}. It is relative to {os.getcwd()}.")
+        paths += found
+    return paths
+
+
+def stamp_of(status: os.stat_result) -> tuple[int, ...]:
+    """Return what changes when a file is written to or replaced. Local."""
+    return (status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
+    """Return what `paths` contain. Each file is opened once, and closed. Local.
+
+    Parameters
+    ----------
+    paths : sequence of str
+    fields : nest of str, optional
+        Paths inside the files; ``None`` for every top-level data set of the first file.
+
+    Raises
+    ------
+    DataError
+        If a file or field is missing, damaged or does not fit the others, or if there are no
+        examples at all.
+    """
+    names, structure = nests.flatten(fields)
+    files: list[FileEntry] = []
+    for path in paths:
+        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+            stamp = stamp_of(os.stat(path))
+            if fields is None and not files:
+                names, structure = nests.flatten(_top_level_names(file, path))
+            files.append(_read_entry(file, path, names, stamp))
+        _check_same_specs(names, files[0], files[-1])
+    if not sum(entry.num_rows for entry in files):
+        raise DataError(f"There are no examples in {', '.join(paths)}: {names[0]!r} has length 0.")
+    return Catalog(tuple(names), structure, tuple(files))
+
+
+def _top_level_names(file: Any, path: str) -> dict[str, str]:
+    names = {name: name for name in file if hasattr(file.get(name), "shape")}
+    if not names:
+        raise DataError(
+            f"{path} has no data set at its top level. Say which fields to read, for example "
+            'fields=("group/image", "group/label").'
+        )
+    return names
+
+
+def _read_entry(file: Any, path: str, names: Sequence[str], stamp: tuple[int, ...]) -> FileEntry:
+    lengths = {name: _find(file, path, name).shape[0] for name in names}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
+        raise DataError(
+            f"The fields of {path} must have one length, but {found} rows. Name fields that "
+            "belong together with fields=(...)."
+        )
+    layouts = tuple(_read_layout(_find(file, path, name), path, name) for name in names)
+    return FileEntry(path, lengths[names[0]], layouts, stamp)
+
+
+def _find(file: Any, path: str, name: str) -> Any:
+    dataset = file.get(name)
+    if not hasattr(dataset, "shape"):
+        known = ", ".join(map(repr, itertools.islice(file, _MAX_SHOWN))) or "nothing"
+        known += f" and {len(file) - _MAX_SHOWN} more" if len(file) > _MAX_SHOWN else ""
+        what = _what_is_there(file, name, dataset)
+        raise DataError(f"The field {name!r} {what} in {path}, which has {known} at its top level.")
+    check_virtual_sources(dataset)
+    if not dataset.shape:
+        raise DataError(
+            f"The field {name!r} of {path} is a scalar or empty, but a first dimension, the "
+            "examples, was expected. Name the fields to read with fields=(...)."
+        )
+    return dataset
+
+
+def _what_is_there(file: Any, name: str, found: Any) -> str:
+    if found is None:
+        leads_nowhere = file.get(name, getlink=True) is not None
+        return "is a link that leads nowhere" if leads_nowhere else "is missing"
+    is_group = hasattr(found, "keys")
+    return "is a group, not a data set" if is_group else "is a named type, not a data set"
+
+
+def _read_layout(dataset: Any, path: str, name: str) -> _FieldLayout:
+    if dataset.dtype.kind not in "biufcS":
+        kind = "variable-length or references" if dataset.dtype.hasobject else "compound or opaque"
+        raise DataError(
+            f"The field {name!r} of {path} has the dtype {dataset.dtype} ({kind}), which batches "
+            "cannot hold. Name the fields to read with fields=(...), and store numbers, bools or "
+            "strings of a fixed length."
+        )
+    spec = ArraySpec(dataset.shape[1:], dataset.dtype.newbyteorder("="))
+    if dataset.chunks:
+        return _FieldLayout(spec, dataset.chunks[0], True, None)
+    row_bytes = max(bytes_per_row(spec), 1)
+    share = len(dataset) * row_bytes // _BLOCKS_PER_FILE
+    block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
+    return _FieldLayout(spec, max(block_bytes // row_bytes, 1), False, extent_of(dataset))
+
+
+def bytes_per_row(spec: ArraySpec) -> int:
+    """Return the size of one example of a field. Local."""
+    return spec.dtype.itemsize * math.prod(spec.known_shape)
+
+
+def _check_same_specs(names: Sequence[str], first: FileEntry, other: FileEntry) -> None:
+    for name, expected, came in zip(names, first.layouts, other.layouts, strict=True):
+        if expected.spec != came.spec:
+            raise DataError(
+                f"The field {name!r} has examples of {came.spec} in {other.path}, but of "
+                f"{expected.spec} in {first.path}. All files must have the same."
+            )

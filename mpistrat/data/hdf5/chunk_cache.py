@@ -1,0 +1,294 @@
+"""Chunk cache: decoded chunks and rows, kept until they are used."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+
+import numpy as np
+
+from mpistrat.data.hdf5.chunk_plan import FieldPlan
+
+__all__ = ["ChunkStore", "KeptRows", "recycled", "recycled_empty"]
+
+_MAX_IDLE_BYTES = 2**27
+_MAX_EXCESS = 4
+"""Memory up to so many times larger than asked for will do."""
+
+_lock = threading.Lock()
+_idle: list[np.ndarray] = []
+
+
+def recycled_empty(num_bytes: int) -> np.ndarray:
+    """Return `num_bytes` of memory with anything in it, as uint8. Local."""
+    with _lock:
+        for number, block in enumerate(_idle):
+            if num_bytes <= block.nbytes <= _MAX_EXCESS * num_bytes:
+                return _idle.pop(number)[:num_bytes]
+    return np.empty(num_bytes, np.uint8)
+
+
+def recycled(block: np.ndarray) -> None:
+    """Take back what `recycled_empty` has given; nobody may use it any more. Local."""
+    whole = block if block.base is None else block.base
+    with _lock:
+        _idle.append(whole)
+        while sum(each.nbytes for each in _idle) > _MAX_IDLE_BYTES:
+            _idle.pop(0)
+
+
+LoadRows = Callable[[Sequence[tuple[int, np.ndarray]]], None]
+"""Decodes chunks, given by their numbers, into the rows that come with each."""
+
+
+class KeptRows:
+    """One field of all files, of which each chunk is read when a row of it is first needed.
+
+    Readers in several threads may share it: where two load a chunk, both write the same. So there
+    is no lock, which a forked process could find held for ever.
+
+    Parameters
+    ----------
+    plan : FieldPlan
+    offsets : ndarray of int
+        Number of the first row of each file, and at the end the number of rows.
+    shape : tuple of int
+        Of a row.
+    dtype : numpy.dtype
+    """
+
+    def __init__(
+        self, plan: FieldPlan, offsets: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
+    ) -> None:
+        self._plan, self._offsets = plan, offsets
+        self._rows = np.empty((int(offsets[-1]), *shape), dtype)
+        self._is_there = np.zeros(plan.num_chunks, np.bool_)
+        self._is_complete = False
+
+    def take(
+        self, numbers: np.ndarray, files: np.ndarray, rows: np.ndarray, load: LoadRows
+    ) -> np.ndarray:
+        """Return copies of rows, once they are there. Local.
+
+        Parameters
+        ----------
+        numbers : ndarray of int
+            Of the rows over all files.
+        files, rows : ndarray of int
+            The file of each row, or of all, and their numbers within the file.
+        load : callable
+            Called for the chunks that are missing.
+        """
+        if not self._is_complete:
+            chunks, _ = self._plan.locate(files, rows)
+            missing = np.unique(chunks[~self._is_there[chunks]]).tolist()
+            if missing:
+                self._add(missing, load)
+        # All indices are in bounds. In the default mode NumPy would copy by way of a buffer.
+        return self._rows.take(numbers, 0, mode="clip")
+
+    def _add(self, chunks: list[int], load: LoadRows) -> None:
+        places = [self._rows_of(chunk) for chunk in chunks]
+        # Not in place, where rows can be seen before their bytes are in native order.
+        loaded = [np.empty_like(place) for place in places]
+        load(list(zip(chunks, loaded, strict=True)))
+        for place, content in zip(places, loaded, strict=True):
+            place[...] = content
+        self._is_there[chunks] = True
+        self._is_complete = bool(self._is_there.all())
+
+    def _rows_of(self, chunk: int) -> np.ndarray:
+        file, start, stop = self._plan.extent(chunk)
+        first = int(self._offsets[file])
+        return self._rows[first + start : first + stop]
+
+
+LoadChunks = Callable[[Sequence[tuple[int, np.ndarray]]], "Future[None]"]
+"""Begins to decode some chunks, given by their numbers, into the rows that come with each."""
+
+_TASK_BYTES = 2**20
+"""Chunks are decoded several at a time: handing a task over, and waiting for it, has its price."""
+
+_ABSENT = -1
+
+_ONE = np.int32(1)
+"""Of the dtype of the counts, or NumPy would convert at each row."""
+
+
+class ChunkStore:
+    """Chunks that are decoded, or being so, each in a slot of one array.
+
+    Chunks are decoded in the order in which they were announced, as far as there are slots that
+    no announced chunk needs. One thread uses the store.
+
+    Parameters
+    ----------
+    num_chunks, num_slots : int
+        How many there are, and how many are held at most; 2 or more.
+    slot_shape : tuple of int
+        Rows of the longest chunk, and shape of a row.
+    dtype : numpy.dtype
+    load : callable
+        Takes the numbers of some chunks, and the slot of each.
+    """
+
+    def __init__(
+        self,
+        num_chunks: int,
+        num_slots: int,
+        slot_shape: tuple[int, ...],
+        dtype: np.dtype,
+        load: LoadChunks,
+    ) -> None:
+        self._block = recycled_empty(num_slots * math.prod(slot_shape) * dtype.itemsize)
+        self._memory = self._block.view(dtype).reshape(num_slots, *slot_shape)
+        self._rows = self._memory.reshape(num_slots * slot_shape[0], *slot_shape[1:])
+        self._load = load
+        self._chunks_per_task = max(_TASK_BYTES // max(self._memory[0].nbytes, 1), 1)
+        self._free = list(range(num_slots - 1, -1, -1))
+        # Of each chunk its slot, and for how many rows it is announced.
+        self._slot_of = np.full(num_chunks, _ABSENT, np.int32)
+        self._wanted = np.zeros(num_chunks, np.int32)
+        # Of each slot its chunk, and what decodes it, until that has been waited for.
+        self._chunk_in = np.full(num_slots, _ABSENT, np.int64)
+        self._is_loading = np.zeros(num_slots, np.bool_)
+        self._tasks: dict[int, tuple[Future[None], list[int]]] = {}
+        # Chunks to decode; and some that were not wanted any more, all of these among them.
+        self._queue: deque[int] = deque()
+        self._spare: OrderedDict[int, None] = OrderedDict()
+
+    def announce(self, chunks: np.ndarray) -> None:
+        """Note the chunks of rows that will be read, after those noted before. Local."""
+        self._queue.extend(_distinct(chunks[self._wanted[chunks] == 0]))
+        np.add.at(self._wanted, chunks, _ONE)
+        self._load_ahead()
+
+    def release(self, chunks: np.ndarray) -> None:
+        """Take an announcement back: its rows have been read. Local."""
+        self._unwant(chunks)
+        self._load_ahead()
+
+    def _unwant(self, chunks: np.ndarray) -> None:
+        np.subtract.at(self._wanted, chunks, _ONE)
+        self._spare.update(dict.fromkeys(chunks[self._wanted[chunks] == 0].tolist()))
+
+    def take(self, chunks: np.ndarray, rows: np.ndarray, output: np.ndarray) -> None:
+        """Copy rows to `output`, and wait for them where need be. Local.
+
+        Parameters
+        ----------
+        chunks, rows : ndarray of int
+            The chunk of each row, and its number within the chunk.
+        output : ndarray
+            Shape ``(len(rows), *shape)``.
+
+        Raises
+        ------
+        DataError
+            If a chunk cannot be read.
+        """
+        slots = self._slot_of[chunks]
+        if (slots == _ABSENT).any() or (self._tasks and self._is_loading[slots].any()):
+            needed = _distinct(chunks)
+            if len(needed) > len(self._memory):
+                half = len(chunks) // 2
+                for part in (slice(half), slice(half, None)):
+                    self.take(chunks[part], rows[part], output[part])
+                return
+            self._hold(np.array(needed))
+            slots = self._slot_of[chunks]
+        # All indices are in bounds. In the default mode NumPy would copy by way of a buffer.
+        np.take(self._rows, slots * np.intp(self._memory.shape[1]) + rows, 0, output, "clip")
+
+    def _hold(self, chunks: np.ndarray) -> None:
+        """Have all of `chunks` decoded, which are distinct."""
+        self._wanted[chunks] += 1
+        try:
+            absent = chunks[self._slot_of[chunks] == _ABSENT].tolist()
+            for chunk in absent:
+                slot = self._spare_slot()
+                self._put(chunk, self._slot_in_use(chunks) if slot is None else slot)
+            self._begin(absent)
+            # From the last on: tasks end in the order in which they begin, so one wait may do.
+            for slot in self._slot_of[chunks[::-1]].tolist():
+                if self._is_loading[slot]:
+                    self._finish(slot)
+        finally:
+            self._unwant(chunks)
+
+    def _finish(self, slot: int) -> None:
+        """Wait for the task that fills `slot`, and other slots."""
+        future, slots = self._tasks[slot]
+        try:
+            future.result()
+        except BaseException:
+            self._drop(slot)
+            raise
+        self._is_loading[slots] = False
+        for each in slots:
+            self._tasks.pop(each, None)
+
+    def _load_ahead(self) -> None:
+        put = []
+        while self._queue:
+            chunk = self._queue[0]
+            if self._wanted[chunk] and self._slot_of[chunk] == _ABSENT:
+                slot = self._spare_slot()
+                if slot is None:
+                    break
+                self._put(chunk, slot)
+                put.append(chunk)
+            self._queue.popleft()
+        self._begin(put)
+
+    def _put(self, chunk: int, slot: int) -> None:
+        self._slot_of[chunk] = slot
+        self._chunk_in[slot] = chunk
+
+    def _begin(self, chunks: list[int]) -> None:
+        """Begin to decode chunks that have their slots."""
+        for first in range(0, len(chunks), self._chunks_per_task):
+            task = chunks[first : first + self._chunks_per_task]
+            slots = self._slot_of[task].tolist()
+            future = self._load([(c, self._memory[s]) for c, s in zip(task, slots, strict=True)])
+            self._is_loading[slots] = True
+            self._tasks.update(dict.fromkeys(slots, (future, slots)))
+
+    def _spare_slot(self) -> int | None:
+        """Return a slot without a chunk that is wanted, if there is one."""
+        while not self._free and self._spare:
+            oldest, _ = self._spare.popitem(last=False)
+            if not self._wanted[oldest] and self._slot_of[oldest] != _ABSENT:
+                self._drop(int(self._slot_of[oldest]))
+        return self._free.pop() if self._free else None
+
+    def _slot_in_use(self, keep: np.ndarray) -> int:
+        """Return the slot of a chunk that is needed later, which so has to come again."""
+        slot = int(np.flatnonzero(~np.isin(self._chunk_in, keep))[0])
+        self._queue.append(int(self._chunk_in[slot]))
+        self._drop(slot)
+        return self._free.pop()
+
+    def _drop(self, slot: int) -> None:
+        """Empty a slot that holds a chunk."""
+        task = self._tasks.pop(slot, None)
+        if task is not None:
+            future, slots = task
+            wait([future])  # until then it may write to the slot
+            slots.remove(slot)
+            self._is_loading[slot] = False
+        self._slot_of[self._chunk_in[slot]] = _ABSENT
+        self._chunk_in[slot] = _ABSENT
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Give back the memory, once all tasks have ended or were cancelled. Local."""
+        recycled(self._block)
+
+
+def _distinct(chunks: np.ndarray) -> list[int]:
+    """Return each number once, where it is first."""
+    return list(dict.fromkeys(chunks.tolist()))

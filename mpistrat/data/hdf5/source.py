@@ -1,0 +1,146 @@
+"""HDF5 files as a source of examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nests, sharding
+from mpistrat.data.hdf5.catalog import Catalog, read_catalog, resolve_paths
+from mpistrat.data.hdf5.chunk_cache import KeptRows
+from mpistrat.data.hdf5.reader import Hdf5Reader
+from mpistrat.data.order import Block, ChunkLayout
+
+__all__ = ["Hdf5Source"]
+
+
+class Hdf5Source:
+    """Examples from one or several HDF5 files, which are looked at when first needed.
+
+    Parameters
+    ----------
+    files : path, or iterable of paths
+        Paths or glob patterns.
+    fields : str, tuple, list or dict of str, optional
+        Paths of data sets inside the files; ``None`` for every one at the top level.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `files` or `fields` have another form or are empty.
+    """
+
+    def __init__(
+        self,
+        files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        fields: Any,
+    ) -> None:
+        if isinstance(files, str | bytes | os.PathLike):
+            files = [files]
+        if isinstance(files, set | frozenset):
+            raise TypeError(
+                f"files must be a path or a list of paths, not a set: {files!r} has no order that "
+                "all ranks share."
+            )
+        self._patterns = [os.fspath(file) for file in files]
+        if not all(isinstance(pattern, str) for pattern in self._patterns):
+            raise TypeError(f"files must be paths, not {self._patterns}.")
+        if not self._patterns:
+            raise ValueError("from_hdf5 needs at least one file, but the list is empty.")
+        _check_fields(fields)
+        self._fields = fields
+        self._kept: dict[int, KeptRows] = {}
+
+    def share_of_rank(self, size: int, rank: int) -> Hdf5Source:
+        """Return the source of every `size`-th file, from file `rank` on. Local.
+
+        Raises
+        ------
+        ValueError
+            If there are fewer files than ranks.
+        DataError
+            If a file does not fit.
+        """
+        num_files = len(self.catalog.files)
+        if num_files < size:
+            raise ValueError(
+                f"AutoShardPolicy.FILE gives each rank files of its own, but there are "
+                f"{num_files} for {size} ranks. Use AutoShardPolicy.DATA."
+            )
+        mine = [self.catalog.files[f] for f in sharding.files_of_rank(num_files, size, rank)]
+        source = Hdf5Source([file.path for file in mine], self._fields)
+        source.catalog = dataclasses.replace(self.catalog, files=tuple(mine))
+        return source
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """What the files contain; the first use opens each of them."""
+        return read_catalog(resolve_paths(self._patterns), self._fields)
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` of one example, in the structure of the fields."""
+        specs = [layout.spec for layout in self.catalog.files[0].layouts]
+        return nests.unflatten(self.catalog.structure, specs)
+
+    @property
+    def num_examples(self) -> int:
+        """The rows of all files together."""
+        return int(self.catalog.offsets[-1])
+
+    @cached_property
+    def layout(self) -> ChunkLayout | None:
+        """The chunks of the field with the largest rows, which cost most to decode."""
+        widest = self.catalog.widest
+        starts = [
+            np.arange(offset, offset + file.num_rows, file.layouts[widest].rows_per_chunk)
+            for offset, file in zip(self.catalog.offsets.tolist(), self.catalog.files, strict=False)
+        ]
+        return ChunkLayout(
+            np.concatenate([*starts, self.catalog.offsets[-1:]]), sum(self.catalog.row_sizes)
+        )
+
+    @property
+    def kind(self) -> str:
+        """The method."""
+        return "from_hdf5"
+
+    @property
+    def parts(self) -> list[str]:
+        """The size of an example, and the name, length and chunks of each file.
+
+        Folders do not count, so that ranks may read copies of their own.
+        """
+        widest = self.catalog.widest
+        return [f"{sum(self.catalog.row_sizes)} bytes an example"] + [
+            f"the file {os.path.basename(file.path)} with {file.num_rows} rows in chunks of "
+            f"{file.layouts[widest].rows_per_chunk}"
+            for file in self.catalog.files
+        ]
+
+    def stream(self) -> Iterator[Block]:
+        """Not for files, whose length is known."""
+        raise AssertionError("a source of known length is read by row numbers")
+
+    def open(self, window_rows: int) -> Hdf5Reader:
+        """Return a reader that keeps two windows: one in use, and the next. Local."""
+        return Hdf5Reader(self.catalog, window_rows, self._kept)
+
+
+def _check_fields(fields: Any) -> None:
+    if fields is None:
+        return
+    names, _ = nests.flatten(fields)
+    if not names:
+        raise ValueError("from_hdf5 needs at least one field; None takes every top-level one.")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                "fields must be a name, a tuple of names, or a dict from labels to names, "
+                f"not {fields!r}."
+            )

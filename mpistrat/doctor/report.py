@@ -1,0 +1,127 @@
+"""All checks, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mpistrat.arrays import Device
+from mpistrat.doctor.facts import Finding, Level, RankFacts, collect_facts, ok, problem
+from mpistrat.doctor.hardware import (
+    check_bandwidth,
+    check_blas_threads,
+    check_cores,
+    check_cuda_awareness,
+    check_gpus,
+    check_nccl,
+    collect_cuda_facts,
+    measure_speed,
+)
+from mpistrat.doctor.start import Start, start
+from mpistrat.doctor.storage import FolderFacts, check_folder, check_hdf5, probe_folder, probe_hdf5
+from mpistrat.settings import settings
+from mpistrat.system.text import rank_list
+
+__all__ = ["Report", "examine"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found."""
+
+    findings: tuple[Finding, ...]
+    facts: tuple[RankFacts, ...]
+    """Of each rank."""
+    rank: int = 0
+    """This rank. All have the same report."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether there is no problem; warnings are none."""
+        return all(each.level is not Level.PROBLEM for each in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values. Local."""
+        return {
+            "healthy": self.is_healthy,
+            "findings": [asdict(each) | {"level": each.level.value} for each in self.findings],
+            "ranks": [asdict(each) for each in self.facts],
+        }
+
+
+def examine(folder: str) -> Report | None:
+    """Look at everything, and return the report; ``None`` where another task has it.
+
+    **Collective** over all tasks that were started. It returns on each of them, also where they do
+    not find each other.
+
+    Parameters
+    ----------
+    folder : str
+        Where checkpoints shall lie.
+    """
+    begun = start()
+    if begun.is_silent:
+        return None
+    world = begun.world
+    own = collect_facts(world, begun.library, begun.launcher)
+    facts: list[RankFacts] = world.comm.allgather(own) if world else [own]
+    findings = [*begun.findings, _check_settings()]
+    findings.append(_check_software(facts))
+    cores = check_cores(facts)
+    findings += [cores, check_blas_threads(facts)]
+    findings += [check_gpus(facts), check_nccl(facts)]
+    if world is not None:
+        all_have_gpus = all(each.offer is not None for each in facts)
+        device = Device("gpu", own.offer.preferred) if own.offer else Device("cpu")
+        findings.append(check_cuda_awareness(collect_cuda_facts(world, device, all_have_gpus)))
+    findings += _look_at_files(begun, folder, own.node)
+    if world is not None:
+        speed = measure_speed(world)
+        is_crowded = cores.level is not Level.OK
+        findings.append(check_bandwidth(speed, len(world.hosts), is_crowded))
+        # Rank 0's findings are printed, and decide for all.
+        findings = world.comm.bcast(findings, 0)
+    return Report(tuple(findings), tuple(facts), own.rank)
+
+
+def _look_at_files(begun: Start, folder: str, node: str) -> list[Finding]:
+    """Return the findings of rank 0 about HDF5, and of each node about the folder."""
+    world = begun.world
+    is_first = world is None or world.local_rank == 0
+    found = probe_folder(folder, node) if is_first else None
+    folders: list[FolderFacts | None] = world.comm.allgather(found) if world else [found]
+    hdf5 = []
+    if world is None or world.rank == 0:
+        hdf5 = [check_hdf5(probe_hdf5())]
+    return [*hdf5, check_folder([each for each in folders if each is not None])]
+
+
+def _check_settings() -> Finding:
+    try:
+        settings()
+    except ValueError as error:
+        return problem(
+            "settings", str(error), "MPIStrategy() would raise.", "Unset or correct the variable."
+        )
+    return ok("settings", "the MPISTRAT_... variables can be read")
+
+
+def _check_software(facts: list[RankFacts]) -> Finding:
+    first = facts[0]
+    for name in ("versions", "library"):
+        others = [each for each in facts if getattr(each, name) != getattr(first, name)]
+        if others:
+            return problem(
+                "software",
+                f"{rank_list(each.rank for each in others)} (on {others[0].node}) have other "
+                f"versions: {_spell(others[0])}, rank 0 has {_spell(first)}",
+                "Ranks with other code or another MPI library do not understand each other.",
+                "Use one environment on all nodes.",
+            )
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    return ok("software", versions + (" on every rank" if len(facts) > 1 else ""))
+
+
+def _spell(facts: RankFacts) -> str:
+    return ", ".join([*(f"{k} {v}" for k, v in facts.versions.items()), facts.library])

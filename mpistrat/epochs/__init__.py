@@ -1,1 +1,0 @@
-"""Agreement of ranks: every collective is announced and compared before data moves."""

@@ -1,0 +1,1 @@
+"""Failures: who notices, who is told, and how a job ends."""

@@ -1,0 +1,92 @@
+"""Channels over MPI communicators: opened without hanging, one for each communicator."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.agreement.channel import Channel
+from mpistrat.errors import EpochTimeoutError
+from mpistrat.failures.flight_dumps import on_end_of_job, on_epoch_error
+from mpistrat.failures.logs import speak_on, take_lines
+from mpistrat.failures.monitor import Question
+from mpistrat.failures.peers import meet
+from mpistrat.failures.shutdown import watch
+from mpistrat.failures.watchdog import watch_data
+from mpistrat.mpi.world import attached, detach, started_world, world_size
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["open_channel", "open_last_channel"]
+
+_POLL_S = 0.0002
+
+
+def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
+    """Return the channel of the ranks of `comm`, a fresh one after an epoch error.
+
+    **Collective** over `comm`. The channel works on a private duplicate, which lives as long as
+    the communicator.
+
+    Raises
+    ------
+    EpochTimeoutError
+        If some ranks do not come within `timeout_s` seconds.
+    """
+    from mpi4py import MPI
+
+    from mpistrat.comm.mpi_transport import MpiTransport
+
+    def make() -> Channel:
+        channel = Channel(MpiTransport(_duplicate(comm, timeout_s)), timeout_s)
+        channel.on_failure = on_epoch_error
+        if channel.size > 1:
+            handlers = {"log": take_lines, "told": _hear_of_end}
+            meet(channel, {ask: functools.partial(do, channel) for ask, do in handlers.items()})
+        speak_on(channel)
+        watch(channel, MPI.Is_finalized, world_size())
+        watch_data(channel)
+        return channel
+
+    channel: Channel = attached(comm, "channel", make)
+    if channel.closed is not None:
+        detach(comm, "channel")
+        channel = attached(comm, "channel", make)
+    return channel
+
+
+def open_last_channel(grace_s: float) -> Channel | None:
+    """Return a channel of all ranks, for a rank that fails before it has any.
+
+    It matches the one that the other ranks open for their first strategy. ``None`` where this
+    process is alone. **Collective**, but gives up after `grace_s` seconds.
+
+    Raises
+    ------
+    EpochTimeoutError
+        If the other ranks do not come.
+    """
+    comm = started_world()
+    return None if comm is None else open_channel(comm, grace_s)
+
+
+def _hear_of_end(channel: Channel, question: Question) -> dict[str, Any]:
+    """Leave a record before another rank ends this process too. Local, any thread."""
+    on_end_of_job(channel, int(question["teller"]))
+    channel.is_told = True
+    return {}
+
+
+def _duplicate(comm: MPI.Intracomm, timeout_s: float | None) -> MPI.Intracomm:
+    duplicate, request = comm.Idup()
+    began = time.monotonic()
+    while not request.Test():
+        if timeout_s is not None and time.monotonic() - began > timeout_s:
+            raise EpochTimeoutError(
+                f"Some ranks did not come to MPIStrategy() within {timeout_s:g} s on rank "
+                f"{comm.rank} of {comm.size}. Every rank of the communicator must make it."
+            )
+        time.sleep(_POLL_S)
+    return duplicate

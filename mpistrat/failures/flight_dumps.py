@@ -1,0 +1,378 @@
+"""When flight records are dumped: on SIGUSR2, on an error, and at an end that is not healthy.
+
+A folder for the dumps has to be named (``MPISTRAT_FLIGHT_DIR``) before anything is written on
+errors. A signal is a question in itself: without the setting, its answer goes to the working
+folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mpistrat.agreement.channel import Channel
+from mpistrat.failures.process_state import own
+from mpistrat.system import exit_hooks
+from mpistrat.system.callsite import UNKNOWN_PLACE, failure_site
+from mpistrat.system.exit_hooks import Phase
+from mpistrat.system.files import write_atomically
+from mpistrat.system.text import rank_list, rank_spans, spell, text_of
+from mpistrat.tracing.flight_recorder import FlightEntry, Place
+from mpistrat.version import __version__
+
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "channel_part",
+    "document",
+    "dump",
+    "install",
+    "on_end_of_job",
+    "on_epoch_error",
+    "path_for",
+    "write",
+]
+
+FORMAT = "mpistrat-flight"
+FORMAT_VERSION = 1
+_MAX_FRAMES = 30
+
+
+def path_for(path: str | os.PathLike[str], rank: int) -> Path:
+    """Return the file of `rank` that `path` means. Local.
+
+    Parameters
+    ----------
+    path : path
+        A folder, or a file name with ``{rank}`` in it.
+    rank : int
+
+    Raises
+    ------
+    TypeError
+        If it is no path.
+    ValueError
+        If it names one file, which the ranks would write in turn.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"dump_flight_record: path must be a str or a path, not {path!r}.")
+    text = os.fspath(path)
+    if "{rank}" in text:
+        return Path(text.replace("{rank}", str(rank)))
+    if text.endswith(".json") or os.path.isfile(text):
+        raise ValueError(
+            f"dump_flight_record: {text!r} names one file, but each rank writes its own. Give a "
+            "folder, or put {rank} into the name, as in 'flight.{rank}.json'."
+        )
+    return Path(text) / f"flight.rank{rank}.json"
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write the document to `path`, whole or not at all, making folders that miss. Local."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
+def document(
+    channels: Sequence[dict[str, Any]],
+    rank: int,
+    world_size: int,
+    library: str | None,
+    reason: str,
+    asked_by: str,
+) -> dict[str, Any]:
+    """Return the record of `channels` in JSON values. Local, from any thread.
+
+    Parameters
+    ----------
+    channels : sequence of dict
+        Each as `channel_part` returns it.
+    rank, world_size : int
+        Of this process in the world.
+    library : str or None
+        Name and version of the MPI library.
+    reason : str
+        Why the record is dumped.
+    asked_by : str
+        The module that has the record dumped. Its part of the stack is not shown.
+    """
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "reason": reason,
+        "rank": rank,
+        "size": world_size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "program": sys.argv[0] if sys.argv else "",
+        "versions": _versions(),
+        "mpi_library": library,
+        "wall_clock_ns": time.time_ns(),
+        "monotonic_ns": time.monotonic_ns(),
+        "stack": _main_stack((__name__, asked_by)),
+        "channels": list(channels),
+    }
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata  # takes longer than the rest of this module
+
+    found = {"mpistrat": __version__, "python": platform.python_version()}
+    for package in ("numpy", "mpi4py"):
+        found[package] = metadata.version(package)
+    return found
+
+
+def _main_stack(hidden: Sequence[str]) -> list[str]:
+    """Return where the main thread is, innermost last, but for the frames of modules `hidden`."""
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None:
+        return []
+    # The dump itself is on top where the main thread makes it.
+    shown = [
+        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        for frame, line in traceback.walk_stack(innermost)
+        if frame.f_globals.get("__name__") not in hidden
+    ]
+    return shown[:_MAX_FRAMES][::-1]
+
+
+def channel_part(
+    channel: dict[str, Any], members: Sequence[int], entries: Iterable[FlightEntry]
+) -> dict[str, Any]:
+    """Return the part on one channel, of which `Channel.describe` says `channel`. Local."""
+    part = {"members": rank_spans(members)} | channel
+    return part | {"entries": [_entry(each) for each in list(entries)]}
+
+
+def _entry(entry: FlightEntry) -> dict[str, Any]:
+    kind, name, owner, *details = entry.signature
+    details_given = [detail for detail in details if detail != ()]
+    site, function = _spelled_place(entry.place)
+    return {
+        "number": entry.number,
+        "kind": kind,
+        "name": name,
+        "strategy": owner,
+        "details": [*filter(None, [entry.words]), *map(spell, details_given)],
+        **dict(zip(("runs", "merge_calls", "updates", "failures"), entry.counters, strict=True)),
+        "site": site,
+        "function": function,
+        "state": entry.state,
+        "began_ns": entry.began_ns,
+        "agreed_ns": entry.agreed_ns,
+        "ended_ns": entry.ended_ns,
+    }
+
+
+def _spelled_place(place: Place) -> tuple[str, str]:
+    if place is None:
+        return UNKNOWN_PLACE, ""
+    code, instruction = place
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+    return f"{os.path.basename(code.co_filename)}:{line}", code.co_name
+
+
+_logger = logging.getLogger("mpistrat")
+
+_DEFAULT_FOLDER = "mpistrat-flight"
+
+
+class _Dumps:
+    """What is to be dumped, and where to.
+
+    Attributes
+    ----------
+    members : dict
+        For each channel the rank in the world of each of its ranks.
+    """
+
+    def __init__(self) -> None:
+        self.members: dict[Channel, Sequence[int]] = {}
+        self.library: str | None = None
+        self.folder: str | None = None
+        self.has_failed = False
+        self.file_of_leaving: Path | None = None
+        self.previous_handler: Any = None
+        # Of one thread too: a signal may come while it dumps.
+        self.lock = threading.RLock()
+
+
+_dumps = _Dumps()
+
+
+def install(
+    channel: Channel,
+    members: Sequence[int],
+    library: str,
+    folder: str | None,
+    length: int,
+) -> None:
+    """Have the flight record of `channel` dumped when it is wanted. Local.
+
+    Parameters
+    ----------
+    channel : Channel
+    members : sequence of int
+        The rank in the world of each of its ranks.
+    library : str
+        Name and version of the MPI library.
+    folder : str or None
+        Where dumps go that nobody has asked for; ``None`` for nowhere.
+    length : int
+        How many collectives to keep.
+    """
+    channel.flight.resize(length)
+    _dumps.folder, _dumps.library = folder, library
+    if channel in _dumps.members:
+        return
+    if not _dumps.members:
+        exit_hooks.at(Phase.FAILED, _on_uncaught)
+        exit_hooks.at(Phase.BEFORE_LAST_ROUND, _before_last_round)
+        exit_hooks.at(Phase.AFTER_LAST_ROUND, _after_last_round)
+        _listen()
+    earlier = sum(list(each) == list(members) for each in _dumps.members.values())
+    channel.flight.channel = f"{rank_list(members)}" + (f" (again: {earlier})" if earlier else "")
+    _dumps.members[channel] = members
+
+
+def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked for") -> Path:
+    """Write the record of this rank, and return the path of the file. Local.
+
+    Parameters
+    ----------
+    path : path
+        As `flight_dump.path_for`.
+    channel : Channel
+        Of the strategy that asks: dumped with all others that are watched.
+    reason : str
+    """
+    is_watched = channel in _dumps.members
+    members = _dumps.members if is_watched else {channel: range(channel.size)}
+    target = path_for(path, members[channel][channel.rank])
+    _write(target, members, reason)
+    return target
+
+
+def on_epoch_error(error: BaseException) -> None:
+    """Dump the records because the ranks have disagreed, or one did not come. Local."""
+    reason = f"{type(error).__name__}: {error}".split("\n")[0]
+    _dump_failure(reason)
+
+
+def on_end_of_job(channel: Channel, rank: int) -> None:
+    """Dump the records because `rank` of `channel` ends this process too. Local, any thread."""
+    if not _dumps.has_failed and _dumps.file_of_leaving is None:
+        members = _dumps.members.get(channel, range(channel.size))
+        _dump_failure(f"rank {members[rank]} ends the job")
+
+
+def _write(target: Path, members: Mapping[Channel, Sequence[int]], reason: str) -> None:
+    first = next(iter(members))
+    world_size = own.world_size if members is _dumps.members else first.size
+    parts = [channel_part(each.describe(), members[each], each.flight.entries) for each in members]
+    rank = members[first][first.rank]
+    content = document(parts, rank, world_size, _dumps.library, reason, __name__)
+    with _dumps.lock:
+        write(target, content)
+
+
+def _dump_by_itself(folder: str, reason: str) -> Path | None:
+    """Dump where the program has not asked: what goes wrong is told, and not raised."""
+    first = next(iter(_dumps.members))
+    rank = _dumps.members[first][first.rank]
+    target = path_for(os.path.join(folder, "flight.rank{rank}.json"), rank)
+    try:
+        _write(target, _dumps.members, reason)
+    except OSError as error:
+        why = error.strerror or error
+        _logger.warning("The flight record cannot be written to %s: %s", folder, why)
+        return None
+    return target
+
+
+def _can_dump() -> bool:
+    return bool(_dumps.members) and not own.is_fork
+
+
+def _dump_failure(reason: str) -> None:
+    if _can_dump() and _dumps.folder:
+        _dumps.has_failed = True
+        _dump_by_itself(_dumps.folder, reason)
+
+
+def _on_uncaught(failure: exit_hooks.Failure) -> None:
+    # After an epoch error the record is there already, as it was then.
+    if not _dumps.has_failed:
+        kind, error, trace = failure
+        _dump_failure(f"{kind.__name__} at {failure_site(trace)}: {text_of(error)}".split("\n")[0])
+
+
+def _before_last_round() -> None:
+    # Others may end this process soon. The record goes again if all ends well.
+    if _dumps.folder and not _dumps.has_failed:
+        _dumps.file_of_leaving = _dump_by_itself(_dumps.folder, "left the program")
+
+
+def _after_last_round() -> None:
+    if _dumps.file_of_leaving is not None and all(
+        not each.pending and each.all_ended_well() for each in _dumps.members
+    ):
+        _dumps.file_of_leaving.unlink(missing_ok=True)
+
+
+def _listen() -> None:
+    """Dump on SIGUSR2, also while the main thread is inside the MPI library."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _dumps.previous_handler = signal.getsignal(signal.SIGUSR2)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if previous_writer != -1:  # an event loop has it, which needs it more
+        signal.set_wakeup_fd(previous_writer)
+        signal.signal(signal.SIGUSR2, _handler(_dump_on_signal))
+        return
+    signal.signal(signal.SIGUSR2, _handler(lambda: None))
+    threading.Thread(
+        target=_serve_signals, args=(reader,), name="mpistrat-flight", daemon=True
+    ).start()
+
+
+def _serve_signals(reader: int) -> None:
+    """Dump for each SIGUSR2, whose number Python writes to the pipe the moment it comes."""
+    while numbers := os.read(reader, 64):
+        if signal.SIGUSR2 in numbers:
+            _dump_on_signal()
+
+
+def _handler(act: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        act()
+        if callable(_dumps.previous_handler):
+            _dumps.previous_handler(number, frame)
+
+    return handle
+
+
+def _dump_on_signal() -> None:
+    if not _can_dump():
+        return
+    target = _dump_by_itself(_dumps.folder or _DEFAULT_FOLDER, "signal SIGUSR2")
+    if target is not None:
+        _logger.warning("The flight record is in %s", target.parent)

@@ -1,0 +1,343 @@
+"""The other ranks of a channel, asked over the side channel."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mpistrat.agreement.channel import Channel
+from mpistrat.failures import logs
+from mpistrat.failures.monitor import Address, Beacon, Handler, Question, read_line
+from mpistrat.failures.process_state import own
+from mpistrat.settings import settings_at_the_end
+from mpistrat.system.callsite import UNKNOWN_PLACE, is_own_code, site_of
+from mpistrat.system.exit_hooks import is_at_work
+from mpistrat.system.text import rank_list
+
+__all__ = ["Companions", "State", "Whereabouts", "describe_whereabouts", "meet", "whereabouts"]
+
+_MAX_FRAMES = 4
+
+Whereabouts = dict[str, Any]
+"""JSON: ``state`` and what `describe_whereabouts` tells about it."""
+
+
+class State(str, enum.Enum):
+    """What can be said of a rank that others wait for."""
+
+    HERE = "waiting here"
+    """In the same collective."""
+    ELSEWHERE = "elsewhere"
+    """In a collective of other ranks."""
+    LATE = "late"
+    """Alive, between two collectives."""
+    FINISHED = "finished"
+    """Has left the program."""
+    STOPPED = "stopped"
+    """Its process is suspended."""
+    SILENT = "silent"
+    """Its process is there but does not answer."""
+    GONE = "gone"
+    """Its process has ended without a word."""
+    UNKNOWN = "unknown"
+    """It cannot be asked."""
+
+
+def whereabouts(channel: Channel, channels: Sequence[Channel], has_left: bool) -> Whereabouts:
+    """Return what the thread that uses `channel` is doing. Local, from any thread."""
+    now = time.monotonic()
+    frame = sys._current_frames().get(channel.thread)
+    found: Whereabouts = {
+        "sequence": channel.ledger.sequence,
+        "site": site_of(frame),
+        "at_work": is_at_work(),
+    }
+    others = (each for each in channels if each is not channel and each.waiting is not None)
+    waits_elsewhere = next(others, None)
+    if channel.stuck_at is not None:
+        return found | {"state": State.HERE, "site": channel.stuck_at}
+    if channel.waiting is not None:
+        return found | {"state": State.HERE}
+    if has_left:
+        return found | {"state": State.FINISHED}
+    if waits_elsewhere is not None and waits_elsewhere.waiting is not None:
+        what, since = waits_elsewhere.waiting
+        return found | {"state": State.ELSEWHERE, "what": what, "for_s": now - since}
+    stack = [
+        f"{each.filename.rpartition('/')[2]}:{each.lineno} in {each.name}"
+        for each in (traceback.extract_stack(frame) if frame is not None else ())
+        if is_own_code(each.filename)
+    ]
+    late = {
+        "state": State.LATE,
+        "for_s": now - channel.flight.last_agreed_s(),
+        "stack": stack[-_MAX_FRAMES:],
+    }
+    return found | late
+
+
+def describe_whereabouts(found: Whereabouts) -> str:
+    """Return one line on a rank: its state, and what others must know of it. Local."""
+    state = State(found["state"])
+    if state is State.HERE:
+        return f"{state.value} at {found['site']}"
+    if state is State.ELSEWHERE:
+        what, site = found["what"], found["site"]
+        return f"{state.value}: in {what} at {site}, with other ranks, for {found['for_s']:.0f} s"
+    if state is State.LATE:
+        path = ", called from ".join(reversed(found["stack"])) or found["site"]
+        return f"{state.value}: computing for {found['for_s']:.0f} s, now at {path}"
+    if state is State.FINISHED:
+        place = "" if found["site"] == UNKNOWN_PLACE else f" at {found['site']}"
+        return f"{state.value}: left the program{place}"
+    where = f"process {found['pid']} on {found['host']}" if "pid" in found else "no address"
+    return {
+        State.STOPPED: f"stopped: {where} is suspended (SIGSTOP); SIGCONT lets it go on",
+        State.SILENT: f"silent: {where} does not answer: stopped, or in code that lets no "
+        "other thread run",
+        State.GONE: f"gone: {where} has ended without a word",
+        State.UNKNOWN: f"unknown: {where} cannot be asked",
+    }[state]
+
+
+_LIMIT_S = 1.5
+"""How long an answer may take."""
+_SHORT_LIMIT_S = 0.3
+"""The same where the answer does not matter."""
+_AT_ONCE = 16
+_NEVER_COMES = (State.STOPPED, State.SILENT, State.GONE)
+_TURN_S = 0.5
+"""How often to look whether files are finished."""
+_SETTLE_S = 0.5
+"""How long to wait before a broken connection is news: a launcher that ends the job is faster."""
+
+
+class Companions:
+    """The ranks of `channel`, by the addresses of their beacons.
+
+    Parameters
+    ----------
+    channel : Channel
+    key : str
+        The secret of the channel.
+    addresses : sequence of Address
+        In rank order.
+    """
+
+    def __init__(self, channel: Channel, key: str, addresses: Sequence[Address]) -> None:
+        self._channel = channel
+        self._key = key
+        self._addresses = addresses
+
+    def handlers(self) -> dict[str, Handler]:
+        """Return what answers the questions of the other ranks. Local."""
+
+        def state(question: Question) -> Whereabouts:
+            return whereabouts(self._channel, own.channels, own.has_left)
+
+        def lost(question: Question) -> dict[str, Any]:
+            self.note_loss(int(question["lost"]), str(question["what"]))
+            return {}
+
+        return {"state": state, "lost": lost}
+
+    def ask(
+        self, rank: int, ask: str = "state", limit_s: float = _LIMIT_S, **details: Any
+    ) -> Whereabouts:
+        """Return what `rank` says of itself, or what its silence means. Local."""
+        address = self._addresses[rank]
+        place = {"pid": address.pid, "host": address.host}
+        try:
+            with address.connect(limit_s) as connection:
+                question = {"key": self._key, "ask": ask, **details}
+                connection.sendall(json.dumps(question).encode() + b"\n")
+                answer = read_line(connection)
+            if answer:
+                found: Whereabouts = json.loads(answer)
+                return found
+        except ConnectionError:
+            return place | {"state": State.GONE}
+        except TimeoutError:
+            is_here = address.host == socket.gethostname()
+            suspended = is_here and _is_suspended(address.pid)
+            return place | {"state": State.STOPPED if suspended else State.SILENT}
+        except (OSError, ValueError):
+            pass
+        return place | {"state": State.UNKNOWN}
+
+    def others(self) -> list[int]:
+        """Return the other ranks. Local."""
+        return [rank for rank in range(len(self._addresses)) if rank != self._channel.rank]
+
+    def ask_all(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
+        """Return what each of `ranks` says, asked at the same time. Local."""
+        ranks = list(ranks)
+        return dict(zip(ranks, _at_once(self.ask, ranks), strict=True))
+
+    def deliver(self, texts: Sequence[str]) -> bool:
+        """Give lines to rank 0 to print, and return whether it took them. Local."""
+        answer = self.ask(0, "log", teller=self._channel.rank, lines=texts)
+        return bool(answer.get("taken"))
+
+    def tell_end_of_job(self, limit_s: float) -> None:
+        """Tell every other rank that this one ends the job for all. Local."""
+        self.tell_all("told", limit_s, teller=self._channel.rank)
+
+    def tell_all(self, ask: str, limit_s: float = _SHORT_LIMIT_S, **details: Any) -> None:
+        """Tell every other rank something, without insisting. Local."""
+        _at_once(lambda rank: self.ask(rank, ask, limit_s, **details), self.others())
+
+    def lowest_here(self) -> int:
+        """Return the lowest rank that waits in the same collective as this one. Local."""
+        for rank in range(self._channel.rank):
+            if self.is_here(self.ask(rank)):
+                return rank
+        return self._channel.rank
+
+    def is_root_at_work(self) -> bool:
+        """Return whether rank 0, which writes files for all, must not be ended yet. Local."""
+        if self._channel.rank == 0:
+            return False
+        return bool(self.ask(0).get("at_work"))
+
+    def wait_for_work(self) -> None:
+        """Wait until to end the job would lose no file that is being finished. Local."""
+        while is_at_work() or self.is_root_at_work():
+            time.sleep(_TURN_S)
+
+    def is_here(self, found: Whereabouts) -> bool:
+        """Return whether an answer says that the rank is in this rank's collective. Local."""
+        is_here: bool = found["state"] == State.HERE
+        return is_here and found["sequence"] == self._channel.ledger.sequence
+
+    def describe(self, site: str) -> tuple[list[int], str]:
+        """Return the ranks that others wait for, and a table of all ranks. Local.
+
+        Parameters
+        ----------
+        site : str
+            Where this rank waits.
+        """
+        found = self.ask_all(self.others())
+        missing = [rank for rank, each in found.items() if not self.is_here(each)]
+        lines: dict[str, list[int]] = {f"waiting here at {site}": [self._channel.rank]}
+        for rank in sorted(found, key=lambda rank: rank not in missing):
+            lines.setdefault(describe_whereabouts(found[rank]), []).append(rank)
+        # Those that are missing come first.
+        ordered = sorted(lines.items(), key=lambda item: not set(item[1]) & set(missing))
+        return missing, "\n".join(f"  {rank_list(ranks)}: {line}" for line, ranks in ordered)
+
+    def describe_lost(self) -> str:
+        """Return a table of the ranks whose data will never come, empty without any. Local."""
+        found = self.ask_all(self.others())
+        return "\n".join(
+            f"  {rank_list([rank])}: {describe_whereabouts(each)}"
+            for rank, each in found.items()
+            if each["state"] in _NEVER_COMES
+        )
+
+    def spread_loss(self, rank: int) -> None:
+        """Tell every rank that the process of `rank` has died. Local, on the beacon's thread."""
+
+        def tell() -> None:
+            if self.ask(rank)["state"] != State.GONE:
+                return
+            place = self._addresses[rank]
+            what = f"gone: process {place.pid} on {place.host} has ended without a word"
+            self.note_loss(rank, what)
+            self.tell_all("lost", lost=rank, what=what)
+
+        _later(_SETTLE_S, tell)
+
+    def note_loss(self, rank: int, what: str) -> None:
+        """Have the next collective fail, as `rank` will never come to it. Local, any thread."""
+        self._channel.lost.setdefault(rank, what)
+
+        def end_if_blocked() -> None:
+            # Inside MPI nothing can be raised. The others are told by their own threads.
+            if not self._channel.is_moving_data():
+                return
+            self.wait_for_work()
+            if self._channel.is_moving_data():
+                logs.say_last(f"{rank_list([rank])} is {what}.")
+                os._exit(1)
+
+        _later(settings_at_the_end().exit_grace_s, end_if_blocked)
+
+
+def _at_once(do: Callable[[int], Whereabouts], ranks: Sequence[int]) -> Iterable[Whereabouts]:
+    """Return what `do` returns for each of `ranks`, several of them at the same time."""
+    try:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(do, ranks))
+    except RuntimeError:  # the interpreter ends, and starts no thread any more
+        return [do(rank) for rank in ranks]
+
+
+def _later(delay_s: float, do: Callable[[], None]) -> None:
+    timer = threading.Timer(delay_s, do)
+    timer.daemon = True
+    try:
+        timer.start()
+    except RuntimeError:  # as in `_at_once`
+        time.sleep(delay_s)
+        do()
+
+
+def _is_suspended(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"
+
+
+def meet(channel: Channel, handlers: Mapping[str, Handler]) -> None:
+    """Let the ranks of `channel` find each other, and agree on their settings. **Collective**.
+
+    `handlers` answer questions beside those of `Companions.handlers`.
+    Where sockets are forbidden on any rank, the channel does without the side channel.
+    """
+    choices = settings_at_the_end()
+    beacon = _own_beacon() if choices.watch else None
+    address = None if beacon is None else [*vars(beacon.address).values()]
+    key = secrets.token_hex(16) if channel.rank == 0 else ""
+    facts = channel.exchange([address, key, choices.checks])
+    # Ranks that check nothing would leave those that do waiting.
+    channel.checks = any(checks for _, _, checks in facts)
+    if any(address is None for address, _, _ in facts) or beacon is None:
+        return
+    key = facts[0][1]
+    addresses = [Address(*address) for address, _, _ in facts]
+    companions = Companions(channel, key, addresses)
+    beacon.add(key, companions.handlers() | dict(handlers))
+    channel.companions = companions
+    # Every beacon knows the key before anybody asks with it.
+    channel.exchange(None)
+    neighbour = (channel.rank + 1) % channel.size
+    try:
+        connection = addresses[neighbour].connect(_LIMIT_S)
+        connection.sendall(json.dumps({"key": key, "ask": "watch"}).encode() + b"\n")
+    except OSError:
+        return  # it cannot be watched, but perhaps asked
+    beacon.watch(connection, lambda: companions.spread_loss(neighbour))
+
+
+def _own_beacon() -> Beacon | None:
+    """Return the beacon of this process, ``None`` where it may have no socket. Local."""
+    if own.beacon is None:
+        with contextlib.suppress(OSError):
+            own.beacon = Beacon()
+    return own.beacon

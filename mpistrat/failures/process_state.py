@@ -1,0 +1,88 @@
+"""Process state: what all that watches over this process has in common."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from mpistrat.agreement.channel import Channel
+from mpistrat.failures.monitor import Beacon
+
+__all__ = ["own"]
+
+
+class ProcessState:
+    """What is known of this process.
+
+    Attributes
+    ----------
+    channels : list of Channel
+        Those whose other ranks must hear of the end of this one.
+    world_size : int
+        How many ranks the job has.
+    beacon : Beacon or None
+        What answers for this process, once it is asked to.
+    has_left : bool
+        Whether the main program is over.
+    is_fork : bool
+        Whether it is a fork of a rank, and no rank itself.
+    is_over : callable
+        Returns whether the transport can no longer be used (MPI is finalized).
+    open_channel : callable or None
+        Opens a channel of all ranks for a rank that fails before it has any.
+    abort : callable
+        Ends every process of the job.
+    """
+
+    def __init__(self) -> None:
+        self.channels: list[Channel] = []
+        self.world_size = 1
+        self.beacon: Beacon | None = None
+        self.has_left = False
+        self.is_fork = False
+        self.is_over: Callable[[], bool] = bool
+        self.open_channel: Callable[[float], Channel | None] | None = None
+        self.abort: Callable[[int], None] = os._exit
+        self._fork = _Fork()
+        os.register_at_fork(
+            before=self._before_fork,
+            after_in_parent=self._after_fork,
+            after_in_child=self._become_fork,
+        )
+
+    def can_speak(self) -> bool:
+        """Return whether this process may still communicate with other ranks. Local."""
+        return not self.is_fork and not self.has_left and not self.is_over()
+
+    def _before_fork(self) -> None:
+        self._fork.pipe = None
+        if any(channel.pool.lends_shared_memory() for channel in self.channels):
+            self._fork.pipe = os.pipe()
+
+    def _after_fork(self) -> None:
+        if self._fork.pipe is not None:
+            read, write = self._fork.pipe
+            os.close(write)
+            os.read(read, 1)  # nothing, if the new process has ended
+            os.close(read)
+
+    def _become_fork(self) -> None:
+        self.is_fork, self.beacon = True, None
+        for channel in self.channels:
+            channel.close_in_fork()
+        if self._fork.pipe is not None:
+            read, write = self._fork.pipe
+            os.write(write, b"x")
+            os.close(write)
+            os.close(read)
+
+
+class _Fork(threading.local):
+    """The fork that a thread is making."""
+
+    pipe: tuple[int, int] | None = None
+    """What the new process tells the old one by that it has copied what they would share."""
+
+
+own = ProcessState()

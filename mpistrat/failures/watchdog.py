@@ -1,0 +1,85 @@
+"""Data that does not arrive because a process is stopped: noticed by a thread of each rank.
+
+Ranks that have agreed wait for each other's data without a limit, inside the MPI library or in
+shared memory, where nothing can be raised. That may rightly take long. But where it has taken as
+long as ranks wait for an agreement, the others are asked: one that is suspended, or does not
+answer any more, ends the job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from mpistrat.agreement.channel import Channel
+from mpistrat.errors import EpochTimeoutError
+from mpistrat.failures import logs
+from mpistrat.failures.flight_dumps import on_epoch_error
+from mpistrat.system.callsite import site_of
+
+__all__ = ["watch_data"]
+
+_LONGEST_TICK_S = 5.0
+_TICKS = 4
+"""Looks in the time of a limit."""
+
+
+@dataclass
+class _Watched:
+    """A channel, and since when a rank of it has waited for the same data."""
+
+    channel: Channel
+    limit_s: float
+    number: int = -1
+    since_s: float = 0.0
+
+    def look(self) -> None:
+        number, now = self.channel.ledger.sequence, time.monotonic()
+        if not self.channel.is_moving_data():
+            self.number = -1
+        elif self.number != number:
+            self.number, self.since_s = number, now
+        elif now - self.since_s > self.limit_s:
+            _end_if_stopped(self.channel, self.limit_s)
+
+
+_watched: list[_Watched] = []
+
+
+def watch_data(channel: Channel) -> None:
+    """Have a thread end the job where a stopped rank holds up the data of `channel`. Local.
+
+    Does nothing where the channel has no limit, or no way to ask the other ranks.
+    """
+    if channel.companions is None or channel.timeout_s is None:
+        return
+    _watched.append(_Watched(channel, channel.timeout_s))
+    if len(_watched) == 1:
+        threading.Thread(target=_watch, name="mpistrat-data-watch", daemon=True).start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(min(_LONGEST_TICK_S, *(each.limit_s / _TICKS for each in _watched)))
+        for each in list(_watched):
+            each.look()
+
+
+def _end_if_stopped(channel: Channel, limit_s: float) -> None:
+    """End this process if a rank will not bring the data that this one waits for."""
+    if channel.companions is None:
+        return
+    table = channel.companions.describe_lost()
+    if not table:
+        return
+    channel.companions.wait_for_work()
+    if not channel.is_moving_data():
+        return
+    site = site_of(sys._current_frames().get(channel.thread))
+    error = EpochTimeoutError(f"The data awaited at {site} did not come in {limit_s:g} s:\n{table}")
+    on_epoch_error(error)
+    logs.say_last(f"EpochTimeoutError: {error}")
+    os._exit(1)

@@ -1,0 +1,1 @@
+"""MPI: the world, its communicators, and what launched this process."""

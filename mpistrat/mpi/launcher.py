@@ -1,0 +1,263 @@
+"""Launchers: which one started this process, and mpiexec for children."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpistrat.settings import environment
+
+__all__ = [
+    "Launcher",
+    "find_launcher",
+    "is_one_of_several",
+    "mpiexec",
+    "mpiexec_program",
+    "without_launcher",
+]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The program that started this rank."""
+
+    name: str
+    """``slurm``, ``openmpi``, ``mpich``, ``intel``, ``flux``, ``pals``, ``lsf`` or ``none``."""
+    num_tasks: int
+    """How many tasks it started together with this one, as far as it says."""
+    node_name: str | None
+    """The node's name where the launcher gives one."""
+    task: int = 0
+    """Number of this task among them."""
+    local_task: int | None = None
+    """Number of this task among those of its node, ``None`` where the launcher does not say."""
+    protocol: str | None = None
+    """What ``srun --mpi`` was, by the flag or by the site's default; ``None`` where unknown."""
+    has_only_pmix: bool = False
+    """Whether a library can find the other tasks by PMIx and by nothing else."""
+    is_inherited: bool = False
+    """Whether the variables are another process's: the connection that they name is not here."""
+
+    @property
+    def title(self) -> str:
+        """How people call it."""
+        return _TITLES[self.name]
+
+    def remedy(self, library: str) -> str:
+        """Return what to type so that tasks with the MPI library `library` find each other. Local.
+
+        Parameters
+        ----------
+        library : str
+            What ``MPI_Get_library_version`` says.
+        """
+        if self.is_inherited:
+            return (
+                "Start this process without them: env -u PMI_FD -u PMI_RANK -u PMI_SIZE "
+                "-u SLURM_STEP_ID. mpistrat.testing.run_on_ranks does so."
+            )
+        if self.name == "slurm":
+            flag, family = _srun_flag(library)
+            first = f"Start the job with srun {flag} ({family}). " if flag else ""
+            return f"{first}--mpi=pmi2 is for MPICH and its relatives, --mpi=pmix for Open MPI."
+        if self.name == "flux":
+            return (
+                "Start the job with flux run -o pmi=pmix (Open MPI; the plugin is called "
+                "flux-pmix), or flux run -o pmi=simple (MPICH)."
+            )
+        if self.name == "pals":
+            return (
+                "Start the job with mpiexec --pmi=pmix (Open MPI, Intel MPI), or take the library "
+                "that belongs to this launcher (Cray MPICH)."
+            )
+        return f"Start the job with the mpiexec of this library, {library}."
+
+
+_TITLES = {
+    "slurm": "Slurm",
+    "openmpi": "mpiexec of Open MPI",
+    "mpich": "mpiexec of MPICH (Hydra)",
+    "intel": "mpiexec of Intel MPI",
+    "flux": "Flux",
+    "pals": "mpiexec of PALS",
+    "lsf": "jsrun of LSF",
+    "none": "no launcher",
+}
+
+_SRUN_FLAGS = (
+    ("Open MPI", "--mpi=pmix", "Open MPI"),
+    ("CRAY", "--mpi=cray_shasta", "Cray MPICH"),
+    ("Intel", "--mpi=pmi2", "Intel MPI, with I_MPI_PMI_LIBRARY set to Slurm's libpmi2.so"),
+    ("MVAPICH", "--mpi=pmi2", "MVAPICH"),
+    ("MPICH", "--mpi=pmi2", "MPICH"),
+)
+"""Mark in the library's version, flag, name. The others are MPICH by descent: it comes last."""
+
+
+def _srun_flag(library: str) -> tuple[str, str]:
+    for mark, flag, family in _SRUN_FLAGS:
+        if mark in library:
+            return flag, family
+    return "", ""
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """The variables of a launcher."""
+
+    name: str
+    present: tuple[str, ...]
+    """All of them are set by it, and not all by another one that is asked later."""
+    num_tasks: str
+    task: str
+    local_task: str
+
+
+_HYDRA = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID")
+_SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
+
+# mpiexec inside a batch job is mpiexec: its own variables are looked for first. jsrun starts a
+# relative of Open MPI, and sets that one's variables besides its own.
+_LAUNCHERS = (
+    _Marks(
+        "lsf",
+        ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+        *("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK"),
+    ),
+    _Marks(
+        "openmpi",
+        ("OMPI_COMM_WORLD_SIZE",),
+        *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ),
+    _Marks("intel", ("I_MPI_HYDRA_PMI_CONNECT",), *_HYDRA),
+    _Marks(
+        "flux",
+        ("FLUX_TASK_RANK",),
+        *("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+    ),
+    # Slurm's pmi2 plugin sets PMI_RANK as Hydra does, but not the other one. On several nodes of a
+    # job Hydra's ranks are in a step of Slurm too, that of its proxies.
+    _Marks("mpich", ("PMI_RANK", "MPI_LOCALNRANKS"), *_HYDRA),
+    _Marks("slurm", ("SLURM_STEP_ID", "SLURM_PROCID"), *_SLURM),
+    _Marks("pals", ("PALS_RANKID",), *("PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID")),
+    _Marks("mpich", ("PMI_RANK",), *_HYDRA),
+)
+
+
+def find_launcher(variables: Mapping[str, str] | None = None) -> Launcher:
+    """Return the launcher of this process. Local."""
+    variables = environment() if variables is None else variables
+    node_name = variables.get("SLURMD_NODENAME")
+    for marks in _LAUNCHERS:
+        if all(name in variables for name in marks.present):
+            return Launcher(
+                marks.name,
+                _number(variables, marks.num_tasks) or 1,
+                node_name,
+                _number(variables, marks.task) or 0,
+                _number(variables, marks.local_task),
+                variables.get("SLURM_MPI_TYPE") if marks.name == "slurm" else None,
+                "PMIX_NAMESPACE" in variables and "PMI_FD" not in variables,
+                "PMI_FD" in variables and not _is_connected(variables),
+            )
+    return Launcher("none", 1, node_name)
+
+
+def _number(variables: Mapping[str, str], name: str) -> int | None:
+    text = variables.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def is_one_of_several() -> bool:
+    """Return whether a launcher with a PMI or PMIx connection started this very process. Local.
+
+    A child of a rank inherits the variables, but neither the open connection nor the process id.
+    """
+    variables = environment()
+    if "PMIX_RANK" in variables and variables.get("SLURM_TASK_PID") == str(os.getpid()):
+        return int(variables.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    return variables.get("PMI_SIZE", "1") != "1" and _is_connected(variables)
+
+
+def _is_connected(variables: Mapping[str, str]) -> bool:
+    if "PMI_FD" not in variables:
+        return False
+    try:
+        os.fstat(int(variables["PMI_FD"]))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+# What a launcher leaves in the environment of its ranks, and must not reach the next launcher.
+_LAUNCHER_PREFIXES = (
+    *("PMI_", "PMIX_", "MPI_LOCAL"),
+    *("HYDI_", "HYDRA_", "I_MPI_HYDRA_"),
+    *("OMPI_", "PRTE_"),
+    *("MPIRUN_", "MPISPAWN_", "MV2_COMM_WORLD_", "MVP_COMM_WORLD_"),
+    *("SLURM_", "FLUX_", "PALS_", "JSM_"),
+)
+# Parameters of Open MPI and its parts have such names too; those that mpiexec has set for its own
+# ranks are the exception.
+_PARAMETERS = re.compile(
+    r"(OMPI|PMIX|PRTE)_MCA_(?!PREFIXES$|cpu_type$|initial_wdir$|num_procs$|"
+    r"(orte|prte|ess|plm|ras|grpcomm|pmix)(_|$))"
+)
+
+
+def without_launcher(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return `variables` without those by which a launcher speaks to this process. Local.
+
+    What tunes the MPI library stays.
+
+    Parameters
+    ----------
+    variables : mapping, optional
+        By default those of this process.
+    """
+    own = environment() if variables is None else variables
+    return {
+        name: value
+        for name, value in own.items()
+        if not name.startswith(_LAUNCHER_PREFIXES) or _PARAMETERS.match(name)
+    } | {
+        # The launcher that has started this process was allowed too.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+
+
+def mpiexec_program() -> str | None:
+    """Return the mpiexec beside this python, else the one on PATH, else ``None``. Local."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def mpiexec(ranks: int, limit_s: float = 60) -> list[str]:
+    """Return the command that starts `ranks` ranks of a program on this machine. Local.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    OSError, subprocess.TimeoutExpired
+        If it does not tell its version, within `limit_s` seconds.
+    """
+    program = mpiexec_program()
+    if program is None:
+        raise FileNotFoundError(f"There is no mpiexec beside {sys.executable} or on PATH.")
+    version = subprocess.run(
+        [program, "--version"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=limit_s,
+    ).stdout
+    flags = ["--oversubscribe"] if "Open MPI" in version else []
+    return [program, *flags, "-n", str(ranks)]

@@ -1,0 +1,343 @@
+"""The world of ranks: the only module that touches ``COMM_WORLD``.
+
+A strategy works on a private duplicate of the user's communicator, so that no message of the
+user can meet one of ours. All strategies on one communicator share the duplicate and with it
+one sequence of collectives. After an epoch error the next strategy gets a fresh one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.errors import LaunchError
+from mpistrat.mpi.launcher import Launcher, find_launcher, is_one_of_several, mpiexec_program
+from mpistrat.system.cpu import cores_of_mask, mask_of_cores, own_cores
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "World",
+    "abort_world",
+    "attached",
+    "communicator",
+    "detach",
+    "is_started",
+    "library_version",
+    "load_library",
+    "open_world",
+    "started_world",
+    "thread_level",
+    "world_ranks",
+    "world_size",
+]
+
+
+_HEAD_START_S = 2.0
+"""How long the other tasks wait for the report of task 0 where each meets an error alone."""
+
+_keyval: int | None = None
+"""MPI's key of our attribute, made with the first world."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What a rank knows about the job that it is part of."""
+
+    comm: MPI.Intracomm
+    """The communicator that the user gave, or COMM_WORLD."""
+    rank: int
+    size: int
+    local_rank: int
+    """Number of this rank among those of its node."""
+    hosts: tuple[str, ...]
+    """One name per node, in the order of the lowest rank on each."""
+    launcher: Launcher
+    node_of_rank: tuple[int, ...]
+    """For each rank the number of its node, its place in `hosts`."""
+    num_cores: int
+    """How many cores the ranks of this node may use, all of them together."""
+
+    @property
+    def ranks_of_node(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        own = self.node_of_rank[self.rank]
+        return tuple(rank for rank, node in enumerate(self.node_of_rank) if node == own)
+
+
+def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+    """Start MPI if need be, and return the communicator that `comm` means. Local.
+
+    Raises
+    ------
+    TypeError
+        If `comm` is not an mpi4py intracommunicator.
+    ValueError
+        If this rank is not part of it.
+    LaunchError
+        If the launcher started more tasks than MPI sees.
+    """
+    launcher = find_launcher()
+    if not is_started():
+        _start(launcher)
+    from mpi4py import MPI
+
+    _check_launch(launcher)
+    if comm is None:
+        return MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(
+            f"comm must be an mpi4py intracommunicator or None, not {type(comm).__name__}."
+        )
+    if comm == MPI.COMM_NULL:
+        raise ValueError(
+            "comm is COMM_NULL: this rank is not part of the communicator. "
+            "Make the strategy only on ranks that are."
+        )
+    return comm
+
+
+def open_world(comm: MPI.Intracomm | None) -> World:
+    """Return the world of `comm`. **Collective** over `comm`, and starts MPI if need be.
+
+    Raises
+    ------
+    TypeError, ValueError, LaunchError
+        As `communicator`.
+    """
+    comm = communicator(comm)
+    launcher = find_launcher()
+    nodes: _Nodes = attached(comm, "node map", lambda: _map_nodes(comm, launcher))
+    return World(
+        comm,
+        comm.rank,
+        comm.size,
+        nodes.local_rank,
+        nodes.hosts,
+        launcher,
+        nodes.node_of_rank,
+        nodes.num_cores,
+    )
+
+
+def started_world() -> MPI.Intracomm | None:
+    """Return COMM_WORLD if this process is one rank of several, else ``None``. Local.
+
+    Starts MPI only in a process that a launcher has started as one of several ranks.
+    """
+    if "mpi4py.MPI" not in sys.modules and not is_one_of_several():
+        return None
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
+        return None
+    return MPI.COMM_WORLD
+
+
+def is_started() -> bool:
+    """Return whether this process has started MPI. Local; does not start it."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI
+
+    return MPI.Is_initialized()
+
+
+def _start(launcher: Launcher) -> None:
+    """Start MPI. Raise LaunchError where MPICH would end the process, for want of a connection.
+
+    It does so inside of MPI_Init, so the library is loaded and asked first.
+    """
+    if launcher.is_inherited:
+        load_library()
+        if library_version().startswith("MPICH"):
+            raise LaunchError(
+                f"This process is none of the {launcher.num_tasks} task(s) that {launcher.title} "
+                "started, but has inherited the variables of one, without its connection. "
+                f"{launcher.remedy('')}"
+            )
+    if launcher.has_only_pmix:
+        file = load_library()
+        if library_version().startswith("MPICH") and not _has_symbol(file, "PMIx_Init"):
+            raise _launch_error(
+                launcher, "which this MPI library cannot join, because it does not speak PMIx"
+            )
+    with warnings.catch_warnings():
+        # mpi4py warns of some wrong launchers; what follows finds more, and refuses them.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        from mpi4py import MPI
+
+        if MPI.Is_initialized():
+            return
+        from mpi4py import rc
+
+        if rc.threads:
+            MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
+        else:
+            MPI.Init()
+
+
+def load_library() -> str:
+    """Load the MPI library without starting it; return the file that is linked to it. Local.
+
+    Raises
+    ------
+    ImportError, RuntimeError
+        If there is none.
+    """
+    from mpi4py import rc
+
+    initialize, finalize = rc.initialize, rc.finalize
+    rc.initialize, rc.finalize = False, initialize if finalize is None else finalize
+    try:
+        from mpi4py import MPI
+    finally:
+        rc.initialize, rc.finalize = initialize, finalize
+    return MPI.__file__
+
+
+def _has_symbol(file: str, name: str) -> bool:
+    """Return whether the library in `file`, or one that it is linked to, has a function. Local."""
+    return hasattr(ctypes.CDLL(file), name)
+
+
+def _check_launch(launcher: Launcher) -> None:
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.size
+    if size >= launcher.num_tasks:
+        return
+    if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # MPI_Comm_spawn made this world
+        return
+    world = "a world of one rank" if size == 1 else f"a world of {size} ranks"
+    raise _launch_error(launcher, f"but MPI sees {world}: every task would train alone")
+
+
+def _launch_error(launcher: Launcher, what: str) -> LaunchError:
+    """Return the error that each task raises alone, and one of them reports."""
+    library = library_version().partition(",")[0]
+    where = " in this step" if launcher.name == "slurm" else ""
+    flag = f" The flag was --mpi={launcher.protocol}." if launcher.protocol else ""
+    remedy = launcher.remedy(library)
+    if launcher.name in ("openmpi", "mpich", "intel") and (program := mpiexec_program()):
+        remedy += f" The first one here is {program}."
+    error = LaunchError(
+        f"{launcher.title} started {launcher.num_tasks} tasks{where}, {what}.{flag} {remedy}"
+    )
+    if launcher.task != 0:
+        error.is_told_elsewhere = True
+        # A launcher may end all others as soon as one has failed, and task 0 has to report first.
+        time.sleep(_HEAD_START_S)
+    return error
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """Where the ranks of a communicator run."""
+
+    local_rank: int
+    hosts: tuple[str, ...]
+    node_of_rank: tuple[int, ...]
+    num_cores: int
+
+
+def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> _Nodes:
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    lowest = node.bcast(comm.rank)
+    node.Free()
+    # Where Slurm names the node it knows best: MPI libraries have taken ranks of one for several.
+    mark: Any = launcher.node_name or lowest
+    name = launcher.node_name or MPI.Get_processor_name()
+    facts = comm.allgather((mark, name, mask_of_cores(own_cores())))
+    marks = [each for each, _, _ in facts]
+    names: dict[Any, str] = {}
+    for each, host, _ in facts:
+        names.setdefault(each, host)
+    numbers = {each: number for number, each in enumerate(names)}
+    cores = 0
+    for each, _, mask in facts:
+        if each == mark:
+            cores |= mask
+    return _Nodes(
+        local_rank=marks[: comm.rank].count(mark),
+        hosts=tuple(names.values()),
+        node_of_rank=tuple(numbers[each] for each in marks),
+        num_cores=len(cores_of_mask(cores)),
+    )
+
+
+def attached(comm: MPI.Intracomm, key: str, make: Callable[[], Any]) -> Any:
+    """Return what is attached to `comm` under `key`, made by `make` the first time.
+
+    MPI's own attribute caching holds it (MPI 4.1, section 7.7), so it goes with the
+    communicator. **Collective** where `make` is.
+    """
+    from mpi4py import MPI
+
+    global _keyval
+    if _keyval is None:
+        _keyval = MPI.Comm.Create_keyval()
+    shelf: Any = comm.Get_attr(_keyval)
+    if shelf is None:
+        shelf = {}
+        comm.Set_attr(_keyval, shelf)
+    if key not in shelf:
+        shelf[key] = make()
+    return shelf[key]
+
+
+def detach(comm: MPI.Intracomm, key: str) -> None:
+    """Forget what is attached to `comm` under `key`. Local."""
+    if _keyval is not None:
+        shelf: Any = comm.Get_attr(_keyval)
+        if shelf is not None:
+            shelf.pop(key, None)
+
+
+def library_version() -> str:
+    """Return name and version of the MPI library in one line. Local; loads the library."""
+    from mpi4py import MPI
+
+    return " ".join(MPI.Get_library_version().split("\n")[0].rstrip("\0").split())
+
+
+def thread_level() -> str:
+    """Return which threads may call MPI, such as ``"multiple"``. Local; MPI must run."""
+    from mpi4py import MPI
+
+    names = ("single", "funneled", "serialized", "multiple")
+    levels = [getattr(MPI, f"THREAD_{name.upper()}") for name in names]
+    return names[levels.index(MPI.Query_thread())]
+
+
+def world_ranks(comm: MPI.Intracomm) -> list[int]:
+    """Return the rank in COMM_WORLD of each rank of `comm`. Local."""
+    from mpi4py import MPI
+
+    own, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = own.Translate_ranks(None, world)
+    own.Free()
+    world.Free()
+    return list(ranks)
+
+
+def world_size() -> int:
+    """Return the number of ranks in COMM_WORLD. Local; starts MPI."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.size
+
+
+def abort_world(exit_code: int) -> None:
+    """End every process of the job. Local."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(exit_code)

@@ -1,0 +1,367 @@
+"""What every optimizer does: reduce the gradients, then update each variable in its place."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat import context
+from mpistrat.arguments import as_finite, as_real, is_constant, spelled
+from mpistrat.arrays import is_on_host
+from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.optimizers.gradients import (
+    agree_on_gradients,
+    check_gradients,
+    check_owners,
+    listed,
+    owner_among,
+    settled_beside,
+    split_pairs,
+    sum_over_replicas,
+    update_rows,
+    variables_in,
+)
+from mpistrat.optimizers.loss_scale import LossScale
+from mpistrat.optimizers.slots import Plan, Plans, Slots, zero_slot
+from mpistrat.optimizers.update import (
+    Rule,
+    Step,
+    Target,
+    gradient_factor,
+    update_on_device,
+    update_on_host,
+)
+from mpistrat.options import ReduceOp, VariableAggregation
+from mpistrat.strategies import get_strategy
+from mpistrat.tracing.spans import span
+from mpistrat.trackable import Trackable
+from mpistrat.values import IndexedSlices
+from mpistrat.variables import Variable
+
+__all__ = ["Optimizer"]
+
+
+class Optimizer(Trackable, abc.ABC):
+    """Base of optimizers.
+
+    **Collective** in a strategy's scope, because it makes the variable `iterations`.
+
+    In a checkpoint, the slot ``momentum`` of the variable ``model/kernel`` has the path
+    ``optimizer/momentum/model/kernel``, whatever the variable is called. The slots of a variable
+    that is not in the checkpoint go by its name, which must then be its own. Copy an optimizer
+    together with its variables, ``copy.deepcopy((variables, optimizer))``: the copy then keeps
+    its slots.
+
+    Parameters
+    ----------
+    learning_rate : float or callable
+        At least 0. A callable is given the step number and returns the rate.
+    weight_decay : float, optional
+        Decoupled: before each step a variable shrinks by ``learning_rate * weight_decay`` of
+        itself (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019).
+    global_clipnorm : float, optional
+        Where the norm of all gradients of a step together, summed over replicas, is larger, they
+        are scaled down to it.
+    loss_scale : LossScale, optional
+        What the gradients have been multiplied by. A step with gradients that are not finite is
+        skipped on all ranks.
+    **parameters
+        Those of the subclass, which become attributes.
+
+    Raises
+    ------
+    TypeError
+        If a parameter has another type.
+    ValueError
+        For a value out of range.
+    EpochMismatchError
+        If the ranks disagree on a parameter. A program may set one between two steps; the next
+        step checks it again.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float | Callable[[int], float],
+        weight_decay: float | None = None,
+        global_clipnorm: float | None = None,
+        loss_scale: LossScale | None = None,
+        **parameters: Any,
+    ) -> None:
+        super().__init__()
+        parameters |= {
+            "learning_rate": learning_rate,
+            "weight_decay": weight_decay,
+            "global_clipnorm": global_clipnorm,
+            "loss_scale": loss_scale,
+        }
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.global_clipnorm = global_clipnorm
+        self.loss_scale = loss_scale
+        vars(self).update(parameters)
+        self._constant_parameters = [each for each in parameters if each != "learning_rate"]
+        with get_strategy().extended.collectives.call(type(self).__name__) as call:
+            self._check_parameters()
+            call.agree(*self._words(parameters))
+        self.iterations = Variable(
+            np.int64(0),
+            trainable=False,
+            name="iterations",
+            aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        self.attach_child("iterations", self.iterations)
+        if loss_scale is not None:
+            self.attach_child("loss_scale", loss_scale)
+        self._slots = Slots()
+        self._plans = Plans()
+        self._checked: tuple[Sequence[Any], str] = (), ""
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters out of range. Local."""
+        kind = type(self).__name__
+        if not callable(self.learning_rate):
+            as_finite(f"{kind}: learning_rate", self.learning_rate, 0)
+        if self.weight_decay is not None:
+            as_finite(f"{kind}: weight_decay", self.weight_decay, 0)
+        if self.global_clipnorm is not None:
+            clipnorm = as_real(f"{kind}: global_clipnorm", self.global_clipnorm)
+            if not clipnorm > 0:
+                raise ValueError(f"{kind}: global_clipnorm must be above 0, not {clipnorm}.")
+        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
+            raise TypeError(f"{kind}: loss_scale must be a LossScale, not {self.loss_scale!r}.")
+
+    def _words(self, names: Iterable[str]) -> list[str]:
+        """Return the parameters that are given in the words that the ranks compare. Local."""
+        values = [(name, getattr(self, name)) for name in names]
+        return [
+            f"{name}={value!r}" if isinstance(value, LossScale) else f"{name}={spelled(value)}"
+            for name, value in values
+            if value is not None
+        ]
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        skip_gradients_aggregation: bool = False,
+    ) -> None:
+        """Update each variable by its gradient.
+
+        In replica context the gradients are summed over replicas first, small ones in one
+        message. In cross-replica context, and outside every scope with the variables of a
+        strategy, they are the mirrored gradients themselves. **Collective**: every rank gives
+        the same variables in the same order.
+
+        Parameters
+        ----------
+        grads_and_vars : iterable of (gradient, Variable)
+            Gradients are arrays or sequences of the variable's shape, `IndexedSlices`, or
+            ``None``, which skips the variable with a warning. They are cast to the variable's
+            dtype, within its kind, before they are summed.
+        skip_gradients_aggregation : bool
+            Whether the gradients are already summed over replicas.
+
+        Raises
+        ------
+        ValueError
+            If the list is empty or holds no gradient, a shape does not fit, or a gradient is a
+            `PerReplica` where nothing is summed.
+        TypeError
+            If a dtype does not fit, or a variable has no floating dtype.
+        IndexError
+            If `IndexedSlices` have an index out of range.
+        ContextError
+            If a variable, or the optimizer, belongs to another strategy.
+        EpochError
+            If the ranks disagree, for example about which gradient is ``None``.
+        """
+        strategy = get_strategy()
+        pairs = listed(grads_and_vars)
+        if strategy.extended.is_default:
+            strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
+        frame = context.current()
+        ours = frame is not None and frame.strategy is strategy
+        is_replica = frame is not None and ours and frame.replica_context is not None
+        summed = is_replica and not skip_gradients_aggregation
+        with strategy.extended.collectives.call(f"{type(self).__name__}.apply_gradients") as call:
+            step = self._agreed_step(call, strategy, pairs, summed)
+        step()
+
+    def _agreed_step(
+        self, call: CollectiveCall, strategy: Any, pairs: Any, summed: bool
+    ) -> Callable[[], None]:
+        """Return what takes the step, once the ranks agree on it. **Collective**."""
+        if self.loss_scale is not None:  # a program may have set another one since the last step
+            check_owners(call.kind, strategy, self.loss_scale.variables)
+        plan, gradients = self._plans.find(strategy, pairs) if summed else (None, [])
+        variables: Sequence[Variable]
+        if plan is None:
+            gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
+        else:
+            variables = plan.variables
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.divisor()
+        number = int(self.iterations.storage)
+        rate = self._rate(number)
+        call.include(rate, f"with the learning rate {rate}")
+        words = self._constant_words()
+        settled: list[Any]
+        if plan is not None:
+            settled = call.all_reduce(ReduceOp.SUM, gradients, plan.spelt(words))
+        elif summed:
+            settled = sum_over_replicas(call, gradients, variables, words)
+            self._plans.keep(strategy, gradients, variables)
+        else:
+            settled = agree_on_gradients(call, gradients, variables, words)
+        return functools.partial(
+            self._apply,
+            strategy=strategy,
+            plan=plan,
+            gradients=settled,
+            variables=variables,
+            rate=rate,
+            number=number,
+            scale=scale,
+            are_own=summed,
+        )
+
+    def _checked_pairs(
+        self, kind: str, strategy: Any, pairs: Any, summed: bool
+    ) -> tuple[list[Any], list[Variable]]:
+        """Return the gradients, checked, and their variables. Local."""
+        gradients, variables = split_pairs(kind, pairs)
+        check_owners(kind, strategy, [*variables, self.iterations])
+        gradients = check_gradients(kind, gradients, variables, summed)
+        each = zip(gradients, variables, strict=True)
+        missing = [variable.name for gradient, variable in each if gradient is None]
+        if missing:
+            warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=4)
+        return gradients, variables
+
+    def _constant_words(self) -> str:
+        """Return the parameters but for the rate in the words that the ranks compare, checked.
+
+        A program may have set them since the last step.
+        """
+        values = [self.learning_rate, *[getattr(self, name) for name in self._constant_parameters]]
+        known, words = self._checked
+        if len(values) == len(known) and all(map(operator.is_, values, known)):
+            return words
+        self._check_parameters()
+        words = ", ".join(self._words(self._constant_parameters))
+        # The values that cannot change behind their names need no check again.
+        self._checked = (values if all(map(is_constant, values)) else ()), words
+        return words
+
+    def _rate(self, step: int) -> float:
+        rate = self.learning_rate
+        if not callable(rate):
+            return float(rate)
+        return as_finite(f"{type(self).__name__}: learning_rate({step})", rate(step), 0)
+
+    def _apply(
+        self,
+        strategy: Any,
+        plan: Plan | None,
+        gradients: list[Any],
+        variables: Sequence[Variable],
+        rate: float,
+        number: int,
+        scale: float,
+        are_own: bool,
+    ) -> None:
+        """Take one step, the same on all ranks."""
+        update_all = None if plan is None else plan.update(self._rule, self._targets)
+        if update_all is None:
+            pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
+            # All slots come first: a restore that waits for them may refuse one.
+            targets = self._targets([variable for _, variable in pairs])
+            written = [] if are_own else [span for target in targets for span in target.spans]
+            gradients = settled_beside(pairs, written)
+        factor = gradient_factor(
+            gradients,
+            scale,
+            self.global_clipnorm,
+            must_be_finite=self.loss_scale is not None,
+        )
+        # Not by extended.update, which takes the strategy's own: plain variables may be here too.
+        with (
+            context.entered(context.Frame(context.Kind.UPDATE, strategy)),
+            span("optimizer", f"{type(self).__name__} update"),
+        ):
+            if factor is not None:
+                keep = 1 - rate * (self.weight_decay or 0)
+                step = Step(self._constants(rate, number), keep, factor)
+                if update_all is not None:
+                    update_all(step, gradients)
+                else:
+                    for gradient, target in zip(gradients, targets, strict=True):
+                        self._update(target, gradient, step)
+                iterations = self.iterations.storage
+                iterations += 1
+            if self.loss_scale is not None:
+                self.loss_scale.adjust(is_finite=factor is not None)
+
+    def _update(self, target: Target, gradient: Any, step: Step) -> None:
+        update = update_on_host if is_on_host(target.weight) else update_on_device
+        if isinstance(gradient, IndexedSlices):
+            update_rows(update, self._rule, step, target, gradient)
+        else:
+            update(self._rule, step, target, gradient)
+
+    @property
+    @abc.abstractmethod
+    def _rule(self) -> Rule:
+        """What is done to each element."""
+
+    @abc.abstractmethod
+    def _constants(self, rate: float, step: int) -> tuple[float, ...]:
+        """Return the constants of the rule for the step number `step`, from 0."""
+
+    def slot(self, variable: Variable, name: str) -> Variable:
+        """Return the array `name` (such as ``"momentum"``) kept for `variable`. Local.
+
+        Raises
+        ------
+        KeyError
+            If there is none yet: slots are made by the first `apply_gradients`, or restored.
+        """
+        slot = self._slots.find(variable, name)
+        if slot is None:
+            raise KeyError(
+                f"{type(self).__name__} keeps no slot {name!r} for the variable "
+                f"{variable.name!r}, at least not before the first apply_gradients."
+            )
+        return slot
+
+    def _targets(self, variables: Sequence[Variable]) -> list[Target]:
+        """Return the memory that a step on `variables` writes to."""
+        names = self._rule.kernel.slots
+        return [self._target(variable, names) for variable in variables]
+
+    def late_dependents(self) -> Mapping[str, Callable[[Variable], Variable]]:
+        """Return what makes the slots, by name. Local."""
+        return {name: functools.partial(zero_slot, name=name) for name in self._rule.kernel.slots}
+
+    def attach_child(self, name: str, child: object, *, of: object = None) -> None:
+        """Add a child, which is the slot `name` of the variable `of` where this is given.
+
+        **Collective** where a restore is waiting for the child, else **Local**.
+        """
+        super().attach_child(name, child, of=of)
+        if isinstance(of, Variable) and isinstance(child, Variable):
+            self._slots.add(of, name, child)
+
+    def _target(self, variable: Variable, names: tuple[str, ...]) -> Target:
+        """Return the memory of `variable` and of its slots `names`, made where there is none."""
+        target = self._slots.known_target(variable, names)
+        if target is None:
+            for name in names:
+                if self._slots.find(variable, name) is None:
+                    self.attach_child(name, zero_slot(variable, name), of=variable)
+            target = self._slots.target(variable, names)
+        return target

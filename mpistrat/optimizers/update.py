@@ -1,0 +1,374 @@
+"""One pass over device memory per variable: a kernel made from the rule's source."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import (
+    Array,
+    address_of,
+    addresses_of,
+    elementwise_kernel,
+    is_on_host,
+    namespace_of,
+)
+from mpistrat.comm.wire import is_narrow
+from mpistrat.native import find_library
+from mpistrat.optimizers.kernels import Kernel, digest
+from mpistrat.values import IndexedSlices
+
+__all__ = [
+    "HostKernel",
+    "Memory",
+    "Rule",
+    "Step",
+    "Target",
+    "UpdateAll",
+    "compiled_kernel",
+    "compute_dtype",
+    "device_sum_of_squares",
+    "flat_real",
+    "gradient_factor",
+    "host_sum_of_squares",
+    "slot_dtype",
+    "update_of_all",
+    "update_on_device",
+    "update_on_host",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """One element-wise update of a weight and its slots by a gradient."""
+
+    kernel: Kernel
+    in_numpy: Callable[..., None]
+    """The same to the bit as ``in_numpy(weight, gradient, slots, constants, scratch)``, in place.
+
+    All are 1-d arrays of one floating dtype and equal length, constants 0-d ones. `gradient`
+    must stay as it is; `scratch` may hold anything."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The numbers of one step, equal on all ranks and for all variables."""
+
+    constants: tuple[float, ...]
+    """For the constants of the kernel."""
+    keep: float = 1.0
+    """What a weight is multiplied by before: the weight decay."""
+    factor: float = 1.0
+    """What a gradient is multiplied by before: clipping and the inverse of the loss scale."""
+
+
+class Target:
+    """What a rule writes to: a weight and its slots, whose memory stays where it is.
+
+    Parameters
+    ----------
+    weight : array
+        In C order.
+    slots : sequence of arrays
+        In C order, of the same shape and of `slot_dtype`.
+    """
+
+    def __init__(self, weight: Array, slots: Sequence[Array]) -> None:
+        self.weight = weight
+        self.slots = slots
+        self.flat_weight, *self.flat_slots = map(flat_real, (weight, *slots))
+        self.compute_dtype = compute_dtype(self.flat_weight.dtype)
+
+    @functools.cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the memory of each begins and ends."""
+        arrays = (self.weight, *self.slots)
+        return [(address_of(each), address_of(each) + each.nbytes) for each in arrays]
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """Of this target alone, on the host."""
+        return Memory([self])
+
+
+class Memory:
+    """Where several targets of one compute dtype lie on the host, as C takes it.
+
+    Parameters
+    ----------
+    targets : sequence of Target
+    """
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.count = len(targets)
+        self.sizes = np.array([target.flat_weight.size for target in targets], np.intp).tobytes()
+        self.addresses = addresses_of(
+            [array for target in targets for array in (target.weight, *target.slots)]
+        )
+
+
+@functools.lru_cache
+def compute_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the real dtype in which elements of `dtype` are updated. Local.
+
+    float32 for the halves, whose squares and small steps would vanish. Complex numbers are
+    updated as pairs of real ones.
+    """
+    if is_narrow(dtype):
+        return np.dtype(np.float32)
+    real: np.dtype = np.dtype(dtype.char.lower())
+    return real
+
+
+def slot_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of the slots of a variable of `dtype`. Local."""
+    return dtype if dtype.kind == "c" else compute_dtype(dtype)
+
+
+def flat_real(array: Array) -> Array:
+    """Return a 1-d view of `array` in C order, of pairs of real numbers if it is complex. Local."""
+    flat = array.reshape(-1)
+    return flat.view(compute_dtype(flat.dtype)) if flat.dtype.kind == "c" else flat
+
+
+_NUMBERS = {"f": ctypes.c_float, "d": ctypes.c_double, "g": ctypes.c_longdouble}
+
+HostKernel = Callable[[Memory, list[np.ndarray], Sequence[float]], None]
+"""``kernel(memory, gradients, (keep, factor, *constants))`` on arrays of one real dtype."""
+
+
+@functools.lru_cache
+def compiled_kernel(kernel: Kernel, dtype: np.dtype) -> HostKernel | None:
+    """Return the function for `kernel`, ``None`` where there is none for `dtype`. Local."""
+    library = _library()
+    number = _NUMBERS.get(dtype.char)
+    if library is None or number is None:
+        return None
+    function = library[f"{kernel.name}_{dtype.char}"]
+    num_numbers = 2 + len(kernel.constants)
+    function.argtypes = [ctypes.c_ssize_t, *[ctypes.c_char_p] * 3, *[number] * num_numbers]
+    function.restype = None
+
+    def call(memory: Memory, gradients: list[np.ndarray], numbers: Sequence[float]) -> None:
+        function(memory.count, memory.sizes, addresses_of(gradients), memory.addresses, *numbers)
+
+    return call
+
+
+@functools.lru_cache
+def _library() -> ctypes.CDLL | None:
+    path = find_library(Path(__file__).parent, "_host_kernels", digest())
+    return None if path is None else ctypes.CDLL(path)
+
+
+def update_on_device(rule: Rule, step: Step, target: Target, gradient: Array) -> None:
+    """Write to `target` in place, as `rule` says. Local.
+
+    Parameters
+    ----------
+    rule : Rule
+    step : Step
+    target : Target
+    gradient : array
+        Of the shape and dtype of the weight, in C order; only read.
+    """
+    real = compute_dtype(target.weight.dtype).type
+    numbers = [real(value) for value in (step.keep, step.factor, *step.constants)]
+    _kernel(rule.kernel)(flat_real(gradient), *numbers, target.flat_weight, *target.flat_slots)
+
+
+@functools.lru_cache
+def _kernel(kernel: Kernel) -> Any:
+    """Return the device's kernel: T is the dtype of the weight, C the one to compute in."""
+    inputs = ["T gradient_in", *(f"C {name}" for name in ("keep", "factor", *kernel.constants))]
+    outputs = ["T weight_out", *(f"C {name}" for name in kernel.slots)]
+    body = (
+        "const C gradient = static_cast<C>(gradient_in) * factor;\n"
+        "C weight = static_cast<C>(weight_out) * keep;\n"
+        f"{kernel.body}\n"
+        "weight_out = weight;"
+    )
+    name = f"mpistrat_{kernel.name}"
+    return elementwise_kernel(", ".join(inputs), ", ".join(outputs), body, name)
+
+
+def device_sum_of_squares(array: Array) -> float:
+    """Return the sum of the squares of absolute values, not finite if an element is not. Local."""
+    xp = namespace_of(array)
+    flat = flat_real(array)
+    wide = flat.astype(compute_dtype(flat.dtype), copy=False)
+    total = float(xp.dot(wide, wide))
+    return total if xp.isfinite(total) else float(xp.sum(wide.astype(xp.float64) ** 2))
+
+
+_BLOCK = 2**15
+"""Elements. A block of each array of a rule fits into a core's own cache."""
+
+Engine = Callable[[Target, np.ndarray], None]
+"""``engine(target, gradient)`` updates arrays of one dtype in place."""
+
+UpdateAll = Callable[[Step, list[np.ndarray]], None]
+"""``update_all(step, gradients)`` does `update` for the targets that it was made for."""
+
+
+def update_on_host(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None:
+    """Write to `target` in place, as `rule` says. Local.
+
+    Parameters
+    ----------
+    rule : Rule
+    step : Step
+    target : Target
+    gradient : array
+        Of the shape and dtype of the weight, in C order; only read.
+    """
+    weight, flat_gradient = target.flat_weight, flat_real(gradient)
+    dtype = target.compute_dtype
+    compiled = compiled_kernel(rule.kernel, dtype)
+    numbers = (step.keep, step.factor, *step.constants)
+    if compiled is not None and weight.dtype == dtype:
+        compiled(target.memory, [flat_gradient], numbers)
+        return
+    length = min(_BLOCK, weight.size)
+    engine: Engine
+    if compiled is None:
+        engine = _numpy_engine(rule, step, length, dtype)
+    else:
+        engine = _compiled_engine(compiled, numbers)
+    if weight.dtype != dtype:
+        engine = _widening(engine, length, dtype)
+    for start in range(0, weight.size, _BLOCK):
+        part = slice(start, start + _BLOCK)
+        block = Target(weight[part], [slot[part] for slot in target.flat_slots])
+        engine(block, flat_gradient[part])
+
+
+def update_of_all(rule: Rule, targets: Sequence[Target]) -> UpdateAll | None:
+    """Return what updates all `targets` in one call, ``None`` where none is compiled. Local."""
+    dtype = targets[0].compute_dtype
+    compiled = compiled_kernel(rule.kernel, dtype)
+    if compiled is None or any(target.flat_weight.dtype != dtype for target in targets):
+        return None
+    memory = Memory(targets)
+
+    def update_all(step: Step, gradients: list[np.ndarray]) -> None:
+        compiled(memory, gradients, (step.keep, step.factor, *step.constants))
+
+    return update_all
+
+
+def _compiled_engine(compiled: HostKernel, numbers: Sequence[float]) -> Engine:
+    def engine(target: Target, gradient: np.ndarray) -> None:
+        compiled(target.memory, [gradient], numbers)
+
+    return engine
+
+
+def _numpy_engine(rule: Rule, step: Step, length: int, dtype: np.dtype) -> Engine:
+    constants = [np.array(value, dtype) for value in step.constants]
+    keep, factor = np.array(step.keep, dtype), np.array(step.factor, dtype)
+    decays, is_scaled = step.keep != 1, step.factor != 1
+    scratch = np.empty(length, dtype)
+    scaled = np.empty(length if is_scaled else 0, dtype)
+
+    def engine(target: Target, gradient: np.ndarray) -> None:
+        weight = target.weight
+        if is_scaled:
+            gradient = np.multiply(gradient, factor, out=scaled[: gradient.size])
+        if decays:
+            np.multiply(weight, keep, out=weight)
+        rule.in_numpy(weight, gradient, target.slots, constants, scratch[: weight.size])
+
+    return engine
+
+
+def _widening(engine: Engine, length: int, dtype: np.dtype) -> Engine:
+    """Return an engine for halves, which computes in the wider `dtype`."""
+    wide_weight, wide_gradient = np.empty(length, dtype), np.empty(length, dtype)
+
+    def widened(target: Target, gradient: np.ndarray) -> None:
+        wide = Target(wide_weight[: gradient.size], target.slots)
+        wide.weight[...] = target.weight
+        wide_gradient[: gradient.size] = gradient
+        engine(wide, wide_gradient[: gradient.size])
+        target.weight[...] = wide.weight
+
+    return widened
+
+
+def host_sum_of_squares(array: np.ndarray) -> float:
+    """Return the sum of the squares of absolute values, not finite if an element is not. Local.
+
+    Blocks are summed pairwise and then as float64, in an order that does not depend on threads.
+    """
+    flat = flat_real(array)
+    total = _sum_of_squares(flat, compute_dtype(flat.dtype))
+    # Squares of finite float32 numbers can overflow; those of float64 then decide.
+    return total if np.isfinite(total) else _sum_of_squares(flat, np.dtype(np.float64))
+
+
+def _sum_of_squares(flat: np.ndarray, dtype: np.dtype) -> float:
+    scratch = np.empty(min(_BLOCK, flat.size), dtype)
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, flat.size, _BLOCK):
+            block = flat[start : start + _BLOCK]
+            squares = np.multiply(block, block, out=scratch[: block.size], dtype=dtype)
+            total += float(np.add.reduce(squares))
+    return total
+
+
+def _global_norm(gradients: Sequence[Any]) -> float:
+    """Return the Euclidean norm of all elements together, not finite if one is not. Local.
+
+    Parameters
+    ----------
+    gradients : sequence of arrays and IndexedSlices
+        `IndexedSlices` coalesced, so that no row counts as two.
+    """
+    total = 0.0
+    for gradient in gradients:
+        array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+        sum_of_squares = host_sum_of_squares if is_on_host(array) else device_sum_of_squares
+        total += sum_of_squares(array)
+    return math.sqrt(total)
+
+
+def gradient_factor(
+    gradients: Sequence[Any], scale: float, clipnorm: float | None, must_be_finite: bool
+) -> float | None:
+    """Return what to multiply the gradients of one step by. Local.
+
+    They are equal on all ranks, and so is the result.
+
+    Parameters
+    ----------
+    gradients : sequence of arrays and IndexedSlices
+        Summed over replicas.
+    scale : float
+        What the loss has been multiplied by.
+    clipnorm : float, optional
+        The largest norm that they may have, without `scale`.
+    must_be_finite : bool
+
+    Returns
+    -------
+    float or None
+        ``None`` where they must be finite and are not.
+    """
+    if clipnorm is None and not must_be_finite:
+        return 1 / scale
+    norm = _global_norm(gradients) / scale
+    if must_be_finite and not math.isfinite(norm):
+        return None
+    if clipnorm is None or norm <= clipnorm:
+        return 1 / scale
+    # Elements that are not finite become NaN, as 0 * inf or NaN * anything.
+    return clipnorm / norm / scale

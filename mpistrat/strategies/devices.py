@@ -1,0 +1,315 @@
+"""Device selection, and what may be done with device memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mpistrat.arrays import (
+    Device,
+    count_gpus,
+    gpu_identity,
+    namespace,
+    nccl_library,
+    parse_device,
+    pci_address,
+    resolve_device,
+)
+from mpistrat.comm.device_reducers import DeviceCopier, DeviceWays
+from mpistrat.comm.nccl import NcclLink, connect_nccl
+from mpistrat.cuda_awareness import Answer, CudaAwareness, cuda_awareness
+from mpistrat.errors import LaunchError
+from mpistrat.mpi.launcher import find_launcher
+from mpistrat.mpi.world import World, attached, is_started
+from mpistrat.system.cpu import cores_near_pci, own_cores
+from mpistrat.system.text import rank_list, ranks_by_value
+
+__all__ = [
+    "Gpu",
+    "Offer",
+    "choose_devices",
+    "choose_gpus",
+    "make_offer",
+    "open_device_ways",
+    "prepare_device",
+    "ranks_on_one_gpu",
+    "why_not_mpi",
+    "why_not_nccl",
+]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The GPUs that a rank could take."""
+
+    gpus: tuple[str, ...]
+    """Identity of each GPU that it sees, in the order of their numbers."""
+    is_near: tuple[bool, ...]
+    """Whether each is nearest to the cores of this rank; all of them where nobody tells."""
+    preferred: int
+    """Number of the one that it would take if it were asked alone."""
+    is_fixed: bool = False
+    """Whether it must be that one: the user has named it."""
+
+
+def prepare_device(device: str) -> None:
+    """Make the GPU that this rank will probably get the current one, before MPI starts. Local.
+
+    MPI libraries that take device memory may bind to the GPU that is current in MPI_Init. Where
+    the launcher does not say which task of the node this is, or MPI runs, nothing happens; nor
+    for a bad argument, which is reported once the ranks can agree on it.
+    """
+    local_task = find_launcher().local_task
+    if is_started() or local_task is None:
+        return
+    with contextlib.suppress(Exception):  # cupy's are of its own types
+        offer = make_offer(device, local_task)
+        if offer is not None:
+            namespace(Device("gpu", offer.preferred))
+
+
+def make_offer(device: str, local_rank: int) -> Offer | None:
+    """Return the GPUs that this rank could take, ``None`` where it computes on the host. Local.
+
+    Parameters
+    ----------
+    device : str
+        The argument of the strategy.
+    local_rank : int
+        Number of this rank among those of its node.
+
+    Raises
+    ------
+    TypeError, ValueError, LaunchError
+        As `mpistrat.arrays.resolve_device`.
+    """
+    found = resolve_device(device, local_rank)
+    if found.kind != "gpu":
+        return None
+    devices = [Device("gpu", index) for index in range(count_gpus())]
+    own = own_cores()
+    near = [cores_near_pci(pci_address(each)) for each in devices]
+    is_near = [bool(cores) and own <= cores for cores in near]
+    if not any(is_near):
+        is_near = [True] * len(devices)
+    is_fixed = parse_device(device)[1] is not None
+    nearest = [index for index, yes in enumerate(is_near) if yes]
+    return Offer(
+        gpus=tuple(gpu_identity(each) for each in devices),
+        is_near=tuple(is_near),
+        preferred=found.index if is_fixed else nearest[local_rank % len(nearest)],
+        is_fixed=is_fixed,
+    )
+
+
+def choose_gpus(offers: Sequence[Offer | None]) -> list[int | None]:
+    """Return for each rank of one node the number of its GPU, ``None`` for the host. Local.
+
+    No two get the same GPU where that is possible, and as many as possible get one that is near.
+
+    Parameters
+    ----------
+    offers : sequence of Offer or None
+        Of the ranks of one node, in their order.
+    """
+    ranks = [rank for rank, offer in enumerate(offers) if offer is not None]
+    chosen: dict[int, str] = {}
+    owners: dict[str, int] = {}
+    for rank in ranks:
+        offer = offers[rank]
+        if offer is not None and offer.is_fixed:
+            chosen[rank] = offer.gpus[offer.preferred]
+    named = set(chosen.values())
+    for only_near in (True, False):
+        wishes = {
+            rank: [gpu for gpu in _wishes(offer, only_near) if gpu not in named]
+            for rank, offer in enumerate(offers)
+            if offer is not None and not offer.is_fixed
+        }
+        for rank in wishes:
+            if rank not in owners.values():
+                _find_gpu(rank, wishes, owners, set())
+    chosen |= {rank: gpu for gpu, rank in owners.items()}
+    return [
+        None if offer is None else _index(offer, chosen.get(rank))
+        for rank, offer in enumerate(offers)
+    ]
+
+
+def _index(offer: Offer, gpu: str | None) -> int:
+    return offer.preferred if gpu is None else offer.gpus.index(gpu)
+
+
+def _wishes(offer: Offer, only_near: bool) -> list[str]:
+    """Return the GPUs that a rank would take, the best first."""
+    count = len(offer.gpus)
+    order = [(offer.preferred + step) % count for step in range(count)]
+    order.sort(key=lambda index: not offer.is_near[index])
+    return [offer.gpus[index] for index in order if offer.is_near[index] or not only_near]
+
+
+def _find_gpu(
+    rank: int, wishes: Mapping[int, Sequence[str]], owners: dict[str, int], seen: set[str]
+) -> bool:
+    """Give `rank` a GPU, and its owner another one if need be; return whether that worked.
+
+    This is the augmenting path of a matching in a bipartite graph.
+    """
+    for gpu in wishes[rank]:
+        if gpu not in owners:
+            owners[gpu] = rank
+            return True
+    for gpu in wishes[rank]:
+        if gpu not in seen:
+            seen.add(gpu)
+            if _find_gpu(owners[gpu], wishes, owners, seen):
+                owners[gpu] = rank
+                return True
+    return False
+
+
+def choose_devices(
+    offers: Sequence[Offer | None], node_of_rank: Sequence[int], may_share: bool
+) -> list[Device]:
+    """Return the device of each rank of a world. Local, the same on all ranks.
+
+    Parameters
+    ----------
+    offers : sequence of Offer or None
+        Of all ranks.
+    node_of_rank : sequence of int
+        Number of each rank's node.
+    may_share : bool
+        Whether two ranks may compute on one GPU.
+
+    Raises
+    ------
+    LaunchError
+        If two would and must not. It names the ranks, and what to type.
+    """
+    devices = [Device("cpu")] * len(offers)
+    for node in dict.fromkeys(node_of_rank):
+        mates = [rank for rank, each in enumerate(node_of_rank) if each == node]
+        chosen = choose_gpus([offers[rank] for rank in mates])
+        gpus: dict[int, str] = {}
+        for rank, index in zip(mates, chosen, strict=True):
+            offer = offers[rank]
+            if offer is not None and index is not None:
+                devices[rank] = Device("gpu", index)
+                gpus[rank] = offer.gpus[index]
+        shared = ranks_on_one_gpu(gpus.items())
+        if shared and not may_share:
+            raise LaunchError(_words_on_sharing(shared, [offers[rank] for rank in mates]))
+    return devices
+
+
+def ranks_on_one_gpu(gpus: Iterable[tuple[int, str]]) -> list[int]:
+    """Return the first ranks that share a GPU, of pairs of rank and GPU. Local."""
+    owners = ranks_by_value(gpus).values()
+    return next((ranks for ranks in owners if len(ranks) > 1), [])
+
+
+def _words_on_sharing(ranks: Sequence[int], of_node: Sequence[Offer | None]) -> str:
+    visible = {gpu for offer in of_node if offer is not None for gpu in offer.gpus}
+    num_ranks = sum(offer is not None for offer in of_node)
+    who = f"{rank_list(ranks)} would compute on one GPU"
+    share = "MPISTRAT_OVERSUBSCRIBE=on lets ranks share GPUs."
+    if len(visible) >= num_ranks:
+        return (
+            f"{who}, but their node shows {len(visible)} GPUs to its {num_ranks} ranks. Give each "
+            f'rank another one to see, or use device="auto", which chooses a free one. {share}'
+        )
+    return (
+        f"{who}: their node has {num_ranks} ranks and shows them {len(visible)} GPU(s). Start as "
+        f"many ranks on a node as it has GPUs (srun --ntasks-per-node={len(visible)}), ask for "
+        f'more GPUs (srun --gpus-per-node={num_ranks}), or use device="cpu". {share}'
+    )
+
+
+_logger = logging.getLogger("mpistrat")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a rank says of its GPU."""
+
+    identity: str
+    """The same on all ranks that compute on it, and on no others."""
+    nccl_version: int = 0
+    why_not_nccl: str = ""
+    """Why the rank itself cannot use NCCL."""
+
+
+def open_device_ways(world: World, device: Device, override: bool | None) -> DeviceWays:
+    """Return what can be done with the device memory of the ranks of `world`.
+
+    **Collective** over its communicator. Where all ranks have GPUs, the first call takes some
+    seconds: CUDA-awareness is tried, and NCCL is started.
+
+    Parameters
+    ----------
+    world : World
+    device : Device
+        Where the replica of this rank computes.
+    override : bool or None
+        The setting ``MPISTRAT_CUDA_AWARE``.
+    """
+    gpus: list[Gpu | None] = world.comm.allgather(_describe(device))
+    hosts = [rank for rank, gpu in enumerate(gpus) if gpu is None]
+    if len(hosts) == world.size:
+        return DeviceWays(device)
+    if hosts:
+        why_not = f"there is no GPU on {rank_list(hosts)}"
+        return DeviceWays(device, why_not_mpi=why_not, why_not_nccl=why_not)
+    awareness = cuda_awareness(world, device, override)
+    link, no_nccl = _open_nccl(world, device, [gpu for gpu in gpus if gpu is not None])
+    _logger.debug("%s\nNCCL: %s", awareness, no_nccl or "connected")
+    return DeviceWays(device, DeviceCopier(device), why_not_mpi(awareness), no_nccl, link)
+
+
+def why_not_mpi(awareness: CudaAwareness) -> str:
+    """Return why MPI may not be given device memory, empty where it may. Local."""
+    if awareness.answer is Answer.PROVED:
+        return ""
+    answer = awareness.answer.name.lower()
+    first = f"MPI is not proved CUDA-aware ({answer}, as rank {awareness.rank} has found):"
+    return "\n  ".join([first, *awareness.reasons])
+
+
+def why_not_nccl(gpus: Sequence[Gpu]) -> str:
+    """Return why ranks with these GPUs cannot use NCCL together, empty where they can. Local."""
+    for rank, gpu in enumerate(gpus):
+        if gpu.why_not_nccl:
+            return f"rank {rank} has no NCCL: {gpu.why_not_nccl}"
+    versions = [gpu.nccl_version for gpu in gpus]
+    for rank, version in enumerate(versions):
+        if version != versions[0]:
+            return f"rank 0 has NCCL {versions[0]} and rank {rank} has {version}"
+    shared = ranks_on_one_gpu((rank, gpu.identity) for rank, gpu in enumerate(gpus))
+    return f"{rank_list(shared)} share one GPU" if shared else ""
+
+
+def _open_nccl(world: World, device: Device, gpus: list[Gpu]) -> tuple[NcclLink | None, str]:
+    """Return NCCL's link between all ranks, or why there is none. **Collective**."""
+    why_not = why_not_nccl(gpus)
+    if why_not:
+        return None, why_not
+    key = f"NCCL between {gpus}"
+    link: NcclLink | str = attached(world.comm, key, lambda: connect_nccl(world.comm, device))
+    return (None, link) if isinstance(link, str) else (link, "")
+
+
+def _describe(device: Device) -> Gpu | None:
+    """Return what this rank says of its GPU, ``None`` without one. Raises nothing. Local."""
+    if device.kind != "gpu":
+        return None
+    try:
+        identity = gpu_identity(device)
+    except Exception as error:  # the others wait for an answer, whatever happens here
+        return Gpu("unknown", 0, f"its GPU cannot be identified: {error!r}")
+    try:
+        return Gpu(identity, int(nccl_library().get_version()))
+    except Exception as error:
+        return Gpu(identity, 0, str(error))

@@ -1,0 +1,185 @@
+"""One replica without MPI: the default and the one-device strategy."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mpistrat import context
+from mpistrat.arrays import Device, resolve_device
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.data.dataset import Dataset
+from mpistrat.errors import ContextError, warn_deprecated
+from mpistrat.mpi.launcher import find_launcher
+from mpistrat.options import (
+    CommunicationOptions,
+    InputContext,
+    InputOptions,
+    ReduceOp,
+    ValueContext,
+)
+from mpistrat.replica import ReplicaContext
+from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.strategies.reductions import parse_place
+from mpistrat.strategies.strategy import ClusterResolver, Strategy
+from mpistrat.values import unwrap_mirrored
+from mpistrat.variables import Variable
+
+__all__ = ["DefaultStrategy", "OneDeviceStrategy", "default_strategy"]
+
+
+class DefaultExtended(StrategyExtended):
+    """Leaves values, variables and data sets as they are."""
+
+    is_default = True
+    distributes_variables = False
+
+    def __init__(self) -> None:
+        super().__init__(Collectives.solo(Device("cpu")))
+
+    def _merge(self, result: Any) -> Any:
+        return result
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """Return `value` as it is; with an axis, reduce it along that. Local."""
+        if axis is None:
+            self.require_cross_replica("reduce")
+            ReduceOp.parse(reduce_op)
+            return value
+        return super().reduce(reduce_op, value, axis)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+        kind: str = "batch_reduce_to",
+    ) -> list[Any]:
+        """Return the values, not wrapped, once operation and destinations are checked. Local."""
+        reduced = super().batch_reduce_to(reduce_op, value_destination_pairs, options, kind)
+        return [unwrap_mirrored(each) for each in reduced]
+
+    def broadcast_to(self, array: Any, destinations: Any) -> Any:
+        """Return `array`, not wrapped, once `destinations` is checked. Local."""
+        return unwrap_mirrored(super().broadcast_to(array, destinations))
+
+    def require_scope(self, what: str) -> None:
+        """Make sure that `what` is called outside the scopes of other strategies. Local.
+
+        Raises
+        ------
+        ContextError
+            In a context of another strategy.
+        """
+        context.mode_for(self.container, what)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
+        """Return the variable of `var_list` that comes first by name. Deprecated. Local."""
+        warn_deprecated("non_slot_devices", "Every variable lives on every replica.")
+        return min(var_list, key=lambda variable: variable.name)
+
+    def value_container(self, value: Any) -> Any:
+        """Return `value` itself: nothing is wrapped. Local."""
+        return value
+
+    def distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> Any:
+        """Return `dataset` as it is. Local."""
+        return dataset
+
+    def distribute_from_function(
+        self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
+    ) -> Any:
+        """Return ``dataset_fn(InputContext())`` as it is. Local."""
+        return dataset_fn(InputContext())
+
+    def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Return ``value_fn(ValueContext())`` as it is. Local."""
+        return value_fn(ValueContext())
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Return whether the variable `v` is a plain one. Local."""
+        return v.strategy is None
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return a tuple with `value`. Local."""
+        return (value,)
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """Not known to the default strategy.
+
+        Raises
+        ------
+        ContextError
+            Always.
+        """
+        raise ContextError(
+            "The default strategy has no worker devices. Enter the scope of an MPIStrategy or a "
+            "OneDeviceStrategy first."
+        )
+
+
+class DefaultStrategy(Strategy):
+    """The only strategy outside every scope. Got by `mpistrat.get_strategy()`, never made."""
+
+    def __init__(self) -> None:
+        if default_strategy.cache_info().currsize:
+            raise RuntimeError(
+                "There is one default strategy: ask mpistrat.get_strategy() for it outside every "
+                "scope."
+            )
+        super().__init__(DefaultExtended())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        raise RuntimeError("The default strategy cannot be copied: there is only one.")
+
+    def __repr__(self) -> str:
+        return "<the default strategy>"
+
+
+@functools.lru_cache(maxsize=1)
+def default_strategy() -> DefaultStrategy:
+    """Return the default strategy. Local."""
+    return DefaultStrategy()
+
+
+@functools.lru_cache(maxsize=1)
+def default_replica_context() -> ReplicaContext:
+    """Return the replica context outside every scope. Local."""
+    return ReplicaContext(default_strategy())
+
+
+class OneDeviceStrategy(Strategy):
+    """One replica in this process. Otherwise like `MPIStrategy` on one rank.
+
+    Parameters
+    ----------
+    device : str
+        ``"cpu:0"``, ``"gpu:K"``, or a longer form such as ``"/device:CPU:0"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an unknown device.
+    LaunchError
+        If the GPU asked for is not there.
+    """
+
+    def __init__(self, device: str = "cpu:0") -> None:
+        if not isinstance(device, str):
+            raise TypeError(f'device must be a string such as "cpu:0", not {device!r}.')
+        place = parse_place(device, num_tasks=1)
+        own_device = resolve_device(f"{place.kind}:{place.index}", local_rank=0)
+        super().__init__(StrategyExtended(Collectives.solo(own_device)))
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The facts about a world of one. Local."""
+        launcher = find_launcher()
+        host = launcher.node_name or platform.node()
+        return ClusterResolver(0, 1, 0, (host,), launcher.name)
+
+    def __repr__(self) -> str:
+        return f"<OneDeviceStrategy on {self.extended.device}>"

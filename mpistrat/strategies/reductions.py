@@ -1,0 +1,271 @@
+"""Reductions to destinations: devices, variables, components."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nests
+from mpistrat.arguments import as_array, normalize_axes
+from mpistrat.arrays import Device, host_view, is_array, namespace_of, place
+from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.nested import all_reduce_nest, reduce_over_axes
+from mpistrat.comm.wire import result_dtype, wire_dtype
+from mpistrat.options import ReduceOp
+from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, localize, mirror
+from mpistrat.variables import MirroredVariable, Variable
+
+__all__ = [
+    "Components",
+    "Place",
+    "local_components",
+    "parse_destination",
+    "parse_place",
+    "reduce_pairs",
+    "reduce_to_host",
+    "spell_place",
+]
+
+_GRAMMAR = re.compile(
+    r"(?:/job:worker)?(?:/replica:0)?(?:/task:(?P<task>\d+))?/?(?:device:)?"
+    r"(?P<kind>cpu|gpu)(?::(?P<index>\d+))?",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device on one rank, or on every rank."""
+
+    task: int | None
+    """The rank, ``None`` for every rank."""
+    kind: str
+    """``"cpu"`` or ``"gpu"``."""
+    index: int
+    """Number of the device among those of its kind."""
+
+
+def parse_place(text: str, num_tasks: int) -> Place:
+    """Return the place that `text` names among `num_tasks` ranks. Local.
+
+    Raises
+    ------
+    ValueError
+        For another form, or a rank that is not there.
+    """
+    match = _GRAMMAR.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f'Unknown device {text!r}. Use a form such as "cpu:0", "gpu:0" or '
+            '"/job:worker/task:1/device:GPU:0".'
+        )
+    task = None if match["task"] is None else int(match["task"])
+    if task is not None and task >= num_tasks:
+        raise ValueError(
+            f"The device {text!r} is on task {task}, but the tasks are 0 to {num_tasks - 1}."
+        )
+    return Place(task, match["kind"].lower(), int(match["index"] or 0))
+
+
+def spell_place(task: int, kind: str, index: int) -> str:
+    """Return the full device string of a device on rank `task`. Local."""
+    return f"/job:worker/replica:0/task:{task}/device:{kind.upper()}:{index}"
+
+
+def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> Place | None:
+    """Return the place that a device string names, ``None`` for where the replicas are. Local.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `destination` is not a place that `strategy` has.
+    """
+    if isinstance(destination, str):
+        return _named_place(call, destination, strategy.extended.device)
+    if destination is None:
+        raise ValueError(
+            f"{call.kind}: destinations is None. Give a variable, a distributed value, an array "
+            'or a device string such as "cpu:0".'
+        )
+    if isinstance(destination, Variable) and destination.strategy not in (None, strategy):
+        raise ValueError(
+            f"{call.kind}: the destination {destination.name!r} is a variable of "
+            f"{destination.strategy!r}, not of {strategy!r}. Different strategies cannot be mixed."
+        )
+    if isinstance(destination, DistributedValues | Variable) or is_array(destination):
+        return None
+    raise TypeError(
+        f"{call.kind}: destinations must be a variable, a distributed value, an array or a device "
+        f"string, not {destination!r} of type {type(destination).__name__}."
+    )
+
+
+def _named_place(call: CollectiveCall, text: str, device: Device) -> Place:
+    where = parse_place(text, call.channel.size)
+    if (where.kind, where.index) not in (("cpu", 0), (device.kind, device.index)):
+        raise ValueError(
+            f"{call.kind}: the destination {text!r} is not a device of this strategy, "
+            f'whose replicas are on {device}. Use "cpu:0" or "{device}".'
+        )
+    return where
+
+
+class Components:
+    """A nest whose mirrored leaves need no communication.
+
+    Parameters
+    ----------
+    kind : str
+        Name of the public function, for messages.
+    op : ReduceOp
+    value : nest
+        Of arrays, numbers, variables and distributed values, which may hold nests themselves.
+
+    Attributes
+    ----------
+    mirrored : dict
+        The mirrored leaves by position. Variables are copied, `Mirrored` values are not.
+    rest : nest
+        This rank's components, with an empty tuple in place of each mirrored leaf, so that the
+        ranks agree on which leaves are.
+
+    Raises
+    ------
+    ValueError
+        For SUM or PROD of a mirrored leaf, which would count it once per replica.
+    """
+
+    def __init__(self, kind: str, op: ReduceOp, value: Any) -> None:
+        leaves, self._structure = nests.flatten(nests.map_nest(_opened, value))
+        self.mirrored: dict[int, Any] = {}
+        kept: list[Any] = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Mirrored | MirroredVariable):
+                _check_mirrored(kind, op, leaf)
+                (component,) = leaf.values
+                is_view = isinstance(leaf, Variable)
+                self.mirrored[position] = component.copy() if is_view else component
+                kept.append(())
+            else:
+                kept.append(_local_component(leaf))
+        self.rest = nests.unflatten(self._structure, kept)
+
+    def joined(self, reduced_rest: Any) -> Any:
+        """Return the nest of the reduced `rest` and the mirrored leaves. Local."""
+        reduced = iter(nests.flatten(reduced_rest)[0])
+        positions = range(self._structure.num_leaves)
+        leaves = [self.mirrored[i] if i in self.mirrored else next(reduced) for i in positions]
+        return nests.unflatten(self._structure, leaves)
+
+
+def local_components(value: Any) -> Any:
+    """Return `value` with this rank's component of each variable and distributed value. Local."""
+    return nests.map_nest(_local_component, localize(value))
+
+
+def _opened(leaf: Any) -> Any:
+    """Return a distributed value that holds a nest as a nest of distributed values."""
+    if isinstance(leaf, PerReplica):
+        return nests.map_nest(_opened, leaf.values[0])
+    if isinstance(leaf, Mirrored):
+        return mirror(leaf.values[0])
+    return leaf
+
+
+def _local_component(leaf: Any) -> Any:
+    return leaf.values[0] if isinstance(leaf, Variable) else leaf
+
+
+def _check_mirrored(kind: str, op: ReduceOp, value: Any) -> None:
+    if op in (ReduceOp.SUM, ReduceOp.PROD):
+        raise ValueError(
+            f"{kind}: {op.name} of a value that is mirrored on all replicas ({value!r}) would "
+            "count it once per replica. Use MEAN to get the value, or multiply it by "
+            "num_replicas_in_sync if that is what you mean."
+        )
+
+
+def reduce_to_host(call: CollectiveCall, op: ReduceOp, value: Any, axis: Any) -> Any:
+    """Reduce a nest over replicas, and over `axis` where given, to host memory. **Collective**.
+
+    Raises
+    ------
+    ValueError
+        For SUM or PROD of a mirrored value, which would count it once per replica.
+    """
+    components = Components(call.kind, op, value)
+    for position, mirrored in components.mirrored.items():
+        components.mirrored[position] = _reduce_locally(call.kind, op, mirrored, axis)
+    if axis is None:
+        reduced = all_reduce_nest(call, op, components.rest)
+    else:
+        reduced = reduce_over_axes(call, op, components.rest, axis)
+    return nests.map_nest(_on_host, components.joined(reduced))
+
+
+def reduce_pairs(
+    call: CollectiveCall, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], strategy: Any
+) -> list[Any]:
+    """Reduce each value to its destination, small ones together. **Collective**.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a value or destination that cannot be.
+    """
+    places = [parse_destination(call, destination, strategy) for _, destination in pairs]
+    components = [Components(call.kind, op, value) for value, _ in pairs]
+    one_task = [where.task if where is not None else None for where in places]
+    together = [each.rest for each, task in zip(components, one_task, strict=True) if task is None]
+    reduced = iter(all_reduce_nest(call, op, together))
+    results = []
+    for each, task, where in zip(components, one_task, places, strict=True):
+        rest = next(reduced) if task is None else _reduce_to_task(call, op, each.rest, task)
+        if task is None or task == call.channel.rank:
+            results.append(_delivered(each.joined(rest), where))
+        else:
+            results.append(None)
+    return results
+
+
+def _reduce_to_task(call: CollectiveCall, op: ReduceOp, nest: Any, task: int) -> Any:
+    leaves, structure = nests.flatten(nest)
+    if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+        return all_reduce_nest(call, op, nest)
+    arrays = [as_array(call.kind, leaf) for leaf in leaves]
+    reduced = call.reduce(op, arrays, task, nests.signature(structure))
+    return None if reduced is None else nests.unflatten(structure, reduced)
+
+
+def _delivered(nest: Any, where: Place | None) -> Any:
+    if where is None:
+        return mirror(nest)
+    device = Device(where.kind, where.index)
+    return nests.map_nest(lambda leaf: _placed(leaf, device), nest)
+
+
+def _placed(leaf: Any, device: Device) -> Any:
+    return leaf if isinstance(leaf, IndexedSlices) else place(leaf, device)
+
+
+def _reduce_locally(kind: str, op: ReduceOp, value: Any, axis: Any) -> Any:
+    """Reduce a value that is the same on all replicas, which is exact."""
+    array = as_array(kind, value)
+    wire_dtype(op, array.dtype)
+    if axis is not None:
+        along = normalize_axes(kind, axis, array.shape)
+        xp = namespace_of(array)
+        fold = {ReduceOp.MEAN: xp.mean, ReduceOp.MIN: xp.min, ReduceOp.MAX: xp.max}[op]
+        array = fold(array, axis=along)
+    result = array.astype(result_dtype(op, np.dtype(array.dtype)))
+    return result if is_array(value) and not isinstance(value, np.generic) else result[()]
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, IndexedSlices):
+        return IndexedSlices(host_view(value.values), host_view(value.indices), value.dense_shape)
+    return value if isinstance(value, np.generic) else host_view(value)

@@ -1,0 +1,369 @@
+"""The strategy: the public face of a group of replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mpistrat import context
+from mpistrat.data.iterators import Optional
+from mpistrat.errors import OutOfRangeError, warn_deprecated
+from mpistrat.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions
+from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.values import PerReplica
+
+if TYPE_CHECKING:
+    from mpistrat.data.dataset import Dataset
+    from mpistrat.data.distributed_dataset import DistributedDataset
+    from mpistrat.options import InputContext, ValueContext
+
+__all__ = ["ClusterResolver", "InputIterator", "Strategy"]
+
+
+@dataclass(frozen=True)
+class ClusterResolver:
+    """Facts about the job and this rank's place in it."""
+
+    task_id: int
+    """The rank."""
+    num_workers: int
+    """The number of ranks."""
+    local_rank: int
+    """Number of this rank among those of its node."""
+    hosts: tuple[str, ...]
+    """One name per node."""
+    launcher: str
+    """``"slurm"``, ``"openmpi"``, ``"mpich"``, ``"intel"``, ``"flux"``, ``"pals"``, ``"lsf"`` (for
+    jsrun), or ``"none"``."""
+    task_type: str = "worker"
+    """Always ``"worker"``: every rank computes."""
+
+
+class InputIterator:
+    """An iterator that starts again when it is initialised.
+
+    Parameters
+    ----------
+    dataset : iterable
+        A distributed data set, or a plain one under the default strategy.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        # Made by the first get_next, so that initialising a new iterator skips no pass.
+        self._iterator: Any = None
+
+    def initialize(self) -> None:
+        """Start the next pass, or the first one. Local."""
+        self._iterator = None
+
+    def get_next(self) -> Any:
+        """Return the next element.
+
+        Raises
+        ------
+        OutOfRangeError
+            Past the end.
+        """
+        element = self.get_next_as_optional()
+        if not element.has_value():
+            raise OutOfRangeError("The pass has ended. Call initialize() for the next.")
+        return element.get_value()
+
+    def get_next_as_optional(self) -> Optional:
+        """Return an `Optional` with the next element, without one at the end of the pass."""
+        if self._iterator is None:
+            self._iterator = iter(self._dataset)
+        try:
+            return Optional(next(self._iterator))
+        except StopIteration:
+            return Optional()
+
+
+class Strategy:
+    """State and computation distributed over replicas.
+
+    Make one of its subclasses: `MPIStrategy`, or `OneDeviceStrategy` for one replica without
+    MPI.
+    """
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        self._extended = extended
+        extended.container = self
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """What algorithms need that know about distribution. Local."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose gradients are reduced together. Local."""
+        return self._extended.collectives.size
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Make this strategy current, in cross-replica context, within the ``with`` block.
+
+        Variables made inside are distributed. The scope may be entered again inside itself.
+        **Local**: entering and leaving cost nothing and wait for nobody.
+
+        Raises
+        ------
+        ContextError
+            Inside `run`, or inside the scope of another strategy.
+        """
+        self._extended.require_cross_replica("scope")
+        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self)):
+            yield self
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Call `fn` once on each replica, in replica context.
+
+        **Collective**: every rank makes the call, but nothing is exchanged by it.
+
+        Parameters
+        ----------
+        fn : callable
+            Called with this replica's component of every distributed value in `args` and
+            `kwargs`, nests included. Variables arrive as themselves.
+        args, kwargs : sequence, mapping
+        options : RunOptions, optional
+            No-ops by nature.
+
+        Returns
+        -------
+        nest
+            What `fn` returns, with a `PerReplica` for each array or number.
+
+        Raises
+        ------
+        ValueError
+            If `args` is neither a list nor a tuple, or `kwargs` no mapping.
+        ContextError
+            Inside a replica function, or inside the scope of another strategy.
+        """
+        if not isinstance(args, list | tuple):
+            raise ValueError(
+                f"run: args must be a list or tuple of the arguments, not {args!r} of type "
+                f"{type(args).__name__}. For one argument write args=(value,)."
+            )
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise ValueError(
+                f"run: kwargs must be a dict of the keyword arguments, not {kwargs!r}."
+            )
+        if options is not None and not isinstance(options, RunOptions):
+            raise TypeError(f"run: options must be RunOptions, not {options!r}.")
+        return self._extended.call_for_each_replica(fn, args, kwargs)
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int | tuple[int, ...] | None = None,
+    ) -> Any:
+        """Reduce `value` over replicas, and over `axis` where given, to host memory.
+
+        **Collective**: every rank makes the call, with the same reduction, axis, structure,
+        dtypes and reduced shapes.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+        value : nest of PerReplica, Mirrored, arrays or numbers
+            A plain array or number is this rank's component.
+        axis : int or tuple of int, optional
+            Axes of each component to reduce over too, typically the batch axis 0. Every element
+            counts alike, so a short last batch weighs right.
+
+        Returns
+        -------
+        nest of numpy.ndarray or NumPy scalars
+            The same on every rank. MEAN of integers is float64, else the dtype is kept.
+
+        Raises
+        ------
+        ContextError
+            Inside a replica function.
+        ValueError, TypeError
+            For a bad argument, or SUM or PROD of a mirrored value.
+        EpochError
+            If the ranks disagree.
+        """
+        return self._extended.reduce(reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate `value` over replicas along `axis`, in rank order, in host memory.
+
+        **Collective**: every rank makes the call, with the same dtype and axis.
+
+        Parameters
+        ----------
+        value : PerReplica or array
+            Shapes may differ along `axis` only; its length may be 0.
+        axis : int
+            May be negative.
+
+        Returns
+        -------
+        numpy.ndarray
+            The same on every rank.
+
+        Raises
+        ------
+        ContextError
+            Inside a replica function: use `ReplicaContext.all_gather` there.
+        ValueError
+            On every rank, if the value is 0-d, the axis is out of range, or shapes differ
+            elsewhere.
+        NotImplementedError
+            For `IndexedSlices`.
+        """
+        return self._extended.gather(value, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the components of `value` on this rank: a tuple with one element. Local."""
+        return self._extended.local_results(value)
+
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Return `dataset` with each global batch split over the replicas.
+
+        **Collective**.
+
+        Raises
+        ------
+        ValueError
+            If the data set was not batched.
+        DataError
+            On every rank, if its files do not fit.
+        """
+        return self._extended.distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Dataset],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Return the data sets that `dataset_fn` makes on each rank, as one distributed one.
+
+        **Collective**. The data sets are batched per replica, and may differ in length.
+        """
+        return self._extended.distribute_from_function(dataset_fn, options)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> PerReplica:
+        """Return the `PerReplica` whose component on each rank is ``value_fn(context)``. Local."""
+        return self._extended.values_from_function(value_fn)
+
+    # Names that are deprecated, and names that steer graphs and sessions.
+
+    def unwrap(self, value: Any) -> tuple[Any, ...]:
+        """Return `experimental_local_results`. Deprecated. Local."""
+        warn_deprecated("unwrap", "Use experimental_local_results.")
+        return self.experimental_local_results(value)
+
+    def group(self, value: Any, name: str | None = None) -> None:
+        """Do nothing: `value` is already computed. A no-op by nature. Local."""
+        return
+
+    def configure(
+        self,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Do nothing: there are no sessions and no servers. A no-op by nature. Local."""
+        return
+
+    def update_config_proto(self, config_proto: Any) -> Any:
+        """Return a copy of `config_proto`: there are no sessions. A no-op by nature. Local."""
+        return copy.deepcopy(config_proto)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """Where this rank stands in the cluster; ``None`` where there is none. Local."""
+        return None
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> Dataset:
+        """Return a data set of the examples along the first axis of a nest of arrays. Local."""
+        return self.extended.experimental_make_numpy_dataset(numpy_input, session)
+
+    def colocate_vars_with(
+        self, colocate_with_variable: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return `StrategyExtended.colocate_vars_with`. Deprecated. Local."""
+        warn_deprecated("Strategy.colocate_vars_with", "Use extended.colocate_vars_with.")
+        return self.extended.colocate_vars_with(colocate_with_variable)
+
+    def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
+        """Return an iterator over the distributed data set. Deprecated. **Collective**."""
+        warn_deprecated("make_dataset_iterator", "Use iter(experimental_distribute_dataset(...)).")
+        return InputIterator(self.experimental_distribute_dataset(dataset))
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Dataset],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> InputIterator:
+        """Return an iterator over the data sets of `input_fn`. Deprecated. **Collective**.
+
+        Raises
+        ------
+        ValueError
+            For another replication mode than PER_WORKER.
+        """
+        warn_deprecated("make_input_fn_iterator", "Use distribute_datasets_from_function.")
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ValueError(
+                f"make_input_fn_iterator: the replication mode {replication_mode!r} is not "
+                "supported. Use InputReplicationMode.PER_WORKER."
+            )
+        return InputIterator(self.distribute_datasets_from_function(input_fn))
+
+    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
+        """Run `fn` on the next element of `input_iterator`. Deprecated.
+
+        **Collective**: every rank makes the call.
+        """
+        warn_deprecated("experimental_run", "Use run(fn, args=(next(iterator),)).")
+        self.extended.require_cross_replica("experimental_run")
+        return self.run(fn, args=() if input_iterator is None else (input_iterator.get_next(),))
+
+    def experimental_distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Dataset],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Return `distribute_datasets_from_function`. Deprecated. **Collective**."""
+        warn_deprecated(
+            "experimental_distribute_datasets_from_function",
+            "Use distribute_datasets_from_function.",
+        )
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def __copy__(self) -> Strategy:
+        raise RuntimeError(
+            f"{type(self).__name__} cannot be copied shallowly: two strategies would share their "
+            "state. Use copy.deepcopy for one of its own."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, state in vars(self).items():
+            setattr(twin, name, state)
+        twin._extended = self._extended._copied_for(twin)
+        return twin

@@ -1,0 +1,121 @@
+"""Exit hooks: what is done when this rank leaves, in phases that have one order.
+
+A rank that has told the others of its end may be ended by them at any time, and one that is past
+the last round knows that all others have said theirs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import enum
+import logging
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from mpistrat.system.callsite import ends_program
+
+__all__ = ["Failure", "Phase", "at", "finish_work", "hold_while", "is_at_work", "report_by", "show"]
+
+_logger = logging.getLogger("mpistrat")
+
+
+class Phase(enum.Enum):
+    """When something is done, in this order. Actions of one phase do not depend on each other."""
+
+    FAILED = "an uncaught exception has ended the program, of which no other rank knows yet"
+    BEFORE_LAST_ROUND = "the program is over, and the others may end this process once they know"
+    LAST_ROUND = "the others learn of it, and this rank waits for them"
+    AFTER_LAST_ROUND = "all ranks have ended, as far as this one knows"
+    BEFORE_ABORT = "in place of the last two: this rank ends the job, and must lose nothing"
+
+
+_AT_EXIT = (Phase.BEFORE_LAST_ROUND, Phase.LAST_ROUND, Phase.AFTER_LAST_ROUND)
+
+
+class Failure(NamedTuple):
+    """An uncaught exception, as `sys.excepthook` is given it."""
+
+    kind: type[BaseException]
+    error: BaseException
+    trace: TracebackType | None
+
+
+class _Hooks:
+    def __init__(self) -> None:
+        self.actions: dict[Phase, list[Callable[..., object]]] = {phase: [] for phase in Phase}
+        self.holds: list[Callable[[], bool]] = []
+        self.report: Callable[[Failure], bool] = lambda failure: False
+        self.previous_hook: Any = None
+        self.is_registered = False
+        os.register_at_fork(after_in_child=self.clear)
+
+    def clear(self) -> None:
+        """Forget all actions: a fork has nothing to say of what it was forked from. Local."""
+        self.actions = {phase: [] for phase in Phase}
+        self.holds = []
+
+    def run(self, phase: Phase, *arguments: object) -> None:
+        """Do what is to be done in `phase`, each whatever becomes of the others. Local."""
+        for action in tuple(self.actions[phase]):
+            try:
+                action(*arguments)
+            except BaseException as failure:  # the others have to hear of the end all the same
+                _logger.warning("%s while leaving: %s", type(failure).__name__, failure)
+
+
+_hooks = _Hooks()
+
+
+def at(phase: Phase, action: Callable[..., object]) -> None:
+    """Have `action` called in `phase`: with the `Failure` in `FAILED`, else with nothing. Local."""
+    if not _hooks.is_registered:
+        _hooks.is_registered = True
+        atexit.register(_at_exit)
+    _hooks.actions[phase].append(action)
+
+
+def hold_while(is_at_work: Callable[[], bool]) -> None:
+    """Have other ranks not end this process while `is_at_work`, asked from any thread. Local."""
+    _hooks.holds.append(is_at_work)
+
+
+def is_at_work() -> bool:
+    """Return whether this process has something to finish before it may be ended. Local."""
+    return any(holds() for holds in list(_hooks.holds))
+
+
+def finish_work() -> None:
+    """Have all that must not be lost finished before this rank ends the job. Local."""
+    _hooks.run(Phase.BEFORE_ABORT)
+
+
+def report_by(report: Callable[[Failure], bool]) -> None:
+    """Have uncaught exceptions told by `report`, or as before where it returns False. Local."""
+    _hooks.report = report
+    if _hooks.previous_hook is None:
+        _hooks.previous_hook = sys.excepthook
+        sys.excepthook = _on_uncaught
+
+
+def show(failure: Failure) -> None:
+    """Print `failure` as if this package were not there. Local."""
+    _hooks.previous_hook(*failure)
+
+
+def _on_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    failure = Failure(kind, error, trace)
+    if ends_program(trace):
+        _hooks.run(Phase.FAILED, failure)
+        if _hooks.report(failure):
+            return
+    show(failure)
+
+
+def _at_exit() -> None:
+    for phase in _AT_EXIT:
+        _hooks.run(phase)

@@ -1,0 +1,138 @@
+"""Child programs, captured and killed as a tree."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["Program", "send_signal"]
+
+
+class _Capture:
+    """A file that a program writes to, and what is in it."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._final: str | None = None
+
+    def text(self) -> str:
+        if self._final is not None:
+            return self._final
+        # The program writes at the same offset: read without moving it.
+        handle = self.file.fileno()
+        return os.pread(handle, os.fstat(handle).st_size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        self._final = self.text()
+        self.file.close()
+
+
+class Program:
+    """A running program, without input.
+
+    Parameters
+    ----------
+    command : sequence of str
+    variables : mapping
+        Its whole environment.
+    cwd : path, optional
+        Where it starts; by default where this process is.
+    capture : bool
+        Whether its output goes to files of ours, and not where that of this process goes.
+
+    Attributes
+    ----------
+    process : subprocess.Popen
+        The program itself, which may be a launcher of others.
+
+    Raises
+    ------
+    OSError
+        If it cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        cwd: str | os.PathLike[str] | None = None,
+        capture: bool = True,
+    ) -> None:
+        # Files, not pipes: a process that outlives the launcher cannot keep a reader waiting.
+        self._out = _Capture() if capture else None
+        self._err = _Capture() if capture else None
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._out.file if self._out else None,
+                stderr=self._err.file if self._err else None,
+                cwd=cwd,
+                env=variables,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._close()
+            raise
+
+    def stdout(self) -> str:
+        """Return what the program has printed so far."""
+        return self._out.text() if self._out else ""
+
+    def stderr(self) -> str:
+        """Return what the program has printed to standard error so far."""
+        return self._err.text() if self._err else ""
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the program and all it started, its own first."""
+        found = [self.process.pid]
+        parents = dict(_parents())
+        for pid in found:
+            found += [child for child, parent in parents.items() if parent == pid]
+        return found
+
+    def kill(self, limit_s: float | None = None) -> None:
+        """Kill the program and all it started at once with SIGKILL, and wait for its end.
+
+        Raises
+        ------
+        subprocess.TimeoutExpired
+            If it is still there after `limit_s` seconds.
+        """
+        send_signal(signal.SIGKILL, self.pids())
+        self.wait(limit_s)
+
+    def wait(self, limit_s: float | None) -> int:
+        """Wait for the end of the program itself, and return its exit code.
+
+        Raises
+        ------
+        subprocess.TimeoutExpired
+            If it still runs after `limit_s` seconds.
+        """
+        code = self.process.wait(limit_s)
+        self._close()
+        return code
+
+    def _close(self) -> None:
+        for capture in filter(None, (self._out, self._err)):
+            capture.close()
+
+
+def send_signal(sign: signal.Signals, pids: Sequence[int]) -> None:
+    """Send `sign` to those of `pids` that are still there. Local."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sign)
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The second field, in parentheses, is the name and may hold anything.
+            yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])

@@ -1,0 +1,165 @@
+"""Background threads: a serial executor, and iteration ahead of the reader."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+__all__ = ["Background", "in_background"]
+
+
+class Background:
+    """Does what it is given in the order given, in a thread of its own.
+
+    Parameters
+    ----------
+    name : str
+        Of the thread.
+    daemon : bool
+        Whether the program may end while something is not done. If not, `close` is to be called.
+    """
+
+    def __init__(self, name: str, daemon: bool = True) -> None:
+        self._name = name
+        self._daemon = daemon
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._last: _Task | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[[], object]) -> Callable[[], None]:
+        """Have `function` called; return what waits for its end, and raises what it raised."""
+        task = _Task(function)
+        if self._thread is None and not self._start():
+            task.run()  # without a thread nothing is lost but time
+            return task.wait
+        self._tasks.put(task)
+        self._last = task
+        return task.wait
+
+    def drain(self) -> None:
+        """Wait until everything is done. Local."""
+        if self._last is not None:
+            self._last.wait_for_end()
+
+    def is_busy(self) -> bool:
+        """Return whether something is not done. Local, from any thread."""
+        return self._last is not None and not self._last.is_done()
+
+    def close(self) -> None:
+        """Let the thread end once everything is done; nothing may be submitted any more. Local."""
+        if self._thread is not None:
+            self._tasks.put(None)
+
+    def _start(self) -> bool:
+        """Start the thread, and return whether that was possible."""
+        thread = threading.Thread(target=self._work, name=self._name, daemon=self._daemon)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many, or the interpreter ends
+            return False
+        self._thread = thread
+        return True
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task.run()
+            del task  # or what it has raised, and all that refers to, would live on
+
+
+class _Task:
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function: Callable[[], object] | None = function
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self._pid = os.getpid()
+
+    def run(self) -> None:
+        try:
+            assert self._function is not None
+            self._function()
+        except BaseException as error:
+            self._error = error
+        finally:
+            # What the function holds is held no longer than needed.
+            self._function = None
+            self._done.set()
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait_for_end(self) -> None:
+        if not self._done.is_set():
+            if os.getpid() != self._pid:
+                raise RuntimeError(
+                    "This process is a fork, and what it waits for is done in the process that "
+                    "it was forked from. Wait there, before the fork or instead of here."
+                )
+            self._done.wait()
+
+    def wait(self) -> None:
+        """Wait for the end, and raise what was raised."""
+        self.wait_for_end()
+        if self._error is not None:
+            raise self._error
+
+
+_POLL_S = 0.1
+
+
+class _End:
+    """What the thread sends last."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+def in_background(
+    elements: Generator[Any, None, None], num_ahead: int
+) -> Generator[Any, None, None]:
+    """Yield from `elements`, which a thread keeps up to `num_ahead` elements ahead. Local.
+
+    The thread starts with the first element and ends when the iterator is exhausted, closed or
+    forgotten. An exception of `elements` is raised in its place.
+    """
+    ready: queue.Queue[Any] = queue.Queue(num_ahead)
+    abandoned = threading.Event()
+    thread = threading.Thread(
+        target=_produce, args=(elements, ready, abandoned), name="mpistrat-prefetch", daemon=True
+    )
+    thread.start()
+    try:
+        while not isinstance(element := ready.get(), _End):
+            yield element
+        if element.error is not None:
+            raise element.error
+    finally:
+        abandoned.set()
+        thread.join()
+
+
+def _produce(
+    elements: Generator[Any, None, None], ready: queue.Queue[Any], abandoned: threading.Event
+) -> None:
+    error: BaseException | None = None
+    try:
+        for element in elements:
+            if not _put(element, ready, abandoned):
+                break
+    except BaseException as raised:
+        error = raised
+    finally:
+        elements.close()
+    _put(_End(error), ready, abandoned)
+
+
+def _put(element: Any, ready: queue.Queue[Any], abandoned: threading.Event) -> bool:
+    while not abandoned.is_set():
+        try:
+            ready.put(element, timeout=_POLL_S)
+        except queue.Full:
+            continue
+        return True
+    return False

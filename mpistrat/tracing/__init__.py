@@ -1,0 +1,1 @@
+"""Tracing: spans, the flight recorder, and timelines of jobs."""

@@ -1,0 +1,176 @@
+"""The flight record: what the last collectives of a channel were, and how each went.
+
+It is always on, so an entry keeps references and clock readings only. What they mean is spelled
+when the record is dumped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import monotonic_ns
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+from mpistrat.system.callsite import is_installed, is_user_code
+from mpistrat.tracing.spans import Recorder
+
+__all__ = ["DEFAULT_LENGTH", "FlightEntry", "FlightRecord", "Place", "State", "users_place"]
+
+DEFAULT_LENGTH = 256
+
+Place = tuple[CodeType, int] | None
+"""A code object and the offset of an instruction in it: cheap to note, and spelled later."""
+
+
+class Counters(Protocol):
+    """What a rank has done on a channel so far: see `Ledger`."""
+
+    sequence: int
+    runs: int
+    merge_calls: int
+    updates: int
+    failures: int
+
+
+class State:
+    """How far a collective has come on this rank. Plain strings, because they go to JSON."""
+
+    WAITING = "waiting"
+    """This rank waits for the others to agree."""
+    AGREED = "agreed"
+    """All ranks brought the same, and data may move."""
+    DONE = "done"
+    """The call has returned on this rank."""
+    REFUSED = "refused"
+    """This rank could not do it: its arguments were bad, or its part of some work failed."""
+    FAILED = "failed"
+    """The ranks disagreed or did not come, or the call raised after the agreement."""
+
+
+class FlightEntry:
+    """One collective.
+
+    Attributes
+    ----------
+    number : int
+        Of the collective on its channel, from 0.
+    counters : tuple of int
+        Calls of run, merge_call and update begun before it, and functions that failed.
+    signature : tuple
+        Kind, name, number of the strategy, and what else the ranks agree on.
+    words : str
+        What they agree on beside it, because it may change with each call.
+    place : tuple or None
+        Where the user's code called it.
+    began_ns, agreed_ns, ended_ns : int
+        Readings of the monotonic clock, 0 for what has not happened.
+    state : str
+        One of `State`.
+    """
+
+    __slots__ = (
+        "agreed_ns",
+        "began_ns",
+        "counters",
+        "ended_ns",
+        "number",
+        "place",
+        "signature",
+        "state",
+        "words",
+    )
+
+    number: int
+    counters: tuple[int, int, int, int]
+    signature: tuple[Any, ...]
+    words: str
+    place: Place
+    began_ns: int
+    agreed_ns: int
+    ended_ns: int
+    state: str
+
+    def record_on(self, recorder: Recorder, channel: str, moved: dict[str, Any]) -> None:
+        """Give this collective to a timeline. Local."""
+        kind, name, *_ = self.signature
+        facts = {"channel": channel, "number": self.number, "agreed_ns": self.agreed_ns} | moved
+        if name is not None:
+            facts["name"] = name
+        recorder.add("collective", kind, self.began_ns, self.ended_ns, facts)
+
+
+class FlightRecord:
+    """The last collectives of one channel, in the order in which this rank came to them.
+
+    Parameters
+    ----------
+    length : int
+        How many are kept.
+
+    Attributes
+    ----------
+    entries : deque of FlightEntry
+    channel : str
+        The channel, in words that are equal on its ranks.
+    """
+
+    def __init__(self, length: int = DEFAULT_LENGTH) -> None:
+        self.entries: deque[FlightEntry] = deque(maxlen=length)
+        self.channel = ""
+        self._began_s = monotonic_ns() * 1e-9
+
+    def last_agreed_s(self) -> float:
+        """Return when the ranks agreed last, by the monotonic clock. Local, from any thread."""
+        for entry in reversed(list(self.entries)):
+            if entry.agreed_ns:
+                return entry.agreed_ns * 1e-9
+        return self._began_s
+
+    def resize(self, length: int) -> None:
+        """Keep `length` collectives from now on. Local."""
+        if length != self.entries.maxlen:
+            self.entries = deque(self.entries, maxlen=length)
+
+    def begin(
+        self, counters: Counters, signature: tuple[Any, ...], words: str, place: Place
+    ) -> FlightEntry:
+        """Add the collective that this rank is about to come to. Local."""
+        entry = FlightEntry()
+        entry.began_ns = monotonic_ns()
+        entry.agreed_ns = entry.ended_ns = 0
+        entry.state = _WAITING
+        entry.number = counters.sequence
+        entry.counters = counters.runs, counters.merge_calls, counters.updates, counters.failures
+        entry.signature = signature
+        entry.words = words
+        entry.place = place
+        self.entries.append(entry)
+        return entry
+
+
+def users_place(frame: FrameType | None) -> Place:
+    """Return where the user's code is, as `callsite.call_site` finds it from `frame`. Local."""
+    installed = None
+    while frame is not None:
+        code = frame.f_code
+        owner = _owners.get(code.co_filename)
+        if owner is None:
+            owner = _owners[code.co_filename] = _owner(code.co_filename)
+        if owner == _OWN:
+            return code, frame.f_lasti
+        if owner == _INSTALLED and installed is None:
+            installed = code, frame.f_lasti
+        frame = frame.f_back
+    return installed
+
+
+_WAITING = State.WAITING
+_INSIDE, _INSTALLED, _OWN = range(3)
+_owners: dict[str, int] = {}
+"""Whose code a file holds. Files are few, so the cache needs no end."""
+
+
+def _owner(filename: str) -> int:
+    if not is_user_code(filename):
+        return _INSIDE
+    return _INSTALLED if is_installed(filename) else _OWN

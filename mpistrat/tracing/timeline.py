@@ -1,0 +1,118 @@
+"""The recording of a timeline: begun by the first strategy, put together when all have left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpistrat.system import exit_hooks
+from mpistrat.system.text import rank_list
+from mpistrat.tracing import spans
+from mpistrat.tracing.trace import FORMAT, FORMAT_VERSION, Part, part_of, write_trace
+
+__all__ = ["start"]
+
+_logger = logging.getLogger("mpistrat")
+
+_PATIENCE_S = 3.0
+"""How long rank 0 looks for parts that a shared file system does not show yet."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def start(path: str, rank: int, size: int) -> None:
+    """Record spans from now on, for the timeline `path`. Local; does nothing the second time.
+
+    Each rank writes a part of its own. Rank 0 puts them together after all have left.
+
+    Raises
+    ------
+    OSError
+        If this rank cannot write its part.
+    """
+    if spans.active() is not None:
+        return
+    # The program may change its folder.
+    target = Path(path).absolute()
+    header = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "rank": rank,
+        "size": size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "clock": _clock(),
+        "wall_clock_ns": time.time_ns(),
+        "monotonic_ns": time.monotonic_ns(),
+    }
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            # If this job is killed, no older one shall be taken for it.
+            target.unlink(missing_ok=True)
+        recorder = spans.Recorder(str(part_of(target, rank)), header)
+    except OSError as error:
+        raise OSError(
+            f"MPISTRAT_TIMELINE={path!r} cannot be written by rank {rank} of {size}: "
+            f"{error.strerror}. Name a file in a folder that every rank can write to."
+        ) from None
+    spans.record_on(recorder)
+    session = _Session(target, rank, size, recorder)
+    exit_hooks.at(exit_hooks.Phase.FAILED, lambda failure: session.flush())
+    exit_hooks.at(exit_hooks.Phase.BEFORE_LAST_ROUND, session.flush)
+    exit_hooks.at(exit_hooks.Phase.AFTER_LAST_ROUND, session.put_together)
+
+
+def _clock() -> str:
+    """Return what is equal on ranks that read the same monotonic clock. Local."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class _Session:
+    """The part of this rank, and on rank 0 the timeline itself."""
+
+    def __init__(self, target: Path, rank: int, size: int, recorder: spans.Recorder) -> None:
+        self._target = target
+        self._rank = rank
+        self._size = size
+        self._recorder = recorder
+
+    def flush(self) -> None:
+        """Write what is recorded so far. Local."""
+        try:
+            self._recorder.flush()
+        except OSError as error:
+            self._complain(f"cannot be written: {error.strerror or error}")
+
+    def put_together(self) -> None:
+        """End the recording, and on rank 0 put the parts of all ranks together. Local."""
+        self.flush()
+        spans.record_on(None)
+        if self._rank != 0:
+            return
+        try:
+            parts = self._parts()
+            write_trace(self._target, parts)
+            for part in parts:
+                part.path.unlink(missing_ok=True)
+        except (OSError, ValueError) as error:
+            self._complain(f"cannot be put together: {error}")
+
+    def _parts(self) -> Sequence[Part]:
+        paths = [part_of(self._target, rank) for rank in range(self._size)]
+        end = time.monotonic() + _PATIENCE_S
+        while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
+            if time.monotonic() > end:
+                self._complain(f"has no part of {rank_list(missing)}")
+                break
+            time.sleep(0.05)
+        return [Part.open(path) for path in paths if path.exists()]
+
+    def _complain(self, text: str) -> None:
+        _logger.warning("The timeline %s", text)

@@ -1,0 +1,324 @@
+"""What every variable has: storage on the replica's device, reads and writes in place."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpistrat import context
+from mpistrat.arrays import Array, Device, host_copy, place
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.options import VariableAggregation, VariableSynchronization
+from mpistrat.values import container_of_component
+from mpistrat.variables.array_like import ArrayLike
+from mpistrat.variables.scatter import RowWrites
+from mpistrat.variables.writes import (
+    ASSIGN,
+    ASSIGN_ADD,
+    ASSIGN_SUB,
+    Target,
+    Write,
+    check_modes,
+    numeric,
+)
+
+__all__ = ["Variable", "container_of", "default_name", "note_given_name"]
+
+_DEFAULT = re.compile(r"Variable(_\d+)?")
+_numbers = itertools.count()
+"""For plain variables, which belong to no strategy."""
+
+_given: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_given_to_plain: set[str] = set()
+"""Names that look like default ones and are taken."""
+
+
+def default_name(strategy: Any) -> str:
+    """Return the next name that no variable of `strategy` has. Local.
+
+    Variables of a strategy are made by all ranks in the same order, so all find the same.
+    """
+    numbers = _numbers if strategy is None else strategy.extended.variable_numbers
+    names = (f"Variable_{number}" if number else "Variable" for number in numbers)
+    return next(name for name in names if name not in _taken(strategy))
+
+
+def note_given_name(strategy: Any, name: str) -> None:
+    """Keep `name` from being given by default. Local."""
+    if _DEFAULT.fullmatch(name):
+        _taken(strategy).add(name)
+
+
+def _taken(strategy: Any) -> set[str]:
+    return _given_to_plain if strategy is None else _given.setdefault(strategy, set())
+
+
+_HOST = Device("cpu")
+_by_storage: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
+
+
+class Variable(RowWrites, ArrayLike):
+    """A named array that a program writes in place, distributed by the strategy in scope.
+
+    In a strategy's scope this makes a *mirrored* variable, or a *SyncOnRead* variable where
+    `synchronization` is ON_READ. Outside every scope it makes a plain one.
+
+    **Collective** in a strategy: every rank makes the variable, with the same name, shape and
+    dtype. The initial value of rank 0 is used on all.
+
+    Parameters
+    ----------
+    initial_value : array, number, or callable that returns one
+        Copied.
+    trainable : bool, optional
+        By default true for mirrored and plain variables, false for SyncOnRead ones.
+    name : str, optional
+        By default a unique name that is equal on all ranks.
+    dtype : dtype, optional
+        By default that of the initial value, as NumPy sees it.
+    synchronization : VariableSynchronization
+    aggregation : VariableAggregation
+        How writes in replica context (mirrored) or components (SyncOnRead) become one value.
+
+    Raises
+    ------
+    ValueError
+        For `synchronization` NONE, an unknown mode, MEAN on a dtype that is not floating, or a
+        value that is no numeric array.
+    EpochMismatchError
+        If the ranks disagree on name, shape, dtype or modes.
+    """
+
+    _kinds: ClassVar[dict[bool, type[Variable]]] = {}
+    """The kinds of distributed variables, by whether they are read across replicas."""
+    _storage: Array
+
+    def __init_subclass__(cls, *, on_read: bool) -> None:
+        super().__init_subclass__()
+        Variable._kinds[on_read] = cls
+
+    def __new__(
+        cls,
+        initial_value: Any = None,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: Any = VariableSynchronization.AUTO,
+        aggregation: Any = VariableAggregation.NONE,
+    ) -> Variable:
+        """Choose the kind of variable that the context and `synchronization` ask for."""
+        frame = context.current()
+        distributed = frame is not None and frame.strategy.extended.distributes_variables
+        if cls is Variable and distributed:
+            cls = Variable._kinds[synchronization is VariableSynchronization.ON_READ]
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+    ) -> None:
+        frame = context.current()
+        distributed = frame is not None and frame.strategy.extended.distributes_variables
+        self._strategy = frame.strategy if frame is not None and distributed else None
+        on_read = synchronization is VariableSynchronization.ON_READ
+        self._trainable = not on_read if trainable is None else bool(trainable)
+        self._synchronization = synchronization
+        self._aggregation = aggregation
+        collectives = frame.collectives if frame else Collectives.solo(_HOST)
+        self._name = default_name(self._strategy) if name is None else name
+        with collectives.call("Variable", self._name) as call:
+            value = initial_value() if callable(initial_value) else initial_value
+            value = numeric(self._name, value, dtype)
+            check_modes(self._name, synchronization, aggregation, value.dtype)
+            modes = (synchronization.name, aggregation.name, self._trainable)
+            self._storage = place(call.broadcast(value, modes), collectives.device)
+        note_given_name(self._strategy, self._name)
+        self._target = Target(
+            self._name,
+            self.shape,
+            self.dtype,
+            collectives.device,
+            aggregation,
+            self._strategy is not None and not on_read,
+        )
+        _by_storage[id(self._storage)] = self
+
+    @property
+    def name(self) -> str:
+        """The name that was given, or the default one. Local."""
+        return self._name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value, equal on all ranks. Local."""
+        return tuple(self._storage.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the value. Local."""
+        dtype: np.dtype = self._storage.dtype
+        return dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions. Local."""
+        return int(self._storage.ndim)
+
+    @property
+    def size(self) -> int:
+        """Number of elements. Local."""
+        return int(self._storage.size)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer is meant to change it. Local."""
+        return self._trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When the components are brought together. Local."""
+        return self._synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How components or writes become one value. Local."""
+        return self._aggregation
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose scope it was made in, ``None`` outside every scope. Local."""
+        return self._strategy
+
+    @property
+    def values(self) -> tuple[Array, ...]:
+        """The components on this rank: a tuple with one read-only view. Local."""
+        return (Variable.value(self),)
+
+    @property
+    def storage(self) -> Array:
+        """The local component itself, in C order, for code that updates it in place. Local.
+
+        What is written to a mirrored variable must be the same on every rank, as in update
+        context.
+        """
+        return self._storage
+
+    def value(self) -> Array:
+        """Return the value as a read-only view of the storage, without a copy.
+
+        A later write shows through. CuPy arrays cannot be read-only: do not write to theirs.
+        **Local**, but for SyncOnRead variables in cross-replica context: there the components
+        are aggregated, which is **Collective**, and the result is an array of its own.
+        """
+        view = self._storage.view()
+        if type(view) is np.ndarray:
+            view.setflags(write=False)
+        return view
+
+    def read_value(self) -> Array:
+        """Return a snapshot of `value()`, on the device. Collective where that is."""
+        value = self.value()
+        return value.copy() if value.base is not None else value
+
+    def numpy(self) -> np.ndarray:
+        """Return a snapshot of `value()` in host memory. Collective where that is."""
+        return host_copy(self.value())
+
+    def assign(self, value: Any, read_value: bool = True) -> Array | None:
+        """Write `value` in place. No broadcasting: the shapes must be equal.
+
+        What that means depends on the kind of variable, the context and `aggregation`
+        (see the guide's page on variables). **Collective** for mirrored variables but in the
+        update context, and for SyncOnRead ones in cross-replica context.
+
+        Returns
+        -------
+        array or None
+            The new value as by `value()`; ``None`` with ``read_value=False``.
+
+        Raises
+        ------
+        ValueError
+            For another shape, or where the kind of variable forbids the write in this context.
+        TypeError
+            If `value` cannot be cast to the variable's dtype within its kind, or for arithmetic
+            on bools.
+        """
+        return self._write(ASSIGN, value, read_value)
+
+    def assign_add(self, delta: Any, read_value: bool = True) -> Array | None:
+        """Add `delta` in place. **Collective** or local as `assign`, and otherwise like it."""
+        return self._write(ASSIGN_ADD, delta, read_value)
+
+    def assign_sub(self, delta: Any, read_value: bool = True) -> Array | None:
+        """Subtract `delta` in place. **Collective** or local as `assign`, and otherwise like it."""
+        return self._write(ASSIGN_SUB, delta, read_value)
+
+    def _write(self, write: Write, value: Any, read_value: bool) -> Array | None:
+        self._write_in_context(write, value)
+        return self.value() if read_value else None
+
+    def _write_in_context(self, write: Write, value: Any) -> None:
+        """Do the write that the current context calls for."""
+        self._write_locally(write, value)
+
+    def _write_locally(self, write: Write, value: Any) -> None:
+        write.apply(self._storage, write.checked(self._target, value))
+
+    def save_value(self) -> Array | None:
+        """Return what a checkpoint stores: an array on rank 0, which other ranks may have too.
+
+        It lies where the variable does and may be its storage. **Collective** for SyncOnRead
+        variables, else **Local**.
+        """
+        return self._storage
+
+    def load_value(self, array: np.ndarray) -> None:
+        """Set the variable from what a checkpoint has stored. **Local**, on every rank alike."""
+        self._write_locally(ASSIGN, array)
+
+    def load_piece(self, start: int, piece: np.ndarray) -> None:
+        """Set a part of what `load_value` sets, from element `start` of the flat value on.
+
+        **Local**, on every rank alike. The dtype of `piece` is that of the variable.
+        """
+        flat = self._storage.reshape(-1)
+        flat[start : start + piece.size] = place(self._own_part(piece), self._target.device)
+
+    def _own_part(self, array: np.ndarray) -> np.ndarray:
+        """Return what this replica holds of a stored value. Local."""
+        return array
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        # Without __new__, which would choose the kind by the context of the copy.
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        twin._storage = self._storage.copy()
+        _by_storage[id(twin._storage)] = twin
+        memo[id(self)] = twin
+        return twin
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype} "
+            f"aggregation={self.aggregation.name}, local component {self._storage!r}>"
+        )
+
+
+def container_of(value: Any) -> Any:
+    """Return the variable or distributed value that `value` is a component of. Local.
+
+    Itself where it belongs to none that still exists.
+    """
+    storage = getattr(value, "base", None)
+    variable = _by_storage.get(id(storage)) if storage is not None else None
+    return container_of_component(value) if variable is None else variable
