@@ -44,7 +44,7 @@ test-slow: $(VENV)/.test  ## run the long tail of the tests
 	timeout --kill-after=10 1800 $(PY) -m pytest -n 2 --dist loadfile -m slow $(ARGS)
 
 test-slurm: $(VENV)/.test  ## run the tests on a Slurm cluster of two nodes on this machine
-	timeout --kill-after=10 1200 $(PY) -m pytest tests/slurm -m slurm --require-slurm $(ARGS)
+	timeout --kill-after=10 1200 $(PY) -m pytest tests/programs/slurm -m slurm --require-slurm $(ARGS)
 
 lint: $(VENV)/.test  ## check the style of the code
 	$(PY) -m ruff check .

@@ -8,12 +8,27 @@ Ranks other than 0 print only when a test fails there.
 
 import io
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from mpistrat.testing.launch import rank_and_size
+from tests.helpers import CountingTransport, serial
+
+collect_ignore = serial(
+    "test_arrays.py",
+    "test_docs.py",
+    "test_docstrings.py",
+    "test_environment.py",
+    "test_import.py",
+    "test_layers.py",
+    "test_nests.py",
+    "test_options.py",
+    "test_packaging.py",
+    "test_settings.py",
+    "test_sharding.py",
+    "test_tf_names.py",
+)
 
 pytest_plugins = ["mpistrat.testing.plugin"]
 
@@ -23,11 +38,6 @@ settings.load_profile("suite")
 
 _WORLD = rank_and_size()
 _STARTS_RANKS = ("launches", "slurm")
-_TESTS = Path(__file__).parent
-_WITHOUT_RANKS = (_TESTS, _TESTS / "cli", _TESTS / "unit")
-"""Tests of pure code, which one rank runs for all."""
-_STARTING_RANKS = (_TESTS / "jobs", _TESTS / "slurm")
-"""Folders in which every test starts its ranks itself."""
 _speech = io.StringIO()
 
 
@@ -37,21 +47,6 @@ def pytest_configure(config):
         reporter = config.pluginmanager.getplugin("terminalreporter")
         if reporter is not None:
             reporter._tw._file = _speech
-
-
-def pytest_ignore_collect(collection_path):
-    """Leave out what no rank runs before it is imported, which takes seconds."""
-    if _WORLD is None or not collection_path.match("test_*.py"):
-        return None
-    if collection_path.parent in _STARTING_RANKS:
-        return True
-    return (_WORLD[1] > 1 and _is_of_one_rank(collection_path)) or None
-
-
-def _is_of_one_rank(path):
-    """Return whether a file of tests depends on no other rank: it names no way to one."""
-    text = path.read_text()
-    return path.parent in _WITHOUT_RANKS or not ("strategy" in text.lower() or "MPI" in text)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -106,3 +101,12 @@ def others(rank, size):
     if size == 1:
         pytest.skip("needs two ranks that can disagree")
     return rank < size - 1
+
+
+@pytest.fixture
+def counts(strategy, monkeypatch):
+    """How often each method of the strategy's transport has been called."""
+    channel = strategy.extended.collectives.channel
+    counting = CountingTransport(channel.transport)
+    monkeypatch.setattr(channel, "transport", counting)
+    return counting.counts

@@ -11,7 +11,7 @@ import mpistrat as ms
 from mpistrat.settings import Settings
 from mpistrat.testing import launch
 from tests import ROOT
-from tests.jobs.conftest import digits  # noqa: F401  the file that the pages read
+from tests.programs.jobs.conftest import digits  # noqa: F401  the file that the pages read
 
 PAGES = [
     ROOT / "README.md",

@@ -9,6 +9,15 @@ import pytest
 
 from mpistrat.arrays import Device
 from mpistrat.data.distributed import distribute
+from tests.helpers import serial
+
+collect_ignore = serial(
+    "test_dataset.py",
+    "test_distributed_dataset.py",
+    "test_order.py",
+    "test_pipeline.py",
+    "test_random.py",
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""Ranks that disagree get an error everywhere, and the next strategy works again."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+
+
+def all_reduce(strategy, op, value):
+    return strategy.run(lambda: ms.get_replica_context().all_reduce(op, value))
+
+
+@pytest.mark.parametrize(
+    ("common", "guilty"),
+    [
+        (lambda s: s.reduce("sum", 1), lambda s: s.reduce("max", 1)),
+        (lambda s: s.reduce("sum", 1), lambda s: s.reduce("sum", 1.0)),
+        (lambda s: s.reduce("sum", np.ones(2)), lambda s: s.reduce("sum", np.ones(3))),
+        (lambda s: s.reduce("sum", [1, 1]), lambda s: s.reduce("sum", (1, 1))),
+        (lambda s: s.reduce("sum", 1), lambda s: s.gather(np.ones(1), 0)),
+        (lambda s: s.gather(np.ones((1, 1)), 0), lambda s: s.gather(np.ones((1, 1)), 1)),
+        (lambda s: all_reduce(s, "sum", 1), lambda s: (s.run(int), all_reduce(s, "sum", 1))),
+    ],
+    ids=["op", "dtype", "shape", "structure", "kind", "axis", "number of runs"],
+)
+def test_disagreement_names_ranks_and_lines(strategy, others, size, common, guilty):
+    with pytest.raises(ms.errors.EpochMismatchError) as caught:
+        (common if others else guilty)(strategy)
+    text = str(caught.value)
+    assert f"rank {size - 1}:" in text
+    assert "test_channel.py:" in text
+    with pytest.raises(ms.errors.EpochError, match="disagree"):
+        strategy.reduce("sum", 1)
+    assert ms.MPIStrategy().reduce("sum", 1) == size
+
+
+def test_one_bad_argument_is_the_builtin_error_there_and_a_mismatch_elsewhere(
+    strategy, others, size
+):
+    expected = ms.errors.EpochMismatchError if others else ValueError
+    with pytest.raises(expected) as caught:
+        strategy.reduce("sum" if others else "foo", 1)
+    if others:
+        assert f"rank {size - 1}: reduce refused its arguments (ValueError" in str(caught.value)
+    assert ms.MPIStrategy().reduce("sum", 1) == size
+
+
+def test_an_exception_caught_on_one_rank_is_an_epoch_error_at_the_next_collective(
+    strategy, others, size
+):
+    def fn():
+        if not others:
+            raise ZeroDivisionError
+        return 1
+
+    if others:
+        strategy.run(fn)
+    else:
+        with pytest.raises(ZeroDivisionError):
+            strategy.run(fn)
+    with pytest.raises(ms.errors.EpochError, match="ZeroDivisionError at test_channel.py"):
+        strategy.reduce("sum", 1)
+
+
+def test_together_raises_on_all_ranks_and_leaves_the_strategy_usable(strategy, rank, size):
+    collectives = strategy.extended.collectives
+    with pytest.raises(FileNotFoundError, match="no such"), collectives.together("work", "name"):
+        if rank == size - 1:
+            raise FileNotFoundError("no such thing")
+    assert strategy.reduce("sum", 1) == size
+    assert collectives.gather_json({"rank": rank}) == [{"rank": r} for r in range(size)]
+    assert collectives.broadcast_json(rank, root=size - 1) == size - 1
+    assert (collectives.broadcast(np.full(3, rank), root=size - 1) == size - 1).all()
+
+
+def test_a_missing_rank_is_a_timeout(strategy):
+    collectives = strategy.extended.collectives
+    options = ms.CommunicationOptions(timeout_seconds=0.5)
+    assert collectives.call("anything", options=options).timeout_s == 0.5
+
+
+def test_options_that_cannot_be_honoured_are_refused(strategy, size):
+    implementation = ms.CommunicationImplementation
+    for options, error in (
+        (ms.CommunicationOptions(implementation=implementation.NCCL), ValueError),
+        ("fast", TypeError),
+        ({"bytes_per_pack": 1}, TypeError),
+    ):
+        with pytest.raises(error):
+            strategy.extended.reduce_to("sum", 1, "cpu:0", options)
+        with pytest.raises(error):
+            ms.MPIStrategy(communication_options=options)
+    with pytest.raises(TypeError, match="intracommunicator"):
+        ms.MPIStrategy(comm=3)
+    with pytest.raises(ValueError, match="Unknown device"):
+        ms.MPIStrategy(device="tpu")
+    assert strategy.reduce("sum", 1) == size
+
+
+def test_a_strategy_over_some_ranks(rank, size):
+    from mpi4py import MPI
+
+    half = MPI.COMM_WORLD.Split(rank % 2, rank)
+    strategy = ms.MPIStrategy(half)
+    assert strategy.num_replicas_in_sync == half.size == len(range(rank % 2, size, 2))
+    assert strategy.reduce("sum", rank) == sum(range(rank % 2, size, 2))
+
+
+def test_two_strategies_in_another_order_are_noticed(strategy, others):
+    second = ms.MPIStrategy()
+    first, then = (strategy, second) if others else (second, strategy)
+    with pytest.raises(ms.errors.EpochMismatchError, match=r"\(strategy \d+\)"):
+        first.reduce("sum", 1)
+        then.reduce("sum", 1)
+
+
+@pytest.mark.parametrize("op", ["mean", "max"])
+def test_another_axis_is_noticed(strategy, others, op):
+    with pytest.raises(ms.errors.EpochMismatchError, match="axis"):
+        strategy.reduce(op, np.ones((2, 2)), axis=0 if others else 1)
+
+
+def test_axis_none_and_an_axis_are_different(strategy, others):
+    with pytest.raises(ms.errors.EpochMismatchError):
+        strategy.reduce("max", np.ones(()) if others else np.ones(2), axis=None if others else 0)
+
+
+def test_a_second_thread_is_refused_while_one_is_in_a_collective(strategy, size):
+    seen = []
+
+    def use():
+        try:
+            strategy.reduce("sum", 1)
+        except ms.errors.ContextError as error:
+            seen.append(str(error))
+
+    with strategy.extended.collectives.call("reduce"):
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+    assert "another thread" in seen[0]
+    assert strategy.reduce("sum", 1) == size

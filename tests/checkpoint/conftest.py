@@ -1,0 +1,16 @@
+"""Which of these tests one rank runs for all."""
+
+from tests.helpers import serial
+
+collect_ignore = serial(
+    "test_checkpoint.py",
+    "test_directory.py",
+    "test_generators.py",
+    "test_json_text.py",
+    "test_manager.py",
+    "test_object_graph.py",
+    "test_restore.py",
+    "test_security.py",
+    "test_state_json.py",
+    "test_validation.py",
+)

@@ -1,0 +1,64 @@
+"""What tests of several folders use."""
+
+import collections
+import functools
+
+import numpy as np
+
+from mpistrat.testing.launch import rank_and_size
+
+_WORLD = rank_and_size()
+
+
+def outside_mpiexec(*patterns):
+    """Return the patterns of files that are left out under mpiexec, for `collect_ignore_glob`."""
+    return [] if _WORLD is None else list(patterns)
+
+
+def serial(*files):
+    """Return the files of tests of pure code, which are left out on several ranks."""
+    return [] if _WORLD is None or _WORLD[1] == 1 else list(files)
+
+
+class CountingTransport:
+    """Counts the calls of each method of a transport or of its node reducer, and does them."""
+
+    carrier = None
+
+    def __init__(self, transport, counts=None):
+        self._transport = transport
+        self.counts = collections.Counter() if counts is None else counts
+
+    @functools.cached_property
+    def node(self):
+        node = self._transport.node
+        return node and CountingTransport(node, self.counts)
+
+    def __getattr__(self, name):
+        attribute = getattr(self._transport, name)
+        if name in ("knows", "board"):
+            return attribute
+        if not callable(attribute):
+            return attribute
+
+        def counted(*args):
+            self.counts[name] += 1
+            return attribute(*args)
+
+        return counted
+
+
+def triangle(size):
+    """0 + 1 + ... + (size - 1)."""
+    return size * (size - 1) // 2
+
+
+def as_bytes(array):
+    return np.asarray(array).tobytes()
+
+
+def result_of(strategy, fn):
+    """Return what `fn` returns on this replica, as it is."""
+    results = []
+    strategy.run(lambda: results.append(fn()))
+    return results[0]

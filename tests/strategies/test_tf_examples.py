@@ -1,0 +1,615 @@
+"""The worked examples and the documented errors of tf.distribute, in NumPy, at any size."""
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.errors import ContextError
+from tests.helpers import triangle
+
+
+def local(strategy, value):
+    (component,) = strategy.experimental_local_results(value)
+    return component
+
+
+# Strategy
+
+
+def test_scope(strategy):
+    with strategy.scope():
+        mirrored = ms.Variable(1.0)
+    plain = ms.Variable(1.0)
+    assert mirrored.strategy is strategy
+    assert mirrored.values == (1.0,)
+    assert plain.strategy is None
+    assert float(plain) == 1.0
+
+
+def test_a_variable_made_in_scope_works_outside_of_it(strategy):
+    with strategy.scope():
+        variable = ms.Variable(1.0)
+    variable.assign_add(2.0)
+    assert variable.numpy() == 3.0
+
+
+def test_training_loop(strategy, size):
+    data = ms.data.Dataset.from_arrays(np.arange(4.0 * size)).batch(2 * size)
+
+    def replica_fn(batch):
+        return batch.sum()
+
+    with strategy.scope():
+        batches = strategy.experimental_distribute_dataset(data)
+        for _ in range(2):
+            total = 0.0
+            for batch in batches:
+                total += strategy.reduce(ms.ReduceOp.SUM, strategy.run(replica_fn, args=(batch,)))
+            assert total == triangle(4 * size)
+
+
+def test_distribute_dataset(strategy, rank, size):
+    batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(4).batch(2))
+    result = [strategy.run(lambda x: x * 2, args=(x,)) for x in batches]
+    share = -(-2 // size)
+    expected = [batch[rank * share : (rank + 1) * share] for batch in ([0, 2], [4, 6])]
+    assert all(isinstance(each, ms.PerReplica) for each in result)
+    assert [local(strategy, each).tolist() for each in result] == expected
+
+
+def test_distribute_dataset_with_options(strategy, rank, size):
+    options = ms.InputOptions(
+        experimental_replication_mode=ms.InputReplicationMode.PER_WORKER,
+        experimental_place_dataset_on_device=False,
+    )
+    data = ms.data.Dataset.range(16).batch(16)
+    (batch,) = strategy.experimental_distribute_dataset(data, options)
+    share = -(-16 // size)
+    assert local(strategy, batch).tolist() == list(range(16))[rank * share : (rank + 1) * share]
+
+
+def test_distribute_datasets_from_function(strategy, rank, size):
+    def dataset_fn(context):
+        batch_size = context.get_per_replica_batch_size(2 * size)
+        data = ms.data.Dataset.range(4 * size)
+        return data.shard(context.num_input_pipelines, context.input_pipeline_id).batch(batch_size)
+
+    batches = strategy.distribute_datasets_from_function(dataset_fn)
+    assert [local(strategy, batch).tolist() for batch in batches] == [
+        [rank, rank + size],
+        [rank + 2 * size, rank + 3 * size],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value_fn", "expected"),
+    [
+        (lambda context: np.float32(1), lambda rank, size: 1),
+        (
+            lambda context: np.array([3.0, 2.0, 1.0, 0.0])[context.replica_id_in_sync_group],
+            lambda rank, size: 3 - rank,
+        ),
+        (lambda context: context.num_replicas_in_sync, lambda rank, size: size),
+    ],
+    ids=["constant", "by_replica", "number_of_replicas"],
+)
+def test_values_from_function(strategy, rank, size, value_fn, expected):
+    values = strategy.experimental_distribute_values_from_function(value_fn)
+    assert isinstance(values, ms.PerReplica)
+    assert strategy.experimental_local_results(values) == (expected(rank, size),)
+
+
+def test_values_for_each_worker_device(strategy, rank):
+    on_devices = [(device, 1.0) for device in strategy.extended.worker_devices]
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: on_devices[context.replica_id_in_sync_group]
+    )
+    device, one = local(strategy, values)
+    assert device == f"/job:worker/replica:0/task:{rank}/device:CPU:0"
+    assert one == 1.0
+
+
+def test_run_with_a_constant(strategy):
+    result = strategy.run(lambda x: x * 2.0, args=(np.float32(3.0),))
+    assert isinstance(result, ms.PerReplica)
+    assert result.values == (6.0,)
+
+
+def test_run_with_distributed_values(strategy, size):
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: context.num_replicas_in_sync
+    )
+    assert strategy.run(lambda x: x * 2, args=(values,)).values == (2 * size,)
+    assert strategy.run(lambda x: x * 2, kwargs={"x": values}).values == (2 * size,)
+
+
+def test_run_with_all_reduce(strategy, size):
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: context.replica_id_in_sync_group
+    )
+    result = strategy.run(
+        lambda x: ms.get_replica_context().all_reduce("sum", x),
+        args=(values,),
+        options=ms.RunOptions(),
+    )
+    assert result.values == (triangle(size),)
+
+
+def test_reduce(strategy, size):
+    per_replica = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
+    total = strategy.reduce("SUM", per_replica, axis=None)
+    assert isinstance(total, np.ndarray | np.generic)
+    assert total == triangle(size)
+
+
+def test_reduce_over_replicas_and_over_the_batch(strategy, rank, size):
+    losses = strategy.run(lambda: np.arange(4 * rank, 4 * rank + 4))
+    over_replicas = [sum(4 * r + i for r in range(size)) for i in range(4)]
+    assert strategy.reduce("sum", losses, axis=None).tolist() == over_replicas
+    assert strategy.reduce("sum", losses, axis=0) == triangle(4 * size)
+
+
+def test_reduce_of_a_last_partial_batch(strategy, size):
+    num_examples = 4 * size - 2
+    data = ms.data.Dataset.from_arrays(np.arange(num_examples) ** 2.0).batch(4 * size)
+    (batch,) = strategy.experimental_distribute_dataset(data)
+    losses = strategy.run(lambda x: x, args=(batch,))
+    total = float(np.sum(np.arange(num_examples) ** 2.0))
+    assert strategy.reduce("sum", losses, axis=0) == total
+    assert strategy.reduce("mean", losses, axis=0) == total / num_examples
+
+
+def test_gather(strategy, size):
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: np.array([[1], [2]], np.int32)
+    )
+    gathered = strategy.gather(values, axis=0)
+    assert gathered.dtype == np.int32
+    assert gathered.tolist() == [[1], [2]] * size
+
+
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [
+        (0, lambda size: [[[0, 1, 2], [3, 4, 5]]] * size),
+        (1, lambda size: [[[0, 1, 2], [3, 4, 5]] * size]),
+        (2, lambda size: [[[0, 1, 2] * size, [3, 4, 5] * size]]),
+    ],
+)
+def test_gather_along_each_axis(strategy, size, axis, expected):
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: np.arange(6).reshape(1, 2, 3)
+    )
+    assert strategy.gather(values, axis=axis).tolist() == expected(size)
+
+
+def test_cluster_resolver(strategy, rank, size):
+    resolver = strategy.cluster_resolver
+    assert (resolver.task_type, resolver.task_id, resolver.num_workers) == ("worker", rank, size)
+    assert ms.OneDeviceStrategy().cluster_resolver.num_workers == 1
+    assert ms.get_strategy().cluster_resolver is None
+
+
+def test_value_context_made_by_hand():
+    context = ms.ValueContext(replica_id_in_sync_group=2, num_replicas_in_sync=4)
+    assert context.replica_id_in_sync_group / context.num_replicas_in_sync == 0.5
+    assert (ms.ValueContext().replica_id_in_sync_group, ms.ValueContext().num_replicas_in_sync) == (
+        0,
+        1,
+    )
+
+
+def test_input_context_made_by_hand():
+    context = ms.InputContext(num_input_pipelines=3, input_pipeline_id=1, num_replicas_in_sync=6)
+    assert context.get_per_replica_batch_size(12) == 2
+    with pytest.raises(ValueError, match="13 is not divisible.* 6"):
+        context.get_per_replica_batch_size(13)
+
+
+# StrategyExtended
+
+
+def test_variable_created_in_scope(strategy):
+    with strategy.scope():
+        inside = ms.Variable(1.0)
+    outside = ms.Variable(1.0)
+    assert strategy.extended.variable_created_in_scope(inside)
+    assert not strategy.extended.variable_created_in_scope(outside)
+    assert ms.get_strategy().extended.variable_created_in_scope(outside)
+    assert not ms.get_strategy().extended.variable_created_in_scope(inside)
+
+
+def test_colocate_vars_with(strategy):
+    with strategy.scope():
+        first = ms.Variable(1.0)
+        with strategy.extended.colocate_vars_with(first):
+            second = ms.Variable(2.0)
+            third = ms.Variable(3.0)
+
+        def fn(v1, v2, v3):
+            return v1.assign(v2 + v3)
+
+        strategy.extended.update(first, fn, args=(second, third))
+    assert first.numpy() == 5.0
+
+
+def add_one_from_each_replica(strategy, reduce_to):
+    """The step of the examples of reduce_to and batch_reduce_to; return the variable."""
+
+    def merge_fn(strategy, value, variable):
+        reduced = reduce_to(strategy.extended, value, variable)
+        strategy.extended.update(variable, lambda var, value: var.assign(value), args=(reduced,))
+
+    def step_fn(variable):
+        ms.get_replica_context().merge_call(merge_fn, args=(1.0, variable))
+
+    with strategy.scope():
+        variable = ms.Variable(0.0)
+        strategy.run(step_fn, args=(variable,))
+    return variable
+
+
+@pytest.mark.parametrize(
+    "reduce_to",
+    [
+        lambda extended, value, var: extended.reduce_to(ms.ReduceOp.SUM, value, destinations=var),
+        lambda extended, value, var: extended.batch_reduce_to(ms.ReduceOp.SUM, [(value, var)])[0],
+    ],
+    ids=["reduce_to", "batch_reduce_to"],
+)
+def test_reduce_to_and_update(strategy, size, reduce_to):
+    assert add_one_from_each_replica(strategy, reduce_to).values == (float(size),)
+    assert add_one_from_each_replica(ms.OneDeviceStrategy("cpu:0"), reduce_to).values == (1.0,)
+    assert float(add_one_from_each_replica(ms.get_strategy(), reduce_to)) == 1.0
+
+
+def test_reduce_to_does_not_change_its_destination(strategy, size):
+    with strategy.scope():
+        variable = ms.Variable(5.0)
+    assert strategy.extended.reduce_to("sum", 1.0, variable).values == (float(size),)
+    assert variable.numpy() == 5.0
+
+
+def test_update(strategy):
+    with strategy.scope():
+        variable = ms.Variable(5.0, aggregation=ms.VariableAggregation.SUM)
+    result = strategy.extended.update(variable, lambda v: v.assign(1.0))
+    assert isinstance(result, ms.Mirrored)
+    assert result.values == (1.0,)
+    assert variable.numpy() == 1.0
+    assert strategy.extended.update(variable, lambda v: v.assign(2.0), group=False) == (2.0,)
+
+
+def test_the_pattern_for_updating_variables(strategy, rank, size):
+    with strategy.scope():
+        variables = [ms.Variable(np.zeros(2)), ms.Variable(1.0)]
+
+    def apply(strategy, gradients, variables):
+        extended = strategy.extended
+        pairs = list(zip(gradients, variables, strict=True))
+        for variable, total in zip(variables, extended.batch_reduce_to("sum", pairs), strict=True):
+            extended.update(variable, lambda v, g: v.assign_sub(g), args=(total,))
+
+    def step():
+        gradients = [np.full(2, float(rank)), 1.0]
+        ms.get_replica_context().merge_call(apply, args=(gradients, variables))
+
+    strategy.run(step)
+    assert variables[0].numpy().tolist() == [-triangle(size)] * 2
+    assert variables[1].numpy() == 1.0 - size
+
+
+def test_call_for_each_replica_with_merge_call(strategy, rank, size):
+    def merge_fn(strategy, three_plus_replica_id):
+        return strategy.reduce("sum", three_plus_replica_id)
+
+    def fn(three):
+        replica = ms.get_replica_context()
+        v = three + replica.replica_id_in_sync_group
+        return replica.merge_call(merge_fn, args=(v,)) + v
+
+    with strategy.scope():
+        merged = strategy.extended.call_for_each_replica(fn, args=[3])
+    assert strategy.experimental_local_results(merged) == (3 * size + triangle(size) + 3 + rank,)
+
+
+def test_local_results_hold_this_ranks_component_alone(strategy, rank):
+    def merge_fn(strategy, replica_id):
+        return sum(strategy.experimental_local_results(replica_id))
+
+    result = strategy.run(lambda: ms.get_replica_context().merge_call(merge_fn, args=(rank,)))
+    assert result.values == (rank,)
+
+
+# ReplicaContext
+
+
+def test_replica_id(strategy, rank):
+    result = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
+    assert isinstance(result, ms.PerReplica)
+    assert result.values == (rank,)
+
+
+def test_all_reduce(strategy, size):
+    result = strategy.run(lambda: ms.get_replica_context().all_reduce(ms.ReduceOp.SUM, 1.0))
+    assert strategy.experimental_local_results(result) == (size,)
+
+
+def test_all_reduce_of_a_list(strategy, size):
+    result = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", [1.0, 2.0]))
+    assert [type(each) for each in result] == [ms.PerReplica, ms.PerReplica]
+    assert strategy.experimental_local_results(result) == ([size, 2 * size],)
+
+
+def test_all_gather(strategy, size):
+    result = strategy.run(lambda: ms.get_replica_context().all_gather(np.array([1, 2, 3]), axis=0))
+    assert isinstance(result, ms.PerReplica)
+    assert local(strategy, result).tolist() == [1, 2, 3] * size
+
+
+def test_all_gather_of_a_list(strategy, size):
+    values = [np.array([1, 2, 3]), np.array([[1, 2], [3, 4]])]
+    result = strategy.run(lambda: ms.get_replica_context().all_gather(values, axis=0))
+    flat, rows = local(strategy, result)
+    assert flat.tolist() == [1, 2, 3] * size
+    assert rows.tolist() == [[1, 2], [3, 4]] * size
+
+
+def test_all_gather_of_different_lengths(strategy, rank, size):
+    def of_replica(r):
+        return {"a": [r], "b": [[r, i] for i in range(r + 1)]}
+
+    def fn():
+        value = {name: np.array(part) for name, part in of_replica(rank).items()}
+        return ms.get_replica_context().all_gather(value, axis=0)
+
+    result = local(strategy, strategy.run(fn))
+    parts = [of_replica(r) for r in range(size)]
+    assert {name: array.tolist() for name, array in result.items()} == {
+        "a": [row for part in parts for row in part["a"]],
+        "b": [row for part in parts for row in part["b"]],
+    }
+
+
+def test_merge_call_outside_every_scope_is_a_plain_call():
+    def merge_fn(strategy, value, *, factor):
+        assert strategy is ms.get_strategy()
+        assert ms.in_cross_replica_context()
+        return value * factor
+
+    assert ms.get_replica_context().merge_call(merge_fn, (3,), {"factor": 2}) == 6
+    assert not ms.in_cross_replica_context()
+
+
+# The errors that tf.distribute documents
+
+
+CROSS_REPLICA_CALLS = {
+    "run": lambda s, v: s.run(lambda: 1),
+    "scope": lambda s, v: s.scope().__enter__(),
+    "reduce": lambda s, v: s.reduce("sum", 1),
+    "reduce_to": lambda s, v: s.extended.reduce_to("sum", 1, v),
+    "batch_reduce_to": lambda s, v: s.extended.batch_reduce_to("sum", [(1, v)]),
+    "broadcast_to": lambda s, v: s.extended.broadcast_to(1, v),
+    "call_for_each_replica": lambda s, v: s.extended.call_for_each_replica(lambda: 1),
+    "update": lambda s, v: s.extended.update(v, lambda v: v.assign(2.0)),
+    "read_var": lambda s, v: s.extended.read_var(v),
+    "experimental_make_numpy_dataset": lambda s, v: s.experimental_make_numpy_dataset(np.ones(2)),
+}
+
+
+@pytest.mark.parametrize("call", CROSS_REPLICA_CALLS.values(), ids=CROSS_REPLICA_CALLS)
+def test_what_needs_cross_replica_context_points_to_merge_call(strategy, size, call):
+    with strategy.scope():
+        variable = ms.Variable(1.0)
+
+    def fn():
+        with pytest.raises(ContextError, match=r"needs the cross-replica context.*merge_call\(fn"):
+            call(strategy, variable)
+
+    strategy.run(fn)
+    assert variable.numpy() == 1.0
+    assert strategy.reduce("sum", 1) == size
+
+
+@pytest.mark.parametrize("call", CROSS_REPLICA_CALLS.values(), ids=CROSS_REPLICA_CALLS)
+def test_what_points_to_merge_call_works_there(strategy, call):
+    with strategy.scope():
+        variable = ms.Variable(1.0)
+
+    def merge_fn(strategy):
+        entered = call(strategy, variable)
+        assert entered is not None
+
+    strategy.run(lambda: ms.get_replica_context().merge_call(merge_fn))
+
+
+def test_gather_in_replica_context_points_to_all_gather(strategy):
+    def fn():
+        with pytest.raises(ContextError, match=r"gather needs the cross-replica.*all_gather\(\)"):
+            strategy.gather(np.ones(1), 0)
+
+    strategy.run(fn)
+
+
+@pytest.mark.parametrize("name", [name for name in CROSS_REPLICA_CALLS if name != "read_var"])
+def test_mixed_strategies_are_both_named(strategy, name):
+    other = ms.OneDeviceStrategy()
+    with strategy.scope():
+        variable = ms.Variable(1.0)
+        with pytest.raises(ContextError, match=r"OneDeviceStrategy.*MPIStrategy.*mixed or nested"):
+            CROSS_REPLICA_CALLS[name](other, variable)
+        assert ms.get_strategy() is strategy
+
+
+def test_a_variable_of_another_strategy_is_refused(strategy):
+    with strategy.scope():
+        variable = ms.Variable(1.0)
+    message = r"'Variable.*MPIStrategy.*OneDeviceStrategy.*mixed"
+    with ms.OneDeviceStrategy().scope(), pytest.raises(ContextError, match=message):
+        variable.assign(2.0)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda replica: replica.all_reduce("sum", 1),
+        lambda replica: replica.start_all_reduce("sum", 1),
+        lambda replica: replica.all_gather(np.ones(1), 0),
+        lambda replica: replica.merge_call(lambda strategy: None),
+        lambda replica: replica.replica_id_in_sync_group,
+        lambda replica: replica.num_replicas_in_sync,
+        lambda replica: replica.strategy,
+        lambda replica: replica.devices,
+    ],
+    ids=[
+        "all_reduce",
+        "start_all_reduce",
+        "all_gather",
+        "merge_call",
+        "replica_id_in_sync_group",
+        "num_replicas_in_sync",
+        "strategy",
+        "devices",
+    ],
+)
+def test_a_replica_context_serves_in_its_own_run_only(strategy, use):
+    def merge_fn(strategy, outer):
+        with pytest.raises(ContextError, match="cross-replica context.*the strategy that it is"):
+            use(outer)
+
+    def fn():
+        replica = ms.get_replica_context()
+        replica.merge_call(merge_fn, args=(replica,))
+        return replica
+
+    ended = strategy.run(fn)
+    with pytest.raises(ContextError, match=r"default context.*inside strategy\.run"):
+        use(ended)
+
+    def next_run():
+        with pytest.raises(ContextError, match=r"replica context.*get_replica_context\(\)"):
+            use(ended)
+
+    strategy.run(next_run)
+
+
+def test_a_scope_needed_is_named(strategy):
+    with strategy.scope():
+        variable = ms.Variable(1.0)
+    with pytest.raises(ContextError, match=r'MPIStrategy.*"with strategy\.scope\(\):"'):
+        strategy.extended.colocate_vars_with(variable)
+
+
+def test_a_replica_context_of_another_replica_cannot_be_made(strategy, rank, size):
+    with pytest.raises(ValueError, match=f"owns replica {rank}, not {size}"):
+        ms.ReplicaContext(strategy, size)
+    with ms.ReplicaContext(strategy, replica_id_in_sync_group=rank) as replica:
+        assert ms.get_replica_context() is replica
+        assert replica.all_reduce("sum", 1) == size
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda s: s.run(lambda x: x, args=3), ValueError, "list or tuple"),
+        (lambda s: s.reduce("median", 1.0), ValueError, "Unknown reduction 'median'"),
+        (lambda s: s.reduce(3, 1.0), TypeError, "ReduceOp"),
+        (lambda s: s.reduce("mean", np.ones(2), axis=0.5), TypeError, "axis must be an integer"),
+        (lambda s: s.reduce("mean", np.ones(2), axis=1), ValueError, "axis 1 is out of range"),
+        (lambda s: s.reduce("mean", np.ones(2), axis=-2), ValueError, "axis -2 is out of range"),
+        (lambda s: s.extended.reduce_to("sum", 1, ["cpu:0"]), TypeError, "destinations must be"),
+        (lambda s: s.extended.reduce_to("sum", 1, None), ValueError, "destinations is None"),
+        (
+            lambda s: s.extended.reduce_to(ms.VariableAggregation.SUM, 1, "cpu:0"),
+            TypeError,
+            "ReduceOp",
+        ),
+        (
+            lambda s: s.extended.batch_reduce_to(ms.VariableAggregation.MEAN, []),
+            TypeError,
+            "ReduceOp",
+        ),
+        (lambda s: s.extended.broadcast_to(1.0, None), ValueError, "destinations is None"),
+        (lambda s: s.extended.broadcast_to(1.0, ["cpu:0"]), TypeError, "destinations must be"),
+        (lambda s: s.extended.broadcast_to(1.0, "tpu:0"), ValueError, "Unknown device 'tpu:0'"),
+        (
+            lambda s: s.extended.broadcast_to(1.0, "/job:worker/task:0/device:CPU:0"),
+            ValueError,
+            'Use "cpu:0"',
+        ),
+        (lambda s: s.gather(np.float32(1), 0), ValueError, "0-d"),
+        (
+            lambda s: s.gather(ms.IndexedSlices(np.ones((1, 2)), np.array([0])), 0),
+            NotImplementedError,
+            "IndexedSlices",
+        ),
+        (lambda s: s.extended.update(1.0, lambda v: v), TypeError, "must be a mpistrat.Variable"),
+    ],
+)
+def test_bad_arguments(strategy, size, call, error, message):
+    with pytest.raises(error, match=message):
+        call(strategy)
+    assert strategy.reduce("sum", 1) == size
+
+
+def test_all_gather_of_slices_is_refused(strategy):
+    slices = ms.IndexedSlices(np.ones((1, 2)), np.array([0]))
+
+    def fn():
+        with pytest.raises(NotImplementedError, match="IndexedSlices"):
+            ms.get_replica_context().all_gather({"rows": slices}, 0)
+
+    strategy.run(fn)
+
+
+def test_assigning_says_which_context_or_aggregation_is_needed(strategy):
+    with strategy.scope():
+        variable = ms.Variable(1.0, name="weight")
+
+    def fn():
+        with pytest.raises(ValueError, match=r"'weight'.*aggregation=.*merge_call"):
+            variable.assign(2.0)
+
+    strategy.run(fn)
+    with strategy.scope(), pytest.raises(ValueError, match=r"'weight'.*PerReplica.*strategy\.run"):
+        variable.assign(ms.PerReplica(2.0))
+    with pytest.raises(ValueError, match="'weight'.*PerReplica.*reduce_to"):
+        strategy.extended.update(variable, lambda v, x: v.assign(x), kwargs={"x": ms.PerReplica(2)})
+    assert variable.numpy() == 1.0
+
+
+def test_the_default_strategy_wraps_nothing():
+    default = ms.get_strategy()
+    variable = ms.Variable(1.0)
+    value = np.arange(3.0)
+    assert default.run(lambda x: x, args=(value,)) is value
+    assert default.reduce("sum", value) is value
+    assert default.reduce("sum", value, axis=0) == 3.0
+    for destination in (variable, value, "cpu:0"):
+        reduced = default.extended.reduce_to("sum", value, destination)
+        assert isinstance(reduced, np.ndarray)
+        assert reduced.tolist() == [0, 1, 2]
+        assert isinstance(default.extended.broadcast_to(value, destination), np.ndarray)
+    assert default.gather(value, 0).tolist() == [0, 1, 2]
+    assert isinstance(default.extended.update(variable, lambda v: v.assign(4.0)), np.ndarray)
+    assert default.extended.update(variable, lambda v: v.assign(5.0), group=False) == (5.0,)
+    assert default.extended.value_container(value) is value
+    data = ms.data.Dataset.range(4).batch(2)
+    assert default.experimental_distribute_dataset(data) is data
+    assert default.distribute_datasets_from_function(lambda context: data) is data
+    values_of = default.experimental_distribute_values_from_function
+    assert values_of(lambda context: context) == ms.ValueContext(0, 1)
+    assert default.num_replicas_in_sync == 1
+
+
+@pytest.mark.parametrize("name", ["worker_devices", "parameter_devices"])
+def test_the_default_strategy_has_no_devices(name):
+    with pytest.raises(ContextError, match="Enter the scope"):
+        getattr(ms.get_strategy().extended, name)
+
+
+def test_loss_reduction(strategy):
+    assert ms.get_loss_reduction() is ms.ReduceOp.SUM
+    with strategy.scope():
+        assert ms.get_loss_reduction() is ms.ReduceOp.SUM
