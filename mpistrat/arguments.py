@@ -20,11 +20,11 @@ __all__ = [
     "as_finite",
     "as_integer",
     "as_real",
+    "format_value",
     "is_constant",
     "is_real_scalar",
     "normalize_axes",
     "span_outside",
-    "spelled",
 ]
 
 
@@ -140,11 +140,11 @@ def normalize_axes(kind: str, axis: Any, shape: Sequence[int]) -> tuple[int, ...
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether what a parameter is spelled as cannot change behind its name. Local."""
+    """Return whether what shows a parameter cannot change behind its name. Local."""
     return value is None or isinstance(value, bool | int | float) or callable(value)
 
 
-def spelled(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a parameter in the words that ranks compare: 1, 1.0 and ``np.float64(1)`` agree.
 
     Local. Dataclasses, such as schedules, go by their fields, other objects by their type.

@@ -86,7 +86,7 @@ def _register_dataclass(cls: type) -> None:
 
 def _register_dict(cls: type) -> None:
     def take_apart(instance: Any) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
-        keys = tuple(sorted(instance, key=_spell_key))
+        keys = tuple(sorted(instance, key=_format_key))
         emptied = copy.copy(instance)
         dict.update(emptied, dict.fromkeys(keys))
         return tuple(instance[key] for key in keys), (_Original(emptied), keys), keys
@@ -179,16 +179,16 @@ def signature(structure: Structure) -> str:
         return f"[{', '.join(children)}]"
     if kind is tuple:
         return f"({', '.join(children)})"
-    keys = [_spell_key(key) for key in structure.entries()]
+    keys = [_format_key(key) for key in structure.entries()]
     inside = ", ".join(f"{key}: {child}" for key, child in zip(keys, children, strict=True))
     return f"{'' if kind is dict else kind.__qualname__}{{{inside}}}"
 
 
-def _spell_key(key: Any) -> str:
+def _format_key(key: Any) -> str:
     """Return a text for a dict's key that does not depend on the process."""
     if isinstance(key, enum.Enum):
         return str(key)
     if isinstance(key, frozenset):
-        return f"{{{', '.join(sorted(map(_spell_key, key)))}}}"
+        return f"{{{', '.join(sorted(map(_format_key, key)))}}}"
     text = repr(key)
     return type(key).__qualname__ if " at 0x" in text else text

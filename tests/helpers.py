@@ -23,7 +23,7 @@ def serial(*files):
 class CountingTransport:
     """Counts the calls of each method of a transport or of its node reducer, and does them."""
 
-    carrier = None
+    piggyback = None
 
     def __init__(self, transport, counts=None):
         self._transport = transport
@@ -36,7 +36,7 @@ class CountingTransport:
 
     def __getattr__(self, name):
         attribute = getattr(self._transport, name)
-        if name in ("knows", "board"):
+        if name in ("knows", "attach"):
             return attribute
         if not callable(attribute):
             return attribute

@@ -3,7 +3,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.settings import Settings
-from mpistrat.strategies.reductions import Place, parse_place, spell_place
+from mpistrat.strategies.reductions import Place, format_device, parse_place
 
 
 @pytest.mark.parametrize("text", ["SUM", "sum", "Sum"])
@@ -61,7 +61,7 @@ def test_launchers(variables, name, num_tasks):
         ("/device:GPU:1", Place(None, "gpu", 1)),
         ("/job:worker/task:3/device:GPU:0", Place(3, "gpu", 0)),
         ("/job:worker/replica:0/task:0/device:CPU:0", Place(0, "cpu", 0)),
-        (spell_place(2, "gpu", 1), Place(2, "gpu", 1)),
+        (format_device(2, "gpu", 1), Place(2, "gpu", 1)),
     ],
 )
 def test_device_strings(text, place):

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from mpistrat import errors
 from mpistrat.agreement.channel import Channel, Outcome, Status
 from mpistrat.system.callsite import call_site, failure_site
-from mpistrat.system.text import spell, text_of
+from mpistrat.system.text import format_detail, text_of
 from mpistrat.tracing.flight_recorder import FlightEntry, State, users_place
 from mpistrat.tracing.spans import active, mark
 
-__all__ = ["Call", "Together"]
+__all__ = ["AllOrNone", "Call"]
 
 _C = TypeVar("_C", bound="Call")
 
@@ -146,7 +146,7 @@ class Call:
         name = f" of {self.name!r}" if self.name is not None else ""
         if self.channel.num_strategies > 1:
             name += f" (strategy {self.owner})"
-        spelt = [spell(detail) for detail in details if detail != ()]
+        spelt = [format_detail(detail) for detail in details if detail != ()]
         return " ".join(filter(None, [self.kind + name, self._extra_words, *spelt]))
 
     def __exit__(
@@ -182,7 +182,7 @@ class Call:
             self.channel.disagreement(self.channel.exchange(report))
 
 
-class Together:
+class AllOrNone:
     """Context manager around work in which any rank may fail: then all ranks fail.
 
     Every rank enters together, works on its own, and learns at the end whether all succeeded.

@@ -115,7 +115,7 @@ class Channel:
         Called with each array that a collective has brought, which it may write to.
     on_failure : callable or None
         Called with `closed`, whenever a collective has ended with it.
-    companions : Peers or None
+    peers : Peers or None
         The other ranks on the side channel, where there is one.
     lost : dict
         What is known of ranks whose processes have died, by rank.
@@ -146,7 +146,7 @@ class Channel:
         self.on_collective: Callable[[int], None] | None = None
         self.on_received: Callable[[Any], None] | None = None
         self.on_failure: Callable[[EpochError], object] | None = None
-        self.companions: Peers | None = None
+        self.peers: Peers | None = None
         self.lost: dict[int, str] = {}
         self.stuck_at: str | None = None
         self.is_told = False
@@ -284,7 +284,7 @@ class Channel:
 
     def _remind(self, words: str, waited_s: float) -> None:
         """Say who is missing, once for all ranks that wait."""
-        if self.companions is None or self.companions.lowest_here() == self.rank:
+        if self.peers is None or self.peers.lowest_here() == self.rank:
             site = call_site()
             missing, table = self._whereabouts(site)
             _logger.warning(
@@ -294,9 +294,9 @@ class Channel:
 
     def _whereabouts(self, site: str) -> tuple[str, str]:
         """Return the names of the missing ranks, and a table of where each rank is."""
-        if self.companions is None:
+        if self.peers is None:
             return "Some ranks", "  (there is no side channel to ask them)"
-        missing, table = self.companions.describe(site)
+        missing, table = self.peers.describe(site)
         # All may have come just now: too late for the limit all the same.
         return (rank_list(missing) if missing else "Some ranks").capitalize(), table
 

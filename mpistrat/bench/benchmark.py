@@ -175,7 +175,7 @@ class Column:
     """One column of the table that people read."""
 
     title: str
-    spell: Callable[[Row], str]
+    format: Callable[[Row], str]
     """Returns the cell of a row."""
 
 

@@ -33,7 +33,7 @@ from mpistrat.bench.benchmark import (
 from mpistrat.bench.measure import Timings
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.checkpoint.ranks import share_out
-from mpistrat.checkpoint.raw_io import Digests
+from mpistrat.checkpoint.raw_io import ChecksumPool
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.strategies import MPIStrategy
 from mpistrat.variables import Variable
@@ -162,7 +162,7 @@ def _row(
 def _folder(ranks: Collectives) -> Iterator[Path]:
     """Give a new folder in the current one, whose file system is measured. **Collective**."""
     made = None
-    with ranks.together("bench"):
+    with ranks.all_or_none("bench"):
         if ranks.rank == 0:
             made = tempfile.mkdtemp(dir=".", prefix=".mpistrat-bench-")
     folder = Path(ranks.broadcast_json(made))
@@ -188,7 +188,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 def _digest(arrays: Sequence[np.ndarray]) -> None:
     """Compute the digests of arrays in memory."""
-    with Digests() as digests:
+    with ChecksumPool() as digests:
         digesters = [digests.begin() for _ in arrays]
         for digester, array in zip(digesters, arrays, strict=True):
             digester.update(array, is_view=True)

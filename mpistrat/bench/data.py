@@ -174,7 +174,7 @@ def measure(choices: Choices) -> Findings:
     with tempfile.TemporaryDirectory() as own:
         # Rank 0's folder; on several nodes it has to be a shared one (TMPDIR).
         folder = Path(collectives.broadcast_json(own))
-        with collectives.together("bench data"):
+        with collectives.all_or_none("bench data"):
             if collectives.rank == 0:
                 write_files(folder, choices.num_examples)
         paths = {name: folder / f"{name}.h5" for name in FILES}

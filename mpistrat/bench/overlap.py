@@ -144,7 +144,7 @@ BENCHMARK = Benchmark(
                 text("beside", "beside"),
                 time("reduction alone", "reduction_s"),
                 time("work alone", "work_s"),
-                time("together", "together_s"),
+                time("all_or_none", "together_s"),
                 ratio("together / sum", "together_over_sum"),
                 ratio("at best", "best_over_sum"),
             )

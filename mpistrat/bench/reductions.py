@@ -185,7 +185,7 @@ GRADIENTS = Benchmark(
         Table(
             (
                 text("gradients", "gradients"),
-                size("together", "num_bytes"),
+                size("all_or_none", "num_bytes"),
                 time("loop of raw Allreduce", "raw_s"),
                 time("one all_reduce", "ours_s"),
                 ratio("times faster", "ratio"),

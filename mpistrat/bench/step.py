@@ -221,7 +221,7 @@ def open_ddp_loop(
     torch.set_num_threads(max(1, num_cores() // ranks_per_node))
     try:
         _open_group(torch, collectives, host)
-        with collectives.together("bench step"):
+        with collectives.all_or_none("bench step"):
             return DdpLoop(torch, batch)
     except (RuntimeError, OSError, MpistratError) as error:
         return f"DistributedDataParallel over gloo is left out: {str(error).splitlines()[0]}"
@@ -232,11 +232,11 @@ def _open_group(torch: Any, collectives: Collectives, host: str) -> None:
     rank, size = collectives.rank, collectives.size
     make_store = torch.distributed.TCPStore
     store = None
-    with collectives.together("bench step"):
+    with collectives.all_or_none("bench step"):
         if rank == 0:  # the system chooses a free port
             store = make_store(host, 0, size, True, _TIMEOUT, wait_for_workers=False)
     port = collectives.broadcast_json(store.port if store is not None else None)
-    with collectives.together("bench step"):
+    with collectives.all_or_none("bench step"):
         if store is None:
             store = make_store(host, port, size, False, _TIMEOUT)
         torch.distributed.init_process_group(

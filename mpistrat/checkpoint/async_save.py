@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint.collect import Gathering, RootWork
+from mpistrat.checkpoint.collect import RootWork, StateCollector
 from mpistrat.checkpoint.format import VARIABLES, Header
 from mpistrat.checkpoint.raw_io import copy_to_host
-from mpistrat.checkpoint.writer import Item, Life, create_checkpoint
+from mpistrat.checkpoint.writer import BufferLifetime, Item, create_checkpoint
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.system.exit_hooks import Phase, at, hold_while
@@ -54,7 +54,7 @@ class Snapshot:
             if copy is None or copy.shape != array.shape or copy.dtype != array.dtype:
                 copy = np.empty(array.shape, array.dtype)
             copy_to_host(copy, array)
-            item = replace(item, array=copy, life=Life.LONG)
+            item = replace(item, array=copy, life=BufferLifetime.LONG)
         self._items.append(item)
 
     def write(self, path: str, header: Header) -> None:
@@ -107,14 +107,14 @@ class BackgroundSaver:
         CheckpointError
             If there is no memory for the copy on rank 0; nothing is written then.
         TypeError, ValueError
-            As `Gathering` does.
+            As `StateCollector` does.
         """
         began_s = time.perf_counter()
-        gathering = Gathering(root, _WHAT, path)
+        gathering = StateCollector(root, _WHAT, path)
         work = RootWork(gathering.ranks)
         work.attempt(self._snapshot.clear)
         work.attempt_each(self._snapshot.add, gathering.items())
-        with gathering.ranks.together(_WHAT, path):
+        with gathering.ranks.all_or_none(_WHAT, path):
             _check_copied(work)
         self._path = path
         if gathering.ranks.rank:
@@ -144,7 +144,7 @@ class BackgroundSaver:
         if self._path is None:
             return False
         path, self._path = self._path, None
-        with ranks.together(_WHAT, path):
+        with ranks.all_or_none(_WHAT, path):
             if self._wait is not None:
                 wait, self._wait = self._wait, None
                 try:

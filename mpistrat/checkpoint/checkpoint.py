@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from mpistrat.checkpoint.collect import Gathering, file_of_root
+from mpistrat.checkpoint.collect import StateCollector, file_of_root
 from mpistrat.checkpoint.object_graph import check_can_hold_state
 from mpistrat.checkpoint.parallel_write import ParallelWriting
 from mpistrat.checkpoint.restore import RestoreStatus, restore
@@ -30,7 +30,7 @@ def save(
     travel: each rank writes some of it.
     """
     began_s = time.perf_counter()
-    gathering = Gathering(root, _WHAT, path, parallel)
+    gathering = StateCollector(root, _WHAT, path, parallel)
     ranks, target = gathering.ranks, gathering.path
     with file_of_root(ranks, _WHAT, target, gathering.header(step)) as file:
         if parallel:

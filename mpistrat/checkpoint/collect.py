@@ -13,9 +13,9 @@ from mpistrat.checkpoint.object_graph import Tree, walk
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for, mpi_library
 from mpistrat.checkpoint.state_json import split_state
 from mpistrat.checkpoint.writer import (
+    BufferLifetime,
     CheckpointWriter,
     Item,
-    Life,
     create_checkpoint,
     state_item,
     variable_item,
@@ -24,10 +24,10 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.trackable import Trackable
 from mpistrat.variables import MirroredVariable, Variable
 
-__all__ = ["Gathering", "RootFile", "RootWork", "file_of_root"]
+__all__ = ["RootFile", "RootWork", "StateCollector", "file_of_root"]
 
 
-class Gathering:
+class StateCollector:
     """The state of the objects below `root`, checked and on its way to rank 0.
 
     Making one is **Collective**: all ranks prove that they have the same objects, and that these
@@ -61,7 +61,7 @@ class Gathering:
         self.ranks: Collectives = collectives_for(tree, what)
         self.path = agree_on_path(self.ranks, what, path, parallel=parallel)
         self._states: list[Item] = []
-        with self.ranks.together(what, self.path):
+        with self.ranks.all_or_none(what, self.path):
             _check_savable(tree)
             if self.ranks.rank == 0:  # expect_partial() may have been called there alone
                 check_nothing_waits(what, root, tree)
@@ -86,9 +86,9 @@ class Gathering:
 def _item_of(name: str, variable: Variable) -> Item:
     """Bring the values of one variable to rank 0. **Collective**."""
     value = variable.save_value()
-    life = Life.LONG if value is variable.storage else Life.BRIEF
+    life = BufferLifetime.LONG if value is variable.storage else BufferLifetime.BRIEF
     if isinstance(variable, MirroredVariable):
-        life = Life.EVERYWHERE
+        life = BufferLifetime.EVERYWHERE
     return variable_item(
         name,
         value,
@@ -124,7 +124,7 @@ def _check_savable(tree: Tree) -> None:
 def _check_same_on_all_ranks(ranks: Collectives, what: str, path: str, tree: Tree) -> None:
     own = tree.paths()
     first = ranks.broadcast_json(own)
-    with ranks.together(what, path):
+    with ranks.all_or_none(what, path):
         if own != first:
             differing = sorted(set(own) ^ set(first)) or "only in their order"
             raise ValueError(
@@ -216,5 +216,5 @@ def file_of_root(ranks: Collectives, what: str, path: str, header: Header) -> It
     except BaseException as error:
         file.abandon(error)
         raise
-    with ranks.together(what, path):
+    with ranks.all_or_none(what, path):
         file.complete()

@@ -89,7 +89,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     ranks = collectives_for(Tree(), _WHAT)
     folder = agree_on_path(ranks, _WHAT, directory)
     found: str | None = None
-    with ranks.together(_WHAT, folder):
+    with ranks.all_or_none(_WHAT, folder):
         if ranks.rank == 0:
             found = _find_sound(folder)
     answer: str | None = ranks.broadcast_json(found)

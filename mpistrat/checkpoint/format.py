@@ -27,10 +27,10 @@ __all__ = [
     "check_path",
     "digest_of_array",
     "digest_of_text",
+    "format_digest",
     "is_digest",
     "is_path_part",
     "is_storable",
-    "spell_digest",
 ]
 
 FORMAT = "mpistrat-checkpoint"
@@ -135,15 +135,15 @@ def is_digest(text: object) -> bool:
 def digest_of_array(array: np.ndarray) -> str:
     """Return the digest over the bytes of `array` in C order. Local."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return spell_digest(hashlib.sha256(flat.data))
+    return format_digest(hashlib.sha256(flat.data))
 
 
 def digest_of_text(text: bytes) -> str:
     """Return the digest of a text in UTF-8. Local."""
-    return spell_digest(hashlib.sha256(text))
+    return format_digest(hashlib.sha256(text))
 
 
-def spell_digest(found: hashlib._Hash) -> str:
+def format_digest(found: hashlib._Hash) -> str:
     """Return a SHA-256 as the attribute ``digest`` holds it. Local."""
     return f"sha256:{found.hexdigest()}"
 

@@ -212,7 +212,7 @@ class CheckpointManager:
             return path
         save(self._checkpoint, path, number, self._parallel)
         self._retention = planned
-        with ranks.together("CheckpointManager.save", path):
+        with ranks.all_or_none("CheckpointManager.save", path):
             if ranks.rank == 0:
                 _remove_all(surplus)
         return path
@@ -287,7 +287,7 @@ class CheckpointManager:
         """Return what `look` finds on rank 0, on every rank. **Collective**."""
         ranks = self._collectives()
         found = None
-        with ranks.together(what, self._directory):
+        with ranks.all_or_none(what, self._directory):
             if ranks.rank == 0:
                 found = look()
         return ranks.broadcast_json(found)

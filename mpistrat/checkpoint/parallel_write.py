@@ -24,12 +24,12 @@ from mpistrat.checkpoint.format import digest_of_array
 from mpistrat.checkpoint.ranks import agree_on_shares
 from mpistrat.checkpoint.raw_io import (
     BYTES_WORTH_A_THREAD,
-    Digests,
+    ChecksumPool,
     InOrder,
     pieces_on_host,
     write_at,
 )
-from mpistrat.checkpoint.writer import CheckpointWriter, Item, Life, explaining
+from mpistrat.checkpoint.writer import BufferLifetime, CheckpointWriter, Item, explaining
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 
@@ -62,7 +62,7 @@ class ParallelWriting:
         for item in items:
             array = item.array
             if (
-                item.life is not Life.EVERYWHERE
+                item.life is not BufferLifetime.EVERYWHERE
                 or array is None
                 or array.nbytes < BYTES_WORTH_A_THREAD
             ):
@@ -101,11 +101,11 @@ class ParallelWriting:
     def _write_shares(self, ranks: Collectives, what: str, room: _Room) -> dict[str, _Written]:
         handle = None
         try:
-            with ranks.together(what, self._path), explaining(self._path):
+            with ranks.all_or_none(what, self._path), explaining(self._path):
                 handle = room.open(must_be_there=ranks.rank == 0)
             sizes = {name: self._arrays[name].nbytes for name in room.offsets}
             shares = agree_on_shares(ranks, sizes, handle is not None)
-            with ranks.together(what, self._path), explaining(self._path):
+            with ranks.all_or_none(what, self._path), explaining(self._path):
                 if handle is None:
                     return {}
                 places = {name: room.offsets[name] for name in shares.own}
@@ -121,7 +121,7 @@ class ParallelWriting:
         self, handle: int, offsets: Mapping[str, int], num_threads: int
     ) -> dict[str, _Written]:
         under_way = {}
-        with Digests(num_threads) as digests:
+        with ChecksumPool(num_threads) as digests:
             for name, offset in offsets.items():
                 array = self._arrays[name]
                 pages = _WholePages(handle, offset, array.nbytes)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, host_view
-from mpistrat.checkpoint.format import spell_digest
+from mpistrat.checkpoint.format import format_digest
 from mpistrat.comm.reducers import pieces
 from mpistrat.hdf5 import h5py
 from mpistrat.system.cpu import num_cores
@@ -27,8 +27,8 @@ from mpistrat.system.threads import Background
 __all__ = [
     "BYTES_PER_PIECE",
     "BYTES_WORTH_A_THREAD",
-    "Digester",
-    "Digests",
+    "Checksum",
+    "ChecksumPool",
     "InOrder",
     "copy_to_host",
     "create_unwritten",
@@ -104,7 +104,7 @@ _MAX_BEHIND = 4
 _OnPart = Callable[[np.ndarray], object]
 
 
-class Digester:
+class Checksum:
     """The digest of one array, which comes in pieces.
 
     Parameters
@@ -156,10 +156,10 @@ class Digester:
         """Return the digest, once it is complete; raises what went wrong. Local."""
         while self._waits:
             self._waits.popleft()()
-        return spell_digest(self._hash)
+        return format_digest(self._hash)
 
 
-class Digests:
+class ChecksumPool:
     """Context manager that makes digests, and waits at its end until no thread is at work.
 
     After an exception what is still to be done is left: nobody wants it, and whoever interrupts
@@ -177,13 +177,13 @@ class Digests:
         self._count = 0
         self._stop = threading.Event()
 
-    def begin(self, before: _OnPart | None = None, after: _OnPart | None = None) -> Digester:
-        """Return the digest of another array; see `Digester`. Local."""
+    def begin(self, before: _OnPart | None = None, after: _OnPart | None = None) -> Checksum:
+        """Return the digest of another array; see `Checksum`. Local."""
         self._count += 1
         thread = self._threads[self._count % len(self._threads)]
-        return Digester(thread, self._stop, before, after)
+        return Checksum(thread, self._stop, before, after)
 
-    def __enter__(self) -> Digests:
+    def __enter__(self) -> ChecksumPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -21,7 +21,7 @@ from mpistrat.checkpoint.format import (
     VariableInfo,
     digest_of_array,
     digest_of_text,
-    spell_digest,
+    format_digest,
 )
 from mpistrat.checkpoint.raw_io import read_at, selections
 from mpistrat.checkpoint.state_json import load_json
@@ -146,7 +146,7 @@ class CheckpointReader:
                 digest.update(piece.view(np.uint8).data)
             yield piece.astype(info.dtype, copy=False)
         with naming_damage(self.path, name):
-            check_digest(spell_digest(digest), info.digest)
+            check_digest(format_digest(digest), info.digest)
 
     def read_state(self, name: str) -> Any:
         """Return the JSON state of an object. Local.

@@ -176,7 +176,7 @@ def restore(
     tree.variables |= made
     fresh = fresh_children(late, tree, {*shapes, *state})
     variables = {name: tree.variables[name] for name in shapes if name in tree.variables}
-    with ranks.together(_WHAT, file):
+    with ranks.all_or_none(_WHAT, file):
         check_shapes(file, tree, shapes)
         if not allow_missing:
             check_nothing_missing(file, tree, {*shapes, *state, *fresh})
@@ -204,7 +204,7 @@ def _read(ranks: Collectives, path: str) -> tuple[dict[str, Any], dict[str, Shap
     contents: dict[str, Any] = {}
     reader: CheckpointReader | None = None
     with contextlib.ExitStack() as stack:
-        with ranks.together(_WHAT, path):
+        with ranks.all_or_none(_WHAT, path):
             if ranks.rank == 0:
                 reader = stack.enter_context(open_checkpoint(path))
                 contents = _describe(reader)
@@ -240,7 +240,7 @@ def _load_state(ranks: Collectives, restoration: Restoration, tree: Tree) -> Non
     """Fill the objects of the user's own: only these can still refuse, so they come first."""
     undo: Callable[[], None] | None = None
     try:
-        with ranks.together(_WHAT, restoration.path):
+        with ranks.all_or_none(_WHAT, restoration.path):
             undo = restoration.load_state(tree)
     except Exception:
         if undo is not None:

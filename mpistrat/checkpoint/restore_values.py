@@ -21,7 +21,7 @@ from mpistrat.checkpoint.ranks import agree_on_shares
 from mpistrat.checkpoint.raw_io import (
     BYTES_PER_PIECE,
     BYTES_WORTH_A_THREAD,
-    Digests,
+    ChecksumPool,
     InOrder,
     read_at,
 )
@@ -107,7 +107,7 @@ def read_values(
     try:
         sizes = {name: size for name, (_, size, _) in places.blocks.items()}
         shares = agree_on_shares(ranks, sizes, handle is not None)
-        with ranks.together(what, path):
+        with ranks.all_or_none(what, path):
             part = _Part(path, handle, shares.num_threads)
             part.read_blocks({name: (places.blocks[name], shapes[name]) for name in shares.own})
             if reader is not None:
@@ -119,7 +119,7 @@ def read_values(
     for each in ranks.gather_json(part.damage):
         damage |= each
     if damage:
-        with ranks.together(what, path):
+        with ranks.all_or_none(what, path):
             if ranks.rank == 0:
                 raise CheckpointCorruptError("\n".join(damage[name] for name in sorted(damage)))
     return Values(part.arrays, shares.owners)
@@ -155,7 +155,7 @@ class _Part:
         """Read large variables in several threads. Local."""
         if self._handle is None:
             return
-        with Digests(self._threads) as digests:
+        with ChecksumPool(self._threads) as digests:
             digesters = {}
             for name, ((offset, _, _), (shape, dtype)) in blocks.items():
                 array = self.arrays[name] = np.empty(shape, dtype)

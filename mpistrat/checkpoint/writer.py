@@ -17,8 +17,8 @@ from mpistrat.arrays import Array, host_view, is_on_host
 from mpistrat.checkpoint.format import STATE, VARIABLES, Header, digest_of_array
 from mpistrat.checkpoint.raw_io import (
     BYTES_WORTH_A_THREAD,
-    Digester,
-    Digests,
+    Checksum,
+    ChecksumPool,
     InOrder,
     create_unwritten,
     pieces_on_host,
@@ -29,9 +29,9 @@ from mpistrat.checkpoint.validation import write_attribute
 from mpistrat.errors import CheckpointError
 
 __all__ = [
+    "BufferLifetime",
     "CheckpointWriter",
     "Item",
-    "Life",
     "create_checkpoint",
     "explaining",
     "state_item",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-class Life(enum.Enum):
+class BufferLifetime(enum.Enum):
     """Who has the values of a variable, and for how long."""
 
     BRIEF = enum.auto()
@@ -61,7 +61,7 @@ class Item:
     """Its values, which rank 0 always has and the others may have: for state the text."""
     attributes: Mapping[str, bool | str | Sequence[str]]
     """All but the digest."""
-    life: Life = Life.LONG
+    life: BufferLifetime = BufferLifetime.LONG
 
 
 def variable_item(
@@ -71,7 +71,7 @@ def variable_item(
     synchronization: str = "NONE",
     aggregation: str = "NONE",
     trainable: bool = False,
-    life: Life = Life.LONG,
+    life: BufferLifetime = BufferLifetime.LONG,
 ) -> Item:
     """Return the item of a variable, or of an array of an object's state. Local."""
     attributes: dict[str, bool | str] = {
@@ -96,7 +96,7 @@ class CheckpointWriter:
     header : Header
     path : path
         The final name, for messages.
-    digests : Digests
+    digests : ChecksumPool
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, file: Any, header: Header, path: str | os.PathLike[str], digests: Digests
+        self, file: Any, header: Header, path: str | os.PathLike[str], digests: ChecksumPool
     ) -> None:
         self._path = path
         for name, value in asdict(header).items():
@@ -117,7 +117,7 @@ class CheckpointWriter:
         self.handle: int = file.id.get_vfd_handle()
         self._groups = {name: file.create_group(name) for name in (VARIABLES, STATE)}
         self._digests = digests
-        self._unfinished: list[tuple[Any, Digester]] = []
+        self._unfinished: list[tuple[Any, Checksum]] = []
 
     def add(self, item: Item) -> None:
         """Add one data set, whose values are here. Local.
@@ -174,7 +174,7 @@ class CheckpointWriter:
         digester = self._digests.begin(after=InOrder(write_at, self.handle, offset))
         for piece in pieces_on_host(array):
             digester.update(piece, is_view=is_on_host(array))
-        if item.life is Life.BRIEF:
+        if item.life is BufferLifetime.BRIEF:
             write_attribute(dataset, "digest", digester.result())
         else:
             self._unfinished.append((dataset, digester))
@@ -201,7 +201,7 @@ def create_checkpoint(path: str | os.PathLike[str], header: Header) -> Iterator[
     with contextlib.ExitStack() as stack:
         with explaining(path):
             file = stack.enter_context(hdf5.create_atomically(path))
-            digests = stack.enter_context(Digests())
+            digests = stack.enter_context(ChecksumPool())
             writer = CheckpointWriter(file, header, path, digests)
         yield writer
         writer.finish()

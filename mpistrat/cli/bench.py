@@ -58,7 +58,7 @@ def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
 
     collectives = MPIStrategy(device="cpu").extended.collectives
     try:
-        with collectives.together("bench"):
+        with collectives.all_or_none("bench"):
             choices = _choices(benchmark, arguments)
             if collectives.rank == 0:
                 _check_files(arguments)
@@ -125,7 +125,7 @@ def _print(benchmark: Benchmark, report: dict[str, Any]) -> None:
         if table.title:
             print_line(f"\n{table.title}:")
         titles = [column.title for column in table.columns]
-        print_table(titles, [[column.spell(row) for column in table.columns] for row in rows])
+        print_table(titles, [[column.format(row) for column in table.columns] for row in rows])
     for note in report["notes"]:
         print_line(note)
 

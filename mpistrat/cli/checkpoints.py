@@ -168,7 +168,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             continue  # a job that is running has removed it to keep a newer one
         verdicts[str(path)] = verdict
         if not arguments.json:
-            print_line(_spelled(path, verdict))
+            print_line(_formatted(path, verdict))
     if arguments.json:
         print_json(verdicts)
     return 0 if all(verdict["sound"] for verdict in verdicts.values()) else 1
@@ -206,7 +206,7 @@ def _verdict(file: Path) -> dict[str, Any]:
         return {"sound": False, "error": str(error)}
 
 
-def _spelled(file: Path, verdict: dict[str, Any]) -> str:
+def _formatted(file: Path, verdict: dict[str, Any]) -> str:
     if not verdict["sound"]:
         return f"{file}: NOT SOUND\n{verdict['error']}"
     size = readable_size(verdict["size_bytes"])

@@ -311,10 +311,10 @@ def _describe(dataset: Any) -> dict[str, Any]:
     filters = hdf5.filters_of(dataset)
     return {
         "shape": None if shape is None else list(shape),
-        "dtype": _spell_dtype(dtype),
+        "dtype": _format_dtype(dtype),
         "layout": _layout(dataset),
         "chunks": list(chunks) if chunks else None,
-        "filters": [_spell_filter(*each) for each in filters],
+        "filters": [_format_filter(*each) for each in filters],
         "num_chunks": dataset.id.get_num_chunks() if chunks else 0,
         "chunk_bytes": math.prod(chunks) * dtype.itemsize if chunks else 0,
         "rows_per_chunk": chunks[0] if chunks else 1,
@@ -340,7 +340,7 @@ def _layout(dataset: Any) -> str:
     return names[dataset.id.get_create_plist().get_layout()]
 
 
-def _spell_dtype(dtype: np.dtype) -> str:
+def _format_dtype(dtype: np.dtype) -> str:
     h5py = hdf5.h5py()
     if h5py.check_string_dtype(dtype) is not None and dtype.hasobject:
         return "text of any length"
@@ -354,7 +354,7 @@ def _spell_dtype(dtype: np.dtype) -> str:
     return f"enum of {dtype}" if h5py.check_enum_dtype(dtype) else str(dtype)
 
 
-def _spell_filter(number: int, values: tuple[int, ...]) -> str:
+def _format_filter(number: int, values: tuple[int, ...]) -> str:
     name = _FILTERS.get(number, f"filter {number}")
     return f"{name} {values[0]}" if name in _WITH_LEVEL and values else name
 
@@ -363,7 +363,7 @@ def _unreadable(dataset: Any, filters: list[int]) -> str:
     """Return why the data set cannot be read here, or nothing."""
     missing = [number for number in filters if not hdf5.h5py().h5z.filter_avail(number)]
     if missing:
-        return f"{_spell_filter(missing[0], ())} is not installed"
+        return f"{_format_filter(missing[0], ())} is not installed"
     try:
         check_virtual_sources(dataset)
     except DataError as error:

@@ -280,7 +280,7 @@ def _print(facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggl
         waited_s = statistics.median(each.others_waited_s for each in times)
         rows.append(_row("median", total_s, middle, waited_s))
     print_table(("rank", "total", *_COLUMNS, "others waited"), rows)
-    print_line(_spelled(straggler))
+    print_line(_formatted(straggler))
 
 
 def _row(
@@ -290,7 +290,7 @@ def _row(
     return [rank, *(f"{number:.3f}" for number in numbers)]
 
 
-def _spelled(straggler: Straggler | None) -> str:
+def _formatted(straggler: Straggler | None) -> str:
     if straggler is None:
         return "No rank waited for another."
     text = (

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.agreement.call import Call, Together
+from mpistrat.agreement.call import AllOrNone, Call
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Signature
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
-from mpistrat.collectives.prepared import Prepared, dtype_name, prepare
-from mpistrat.comm.device_reducers import DeviceWays, solo_ways
+from mpistrat.collectives.prepared import PreparedReduction, dtype_name, prepare
+from mpistrat.comm.device_reducers import DeviceCapabilities, solo_capabilities
 from mpistrat.comm.pack_plan import check_gatherable, joined
 from mpistrat.comm.packing import Message, Packing, Single, describe, pack, placed_like
 from mpistrat.comm.selection import check_options, choose_reducer
-from mpistrat.comm.transport import Carrier, Reducer, SoloTransport
+from mpistrat.comm.transport import Piggyback, Reducer, SoloTransport
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.tracing.spans import active
 
@@ -63,7 +63,7 @@ class CollectiveCall(Call):
             raise TypeError(
                 f"{self.kind}: options must be CommunicationOptions, not {self.options!r}."
             )
-        check_options(self.options, self._collectives.ways)
+        check_options(self.options, self._collectives.capabilities)
 
     def _agreed_packing(
         self,
@@ -85,7 +85,7 @@ class CollectiveCall(Call):
         arrays: Sequence[Array],
         details: tuple[object, ...],
         wires: Sequence[np.dtype] | None = None,
-    ) -> Prepared:
+    ) -> PreparedReduction:
         """Return what is equal in all calls like this one, checked the first time."""
         known = self._collectives.prepared
         if type(self.options) is not CommunicationOptions:
@@ -95,7 +95,7 @@ class CollectiveCall(Call):
         places: tuple[bool, ...] = ()
         if not is_plain:
             kinds = tuple([(array.dtype, array.shape) for array in arrays])
-            places = self._collectives.ways.places(arrays)
+            places = self._collectives.capabilities.places(arrays)
         travel_as = None if wires is None else tuple(wires)
         key = (self.kind, self.name, op, kinds, details, travel_as, places, id(self.options))
         prepared = known.get(key)
@@ -110,7 +110,7 @@ class CollectiveCall(Call):
         return prepared
 
     def _reducer(self, op: ReduceOp, message: Message) -> Reducer:
-        ways = self._collectives.ways if message.on_device else None
+        ways = self._collectives.capabilities if message.on_device else None
         reducer, why = choose_reducer(
             self.channel.transport, self.options, op, message.dtype, message.num_bytes, ways
         )
@@ -145,17 +145,17 @@ class CollectiveCall(Call):
         """
         prepared = self._prepared(op, arrays, (structure,), wires)
         signature, may_share = prepared.signature, prepared.may_share and self.channel.checks
-        carrier = self.channel.transport.carrier if may_share else None
-        if carrier is not None and prepared.lone_bytes <= carrier.room:
+        piggyback = self.channel.transport.piggyback if may_share else None
+        if piggyback is not None and prepared.lone_bytes <= piggyback.room:
             target = np.empty(arrays[0].shape, arrays[0].dtype)
-            self._carry(carrier, op, arrays[0], target, signature)
+            self._carry(piggyback, op, arrays[0], target, signature)
             return [target]
         packing = pack(prepared.plan, arrays, self.channel.pool, prepared.is_plain)
         messages = packing.messages
         if may_share:
-            if carrier and len(messages) == 1 and messages[0].num_bytes <= carrier.room:
+            if piggyback and len(messages) == 1 and messages[0].num_bytes <= piggyback.room:
                 source, target, split = messages[0].whole()
-                self._carry(carrier, op, source, target, signature)
+                self._carry(piggyback, op, source, target, signature)
                 split()
                 return packing.unpack()
             self._reduce_on_board(op, messages[0], signature)
@@ -180,12 +180,12 @@ class CollectiveCall(Call):
         reducer, why = choose_reducer(transport, self.options, op, message.dtype, message.num_bytes)
         try:
             if node is not None and reducer is node:
-                node.board(message)
+                node.attach(message)
             self.agree_on(signature)
         except BaseException:
             # The channel may stay open, as after an interruption that came before the round.
             if node is not None:
-                node.unboard()
+                node.detach()
             raise
         self._note(message.size, message.dtype, type(reducer).__name__, why)
         reducer.all_reduce(op, message)
@@ -193,17 +193,17 @@ class CollectiveCall(Call):
 
     def _carry(
         self,
-        carrier: Carrier,
+        piggyback: Piggyback,
         op: ReduceOp,
         source: np.ndarray,
         target: np.ndarray,
         signature: Signature,
     ) -> None:
         """Have `source` travel with the agreement itself, and write what comes to `target`."""
-        carrier.board(source)
+        piggyback.attach(source)
         self.agree_on(signature)
-        self._note(source.size, source.dtype, "Carrier", "travels with the agreement")
-        carrier.collect(op, target)
+        self._note(source.size, source.dtype, "Piggyback", "travels with the agreement")
+        piggyback.result(op, target)
         self._received(target)
 
     def start_all_reduce(
@@ -307,7 +307,7 @@ class Collectives:
     Parameters
     ----------
     channel : Channel
-    ways : DeviceWays
+    ways : DeviceCapabilities
         Where the replica of this rank computes, and what can be done with device memory.
     options : CommunicationOptions
         For calls that bring none of their own.
@@ -318,14 +318,16 @@ class Collectives:
         What `CollectiveCall` has prepared for its next calls: a training loop repeats a few.
     """
 
-    def __init__(self, channel: Channel, ways: DeviceWays, options: CommunicationOptions) -> None:
+    def __init__(
+        self, channel: Channel, ways: DeviceCapabilities, options: CommunicationOptions
+    ) -> None:
         check_options(options, ways)
         self.channel = channel
-        self.ways = ways
+        self.capabilities = ways
         self.device = ways.device
         self.options = options
         self._lossless_options = dataclasses.replace(options, wire_dtype=None)
-        self.prepared: dict[Any, Prepared] = {}
+        self.prepared: dict[Any, PreparedReduction] = {}
         self.rank = channel.rank
         self.size = channel.size
         # Strategies are made collectively, so their numbers on the channel are equal on all ranks.
@@ -335,7 +337,9 @@ class Collectives:
     @classmethod
     def solo(cls, device: Device) -> Collectives:
         """Return the collectives of a world of one rank without MPI. Local."""
-        return cls(Channel(SoloTransport(), None), solo_ways(device), CommunicationOptions())
+        return cls(
+            Channel(SoloTransport(), None), solo_capabilities(device), CommunicationOptions()
+        )
 
     def call(
         self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
@@ -356,13 +360,13 @@ class Collectives:
             options = self.options if name is None else self._lossless_options
         return CollectiveCall(self, kind, name, options)
 
-    def together(self, kind: str, name: str | None = None) -> Together:
+    def all_or_none(self, kind: str, name: str | None = None) -> AllOrNone:
         """Return a context manager: where its body fails on any rank, it fails on all.
 
         **Collective** on entry and on exit. The body may do no collective that a failing rank
         would miss.
         """
-        return Together(self.channel, kind, name, self.options.timeout_seconds, self.number)
+        return AllOrNone(self.channel, kind, name, self.options.timeout_seconds, self.number)
 
     def broadcast(self, array: Array, root: int = 0, kind: str = "broadcast") -> Array:
         """Return the `array` of `root`, whose shape and dtype all ranks pass. **Collective**."""

@@ -12,14 +12,14 @@ import numpy as np
 from mpistrat.agreement.ledger import Signature
 from mpistrat.arrays import Array
 from mpistrat.comm.pack_plan import Plan, plan_reduction
-from mpistrat.comm.selection import check_plan, is_shareable, spell_options
+from mpistrat.comm.selection import check_plan, format_options, is_shareable
 from mpistrat.options import CommunicationOptions, ReduceOp
 
-__all__ = ["Prepared", "dtype_name", "prepare"]
+__all__ = ["PreparedReduction", "dtype_name", "prepare"]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedReduction:
     """A reduction whose arguments have been checked."""
 
     plan: Plan
@@ -43,7 +43,7 @@ def prepare(
     options: CommunicationOptions,
     places: tuple[bool, ...],
     is_plain: bool,
-) -> Prepared:
+) -> PreparedReduction:
     """Check the reduction of `arrays`, and return what can be known before. Local.
 
     Parameters
@@ -72,12 +72,12 @@ def prepare(
     )
     check_plan(options, plan)
     names = () if wires is None else tuple(dtype_name(dtype) for dtype in wires)
-    words = (op.name, _spelt_shapes(arrays), *details, names)
-    agreed = Signature(signature(*words, _spelt_places(places), spell_options(options)))
+    words = (op.name, _format_shapes(arrays), *details, names)
+    agreed = Signature(signature(*words, _format_places(places), format_options(options)))
     may_share = bool(plan.packs) and is_shareable(options, op, plan.packs[0])
     is_lone = is_plain and plan.only_wire is not None and plan.only_wire == arrays[0].dtype
     lone_bytes = arrays[0].nbytes if is_lone else math.inf
-    return Prepared(plan, agreed, may_share, is_plain, lone_bytes, options)
+    return PreparedReduction(plan, agreed, may_share, is_plain, lone_bytes, options)
 
 
 @functools.lru_cache
@@ -86,12 +86,12 @@ def dtype_name(dtype: np.dtype) -> str:
     return str(dtype.newbyteorder("="))
 
 
-def _spelt_shapes(arrays: Sequence[Array]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _format_shapes(arrays: Sequence[Array]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return dtype and shape of each array, as the ranks compare them. Local."""
     return tuple((dtype_name(array.dtype), array.shape) for array in arrays)
 
 
-def _spelt_places(places: tuple[bool, ...]) -> str | tuple[()]:
+def _format_places(places: tuple[bool, ...]) -> str | tuple[()]:
     """Return which arrays are in device memory, as the ranks agree on it."""
     if not places:
         return ()

@@ -24,20 +24,20 @@ from mpistrat.arrays import (
 from mpistrat.comm.nccl import Link
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.reducers import WholeReducer
+from mpistrat.comm.reducers import MpiReducer
 from mpistrat.comm.transport import Reducer, Transport
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut
 
 __all__ = [
     "Copier",
+    "DeviceCapabilities",
     "DeviceCopier",
-    "DeviceWays",
     "DirectReducer",
     "StagedReducer",
     "part_bytes",
     "plan_parts",
-    "solo_ways",
+    "solo_capabilities",
 ]
 
 _NUM_BUFFERS = 3
@@ -165,7 +165,7 @@ class DirectReducer:
     """
 
     def __init__(self, transport: Transport, staged: Reducer) -> None:
-        self._whole = WholeReducer(transport)
+        self._whole = MpiReducer(transport)
         self._staged = staged
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
@@ -232,7 +232,7 @@ class DeviceCopier:
 
 
 @dataclass(frozen=True)
-class DeviceWays:
+class DeviceCapabilities:
     """What a strategy may do with device memory. The same on all ranks, the objects aside."""
 
     device: Device
@@ -267,8 +267,10 @@ class DeviceWays:
         return not is_on_host(array) and bool(array.device.id == self.device.index)
 
 
-def solo_ways(device: Device) -> DeviceWays:
+def solo_capabilities(device: Device) -> DeviceCapabilities:
     """Return the ways of a world of one rank without MPI, in which nothing moves. Local."""
     if device.kind != "gpu":
-        return DeviceWays(device)
-    return DeviceWays(device, DeviceCopier(device), why_not_nccl="there is one rank without MPI")
+        return DeviceCapabilities(device)
+    return DeviceCapabilities(
+        device, DeviceCopier(device), why_not_nccl="there is one rank without MPI"
+    )

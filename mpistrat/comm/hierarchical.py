@@ -19,10 +19,10 @@ from mpistrat.comm.transport import NodeReducer, Occupancy, Reducer
 from mpistrat.options import ReduceOp
 from mpistrat.settings import settings_at_the_end
 
-__all__ = ["NodewiseReducer", "share_memory"]
+__all__ = ["HierarchicalReducer", "share_memory"]
 
 
-class NodewiseReducer:
+class HierarchicalReducer:
     """Reduces messages over several nodes.
 
     Parameters
@@ -61,11 +61,11 @@ class NodewiseReducer:
         """Return whether the compiled code reduces `dtype` by `op`. Local."""
         return compiled_function(op, dtype) is not None
 
-    def board(self, message: Message) -> None:
+    def attach(self, message: Message) -> None:
         """Do nothing: the agreement goes over MPI, and is no wait for this memory. Local."""
 
-    def unboard(self) -> None:
-        """Do nothing: nothing is boarded. Local."""
+    def detach(self) -> None:
+        """Do nothing: nothing is attached. Local."""
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
@@ -143,7 +143,7 @@ def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) 
     if holds_all:
         reducer = SharedMemoryReducer(memory, occupancy)
     else:
-        reducer = NodewiseReducer(memory, comm, min(sizes), otherwise, occupancy)
+        reducer = HierarchicalReducer(memory, comm, min(sizes), otherwise, occupancy)
     reducer.min_bytes = _min_bytes(comm, reducer.all_reduce, otherwise.all_reduce)
     return _Sharing(memory, reducer, holds_all)
 

@@ -15,10 +15,10 @@ from mpi4py import MPI
 from mpistrat.arrays import synchronize
 from mpistrat.comm.hierarchical import share_memory
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.reducers import WholeReducer, in_parts, operator, plan_windows
+from mpistrat.comm.reducers import MpiReducer, in_parts, operator, plan_windows
 from mpistrat.comm.shared_memory import ROUND_BYTES, NodeMemory
 from mpistrat.comm.shared_reducer import compiled_function
-from mpistrat.comm.transport import Carrier, NodeReducer, Occupancy, Round, SoloRound
+from mpistrat.comm.transport import NodeReducer, Occupancy, Piggyback, Round, SoloRound
 from mpistrat.options import ReduceOp
 
 __all__ = ["MpiTransport", "NonblockingRound", "PersistentRound", "SharedRound"]
@@ -115,15 +115,15 @@ class SharedRound:
         self.meet = functools.partial(library.round_meet, lane, send, receive, _TURNS)
         self.room = min(ROUND_BYTES, _ROOM_OF_ALL // node.size)
         self._size = node.size
-        self.board = functools.partial(library.round_board, lane)
-        self._collect = functools.partial(library.round_collect, lane)
+        self.attach = functools.partial(library.round_board, lane)
+        self._result = functools.partial(library.round_collect, lane)
 
-    def collect(self, op: ReduceOp, target: np.ndarray) -> None:
+    def result(self, op: ReduceOp, target: np.ndarray) -> None:
         """Write the reduction of what travelled with the last round to `target`. Local."""
         function = compiled_function(op, target.dtype)
         assert function is not None
         divisor = self._size if op is ReduceOp.MEAN else 1
-        self._collect(function[0], divisor, function[1], target)
+        self._result(function[0], divisor, function[1], target)
 
 
 class MpiTransport:
@@ -141,9 +141,9 @@ class MpiTransport:
         self.rank = comm.rank
         self.size = comm.size
         self.node: NodeReducer | None = None
-        self.carrier: Carrier | None = None
+        self.piggyback: Piggyback | None = None
         self.occupancy = Occupancy()
-        self._sharing = share_memory(comm, WholeReducer(self), self.occupancy)
+        self._sharing = share_memory(comm, MpiReducer(self), self.occupancy)
         arena = None
         if self._sharing is not None:
             self.node = self._sharing.reducer
@@ -254,8 +254,8 @@ class MpiTransport:
         if self.size == 1:
             return SoloRound(num_words)
         if self._sharing is not None and self._sharing.holds_all:
-            self.carrier = SharedRound(self._sharing.memory)
-            return self.carrier
+            self.piggyback = SharedRound(self._sharing.memory)
+            return self.piggyback
         try:
             return PersistentRound(self.comm, num_words)
         except NotImplementedError:

@@ -18,8 +18,8 @@ from mpistrat.sharding import cut, slice_of_rank
 
 __all__ = [
     "MOVES_AS",
-    "SlicedReducer",
-    "WholeReducer",
+    "MpiReducer",
+    "ReduceScatterReducer",
     "combine",
     "divide",
     "in_parts",
@@ -176,7 +176,7 @@ MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}
 """What the numbers are reduced by on their way."""
 
 
-class WholeReducer:
+class MpiReducer:
     """Leaves the order of the operands to the MPI library.
 
     It may depend on the size of the message and on where the ranks run.
@@ -254,7 +254,7 @@ def slice_lengths(num_elements: int, size: int) -> list[int]:
     return [each.stop - each.start for each in slices]
 
 
-class SlicedReducer:
+class ReduceScatterReducer:
     """Combines the elements of all ranks in a fixed tree in rank order.
 
     The bits of a result depend on the number of ranks and the values alone, because nothing but

@@ -6,10 +6,10 @@ import functools
 
 import numpy as np
 
-from mpistrat.comm.device_reducers import DeviceWays, DirectReducer, StagedReducer
+from mpistrat.comm.device_reducers import DeviceCapabilities, DirectReducer, StagedReducer
 from mpistrat.comm.nccl import NcclReducer, nccl_knows
 from mpistrat.comm.pack_plan import Pack, Plan
-from mpistrat.comm.reducers import SlicedReducer, WholeReducer
+from mpistrat.comm.reducers import MpiReducer, ReduceScatterReducer
 from mpistrat.comm.shared_reducer import compiled_function
 from mpistrat.comm.transport import Reducer, Transport
 from mpistrat.comm.wire import is_narrow
@@ -20,8 +20,8 @@ __all__ = [
     "check_plan",
     "choose_reducer",
     "choose_way",
+    "format_options",
     "is_shareable",
-    "spell_options",
 ]
 
 _AUTO = CommunicationImplementation.AUTO
@@ -34,7 +34,7 @@ _SHARING = (_AUTO, _SHARED, _NCCL)
 """With these, host arrays go through shared memory. NCCL says nothing of them."""
 
 
-def check_options(options: CommunicationOptions, ways: DeviceWays) -> None:
+def check_options(options: CommunicationOptions, ways: DeviceCapabilities) -> None:
     """Refuse the options that a strategy with `ways` cannot honour. Local.
 
     Raises
@@ -79,7 +79,7 @@ def choose_reducer(
     op: ReduceOp,
     dtype: np.dtype,
     num_bytes: int,
-    ways: DeviceWays | None = None,
+    ways: DeviceCapabilities | None = None,
 ) -> tuple[Reducer, str]:
     """Return what reduces a message by `op`, and why. Local, and the same on every rank.
 
@@ -101,7 +101,7 @@ def choose_reducer(
 
 
 def choose_way(
-    options: CommunicationOptions, op: ReduceOp, dtype: np.dtype, ways: DeviceWays
+    options: CommunicationOptions, op: ReduceOp, dtype: np.dtype, ways: DeviceCapabilities
 ) -> tuple[CommunicationImplementation, str]:
     """Return NCCL, MPI or STAGED for a message in device memory, and why. Local.
 
@@ -130,18 +130,18 @@ def _choose_on_host(
     staged: bool = False,
 ) -> tuple[Reducer, str]:
     if options.deterministic:
-        return SlicedReducer(transport), "deterministic: the order of the operands is ours"
+        return ReduceScatterReducer(transport), "deterministic: the order of the operands is ours"
     if is_narrow(dtype):
-        return SlicedReducer(transport), f"MPI cannot add {dtype}"
+        return ReduceScatterReducer(transport), f"MPI cannot add {dtype}"
     asked, node = options.implementation, transport.node
     if asked not in _SHARING and not staged:
-        return WholeReducer(transport), f"asked for: {asked.name}"
+        return MpiReducer(transport), f"asked for: {asked.name}"
     if node is None:
-        return WholeReducer(transport), "no ranks share memory"
+        return MpiReducer(transport), "no ranks share memory"
     if not node.knows(op, dtype):
-        return WholeReducer(transport), f"no compiled {op.name} of {dtype}"
+        return MpiReducer(transport), f"no compiled {op.name} of {dtype}"
     if asked is not _SHARED and num_bytes < node.min_bytes:
-        return WholeReducer(transport), f"MPI was faster below {node.min_bytes} bytes"
+        return MpiReducer(transport), f"MPI was faster below {node.min_bytes} bytes"
     return node, "ranks share memory"
 
 
@@ -153,7 +153,7 @@ def is_shareable(options: CommunicationOptions, op: ReduceOp, pack: Pack) -> boo
 
 
 @functools.lru_cache
-def spell_options(options: CommunicationOptions) -> str | tuple[()]:
+def format_options(options: CommunicationOptions) -> str | tuple[()]:
     """Return what the ranks must agree on before a reduction, empty for the defaults. Local."""
     default = CommunicationOptions()
     differing = [

@@ -74,29 +74,29 @@ class SharedMemoryReducer:
         self.sizes = (_BLOCK_BYTES, _SMALL_BYTES // memory.size)
         self._board = functools.partial(memory.library.reduce_board, memory.reductions.pointer)
         self._background = Background("mpistrat-reductions")
-        self._boarded: Message | None = None
+        self._attached: Message | None = None
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
         """Return whether the compiled code reduces `dtype` by `op`. Local."""
         return compiled_function(op, dtype) is not None
 
-    def board(self, message: Message) -> None:
+    def attach(self, message: Message) -> None:
         """Copy in what others need of the first block of `message`. Local."""
         self._board(*self.sizes, message.sources, message.targets)
-        self._boarded = message
+        self._attached = message
 
-    def unboard(self) -> None:
-        """Take back what was boarded last. Local."""
-        if self._boarded is not None and self._boarded.num_bytes:
+    def detach(self) -> None:
+        """Take back what was attached last. Local."""
+        if self._attached is not None and self._attached.num_bytes:
             self._memory.library.reduce_unboard(self._memory.reductions.pointer)
-        self._boarded = None
+        self._attached = None
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
-        is_boarded = self._boarded is message
-        self._boarded = None
+        is_attached = self._attached is message
+        self._attached = None
         with self._occupancy:
-            self._reduce(self._memory.reductions, op, message, is_boarded)
+            self._reduce(self._memory.reductions, op, message, is_attached)
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
         """Reduce each array of `message`, on every rank: that costs no more. **Collective**."""
@@ -117,7 +117,9 @@ class SharedMemoryReducer:
         with self._occupancy:
             self._background.drain()
 
-    def _reduce(self, lane: Lane, op: ReduceOp, message: Message, is_boarded: bool = False) -> None:
+    def _reduce(
+        self, lane: Lane, op: ReduceOp, message: Message, is_attached: bool = False
+    ) -> None:
         function = compiled_function(op, message.dtype)
         assert function is not None
         number, itemsize = function
@@ -128,7 +130,7 @@ class SharedMemoryReducer:
             divisor,
             itemsize,
             *self.sizes,
-            is_boarded,
+            is_attached,
             message.sources,
             message.targets,
         )

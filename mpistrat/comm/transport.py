@@ -13,9 +13,9 @@ from mpistrat.comm.pool import Pool
 from mpistrat.options import ReduceOp
 
 __all__ = [
-    "Carrier",
     "NodeReducer",
     "Occupancy",
+    "Piggyback",
     "Reducer",
     "Round",
     "SoloRound",
@@ -87,16 +87,16 @@ class Round(Protocol):
         """
 
 
-class Carrier(Round, Protocol):
+class Piggyback(Round, Protocol):
     """A round that has room for a few numbers: a small reduction costs no message of its own."""
 
     room: int
     """How many bytes may travel with a round."""
 
-    def board(self, source: np.ndarray) -> None:
+    def attach(self, source: np.ndarray) -> None:
         """Have `source` travel with the next round. Local."""
 
-    def collect(self, op: ReduceOp, target: np.ndarray) -> None:
+    def result(self, op: ReduceOp, target: np.ndarray) -> None:
         """Write the reduction of what travelled with the last round to `target`. Local."""
 
 
@@ -109,15 +109,15 @@ class NodeReducer(Reducer, Protocol):
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
         """Return whether it can reduce `dtype` by `op`, MEAN included. Local."""
 
-    def board(self, message: Message) -> None:
+    def attach(self, message: Message) -> None:
         """Do of `all_reduce` what can be done before the ranks agree on it. Local.
 
-        If they do, the same message must be reduced next; else it must be taken back by `unboard`
+        If they do, the same message must be reduced next; else it must be taken back by `detach`
         before this rank agrees on anything else.
         """
 
-    def unboard(self) -> None:
-        """Take back what was boarded last, if it was not reduced. Local."""
+    def detach(self) -> None:
+        """Take back what was attached last, if it was not reduced. Local."""
 
     def drain(self) -> None:
         """Wait for every reduction that was begun. Local."""
@@ -143,7 +143,7 @@ class Transport(Protocol):
         """What reduces in the memory that ranks of a node share, where there is some. Local."""
 
     @property
-    def carrier(self) -> Carrier | None:
+    def piggyback(self) -> Piggyback | None:
         """The rounds that `round` has returned last, where they have room for numbers. Local."""
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
@@ -212,7 +212,7 @@ class SoloTransport:
     rank = 0
     size = 1
     node: NodeReducer | None = None
-    carrier: Carrier | None = None
+    piggyback: Piggyback | None = None
 
     def __init__(self) -> None:
         self.pool = Pool()

@@ -131,7 +131,7 @@ def _read(program: Program, code: int | None, limit_s: float) -> Trial:
     if "passed" in stages and code == 0:
         words = f"an exchange {who} has passed: {stages['passed']['words']}"
         return Trial(Outcome.PASSED, words, num_processes)
-    ending = _spell_end(code, program.stdout() + program.stderr())
+    ending = _format_end(code, program.stdout() + program.stderr())
     if "begun" in stages and "passed" not in stages and ending not in _FROM_OUTSIDE:
         words = f"an exchange {who} ended the process with {ending}"
         return Trial(Outcome.FAILED, words, num_processes)
@@ -164,7 +164,7 @@ def _reports(text: str) -> list[dict[str, Any]]:
     return reports
 
 
-def _spell_end(code: int, text: str) -> str:
+def _format_end(code: int, text: str) -> str:
     """Return the signal that a process has died of, or its exit code."""
     # Launchers and shells add 128 to the signal; Hydra does not, and says so in words.
     number = -code if code < 0 else code - 128

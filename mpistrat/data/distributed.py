@@ -11,7 +11,13 @@ import numpy as np
 from mpistrat import sharding
 from mpistrat.arrays import Device
 from mpistrat.data.dataset import Dataset
-from mpistrat.data.distributed_dataset import DistributedDataset, Feed, OwnFeed, SplitFeed, Take
+from mpistrat.data.distributed_dataset import (
+    BatchSlices,
+    DistributedDataset,
+    Feed,
+    RankPipeline,
+    Take,
+)
 from mpistrat.data.fingerprint import check_same, digest, order_digest, signature
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.order import ENDLESS, UNKNOWN
@@ -57,7 +63,7 @@ def spec_of_any_rank(spec: Any, collectives: Collectives, kind: str) -> Any:
     if all(has_spec) or not any(has_spec):
         return spec
     owner = has_spec.index(True)
-    with collectives.together(kind):
+    with collectives.all_or_none(kind):
         value = _to_json(spec) if collectives.rank == owner else None
     value = collectives.broadcast_json(value, owner, kind)
     return _from_json(value) if spec is None else spec
@@ -127,10 +133,10 @@ def distribute(
         pipeline = _checked_pipeline(dataset, kind)
         call.agree()
     policy = dataset.auto_shard_policy
-    with collectives.together(kind):
+    with collectives.all_or_none(kind):
         entries = signature(pipeline, policy)
     check_same(entries, collectives, kind)
-    with collectives.together(kind):
+    with collectives.all_or_none(kind):
         feed = _feed(pipeline, policy, collectives.size, collectives.rank)
     return DistributedDataset(feed, _target(options, device), collectives)
 
@@ -166,7 +172,7 @@ def distribute_from_function(
         if not callable(dataset_fn):
             raise TypeError(f"{kind} needs a function of an InputContext, not {dataset_fn!r}.")
         call.agree()
-    with collectives.together(kind):
+    with collectives.all_or_none(kind):
         pipeline = _checked_pipeline(dataset_fn(InputContext(size, rank, size)), kind)
         pipeline = dataclasses.replace(pipeline, branch=rank)
         own = [pipeline.length, _is_certain(pipeline), order_digest(pipeline)]
@@ -176,7 +182,7 @@ def distribute_from_function(
     surely_endless = any(length == ENDLESS and certain for length, certain, _ in shares)
     is_certain = surely_endless or all(certain for _, certain, _ in shares)
 
-    feed = OwnFeed(
+    feed = RankPipeline(
         pipeline,
         size,
         _longest(lengths),
@@ -210,12 +216,12 @@ def _feed(pipeline: Pipeline, policy: AutoShardPolicy, size: int, rank: int) -> 
     found_spec = pipeline.found_spec
     batch = pipeline.batch
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA) or batch is None:
-        return SplitFeed(pipeline, size, rank)
+        return BatchSlices(pipeline, size, rank)
     order = order_digest(pipeline)
     rebatched = pipeline.with_batch_size(sharding.ceil_div(batch.batch_size, size))
     if policy is AutoShardPolicy.OFF:
         take = None if _is_certain(pipeline) else _take_alone
-        return OwnFeed(rebatched, size, rebatched.length, found_spec, order, take)
+        return RankPipeline(rebatched, size, rebatched.length, found_spec, order, take)
     source = pipeline.source
     if not isinstance(source, Hdf5Source):
         raise ValueError(
@@ -226,7 +232,7 @@ def _feed(pipeline: Pipeline, policy: AutoShardPolicy, size: int, rank: int) -> 
         for each in range(size)
     ]
     length = _longest([share.length for share in shares])
-    return OwnFeed(shares[rank], size, length, found_spec, order, None)
+    return RankPipeline(shares[rank], size, length, found_spec, order, None)
 
 
 def _is_certain(pipeline: Pipeline) -> bool:

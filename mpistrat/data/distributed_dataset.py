@@ -22,7 +22,7 @@ from mpistrat.errors import DataError, EpochError
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["DistributedDataset", "Feed", "OwnFeed", "SplitFeed", "Take"]
+__all__ = ["BatchSlices", "DistributedDataset", "Feed", "RankPipeline", "Take"]
 
 Take = Callable[[Iterator[Any]], tuple[Any, bool]]
 """Takes the next element of this rank's iterator: the element, or ``None`` past the end, and
@@ -51,7 +51,7 @@ class Feed(Protocol):
 
 
 @dataclass(frozen=True)
-class SplitFeed:
+class BatchSlices:
     """One rank's part of each global batch."""
 
     pipeline: Pipeline
@@ -81,7 +81,7 @@ class SplitFeed:
 
 
 @dataclass(frozen=True)
-class OwnFeed:
+class RankPipeline:
     """Whole batches of a pipeline of this rank's own, then arrays of length 0.
 
     Ranks may run out at different times; the pass ends when the last one does.

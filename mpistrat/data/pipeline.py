@@ -16,7 +16,7 @@ import numpy as np
 from mpistrat import nests, sharding
 from mpistrat.arrays import host_view, is_array, is_number
 from mpistrat.data.order import Block, Order, Reader, Source, Step
-from mpistrat.data.random import MapCall, PassStream
+from mpistrat.data.random import MapScope, PassStream
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import ArraySpec, batched, fitted, open_batch, spec_of, with_room_for_text
 from mpistrat.data.transforms import Batch, Map, Prefetch
@@ -101,7 +101,7 @@ class ElementMaker:
     ) -> Any:
         for number, each in maps:
             make_rng = partial(self._stream.generator, each.seed, number)
-            element = MapCall(make_rng, positions, is_batch).run(each.fn, element)
+            element = MapScope(make_rng, positions, is_batch).run(each.fn, element)
         return element
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpistrat.errors import ContextError
 
-__all__ = ["MapCall", "PassStream", "example_rng", "example_rngs"]
+__all__ = ["MapScope", "PassStream", "example_rng", "example_rngs"]
 
 _MAP_NUMBERS = 2**32 - 1
 """Keeps these streams apart from those that a shuffle of the same seed draws from."""
@@ -37,7 +37,7 @@ class PassStream:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
 
 
-class MapCall:
+class MapScope:
     """One call of a function given to `map`, which may ask for random numbers.
 
     Parameters
@@ -77,7 +77,7 @@ class MapCall:
 class _Current(threading.local):
     """The call that each thread is in."""
 
-    call: MapCall | None = None
+    call: MapScope | None = None
 
 
 _current = _Current()
@@ -129,7 +129,7 @@ def example_rngs() -> tuple[np.random.Generator, ...]:
     return _call("example_rngs").rngs
 
 
-def _call(name: str) -> MapCall:
+def _call(name: str) -> MapScope:
     call = _current.call
     if call is None:
         raise ContextError(

@@ -115,7 +115,7 @@ def _check_software(facts: list[RankFacts]) -> Finding:
             return problem(
                 "software",
                 f"{rank_list(each.rank for each in others)} (on {others[0].node}) have other "
-                f"versions: {_spell(others[0])}, rank 0 has {_spell(first)}",
+                f"versions: {_format(others[0])}, rank 0 has {_format(first)}",
                 "Ranks with other code or another MPI library do not understand each other.",
                 "Use one environment on all nodes.",
             )
@@ -123,5 +123,5 @@ def _check_software(facts: list[RankFacts]) -> Finding:
     return ok("software", versions + (" on every rank" if len(facts) > 1 else ""))
 
 
-def _spell(facts: RankFacts) -> str:
+def _format(facts: RankFacts) -> str:
     return ", ".join([*(f"{k} {v}" for k, v in facts.versions.items()), facts.library])

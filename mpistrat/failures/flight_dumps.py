@@ -28,7 +28,7 @@ from mpistrat.system import exit_hooks
 from mpistrat.system.callsite import UNKNOWN_PLACE, failure_site
 from mpistrat.system.exit_hooks import Phase
 from mpistrat.system.files import write_atomically
-from mpistrat.system.text import rank_list, rank_spans, spell, text_of
+from mpistrat.system.text import format_detail, rank_list, rank_spans, text_of
 from mpistrat.tracing.flight_recorder import FlightEntry, Place
 from mpistrat.version import __version__
 
@@ -160,13 +160,13 @@ def channel_part(
 def _entry(entry: FlightEntry) -> dict[str, Any]:
     kind, name, owner, *details = entry.signature
     details_given = [detail for detail in details if detail != ()]
-    site, function = _spelled_place(entry.place)
+    site, function = _format_device(entry.place)
     return {
         "number": entry.number,
         "kind": kind,
         "name": name,
         "strategy": owner,
-        "details": [*filter(None, [entry.words]), *map(spell, details_given)],
+        "details": [*filter(None, [entry.words]), *map(format_detail, details_given)],
         **dict(zip(("runs", "merge_calls", "updates", "failures"), entry.counters, strict=True)),
         "site": site,
         "function": function,
@@ -177,7 +177,7 @@ def _entry(entry: FlightEntry) -> dict[str, Any]:
     }
 
 
-def _spelled_place(place: Place) -> tuple[str, str]:
+def _format_device(place: Place) -> tuple[str, str]:
     if place is None:
         return UNKNOWN_PLACE, ""
     code, instruction = place

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WINDOW_S",
-    "Courier",
     "Line",
-    "Printer",
+    "LineMerger",
+    "LogForwarder",
     "close",
     "hand_over",
     "install",
@@ -64,7 +64,7 @@ class _Group:
         return len(self.ranks) == self.line.channel.size
 
 
-class Printer:
+class LineMerger:
     """Prints each line once for all the ranks that say it at about the same time.
 
     What a rank repeats is printed as often as it says it. Not to be shared by threads.
@@ -148,7 +148,7 @@ _MAX_TURN_S = 0.2
 """The ranks that have all the same to say do not all come to rank 0 in the same moment."""
 
 
-class Courier:
+class LogForwarder:
     """A queue of lines and the thread that empties it.
 
     Lines of channels in which this process is rank 0 are printed here, together with those that
@@ -165,7 +165,7 @@ class Courier:
         self._channel = channel
         # Its `put` may be interrupted by a signal whose handler has something to say as well.
         self._queue: queue.SimpleQueue[Line | _Mark] = queue.SimpleQueue()
-        self._printer = Printer(print_line)
+        self._printer = LineMerger(print_line)
         self._num_dropped = 0
         self._lock = threading.RLock()
         self._alone_until = 0.0
@@ -230,11 +230,11 @@ class Courier:
                             print_line(text, [channel.rank])
 
     def _reaches_rank_0(self, channel: Channel, texts: Sequence[str]) -> bool:
-        if channel.companions is None or time.monotonic() < self._alone_until:
+        if channel.peers is None or time.monotonic() < self._alone_until:
             return False
         # Whatever goes wrong on the way, the lines are to be printed, and the next ones too.
         with contextlib.suppress(Exception):
-            if channel.companions.deliver(texts):
+            if channel.peers.deliver(texts):
                 return True
         self._alone_until = time.monotonic() + _ALONE_S
         return False
@@ -249,7 +249,7 @@ class _Mark:
 
 
 def _batches(lines: Iterator[Line]) -> Iterator[list[str]]:
-    """Yield the texts, in lists that are short enough for one question to a beacon."""
+    """Yield the texts, in lists that are short enough for one question to a monitor."""
     batch: list[str] = []
     num_bytes = 0
     for line in lines:
@@ -271,7 +271,7 @@ class _Output:
 
     def __init__(self) -> None:
         self.channel: Channel | None = None
-        self.courier: Courier | None = None
+        self.courier: LogForwarder | None = None
         self.show_warning: Any = None
 
     def say(self, text: str) -> None:
@@ -321,7 +321,7 @@ def speak_on(channel: Channel) -> None:
     hand_over()
     _output.channel = channel
     if _output.courier is None:
-        _output.courier = Courier(channel)
+        _output.courier = LogForwarder(channel)
     if _shows_warnings_as_python_does():
         _output.show_warning = warnings.showwarning
         warnings.showwarning = _show_warning

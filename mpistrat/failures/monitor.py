@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Address", "Beacon", "Handler", "Question", "read_line"]
+__all__ = ["Address", "Handler", "Monitor", "Question", "read_line"]
 
 _MAX_BYTES = 2**20
 _BACKLOG = 512
@@ -33,7 +33,7 @@ _PAUSE_S = 0.05
 
 @dataclass(frozen=True)
 class Address:
-    """Where the beacon of a rank can be asked."""
+    """Where the monitor of a rank can be asked."""
 
     host: str
     port: int
@@ -70,7 +70,7 @@ class Question:
 
 
 Handler = Callable[[Question], dict[str, Any]]
-"""Returns the answer to a question, in JSON values. Local, on the beacon's thread."""
+"""Returns the answer to a question, in JSON values. Local, on the monitor's thread."""
 
 
 @dataclass
@@ -82,8 +82,8 @@ class _Caller:
     received: bytearray = field(default_factory=bytearray)
 
 
-class Beacon:
-    """The beacon of this process, for all its channels: each has a secret and its handlers."""
+class Monitor:
+    """The monitor of this process, for all its channels: each has a secret and its handlers."""
 
     def __init__(self) -> None:
         self._server = socket.create_server(("", 0), backlog=_BACKLOG)
@@ -95,14 +95,14 @@ class Beacon:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         os.register_at_fork(after_in_child=self._forget)
-        threading.Thread(target=self._serve, name="mpistrat-beacon", daemon=True).start()
+        threading.Thread(target=self._serve, name="mpistrat-monitor", daemon=True).start()
 
     def add(self, key: str, handlers: Mapping[str, Handler]) -> None:
         """Answer questions that come with the secret `key`, by the names of `handlers`. Local."""
         self._handlers[key] = handlers
 
     def watch(self, connection: socket.socket, on_break: Callable[[], None]) -> None:
-        """Have `on_break` called, on the beacon's thread, if the peer's process dies. Local."""
+        """Have `on_break` called, on the monitor's thread, if the peer's process dies. Local."""
 
         def read() -> None:
             try:

@@ -19,14 +19,14 @@ from typing import Any
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.failures import logs
-from mpistrat.failures.monitor import Address, Beacon, Handler, Question, read_line
+from mpistrat.failures.monitor import Address, Handler, Monitor, Question, read_line
 from mpistrat.failures.process_state import own
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import UNKNOWN_PLACE, is_own_code, site_of
 from mpistrat.system.exit_hooks import is_at_work
 from mpistrat.system.text import rank_list
 
-__all__ = ["Companions", "State", "Whereabouts", "describe_whereabouts", "meet", "whereabouts"]
+__all__ = ["JobPeers", "State", "Whereabouts", "describe_whereabouts", "meet", "whereabouts"]
 
 _MAX_FRAMES = 4
 
@@ -124,8 +124,8 @@ _SETTLE_S = 0.5
 """How long to wait before a broken connection is news: a launcher that ends the job is faster."""
 
 
-class Companions:
-    """The ranks of `channel`, by the addresses of their beacons.
+class JobPeers:
+    """The ranks of `channel`, by the addresses of their monitors.
 
     Parameters
     ----------
@@ -249,7 +249,7 @@ class Companions:
         )
 
     def spread_loss(self, rank: int) -> None:
-        """Tell every rank that the process of `rank` has died. Local, on the beacon's thread."""
+        """Tell every rank that the process of `rank` has died. Local, on the monitor's thread."""
 
         def tell() -> None:
             if self.ask(rank)["state"] != State.GONE:
@@ -307,24 +307,24 @@ def _is_suspended(pid: int) -> bool:
 def meet(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     """Let the ranks of `channel` find each other, and agree on their settings. **Collective**.
 
-    `handlers` answer questions beside those of `Companions.handlers`.
+    `handlers` answer questions beside those of `JobPeers.handlers`.
     Where sockets are forbidden on any rank, the channel does without the side channel.
     """
     choices = settings_at_the_end()
-    beacon = _own_beacon() if choices.watch else None
-    address = None if beacon is None else [*vars(beacon.address).values()]
+    monitor = _own_monitor() if choices.watch else None
+    address = None if monitor is None else [*vars(monitor.address).values()]
     key = secrets.token_hex(16) if channel.rank == 0 else ""
     facts = channel.exchange([address, key, choices.checks])
     # Ranks that check nothing would leave those that do waiting.
     channel.checks = any(checks for _, _, checks in facts)
-    if any(address is None for address, _, _ in facts) or beacon is None:
+    if any(address is None for address, _, _ in facts) or monitor is None:
         return
     key = facts[0][1]
     addresses = [Address(*address) for address, _, _ in facts]
-    companions = Companions(channel, key, addresses)
-    beacon.add(key, companions.handlers() | dict(handlers))
-    channel.companions = companions
-    # Every beacon knows the key before anybody asks with it.
+    peers = JobPeers(channel, key, addresses)
+    monitor.add(key, peers.handlers() | dict(handlers))
+    channel.peers = peers
+    # Every monitor knows the key before anybody asks with it.
     channel.exchange(None)
     neighbour = (channel.rank + 1) % channel.size
     try:
@@ -332,12 +332,12 @@ def meet(channel: Channel, handlers: Mapping[str, Handler]) -> None:
         connection.sendall(json.dumps({"key": key, "ask": "watch"}).encode() + b"\n")
     except OSError:
         return  # it cannot be watched, but perhaps asked
-    beacon.watch(connection, lambda: companions.spread_loss(neighbour))
+    monitor.watch(connection, lambda: peers.spread_loss(neighbour))
 
 
-def _own_beacon() -> Beacon | None:
-    """Return the beacon of this process, ``None`` where it may have no socket. Local."""
-    if own.beacon is None:
+def _own_monitor() -> Monitor | None:
+    """Return the monitor of this process, ``None`` where it may have no socket. Local."""
+    if own.monitor is None:
         with contextlib.suppress(OSError):
-            own.beacon = Beacon()
-    return own.beacon
+            own.monitor = Monitor()
+    return own.monitor

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.failures.monitor import Beacon
+from mpistrat.failures.monitor import Monitor
 
 __all__ = ["own"]
 
@@ -21,7 +21,7 @@ class ProcessState:
         Those whose other ranks must hear of the end of this one.
     world_size : int
         How many ranks the job has.
-    beacon : Beacon or None
+    monitor : Monitor or None
         What answers for this process, once it is asked to.
     has_left : bool
         Whether the main program is over.
@@ -38,7 +38,7 @@ class ProcessState:
     def __init__(self) -> None:
         self.channels: list[Channel] = []
         self.world_size = 1
-        self.beacon: Beacon | None = None
+        self.monitor: Monitor | None = None
         self.has_left = False
         self.is_fork = False
         self.is_over: Callable[[], bool] = bool
@@ -68,7 +68,7 @@ class ProcessState:
             os.close(read)
 
     def _become_fork(self) -> None:
-        self.is_fork, self.beacon = True, None
+        self.is_fork, self.monitor = True, None
         for channel in self.channels:
             channel.close_in_fork()
         if self._fork.pipe is not None:

@@ -246,8 +246,8 @@ def _part(
     for channel in channels:
         if not channel.pending:
             channel.transport.drain()
-    if own.beacon is not None:
-        own.beacon.say_goodbye()
+    if own.monitor is not None:
+        own.monitor.say_goodbye()
 
 
 def _others_end(
@@ -285,14 +285,14 @@ def _print_failures(parting: Parting, text: str | None, among: str) -> bool:
 
 def _is_root_at_work(channel: Channel) -> bool:
     """Return whether to end the job now would lose what rank 0 is about to finish. Local."""
-    return channel.companions is not None and channel.companions.is_root_at_work()
+    return channel.peers is not None and channel.peers.is_root_at_work()
 
 
 def _explain_the_end(channels: Sequence[Channel]) -> None:
     """Say why this rank ends the job, though it has caught all errors. Local."""
     largest = channels[0]
-    if all(channel.stuck_at is None for channel in channels) and largest.companions is not None:
-        _, table = largest.companions.describe("the end of the program")
+    if all(channel.stuck_at is None for channel in channels) and largest.peers is not None:
+        _, table = largest.peers.describe("the end of the program")
         print_line(f"interrupted while ranks were still at work:\n{table}")
     for channel in channels:
         if channel.stuck_at is not None and channel.closed is not None:
@@ -304,9 +304,9 @@ def _explain_the_end(channels: Sequence[Channel]) -> None:
 def _tell_the_others(channels: Sequence[Channel]) -> None:
     """Let ranks that fail with this one be quiet, and end at once. Local."""
     for channel in channels:
-        if channel.companions is not None:
+        if channel.peers is not None:
             # Time enough for them to leave their flight records.
-            channel.companions.tell_end_of_job(_TELL_S)
+            channel.peers.tell_end_of_job(_TELL_S)
 
 
 def _extra_s(largest: Channel, stuck: Channel | None) -> float:
@@ -315,9 +315,9 @@ def _extra_s(largest: Channel, stuck: Channel | None) -> float:
     Ranks that are stuck in one round cannot hear of each other over MPI. The lowest ends the job
     for all, soon: nobody can be told any more. The others wait whether it does.
     """
-    if stuck is None or stuck.companions is None:
+    if stuck is None or stuck.peers is None:
         return _TURN_S * min(largest.rank, _MAX_TURNS)
-    if stuck.companions.lowest_here() < stuck.rank:
+    if stuck.peers.lowest_here() < stuck.rank:
         return _TURN_S
     # Other groups may be stuck at the same time, each with a lowest rank of its own.
     soon_s = _SOON_S + _SHORT_TURN_S * min(largest.rank, _MAX_TURNS)

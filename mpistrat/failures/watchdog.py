@@ -54,7 +54,7 @@ def watch_data(channel: Channel) -> None:
 
     Does nothing where the channel has no limit, or no way to ask the other ranks.
     """
-    if channel.companions is None or channel.timeout_s is None:
+    if channel.peers is None or channel.timeout_s is None:
         return
     _watched.append(_Watched(channel, channel.timeout_s))
     if len(_watched) == 1:
@@ -70,12 +70,12 @@ def _watch() -> None:
 
 def _end_if_stopped(channel: Channel, limit_s: float) -> None:
     """End this process if a rank will not bring the data that this one waits for."""
-    if channel.companions is None:
+    if channel.peers is None:
         return
-    table = channel.companions.describe_lost()
+    table = channel.peers.describe_lost()
     if not table:
         return
-    channel.companions.wait_for_work()
+    channel.peers.wait_for_work()
     if not channel.is_moving_data():
         return
     site = site_of(sys._current_frames().get(channel.thread))

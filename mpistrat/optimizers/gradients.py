@@ -30,7 +30,7 @@ __all__ = [
     "check_takes_gradients",
     "coalesced",
     "listed",
-    "names_spelt",
+    "names_signature",
     "owner_among",
     "settled_beside",
     "split_pairs",
@@ -283,7 +283,7 @@ def agree_on_gradients(
 
 
 @functools.lru_cache
-def names_spelt(names: tuple[str, ...]) -> str:
+def names_signature(names: tuple[str, ...]) -> str:
     """Return how the ranks compare dense gradients for variables of these names. Local."""
     return nests.signature(nests.flatten([{name: 0} for name in names])[1])
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arguments import as_finite, as_real, is_constant, spelled
+from mpistrat.arguments import as_finite, as_real, format_value, is_constant
 from mpistrat.arrays import is_on_host
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.optimizers.gradients import (
@@ -140,7 +140,7 @@ class Optimizer(Trackable, abc.ABC):
         """Return the parameters that are given in the words that the ranks compare. Local."""
         values = [(name, getattr(self, name)) for name in names]
         return [
-            f"{name}={value!r}" if isinstance(value, LossScale) else f"{name}={spelled(value)}"
+            f"{name}={value!r}" if isinstance(value, LossScale) else f"{name}={format_value(value)}"
             for name, value in values
             if value is not None
         ]

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrat import context
 from mpistrat.comm.packing import describe
-from mpistrat.optimizers.gradients import names_spelt
+from mpistrat.optimizers.gradients import names_signature
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype, update_of_all
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.variables import Variable
@@ -100,7 +100,7 @@ class Plan:
         self._strategy, self._kinds = strategy, kinds
         # Kept, so that their ids are not given to others.
         self.variables = variables
-        self._names = names_spelt(tuple([variable.name for variable in variables]))
+        self._names = names_signature(tuple([variable.name for variable in variables]))
         self._updates: dict[Rule, UpdateAll | None] = {}
 
     def fits(self, strategy: Any, gradients: list[Any]) -> bool:

@@ -17,7 +17,7 @@ from mpistrat.arrays import (
     pci_address,
     resolve_device,
 )
-from mpistrat.comm.device_reducers import DeviceCopier, DeviceWays
+from mpistrat.comm.device_reducers import DeviceCapabilities, DeviceCopier
 from mpistrat.comm.nccl import NcclLink, connect_nccl
 from mpistrat.cuda_awareness import Answer, CudaAwareness, cuda_awareness
 from mpistrat.errors import LaunchError
@@ -32,7 +32,7 @@ __all__ = [
     "choose_devices",
     "choose_gpus",
     "make_offer",
-    "open_device_ways",
+    "open_device_capabilities",
     "prepare_device",
     "ranks_on_one_gpu",
     "why_not_mpi",
@@ -242,7 +242,9 @@ class Gpu:
     """Why the rank itself cannot use NCCL."""
 
 
-def open_device_ways(world: World, device: Device, override: bool | None) -> DeviceWays:
+def open_device_capabilities(
+    world: World, device: Device, override: bool | None
+) -> DeviceCapabilities:
     """Return what can be done with the device memory of the ranks of `world`.
 
     **Collective** over its communicator. Where all ranks have GPUs, the first call takes some
@@ -259,14 +261,14 @@ def open_device_ways(world: World, device: Device, override: bool | None) -> Dev
     gpus: list[Gpu | None] = world.comm.allgather(_describe(device))
     hosts = [rank for rank, gpu in enumerate(gpus) if gpu is None]
     if len(hosts) == world.size:
-        return DeviceWays(device)
+        return DeviceCapabilities(device)
     if hosts:
         why_not = f"there is no GPU on {rank_list(hosts)}"
-        return DeviceWays(device, why_not_mpi=why_not, why_not_nccl=why_not)
+        return DeviceCapabilities(device, why_not_mpi=why_not, why_not_nccl=why_not)
     awareness = cuda_awareness(world, device, override)
     link, no_nccl = _open_nccl(world, device, [gpu for gpu in gpus if gpu is not None])
     _logger.debug("%s\nNCCL: %s", awareness, no_nccl or "connected")
-    return DeviceWays(device, DeviceCopier(device), why_not_mpi(awareness), no_nccl, link)
+    return DeviceCapabilities(device, DeviceCopier(device), why_not_mpi(awareness), no_nccl, link)
 
 
 def why_not_mpi(awareness: CudaAwareness) -> str:

@@ -30,10 +30,10 @@ from mpistrat.options import (
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.reductions import (
+    format_device,
     local_components,
     reduce_pairs,
     reduce_to_host,
-    spell_place,
 )
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
@@ -65,7 +65,7 @@ class StrategyExtended(ExtendedV1):
         old = self.collectives
         twin = copy.copy(self)
         twin.container = container
-        twin.collectives = Collectives(old.channel, old.ways, old.options)
+        twin.collectives = Collectives(old.channel, old.capabilities, old.options)
         twin.variable_numbers = itertools.count()
         return twin
 
@@ -83,7 +83,7 @@ class StrategyExtended(ExtendedV1):
     def worker_devices(self) -> tuple[str, ...]:
         """The device string of each rank's replica. Local."""
         size = self.collectives.size
-        return tuple(spell_place(r, self.device.kind, self.device.index) for r in range(size))
+        return tuple(format_device(r, self.device.kind, self.device.index) for r in range(size))
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:

@@ -6,10 +6,10 @@ import functools
 import logging
 from typing import TYPE_CHECKING
 
-from mpistrat.agreement.call import Together
+from mpistrat.agreement.call import AllOrNone
 from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.comm.device_reducers import DeviceWays
+from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.selection import check_options
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.connect import open_channel
@@ -28,7 +28,7 @@ from mpistrat.strategies.devices import (
     Offer,
     choose_devices,
     make_offer,
-    open_device_ways,
+    open_device_capabilities,
     prepare_device,
 )
 from mpistrat.strategies.extended import StrategyExtended
@@ -81,7 +81,7 @@ class MPIStrategy(Strategy):
         options = CommunicationOptions()
         if communication_options is not None:
             options = communication_options
-        with Together(channel, "MPIStrategy"):
+        with AllOrNone(channel, "MPIStrategy"):
             if not isinstance(options, CommunicationOptions):
                 raise TypeError(
                     f"communication_options must be CommunicationOptions, not {options!r}."
@@ -99,13 +99,13 @@ class MPIStrategy(Strategy):
                 timeline.start(chosen.timeline, world_ranks(comm)[comm.rank], world_size())
             inject_from_environment(channel)
         world = open_world(comm)
-        with Together(channel, "MPIStrategy"):
+        with AllOrNone(channel, "MPIStrategy"):
             offer = make_offer(device, world.local_rank)
             if offer is None:
-                check_options(options, DeviceWays(Device("cpu")))
+                check_options(options, DeviceCapabilities(Device("cpu")))
         ways = _open_devices(channel, world, offer, chosen)
         if ways.some_have_devices:
-            with Together(channel, "MPIStrategy"):
+            with AllOrNone(channel, "MPIStrategy"):
                 check_options(options, ways)
         num_mates = len(world.ranks_of_node)
         if num_mates > world.num_cores and world.local_rank == 0 and not chosen.oversubscribe:
@@ -140,14 +140,14 @@ class MPIStrategy(Strategy):
 
 def _open_devices(
     channel: Channel, world: World, offer: Offer | None, chosen: Settings
-) -> DeviceWays:
+) -> DeviceCapabilities:
     """Choose a device for each rank, and return what can be done with them. **Collective**."""
     offers: list[Offer | None] = world.comm.allgather(offer)
     if not any(offers):
-        return DeviceWays(Device("cpu"))
-    with Together(channel, "MPIStrategy"):
+        return DeviceCapabilities(Device("cpu"))
+    with AllOrNone(channel, "MPIStrategy"):
         devices = choose_devices(offers, world.node_of_rank, chosen.oversubscribe)
-    return open_device_ways(world, devices[world.rank], chosen.cuda_aware)
+    return open_device_capabilities(world, devices[world.rank], chosen.cuda_aware)
 
 
 @functools.cache

@@ -22,12 +22,12 @@ from mpistrat.variables import MirroredVariable, Variable
 __all__ = [
     "Components",
     "Place",
+    "format_device",
     "local_components",
     "parse_destination",
     "parse_place",
     "reduce_pairs",
     "reduce_to_host",
-    "spell_place",
 ]
 
 _GRAMMAR = re.compile(
@@ -71,7 +71,7 @@ def parse_place(text: str, num_tasks: int) -> Place:
     return Place(task, match["kind"].lower(), int(match["index"] or 0))
 
 
-def spell_place(task: int, kind: str, index: int) -> str:
+def format_device(task: int, kind: str, index: int) -> str:
     """Return the full device string of a device on rank `task`. Local."""
     return f"/job:worker/replica:0/task:{task}/device:{kind.upper()}:{index}"
 

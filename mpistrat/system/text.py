@@ -6,12 +6,12 @@ from collections.abc import Hashable, Iterable
 from typing import TypeVar
 
 __all__ = [
+    "format_detail",
     "rank_list",
     "rank_spans",
     "ranks_by_value",
     "readable_size",
     "readable_time",
-    "spell",
     "text_of",
 ]
 
@@ -74,12 +74,12 @@ def text_of(error: BaseException) -> str:
         return "(an error that has no text, because its __str__ fails)"
 
 
-def spell(detail: object) -> str:
+def format_detail(detail: object) -> str:
     """Return a detail of a call in short: arrays as ``float32 (4, 3)``, nests as ``[*]``. Local."""
     if isinstance(detail, tuple):
         if len(detail) == 2 and isinstance(detail[1], tuple) and isinstance(detail[0], str):
             return f"{detail[0]} {detail[1]}"
-        shown = [spell(each) for each in detail[:_MAX_SPELLED]]
+        shown = [format_detail(each) for each in detail[:_MAX_SPELLED]]
         rest = len(detail) - len(shown)
         return ", ".join(shown) + (f" and {rest} more" if rest else "")
     text = str(detail)

@@ -1,6 +1,6 @@
 """The flight record: what the last collectives of a channel were, and how each went.
 
-It is always on, so an entry keeps references and clock readings only. What they mean is spelled
+It is always on, so an entry keeps references and clock readings only. What they mean is formatted
 when the record is dumped.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["DEFAULT_LENGTH", "FlightEntry", "FlightRecord", "Place", "State", "u
 DEFAULT_LENGTH = 256
 
 Place = tuple[CodeType, int] | None
-"""A code object and the offset of an instruction in it: cheap to note, and spelled later."""
+"""A code object and the offset of an instruction in it: cheap to note, and formatted later."""
 
 
 class Counters(Protocol):

@@ -66,7 +66,7 @@ def test_an_exception_caught_on_one_rank_is_an_epoch_error_at_the_next_collectiv
 
 def test_together_raises_on_all_ranks_and_leaves_the_strategy_usable(strategy, rank, size):
     collectives = strategy.extended.collectives
-    with pytest.raises(FileNotFoundError, match="no such"), collectives.together("work", "name"):
+    with pytest.raises(FileNotFoundError, match="no such"), collectives.all_or_none("work", "name"):
         if rank == size - 1:
             raise FileNotFoundError("no such thing")
     assert strategy.reduce("sum", 1) == size

@@ -109,7 +109,7 @@ def plain(value):
     return value.decode() if isinstance(value, bytes) else np.asarray(value).tolist()
 
 
-def spelled(file):
+def format_value(file):
     """Return all that a file says, but when and by which version it was written."""
     nodes = {}
 
@@ -135,7 +135,7 @@ def test_what_is_written_today_is_the_golden_file(tmp_path):
     with h5py.File(tmp_path / "new.h5") as new:
         for path in GOLDENS:
             with h5py.File(path) as golden:
-                assert spelled(new) == spelled(golden)
+                assert format_value(new) == format_value(golden)
     assert main(["diff", str(GOLDENS[0]), str(tmp_path / "new.h5")]) == 0
 
 

@@ -30,7 +30,7 @@ def write_part(path, rank, size=3, slow=1, clock="node", shift=0, **header):
         came = begin + (9 * MS if rank == slow else 1 * MS)
         agreed = begin + 9 * MS + 10_000
         end = begin + 10 * MS
-        moved = {"bytes": 4000, "implementation": "WholeReducer"}
+        moved = {"bytes": 4000, "implementation": "MpiReducer"}
         call = {"channel": "ranks 0-2", "number": step, "agreed_ns": agreed, **moved}
         lines.append(json.dumps(["collective", "all_reduce", came, end, 7, call]))
         lines.append(json.dumps(["run", "run", begin, end, 7, {}]))
@@ -67,7 +67,7 @@ def test_parts_become_one_trace(target):
     assert len(calls) == 9
     for call in calls:
         assert call["args"]["bytes"] == 4000
-        assert call["args"]["implementation"] == "WholeReducer"
+        assert call["args"]["implementation"] == "MpiReducer"
         inside = [e for e in spans if e["cat"] in ("wait", "move") and e["pid"] == call["pid"]
                   and e["args"]["number"] == call["args"]["number"]]  # fmt: skip
         assert sum(e["dur"] for e in inside) == pytest.approx(call["dur"])

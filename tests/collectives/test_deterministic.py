@@ -9,7 +9,7 @@ from ml_dtypes import bfloat16
 import mpistrat as ms
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.reducers import SlicedReducer
+from mpistrat.comm.reducers import ReduceScatterReducer
 from tests.helpers import as_bytes, result_of, triangle
 from tests.tree_reduction import expected_reduction, values_of
 
@@ -80,7 +80,7 @@ def test_blocks_do_not_matter_and_bound_the_memory(strategy, all_reduce, rank, m
     expected = as_bytes(all_reduce("sum", whole))
     monkeypatch.setattr("mpistrat.comm.reducers._BYTES_PER_BLOCK", 2**15)
     monkeypatch.setattr("mpistrat.comm.reducers._BYTES_PER_SLICE", 16)
-    reducer = SlicedReducer(strategy.extended.collectives.channel.transport)
+    reducer = ReduceScatterReducer(strategy.extended.collectives.channel.transport)
     message = Message([whole], [whole], Pool())
     tracemalloc.start()
     try:

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.arrays import Device
-from mpistrat.comm.device_reducers import DeviceWays
+from mpistrat.comm.device_reducers import DeviceCapabilities
 
 OPS = {
     ms.ReduceOp.SUM: MPI.SUM,
@@ -31,7 +31,7 @@ def to_device(array):
 
 
 @dataclass(frozen=True, eq=False)
-class Ways(DeviceWays):
+class Ways(DeviceCapabilities):
     """The ways of a strategy whose device is the host."""
 
     def is_on_device(self, array):

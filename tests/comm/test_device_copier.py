@@ -12,7 +12,7 @@ from mpistrat.comm import device_reducers
 from mpistrat.comm.device_reducers import DeviceCopier, StagedReducer
 from mpistrat.comm.packing import DeviceMessage
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.reducers import WholeReducer
+from mpistrat.comm.reducers import MpiReducer
 from tests.fake_cuda import Cuda
 
 
@@ -35,7 +35,7 @@ def compute(cuda, array, values):
 def test_every_copy_waits_for_what_it_needs(cuda, strategy, rank, size, length, is_started):
     transport = strategy.extended.collectives.channel.transport
     copier = DeviceCopier(Device("gpu"))
-    reducer = StagedReducer(copier, WholeReducer(transport))
+    reducer = StagedReducer(copier, MpiReducer(transport))
     results = []
     for step in range(3):
         source, target, seen = (np.zeros(length) for _ in range(3))

@@ -10,7 +10,7 @@ from mpistrat.arrays import Device
 from mpistrat.comm import device_reducers
 from mpistrat.comm.wire import wire_dtype
 from mpistrat.mpi.world import open_world
-from mpistrat.strategies.devices import open_device_ways
+from mpistrat.strategies.devices import open_device_capabilities
 from tests.comm.fake_devices import WAYS, OnDevice, Ways, to_device, ways_of
 from tests.helpers import as_bytes
 from tests.tree_reduction import values_of
@@ -29,7 +29,7 @@ def collectives(request, strategy):
 
 def with_ways(strategy, name):
     collectives = strategy.extended.collectives
-    collectives.ways = ways_of(name)
+    collectives.capabilities = ways_of(name)
     return collectives
 
 
@@ -130,9 +130,9 @@ def test_parts_follow_each_other_through_the_buffers(strategy, rank, op, dtype):
     for parts in range(6):
         for length in {max(parts * per_part + extra, 0) for extra in (-1, 0, 1)}:
             array = numbers(rank, (length,), dtype)
-            before = collectives.ways.copier.num_fetches
+            before = collectives.capabilities.copier.num_fetches
             found = reduced(collectives, op, [to_device(array)])
-            assert collectives.ways.copier.num_fetches - before == -(-length // per_part)
+            assert collectives.capabilities.copier.num_fetches - before == -(-length // per_part)
             assert_same(found, reduced(collectives, op, [array]))
 
 
@@ -235,14 +235,16 @@ def test_staged_is_the_same_as_mpi_for_host_arrays(strategy, counts, rank):
 
 
 def test_without_a_gpu_nothing_is_open(strategy):
-    ways = open_device_ways(open_world(None), Device("cpu"), None)
+    ways = open_device_capabilities(open_world(None), Device("cpu"), None)
     assert ways.places([np.ones(3), to_device(np.ones(3))]) == ()
     assert (ways.copier, ways.link, ways.why_not_mpi) == (None, None, "")
-    assert ways == strategy.extended.collectives.ways
+    assert ways == strategy.extended.collectives.capabilities
 
 
 def test_where_some_ranks_have_no_gpu_all_know(strategy, rank, size, others):
-    ways = open_device_ways(open_world(None), Device("gpu") if others else Device("cpu"), True)
+    ways = open_device_capabilities(
+        open_world(None), Device("gpu") if others else Device("cpu"), True
+    )
     assert ways.copier is None
     assert ways.why_not_mpi == ways.why_not_nccl == f"there is no GPU on rank {size - 1}"
 

@@ -16,7 +16,7 @@ pytestmark = [
 
 @pytest.fixture(params=["AUTO", "NCCL", "MPI", "STAGED"])
 def options(request, gpus):
-    ways = gpus.extended.collectives.ways
+    ways = gpus.extended.collectives.capabilities
     why_not = {"NCCL": ways.why_not_nccl, "MPI": ways.why_not_mpi}.get(request.param)
     options = ms.CommunicationOptions(implementation=ms.CommunicationImplementation[request.param])
     if why_not:

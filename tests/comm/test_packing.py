@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mpistrat.comm.pack_plan import plan_reduction
 from mpistrat.comm.packing import Single, pack
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.reducers import SlicedReducer, WholeReducer
+from mpistrat.comm.reducers import MpiReducer, ReduceScatterReducer
 from mpistrat.comm.transport import SoloTransport
 from mpistrat.options import CommunicationOptions, ReduceOp
 from tests.random_arrays import LAYOUTS, OPS, Spec, assert_own, expected_of, specs
@@ -51,16 +51,16 @@ class ByPieces:
         for source, target in zip(message.sources, message.targets, strict=True):
             assert source.dtype == message.dtype
             self.transport.all_reduce(moved, source, target)
-            WholeReducer(self.transport)._finish(op, target)
+            MpiReducer(self.transport)._finish(op, target)
 
     def start_all_reduce(self, op, message):
         return lambda: self.all_reduce(op, message)
 
 
 WAYS = {
-    "whole": WholeReducer(EqualRanks()),
+    "whole": MpiReducer(EqualRanks()),
     "by pieces": ByPieces(EqualRanks()),
-    "by slices": SlicedReducer(SoloTransport()),
+    "by slices": ReduceScatterReducer(SoloTransport()),
 }
 
 

@@ -108,7 +108,7 @@ def test_what_is_not_compiled_is_not_missed(tmp_path, digests, reason, where):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_two_nodes(tmp_path, digests, ranks):
     nodes, digest = run(tmp_path, ranks, MPIR_CVAR_NUM_CLIQUES="2")
-    assert {node for node, _ in nodes} == {"NodewiseReducer" if ranks == 4 else "NoneType"}
+    assert {node for node, _ in nodes} == {"HierarchicalReducer" if ranks == 4 else "NoneType"}
     assert digest == digests[ranks]
 
 

@@ -27,7 +27,7 @@ class Group:
     rank: int
     size: int
 
-    def together(self, kind, name=None):
+    def all_or_none(self, kind, name=None):
         return contextlib.nullcontext()
 
     def call(self, kind, name=None):

@@ -125,7 +125,7 @@ def test_a_restored_position_gives_each_remaining_example_once(
     def make():
         return Dataset.from_hdf5(path, "label").shuffle(1).batch(32)
 
-    def together(all_parts):
+    def joined(all_parts):
         return [list(itertools.chain(*parts)) for parts in zip(*all_parts, strict=True)]
 
     whole = all_ranks(make(), 1)[0]
@@ -135,14 +135,14 @@ def test_a_restored_position_gives_each_remaining_example_once(
     for distributed in before:
         iterator = iter(distributed)
         taken.append([localize(next(iterator)).tolist() for _ in range(4)])
-    assert together(taken) == expected[0][:4]
+    assert joined(taken) == expected[0][:4]
     (state,) = {json.dumps(distributed.state_dict()) for distributed in before}
     after = all_ranks(make(), other_size)
     for distributed in after:
         distributed.load_state_dict(json.loads(state))
         assert distributed.state_dict() == json.loads(state)
-    assert together([parts_of(distributed) for distributed in after]) == expected[0][4:]
-    assert together([parts_of(distributed) for distributed in after]) == expected[1]
+    assert joined([parts_of(distributed) for distributed in after]) == expected[0][4:]
+    assert joined([parts_of(distributed) for distributed in after]) == expected[1]
 
 
 def test_restoring_the_end_of_a_pass(all_ranks):

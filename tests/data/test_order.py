@@ -51,14 +51,14 @@ def is_slow_to_find_empty(order):
     return ENDLESS in lengths and order.source.num_examples < 0
 
 
-def spell(item):
-    return tuple(map(spell, item)) if np.ndim(item) else int(np.asarray(item))
+def format_detail(item):
+    return tuple(map(format_detail, item)) if np.ndim(item) else int(np.asarray(item))
 
 
 def items(order, start):
     blocks = order.blocks((2,), None, start)
     flat = itertools.chain.from_iterable(blocks)
-    return [spell(item) for item in itertools.islice(flat, _LIMIT)]
+    return [format_detail(item) for item in itertools.islice(flat, _LIMIT)]
 
 
 @given(SOURCES, STEPS, st.integers(0, 50))
@@ -67,7 +67,7 @@ def test_a_later_start_gives_the_rest(source, steps, start):
     if is_slow_to_find_empty(order):
         return
     flat = itertools.chain.from_iterable(order.blocks((2,), None))
-    expected = [spell(item) for item in itertools.islice(flat, start + _LIMIT)][start:]
+    expected = [format_detail(item) for item in itertools.islice(flat, start + _LIMIT)][start:]
     assert items(order, start) == expected
 
 

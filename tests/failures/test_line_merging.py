@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.failures.logs import WINDOW_S, Line, Printer, print_line
+from mpistrat.failures.logs import WINDOW_S, Line, LineMerger, print_line
 
 
 class Group:
@@ -31,7 +31,7 @@ def printed():
 
 @pytest.fixture
 def printer(printed, clock):
-    return Printer(lambda text, ranks: printed.append((text, sorted(ranks))), clock)
+    return LineMerger(lambda text, ranks: printed.append((text, sorted(ranks))), clock)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 1000])

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mpistrat.failures import logs as courier_module
-from mpistrat.failures.logs import Courier, Line
+from mpistrat.failures.logs import Line, LogForwarder
 
 RANK, SIZE = 2, 4
 LIMIT_S = 20
@@ -17,7 +17,7 @@ class FakeChannel:
 
     def __init__(self, rank=RANK, answer=True):
         self.rank, self.size = rank, SIZE
-        self.companions = self
+        self.peers = self
         self.answer = answer
         self.told = []
         self.go_on = threading.Event()
@@ -36,7 +36,7 @@ class FakeChannel:
 
 def test_rank_0_is_told_in_order(capsys):
     channel = FakeChannel()
-    courier = Courier(channel)
+    courier = LogForwarder(channel)
     for i in range(100):
         courier.put(Line(str(i), channel, RANK))
     courier.flush(LIMIT_S, print_all=False)
@@ -47,7 +47,7 @@ def test_rank_0_is_told_in_order(capsys):
 @pytest.mark.parametrize("answer", [False, None])
 def test_a_rank_that_cannot_tell_prints_itself_and_does_not_ask_again_soon(answer, capsys):
     channel = FakeChannel(answer=answer)
-    courier = Courier(channel)
+    courier = LogForwarder(channel)
     for text in ("one", "two"):
         courier.put(Line(text, channel, RANK))
         courier.flush(LIMIT_S, print_all=False)
@@ -58,8 +58,8 @@ def test_a_rank_that_cannot_tell_prints_itself_and_does_not_ask_again_soon(answe
 
 def test_without_a_side_channel_each_rank_prints_itself(capsys):
     channel = FakeChannel()
-    channel.companions = None
-    courier = Courier(channel)
+    channel.peers = None
+    courier = LogForwarder(channel)
     courier.put(Line("alone", channel, RANK))
     courier.flush(LIMIT_S, print_all=False)
     assert capsys.readouterr().err == f"mpistrat: rank {RANK}: alone\n"
@@ -67,7 +67,7 @@ def test_without_a_side_channel_each_rank_prints_itself(capsys):
 
 def test_rank_0_prints_for_all(capsys):
     channel = FakeChannel(rank=0)
-    courier = Courier(channel)
+    courier = LogForwarder(channel)
     for rank in range(SIZE):
         courier.put(Line("all", channel, rank))
     courier.put(Line("one", channel, 3))
@@ -77,7 +77,7 @@ def test_rank_0_prints_for_all(capsys):
 
 def test_a_line_of_one_rank_is_printed_when_its_window_is_over(capsys):
     channel = FakeChannel(rank=0)
-    Courier(channel).put(Line("own", channel, 0))
+    LogForwarder(channel).put(Line("own", channel, 0))
     printed, end = "", time.monotonic() + LIMIT_S
     while not printed and time.monotonic() < end:
         time.sleep(0.02)
@@ -88,7 +88,7 @@ def test_a_line_of_one_rank_is_printed_when_its_window_is_over(capsys):
 def test_what_comes_too_fast_is_dropped_and_counted(monkeypatch):
     monkeypatch.setattr(courier_module, "_MAX_QUEUED", 10)
     channel = FakeChannel()
-    courier = Courier(channel)
+    courier = LogForwarder(channel)
     channel.go_on.clear()
     courier.put(Line("first", channel, RANK))
     end = time.monotonic() + LIMIT_S
@@ -106,21 +106,21 @@ def test_what_comes_too_fast_is_dropped_and_counted(monkeypatch):
 
 def test_questions_stay_short():
     channel = FakeChannel()
-    courier = Courier(channel)
+    courier = LogForwarder(channel)
     channel.go_on.clear()
     for i in range(50):
         courier.put(Line(f"{i} " + "é" * 10**6, channel, RANK))
     channel.go_on.set()
     courier.flush(LIMIT_S, print_all=False)
     assert [text.split()[0] for text in channel.texts()] == [str(i) for i in range(50)]
-    # A character is at most six in JSON, and a beacon reads one MiB.
+    # A character is at most six in JSON, and a monitor reads one MiB.
     assert all(6 * sum(map(len, lines)) < 2**20 for lines in channel.told)
 
 
 def test_saying_something_does_not_wait():
     channel = FakeChannel()
     channel.go_on.clear()
-    courier = Courier(channel)
+    courier = LogForwarder(channel)
     began = time.monotonic()
     for i in range(2000):
         courier.put(Line(str(i), channel, RANK))

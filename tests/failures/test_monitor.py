@@ -1,4 +1,4 @@
-"""The beacon: its own are answered, and strangers keep nobody waiting."""
+"""The monitor: its own are answered, and strangers keep nobody waiting."""
 
 import functools
 import json
@@ -10,37 +10,37 @@ import pytest
 from mpistrat.agreement.channel import Channel
 from mpistrat.comm.transport import SoloTransport
 from mpistrat.failures import logs
-from mpistrat.failures.monitor import Address, Beacon, read_line
-from mpistrat.failures.peers import Companions, State
+from mpistrat.failures.monitor import Address, Monitor, read_line
+from mpistrat.failures.peers import JobPeers, State
 
 KEY = "0123"
 LIMIT_S = 20
 
 
 @pytest.fixture(scope="module")
-def beacon():
-    beacon, channel = Beacon(), Channel(SoloTransport(), None)
-    handlers = Companions(channel, KEY, [beacon.address]).handlers()
-    beacon.add(KEY, handlers | {"log": functools.partial(logs.take_lines, channel)})
-    return beacon
+def monitor():
+    monitor, channel = Monitor(), Channel(SoloTransport(), None)
+    handlers = JobPeers(channel, KEY, [monitor.address]).handlers()
+    monitor.add(KEY, handlers | {"log": functools.partial(logs.take_lines, channel)})
+    return monitor
 
 
-def say(beacon, words):
+def say(monitor, words):
     """Return a connection over which `words` were sent."""
-    connection = beacon.address.connect(LIMIT_S)
+    connection = monitor.address.connect(LIMIT_S)
     connection.sendall(words)
     return connection
 
 
-def ask(beacon, **question):
-    with say(beacon, json.dumps(question).encode() + b"\n") as connection:
+def ask(monitor, **question):
+    with say(monitor, json.dumps(question).encode() + b"\n") as connection:
         return json.loads(read_line(connection) or "null")
 
 
-def test_the_state_of_the_rank(beacon):
-    found = ask(beacon, key=KEY, ask="state")
+def test_the_state_of_the_rank(monitor):
+    found = ask(monitor, key=KEY, ask="state")
     assert (found["state"], found["sequence"]) == (State.LATE, 0)
-    assert "test_beacon.py" in found["site"]
+    assert "test_monitor.py" in found["site"]
 
 
 @pytest.mark.parametrize(
@@ -61,19 +61,19 @@ def test_the_state_of_the_rank(beacon):
         b"x" * 2**21,
     ],
 )
-def test_what_strangers_say_is_not_answered_and_does_no_harm(beacon, words):
+def test_what_strangers_say_is_not_answered_and_does_no_harm(monitor, words):
     try:
-        with say(beacon, words) as connection:
+        with say(monitor, words) as connection:
             assert read_line(connection) == b""
     except ConnectionError:
         pass  # it was closed before all was sent
-    assert ask(beacon, key=KEY, ask="state")["state"] == State.LATE
+    assert ask(monitor, key=KEY, ask="state")["state"] == State.LATE
 
 
-def test_silent_strangers_keep_nobody_waiting_and_are_closed(beacon):
-    strangers = [say(beacon, words) for words in [b"", b"half a "] * 20]
+def test_silent_strangers_keep_nobody_waiting_and_are_closed(monitor):
+    strangers = [say(monitor, words) for words in [b"", b"half a "] * 20]
     began = time.monotonic()
-    assert ask(beacon, key=KEY, ask="state")["state"] == State.LATE
+    assert ask(monitor, key=KEY, ask="state")["state"] == State.LATE
     assert time.monotonic() - began < 0.9
     for each in strangers:
         each.settimeout(LIMIT_S)
@@ -81,39 +81,39 @@ def test_silent_strangers_keep_nobody_waiting_and_are_closed(beacon):
         each.close()
 
 
-def test_a_question_may_come_in_parts(beacon):
+def test_a_question_may_come_in_parts(monitor):
     words = json.dumps({"key": KEY, "ask": "state"}).encode() + b"\n"
-    with say(beacon, words[:9]) as connection:
+    with say(monitor, words[:9]) as connection:
         time.sleep(0.1)
         connection.sendall(words[9:])
         assert json.loads(read_line(connection))["state"] == State.LATE
 
 
-def test_who_asks_without_an_end_of_line(beacon):
-    with say(beacon, json.dumps({"key": KEY, "ask": "state"}).encode()) as connection:
+def test_who_asks_without_an_end_of_line(monitor):
+    with say(monitor, json.dumps({"key": KEY, "ask": "state"}).encode()) as connection:
         connection.shutdown(socket.SHUT_WR)
         assert json.loads(read_line(connection))["state"] == State.LATE
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_lines_are_delivered_or_not(beacon, answers):
+def test_lines_are_delivered_or_not(monitor, answers):
     asked = []
 
     def take(question):
         asked.append((question["teller"], question["lines"], question.is_awaited()))
         return {"taken": answers}
 
-    beacon.add("0567", {"log": take})
-    peers = Companions(Channel(SoloTransport(), None), "0567", [beacon.address])
+    monitor.add("0567", {"log": take})
+    peers = JobPeers(Channel(SoloTransport(), None), "0567", [monitor.address])
     assert peers.deliver(["one", "two"]) is answers
     assert asked == [(0, ["one", "two"], True)]
 
 
-def test_lines_are_not_delivered_to_nobody(beacon):
+def test_lines_are_not_delivered_to_nobody(monitor):
     channel = Channel(SoloTransport(), None)
-    assert not Companions(channel, "a wrong key", [beacon.address]).deliver(["one"])
+    assert not JobPeers(channel, "a wrong key", [monitor.address]).deliver(["one"])
     with socket.create_server(("", 0)) as closed:
-        nobody = Address(beacon.address.host, closed.getsockname()[1], beacon.address.pid)
-    assert not Companions(channel, KEY, [nobody]).deliver(["one"])
+        nobody = Address(monitor.address.host, closed.getsockname()[1], monitor.address.pid)
+    assert not JobPeers(channel, KEY, [nobody]).deliver(["one"])
     # Without a queue there is nothing that takes lines.
-    assert not Companions(channel, KEY, [beacon.address]).deliver(["one"])
+    assert not JobPeers(channel, KEY, [monitor.address]).deliver(["one"])

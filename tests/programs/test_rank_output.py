@@ -30,7 +30,7 @@ def lines_of(tmp_path, program, ranks, code=0, limit_s=40, **variables):
     return lines[: next((i for i, line in enumerate(lines) if line.startswith(marks)), None)]
 
 
-def spell(ranks):
+def ranks_text(ranks):
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
 
 
@@ -45,8 +45,8 @@ def test_equal_lines_are_printed_once_and_a_ranks_own_with_its_number(tmp_path, 
         ranks,
     )
     own = [f"mpistrat: rank {rank}: own {rank}" for rank in range(ranks)]
-    others = f"mpistrat: {spell(range(1, ranks))}: not rank 0"
-    assert lines[0] == f"mpistrat: {spell(range(ranks))}: all of {ranks}"
+    others = f"mpistrat: {ranks_text(range(1, ranks))}: not rank 0"
+    assert lines[0] == f"mpistrat: {ranks_text(range(ranks))}: all of {ranks}"
     assert sorted(lines[1:]) == sorted([*own, others])
 
 
@@ -61,7 +61,7 @@ def test_equal_warnings_are_printed_once_in_their_usual_form(tmp_path):
     number = HEAD.count("\n") + 1
     script = tmp_path / "program.py"
     assert lines[:2] == [
-        f"mpistrat: {spell(range(ranks))}: {script}:{number}: FutureWarning: this will change",
+        f"mpistrat: {ranks_text(range(ranks))}: {script}:{number}: FutureWarning: this will change",
         '  warnings.warn("this will change", FutureWarning)',
     ]
     assert sorted(lines[2::2]) == [
@@ -239,7 +239,7 @@ strategy.run(deep, args=(30,))
     assert len(lines) < 40, text
     assert text.count("Traceback") == 1
     for i in range(3):
-        assert f"mpistrat: {spell(range(ranks))}: warning {i}" in lines
+        assert f"mpistrat: {ranks_text(range(ranks))}: warning {i}" in lines
         assert text.count(f"UserWarning: strange {i}") == 1
     assert "EpochMismatchError" in text
 

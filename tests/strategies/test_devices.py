@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import mpistrat as ms
 from mpistrat.arrays import Device, parse_device
-from mpistrat.comm.device_reducers import DeviceWays, part_bytes, plan_parts
+from mpistrat.comm.device_reducers import DeviceCapabilities, part_bytes, plan_parts
 from mpistrat.comm.nccl import nccl_knows
 from mpistrat.comm.pack_plan import plan_reduction
 from mpistrat.comm.selection import check_options, check_plan, choose_way
@@ -50,12 +50,12 @@ def asked(name):
     ],
 )
 def test_the_way_and_the_reason(name, no_mpi, no_nccl, dtype, way, why):
-    ways = DeviceWays(GPU, why_not_mpi=no_mpi, why_not_nccl=no_nccl)
+    ways = DeviceCapabilities(GPU, why_not_mpi=no_mpi, why_not_nccl=no_nccl)
     assert choose_way(asked(name), Op.SUM, np.dtype(dtype), ways) == (Way[way], why)
 
 
 def test_what_cannot_be_had_is_refused_with_the_reason():
-    ways = DeviceWays(GPU, why_not_mpi="it is off.", why_not_nccl="ranks 0-1 share one GPU")
+    ways = DeviceCapabilities(GPU, why_not_mpi="it is off.", why_not_nccl="ranks 0-1 share one GPU")
     with pytest.raises(ValueError, match=r"NCCL reduces .* ranks 0-1 share one GPU. Use AUTO"):
         check_options(asked("NCCL"), ways)
     with pytest.raises(ValueError, match=r"(?s)MPI gives device memory .* it is off.*Use AUTO or"):
@@ -65,7 +65,7 @@ def test_what_cannot_be_had_is_refused_with_the_reason():
 
 
 def test_on_the_host_only_nccl_is_refused():
-    ways = DeviceWays(Device("cpu"))
+    ways = DeviceCapabilities(Device("cpu"))
     with pytest.raises(ValueError, match="the replica computes on the host"):
         check_options(asked("NCCL"), ways)
     for name in ("AUTO", "MPI", "STAGED", "SHARED"):

@@ -21,7 +21,9 @@ def strict(monkeypatch):
 def test_ranks_that_would_share_a_gpu_are_refused_everywhere(strict, monkeypatch, size):
     monkeypatch.setattr(mpi, "make_offer", lambda *_: Offer(("the only one",), (True,), 0))
     found = []
-    monkeypatch.setattr(mpi, "open_device_ways", lambda world, device, _: found.append(device))
+    monkeypatch.setattr(
+        mpi, "open_device_capabilities", lambda world, device, _: found.append(device)
+    )
     if size > 1:
         with pytest.raises(ms.errors.LaunchError, match=f"{size} ranks and shows them 1 GPU"):
             ms.MPIStrategy()

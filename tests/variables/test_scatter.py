@@ -1,6 +1,6 @@
 """Writes of `IndexedSlices`: rounds, shapes, dtypes, refusals and batches.
 
-The matrix of kinds, modes and contexts is in test_variable_matrix.py.
+The matrix of kinds, modes and contexts is in test_writes.py.
 """
 
 import numpy as np

@@ -10,9 +10,9 @@ from concurrent.futures import Future, wait
 
 import numpy as np
 
-from mpistrat.data.hdf5.chunk_plan import FieldPlan
+from mpistrat.data.hdf5.chunk_plan import ChunkPlan
 
-__all__ = ["ChunkStore", "KeptRows", "recycled", "recycled_empty"]
+__all__ = ["ChunkCache", "RowCache", "recycled", "recycled_empty"]
 
 _MAX_IDLE_BYTES = 2**27
 _MAX_EXCESS = 4
@@ -44,7 +44,7 @@ LoadRows = Callable[[Sequence[tuple[int, np.ndarray]]], None]
 """Decodes chunks, given by their numbers, into the rows that come with each."""
 
 
-class KeptRows:
+class RowCache:
     """One field of all files, of which each chunk is read when a row of it is first needed.
 
     Readers in several threads may share it: where two load a chunk, both write the same. So there
@@ -52,7 +52,7 @@ class KeptRows:
 
     Parameters
     ----------
-    plan : FieldPlan
+    plan : ChunkPlan
     offsets : ndarray of int
         Number of the first row of each file, and at the end the number of rows.
     shape : tuple of int
@@ -61,7 +61,7 @@ class KeptRows:
     """
 
     def __init__(
-        self, plan: FieldPlan, offsets: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
+        self, plan: ChunkPlan, offsets: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
     ) -> None:
         self._plan, self._offsets = plan, offsets
         self._rows = np.empty((int(offsets[-1]), *shape), dtype)
@@ -118,7 +118,7 @@ _ONE = np.int32(1)
 """Of the dtype of the counts, or NumPy would convert at each row."""
 
 
-class ChunkStore:
+class ChunkCache:
     """Chunks that are decoded, or being so, each in a slot of one array.
 
     Chunks are decoded in the order in which they were announced, as far as there are slots that

@@ -14,7 +14,7 @@ from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.order import CHUNK_OVERHEAD_BYTES
 from mpistrat.sharding import ceil_div
 
-__all__ = ["FieldPlan", "plan_fields"]
+__all__ = ["ChunkPlan", "plan_fields"]
 
 _MIN_CAPACITY_BYTES = 2**25
 """Decoded size of the chunks that are kept at least, of the field with the largest rows."""
@@ -33,7 +33,7 @@ _SMALL_FIELD_BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class FieldPlan:
+class ChunkPlan:
     """The chunks of one field over all files, numbered from 0 on.
 
     Data without chunks are read in blocks of rows, which are treated alike.
@@ -88,7 +88,7 @@ class FieldPlan:
         return first_chunks, rows_per_chunk, rows_of_file
 
 
-def plan_fields(catalog: Catalog, window_rows: int) -> list[FieldPlan]:
+def plan_fields(catalog: Catalog, window_rows: int) -> list[ChunkPlan]:
     """Return the plan of each field, in the order of `Catalog.names`. Local.
 
     Parameters
@@ -104,7 +104,7 @@ def plan_fields(catalog: Catalog, window_rows: int) -> list[FieldPlan]:
         lengths = np.array(
             [_block_rows(catalog, file, field, kept) for file in range(len(catalog.files))]
         )
-        plan = FieldPlan(rows_of_file, lengths, field in kept)
+        plan = ChunkPlan(rows_of_file, lengths, field in kept)
         if plan.is_kept:
             plans.append(plan)
             continue

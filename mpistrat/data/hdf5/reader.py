@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.data.hdf5.catalog import Catalog
-from mpistrat.data.hdf5.chunk_cache import ChunkStore, KeptRows
+from mpistrat.data.hdf5.chunk_cache import ChunkCache, RowCache
 from mpistrat.data.hdf5.chunk_plan import plan_fields
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
 from mpistrat.data.order import Block
@@ -82,12 +82,12 @@ class Hdf5Reader:
     catalog : Catalog
     window_rows : int
         How many rows are mixed at a time.
-    kept : dict from int to KeptRows
+    kept : dict from int to RowCache
         Small fields, by their numbers, as far as earlier readers of the same files have needed
         them. The others are added.
     """
 
-    def __init__(self, catalog: Catalog, window_rows: int, kept: dict[int, KeptRows]) -> None:
+    def __init__(self, catalog: Catalog, window_rows: int, kept: dict[int, RowCache]) -> None:
         self._catalog = catalog
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
@@ -109,7 +109,7 @@ class Hdf5Reader:
         # In disorder data without chunks are read in blocks, which are treated like chunks.
         self._announced = [field for field in picked if window_rows or field in self._chunked]
         self._sliced = [field for field in picked if field not in self._announced]
-        self._stores: dict[int, ChunkStore] = {}
+        self._stores: dict[int, ChunkCache] = {}
         self._num_announced = 0
         widest = self._plans[catalog.widest]
         if self._announced:
@@ -165,7 +165,7 @@ class Hdf5Reader:
         for field in self._kept:
             kept = self._kept_rows.get(field)
             if kept is None:
-                kept = KeptRows(self._plans[field], self._offsets, *self._specs[field])
+                kept = RowCache(self._plans[field], self._offsets, *self._specs[field])
                 kept = self._kept_rows.setdefault(field, kept)
             outputs[field] = kept.take(numbers, files, rows, partial(self._load_all, field))
 
@@ -208,14 +208,14 @@ class Hdf5Reader:
             start = stop
         return outputs
 
-    def _store(self, field: int) -> ChunkStore:
+    def _store(self, field: int) -> ChunkCache:
         """Return the decoded chunks of a field; they take memory from the first use on."""
         store = self._stores.get(field)
         if store is None:
             plan, (shape, dtype) = self._plans[field], self._specs[field]
             slot_shape = (plan.rows_per_slot, *shape)
             load = partial(self._begin_to_load, field)
-            store = self._stores[field] = ChunkStore(
+            store = self._stores[field] = ChunkCache(
                 plan.num_chunks, plan.num_slots, slot_shape, dtype, load
             )
         return store

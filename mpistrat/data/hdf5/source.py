@@ -12,7 +12,7 @@ import numpy as np
 
 from mpistrat import nests, sharding
 from mpistrat.data.hdf5.catalog import Catalog, read_catalog, resolve_paths
-from mpistrat.data.hdf5.chunk_cache import KeptRows
+from mpistrat.data.hdf5.chunk_cache import RowCache
 from mpistrat.data.hdf5.reader import Hdf5Reader
 from mpistrat.data.order import Block, ChunkLayout
 
@@ -54,7 +54,7 @@ class Hdf5Source:
             raise ValueError("from_hdf5 needs at least one file, but the list is empty.")
         _check_fields(fields)
         self._fields = fields
-        self._kept: dict[int, KeptRows] = {}
+        self._kept: dict[int, RowCache] = {}
 
     def share_of_rank(self, size: int, rank: int) -> Hdf5Source:
         """Return the source of every `size`-th file, from file `rank` on. Local.
