@@ -34,12 +34,12 @@ class EpochError(MpistratError, RuntimeError):
 
     Attributes
     ----------
-    caused_elsewhere : bool
+    _caused_elsewhere : bool
         True where another rank's own error is the cause. That rank reports it, and this
         one stays quiet when the job ends.
     """
 
-    caused_elsewhere: bool = False
+    _caused_elsewhere: bool = False
 
 
 class EpochMismatchError(EpochError):
@@ -63,11 +63,11 @@ class LaunchError(MpistratError, RuntimeError):
 
     Attributes
     ----------
-    is_told_elsewhere : bool
+    _is_reported_elsewhere : bool
         True on all tasks but one where each meets the same error alone.
     """
 
-    is_told_elsewhere: bool = False
+    _is_reported_elsewhere: bool = False
 
 
 class DataError(MpistratError, ValueError):

@@ -88,7 +88,7 @@ class ReplicaContext:
 
     def __enter__(self) -> ReplicaContext:
         current = context.current()
-        if current is not None and not current.strategy.extended.is_default:
+        if current is not None and not current.strategy.extended._is_default:
             context.mode_for(self._strategy, "This ReplicaContext")
         frame = context.Frame(context.Kind.REPLICA, self._strategy, self)
         self._entered.append(context.entered(frame))
@@ -309,7 +309,7 @@ class ReplicaContext:
         frame = context.current()
         if frame is not None and frame.replica_context is self:
             return
-        if frame is None and self._strategy.extended.is_default:
+        if frame is None and self._strategy.extended._is_default:
             return
         here = "the default context" if frame is None else f"the {frame.kind.value}"
         raise ContextError(

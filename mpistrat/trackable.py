@@ -41,15 +41,15 @@ class Trackable:
         self.on_new_child: _OnNewChild | None = None
         """Called with each child made from now on, before it is added."""
 
-    def checkpoint_children(self) -> dict[str, object]:
+    def _checkpoint_children(self) -> dict[str, object]:
         """Return the children by name, without those that depend on another object. Local."""
         return dict(self._children)
 
-    def checkpoint_dependents(self) -> list[Dependent]:
+    def _checkpoint_dependents(self) -> list[Dependent]:
         """Return the children that depend on another object, in the order they came in. Local."""
         return list(self._dependents)
 
-    def late_dependents(self) -> Mapping[str, Callable[[Any], Any]]:
+    def _deferred_slots(self) -> Mapping[str, Callable[[Any], Any]]:
         """Return what makes the children that a variable will get once it needs them. Local.
 
         By name: each is called with the variable, and returns the child without attaching it.
@@ -57,7 +57,7 @@ class Trackable:
         """
         return {}
 
-    def attach_child(self, name: str, child: object, *, of: object = None) -> None:
+    def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
         """Add a child; a restore that was waiting for it fills it first.
 
         **Collective** where such a restore is waiting, else **Local**. If the child refuses what
@@ -107,7 +107,7 @@ def walk_objects(
         return
     children: Iterable[tuple[Any, Any]]
     if isinstance(thing, Trackable):
-        children, reach = thing.checkpoint_children().items(), Reach.CHILD
+        children, reach = thing._checkpoint_children().items(), Reach.CHILD
     elif isinstance(thing, dict):
         children = thing.items()
     elif isinstance(thing, list | tuple):

@@ -252,7 +252,7 @@ def _raise_for_all(channel: Channel, report: dict[str, Any], own: Exception | No
     rank, first = next((r, each) for r, each in enumerate(reports) if "error" in each)
     text = f"{first['text']} (on rank {rank} of {channel.size})"
     error = _rebuilt(first["error"], text)
-    vars(error)["caused_elsewhere"] = True
+    vars(error)["_caused_elsewhere"] = True
     raise error
 
 

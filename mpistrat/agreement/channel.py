@@ -121,7 +121,7 @@ class Channel:
         What is known of ranks whose processes have died, by rank.
     stuck_at : str or None
         Where this rank gave up to wait in a round, which is still open.
-    is_told : bool
+    is_reported : bool
         Whether another rank ends the job and has said why.
     waiting : tuple or None
         The collective in which this rank waits for others, and since when.
@@ -149,7 +149,7 @@ class Channel:
         self.peers: Peers | None = None
         self.lost: dict[int, str] = {}
         self.stuck_at: str | None = None
-        self.is_told = False
+        self.is_reported = False
         self.waiting: tuple[str, float] | None = None
         self.thread = threading.get_ident()
         self.pool = transport.pool
@@ -168,7 +168,7 @@ class Channel:
             self.closed = self._loss("another collective")
         if self.closed is not None:
             again = type(self.closed)(str(self.closed))
-            again.caused_elsewhere = self.closed.caused_elsewhere
+            again._caused_elsewhere = self.closed._caused_elsewhere
             raise again from None
 
     def start_round(self, status: Status, digest: int) -> None:
@@ -341,7 +341,7 @@ class Channel:
                 "Every rank must make the same collective calls in the same order, with the same "
                 "op, dtype, shape, structure and name."
             )
-        error.caused_elsewhere = bool(guilty) and self.rank not in guilty
+        error._caused_elsewhere = bool(guilty) and self.rank not in guilty
         self.closed = error
         return error
 

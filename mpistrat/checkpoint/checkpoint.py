@@ -144,7 +144,7 @@ class Checkpoint(Trackable):
                 f"{name!r} is a method of Checkpoint and cannot name an object. Use another name."
             )
         check_can_hold_state(name, value)
-        self.attach_child(name, value)
+        self._attach_child(name, value)
 
     def __getattr__(self, name: str) -> Any:
         children = vars(self).get("_children", {})

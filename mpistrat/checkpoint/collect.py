@@ -57,7 +57,7 @@ class StateCollector:
     def __init__(
         self, root: Trackable, what: str, path: str | os.PathLike[str], parallel: bool = False
     ) -> None:
-        self._tree = tree = walk(root.checkpoint_children())
+        self._tree = tree = walk(root._checkpoint_children())
         self.ranks: Collectives = collectives_for(tree, what)
         self.path = agree_on_path(self.ranks, what, path, parallel=parallel)
         self._states: list[Item] = []
@@ -85,7 +85,7 @@ class StateCollector:
 
 def _item_of(name: str, variable: Variable) -> Item:
     """Bring the values of one variable to rank 0. **Collective**."""
-    value = variable.save_value()
+    value = variable._save_value()
     life = BufferLifetime.LONG if value is variable.storage else BufferLifetime.BRIEF
     if isinstance(variable, MirroredVariable):
         life = BufferLifetime.EVERYWHERE

@@ -123,7 +123,7 @@ def late_children(tree: Tree) -> dict[str, LateChild]:
     own = {id(variable): path for path, variable in reversed(list(tree.variables.items()))}
     found = {}
     for owner_path, owner in tree.trackables.items():
-        for name, make in owner.late_dependents().items():
+        for name, make in owner._deferred_slots().items():
             dependents = [
                 (owner_path, Dependent(name, None, tree.variables[path])) for path in own.values()
             ]
@@ -153,7 +153,7 @@ def attach_children(late: Mapping[str, LateChild], made: Mapping[str, Variable])
     """Give the owners the children that have been `made`, as they are. Local."""
     for path, child in {id(child): (path, child) for path, child in made.items()}.values():
         late[path].owner.on_new_child = None
-        late[path].owner.attach_child(late[path].name, child, of=late[path].of)
+        late[path].owner._attach_child(late[path].name, child, of=late[path].of)
 
 
 def fresh_children(
@@ -219,7 +219,7 @@ class Restoration:
         """Assign the variables of `tree` that the file has. Local."""
         for path, variable in tree.variables.items():
             if path in self.arrays:
-                variable.load_value(self.arrays[path])
+                variable._load_value(self.arrays[path])
 
     def take(self, tree: Tree, filled: Iterable[str] = ()) -> None:
         """Forget what the objects of `tree` have got, and wait for their later children. Local.

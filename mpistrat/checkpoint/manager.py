@@ -67,7 +67,7 @@ def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str
         except CheckpointMismatchError:
             raise
         except CheckpointError as error:
-            if not getattr(error, "caused_elsewhere", False):
+            if not getattr(error, "_caused_elsewhere", False):
                 warn_of_damage(error)
             errors.append(error)
         else:
@@ -293,7 +293,7 @@ class CheckpointManager:
         return ranks.broadcast_json(found)
 
     def _collectives(self) -> Collectives:
-        tree = walk(self._checkpoint.checkpoint_children())
+        tree = walk(self._checkpoint._checkpoint_children())
         return collectives_for(tree, "CheckpointManager")
 
 

@@ -294,7 +294,7 @@ class _Walker:
                 self.add(self.tree.variables, place, thing)
             elif isinstance(thing, Trackable):
                 self.tree.trackables[place] = thing
-                self.dependents += [(place, each) for each in thing.checkpoint_dependents()]
+                self.dependents += [(place, each) for each in thing._checkpoint_dependents()]
             elif _has_own_state(thing):
                 self.add(self.tree.stateful, place, generator_state(thing) or thing)
             elif must_hold_state:

@@ -75,7 +75,7 @@ class PreemptionCheckpointHandler:
         if not isinstance(manager, CheckpointManager):
             raise TypeError(f"{_WHAT} needs a CheckpointManager, not {manager!r}.")
         self._manager = manager
-        self._ranks = collectives_for(walk(manager.checkpoint.checkpoint_children()), _WHAT)
+        self._ranks = collectives_for(walk(manager.checkpoint._checkpoint_children()), _WHAT)
         self._noticed: str | None = None
         self._has_saved = False
         self._previous: dict[signal.Signals, Any] = {}

@@ -101,7 +101,7 @@ class RestoreStatus:
         return [f"{path} ({of})" for path, of in self._restoration.left().items()]
 
     def _check(self, unexpected: list[str]) -> None:
-        tree = walk(self._root.checkpoint_children())
+        tree = walk(self._root._checkpoint_children())
         missing = _missing(tree, self._restoration.restored)
         _raise_unmatched(self._restoration.path, missing, unexpected)
 
@@ -167,7 +167,7 @@ def restore(
         Whether objects that the file does not have may stay as they are.
     """
     began_s = time.perf_counter()
-    tree = walk(root.checkpoint_children())
+    tree = walk(root._checkpoint_children())
     ranks = collectives_for(tree, _WHAT)
     file = agree_on_path(ranks, _WHAT, path)
     state, shapes, values = _read(ranks, file)
@@ -181,7 +181,7 @@ def restore(
         if not allow_missing:
             check_nothing_missing(file, tree, {*shapes, *state, *fresh})
         for name, variable in variables.items():
-            variable.load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
+            variable._load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
     others = {name: shape for name, shape in shapes.items() if name not in variables}
     arrays = _broadcast(ranks, file, values, others)
     restoration = Restoration(file, arrays, state)
@@ -190,7 +190,7 @@ def restore(
         call.agree("values of variables")
         load_variables(call, values, variables)
     for variable in fresh.values():
-        variable.load_value(np.zeros(variable.shape, variable.dtype))
+        variable._load_value(np.zeros(variable.shape, variable.dtype))
     attach_children(late, made)
     restoration.take(tree, {**variables, **fresh})
     restoration.wait_for_children("", root)

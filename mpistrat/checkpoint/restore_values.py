@@ -220,7 +220,7 @@ def load_variables(call: CollectiveCall, values: Values, variables: Mapping[str,
         if own is not None:
             flat = own.reshape(-1)
             for each in cut(flat.size, _length(own.dtype)):
-                variable.load_piece(each.start, flat[each])
+                variable._load_piece(each.start, flat[each])
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
     memory = np.empty(min(size, _length(variable.dtype)), variable.dtype)
     for each in cut(size, _length(variable.dtype)):
         piece = memory[: each.stop - each.start]
-        yield _Piece(piece, functools.partial(variable.load_piece, each.start, piece))
+        yield _Piece(piece, functools.partial(variable._load_piece, each.start, piece))
 
 
 def _is_stored_as_read(variable: Variable) -> bool:

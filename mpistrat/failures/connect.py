@@ -75,7 +75,7 @@ def open_last_channel(grace_s: float) -> Channel | None:
 def _hear_of_end(channel: Channel, question: Question) -> dict[str, Any]:
     """Leave a record before another rank ends this process too. Local, any thread."""
     on_end_of_job(channel, int(question["teller"]))
-    channel.is_told = True
+    channel.is_reported = True
     return {}
 
 

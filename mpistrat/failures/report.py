@@ -31,7 +31,7 @@ def describe_failure(
     )
     facts = {
         "failed": True,
-        "cause": not getattr(error, "caused_elsewhere", False),
+        "cause": not getattr(error, "_caused_elsewhere", False),
         "summary": f"{kind.__name__}: {text_of(error)}".split("\n")[0][:300].removesuffix(": "),
         "key": [kind.__name__, same],
     }

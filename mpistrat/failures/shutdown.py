@@ -189,7 +189,7 @@ def _report(failure: exit_hooks.Failure) -> bool:
             time.sleep(_PRINT_S)
             own.abort(1)
     if not own.channels or not own.can_speak():
-        return getattr(failure.error, "is_told_elsewhere", False)
+        return getattr(failure.error, "_is_reported_elsewhere", False)
     sys.stdout.flush()
     site = failure_site(failure.trace)
     facts, text = describe_failure(*failure, site)
@@ -230,7 +230,7 @@ def _part(
     logs.close()
     if ends_alone:
         exit_hooks.finish_work()
-        if any(channel.is_told for channel in channels):
+        if any(channel.is_reported for channel in channels):
             # Whoever told it ends the job for all, once the others have left their records.
             time.sleep(_TELL_S)
         else:
@@ -266,7 +266,7 @@ def _others_end(
             # The others have been interrupted too, and come now or never.
             is_hurried, since = True, time.monotonic()
         may_abort = has_failed or is_hurried or any(each.is_stuck for each in partings)
-        if any(each.channel.is_told for each in partings):
+        if any(each.channel.is_reported for each in partings):
             return False
         if may_abort and not is_idle and time.monotonic() - since > limit_s - _ASK_S:
             is_idle = not any(_is_root_at_work(each.channel) for each in partings)

@@ -147,7 +147,7 @@ class BatchNorm(Trackable):
 
     def _make_variable(self, what: str, value: np.ndarray, **modes: Any) -> Variable:
         variable = Variable(value, name=f"{self.name}/{what}", **modes)
-        self.attach_child(what, variable)
+        self._attach_child(what, variable)
         return variable
 
     def _make_average(self, what: str, value: np.ndarray) -> Variable:

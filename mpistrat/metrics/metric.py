@@ -44,7 +44,7 @@ class Metric(Trackable, abc.ABC):
             synchronization=VariableSynchronization.ON_READ,
             aggregation=VariableAggregation.SUM,
         )
-        self.attach_child(what, variable)
+        self._attach_child(what, variable)
         self._sums[what] = variable
         return variable
 

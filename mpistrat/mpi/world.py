@@ -231,7 +231,7 @@ def _launch_error(launcher: Launcher, what: str) -> LaunchError:
         f"{launcher.title} started {launcher.num_tasks} tasks{where}, {what}.{flag} {remedy}"
     )
     if launcher.task != 0:
-        error.is_told_elsewhere = True
+        error._is_reported_elsewhere = True
         # A launcher may end all others as soon as one has failed, and task 0 has to report first.
         time.sleep(_HEAD_START_S)
     return error

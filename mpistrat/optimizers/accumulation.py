@@ -111,9 +111,9 @@ class GradientAccumulator(Trackable):
         with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
             self._sums = [_new_sum(variable) for variable in self._variables]
         for variable, total in zip(self._variables, self._sums, strict=True):
-            self.attach_child("gradient_sum", total, of=variable)
+            self._attach_child("gradient_sum", total, of=variable)
         self._counts = _Counts([0] * len(self._variables))
-        self.attach_child("counts", self._counts)
+        self._attach_child("counts", self._counts)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -169,7 +169,7 @@ class GradientAccumulator(Trackable):
         """Refuse an `add` that would be no replica's own. Collective where it refuses."""
         owner = self._owner
         where = context.mode_for(owner, f"The {type(self).__name__}")
-        if where is context.Kind.CROSS_REPLICA and not owner.extended.is_default:
+        if where is context.Kind.CROSS_REPLICA and not owner.extended._is_default:
             with owner.extended.collectives.call(kind):
                 raise ValueError(
                     f"{kind} takes the gradients of one replica, but this is the cross-replica "
@@ -300,7 +300,7 @@ class GradientAccumulator(Trackable):
 def _owner_of(variables: Any) -> Any:
     """Return the strategy in scope, outside every scope that of the first variable with one."""
     strategy = get_strategy()
-    if not strategy.extended.is_default or not isinstance(variables, list):
+    if not strategy.extended._is_default or not isinstance(variables, list):
         return strategy
     return owner_among((each for each in variables if isinstance(each, Variable)), strategy)
 

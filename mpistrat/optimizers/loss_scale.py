@@ -88,7 +88,7 @@ class LossScale(Trackable):
             name=f"loss_scale/{name}",
             aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
         )
-        self.attach_child(name, variable)
+        self._attach_child(name, variable)
         return variable
 
     @property

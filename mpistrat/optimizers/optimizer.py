@@ -115,9 +115,9 @@ class Optimizer(Trackable, abc.ABC):
             name="iterations",
             aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
         )
-        self.attach_child("iterations", self.iterations)
+        self._attach_child("iterations", self.iterations)
         if loss_scale is not None:
-            self.attach_child("loss_scale", loss_scale)
+            self._attach_child("loss_scale", loss_scale)
         self._slots = Slots()
         self._plans = Plans()
         self._checked: tuple[Sequence[Any], str] = (), ""
@@ -182,7 +182,7 @@ class Optimizer(Trackable, abc.ABC):
         """
         strategy = get_strategy()
         pairs = listed(grads_and_vars)
-        if strategy.extended.is_default:
+        if strategy.extended._is_default:
             strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
         frame = context.current()
         ours = frame is not None and frame.strategy is strategy
@@ -343,16 +343,16 @@ class Optimizer(Trackable, abc.ABC):
         names = self._rule.kernel.slots
         return [self._target(variable, names) for variable in variables]
 
-    def late_dependents(self) -> Mapping[str, Callable[[Variable], Variable]]:
+    def _deferred_slots(self) -> Mapping[str, Callable[[Variable], Variable]]:
         """Return what makes the slots, by name. Local."""
         return {name: functools.partial(zero_slot, name=name) for name in self._rule.kernel.slots}
 
-    def attach_child(self, name: str, child: object, *, of: object = None) -> None:
+    def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
         """Add a child, which is the slot `name` of the variable `of` where this is given.
 
         **Collective** where a restore is waiting for the child, else **Local**.
         """
-        super().attach_child(name, child, of=of)
+        super()._attach_child(name, child, of=of)
         if isinstance(of, Variable) and isinstance(child, Variable):
             self._slots.add(of, name, child)
 
@@ -362,6 +362,6 @@ class Optimizer(Trackable, abc.ABC):
         if target is None:
             for name in names:
                 if self._slots.find(variable, name) is None:
-                    self.attach_child(name, zero_slot(variable, name), of=variable)
+                    self._attach_child(name, zero_slot(variable, name), of=variable)
             target = self._slots.target(variable, names)
         return target

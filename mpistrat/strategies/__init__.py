@@ -41,7 +41,7 @@ def get_strategy() -> Strategy:
 
 def has_strategy() -> bool:
     """Return whether another strategy than the default one is current. Local."""
-    return not get_strategy().extended.is_default
+    return not get_strategy().extended._is_default
 
 
 def in_cross_replica_context() -> bool:
@@ -77,7 +77,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise TypeError(f"experimental_set_strategy takes a strategy or None, not {strategy!r}.")
-    if strategy is None or strategy.extended.is_default:
+    if strategy is None or strategy.extended._is_default:
         context.set_base(None)
     else:
         context.set_base(context.Frame(context.Kind.CROSS_REPLICA, strategy))

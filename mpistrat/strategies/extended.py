@@ -52,7 +52,7 @@ class StrategyExtended(ExtendedV1):
         How the replicas communicate; a world of one has its own.
     """
 
-    is_default = False
+    _is_default = False
     distributes_variables = True
     container: Any
 
@@ -95,7 +95,7 @@ class StrategyExtended(ExtendedV1):
         """Whether shapes must never change: always false. Local."""
         return False
 
-    def require_cross_replica(self, what: str) -> None:
+    def _require_cross_replica(self, what: str) -> None:
         """Make sure that `what` is called in cross-replica context, or outside every scope. Local.
 
         Raises
@@ -107,7 +107,7 @@ class StrategyExtended(ExtendedV1):
         if frame is None:
             return
         if frame.strategy is not self.container:
-            if frame.strategy.extended.is_default:
+            if frame.strategy.extended._is_default:
                 return
             raise ContextError(
                 f"{what} of {self.container!r} was called in the {frame.kind.value} of "
@@ -121,7 +121,7 @@ class StrategyExtended(ExtendedV1):
                 "in fn."
             )
 
-    def require_scope(self, what: str) -> None:
+    def _require_scope(self, what: str) -> None:
         """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`. Local.
 
         Raises
@@ -130,7 +130,7 @@ class StrategyExtended(ExtendedV1):
             Outside, or in a context of another strategy.
         """
         frame = context.current()
-        if frame is None or frame.strategy.extended.is_default:
+        if frame is None or frame.strategy.extended._is_default:
             raise ContextError(
                 f"{what} needs the scope of {self.container!r}, but it was called outside of it. "
                 f'Call it inside "with strategy.scope():".'
@@ -147,7 +147,7 @@ class StrategyExtended(ExtendedV1):
 
         **Collective**: every rank makes the call, but nothing is exchanged by it.
         """
-        self.require_cross_replica("run")
+        self._require_cross_replica("run")
         channel = self.collectives.channel
         channel.ledger.runs += 1
         local_args = [localize(each) for each in args]
@@ -168,13 +168,13 @@ class StrategyExtended(ExtendedV1):
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
-        self.require_cross_replica("reduce")
+        self._require_cross_replica("reduce")
         with self.collectives.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate `value` in host memory: see `Strategy.gather`. **Collective**."""
-        self.require_cross_replica("gather")
+        self._require_cross_replica("gather")
         with self.collectives.call("gather") as call:
             gathered = all_gather_nest(call, local_components(value), axis)
         return nests.map_nest(host_view, gathered)
@@ -215,7 +215,7 @@ class StrategyExtended(ExtendedV1):
 
         **Collective**: every rank makes the call.
         """
-        self.require_cross_replica(kind)
+        self._require_cross_replica(kind)
         with self.collectives.call(kind, options=options) as call:
             op = ReduceOp.parse(reduce_op)
             return reduce_pairs(call, op, list(value_destination_pairs), self.container)
@@ -250,7 +250,7 @@ class StrategyExtended(ExtendedV1):
         ContextError
             Inside a replica function, or for a variable of another strategy.
         """
-        self.require_cross_replica("update")
+        self._require_cross_replica("update")
         if not isinstance(var, Variable):
             raise TypeError(f"update: var must be a mpistrat.Variable, not {var!r}.")
         self._check_is_ours("update", var)
@@ -283,7 +283,7 @@ class StrategyExtended(ExtendedV1):
             Inside a replica function, or for a variable of another strategy.
         """
         what = "assert_replicas_agree"
-        self.require_cross_replica(what)
+        self._require_cross_replica(what)
         with self.collectives.call(what) as call:
             found = variables_to_compare(what, variables)
             for variable in found.values():
@@ -339,11 +339,11 @@ class StrategyExtended(ExtendedV1):
         ContextError
             Outside the scope of this strategy.
         """
-        self.require_scope("colocate_vars_with")
-        self.check_locality("colocate_vars_with", colocate_with_variable)
+        self._require_scope("colocate_vars_with")
+        self._check_locality("colocate_vars_with", colocate_with_variable)
         return contextlib.nullcontext()
 
-    def check_locality(self, what: str, place: Any) -> None:
+    def _check_locality(self, what: str, place: Any) -> None:
         """Make sure that `place` is a variable of this strategy or its non-slot devices. Local.
 
         Raises

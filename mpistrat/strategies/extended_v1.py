@@ -106,11 +106,11 @@ class ExtendedV1(abc.ABC):
         """Where the replica of this rank computes. Local."""
 
     @abc.abstractmethod
-    def require_cross_replica(self, what: str) -> None:
+    def _require_cross_replica(self, what: str) -> None:
         """Make sure that `what` is called in cross-replica context. Local."""
 
     @abc.abstractmethod
-    def check_locality(self, what: str, place: Any) -> None:
+    def _check_locality(self, what: str, place: Any) -> None:
         """Make sure that `place` is a variable of this strategy or its non-slot devices. Local."""
 
     @property
@@ -150,7 +150,7 @@ class ExtendedV1(abc.ABC):
         ValueError
             If a `session` is given, or the arrays of a list differ in shape.
         """
-        self.require_cross_replica("experimental_make_numpy_dataset")
+        self._require_cross_replica("experimental_make_numpy_dataset")
         if session is not None:
             raise ValueError(
                 "experimental_make_numpy_dataset: there are no sessions here. Leave out the "
@@ -174,7 +174,7 @@ class ExtendedV1(abc.ABC):
         TypeError, ValueError
             For another value or destination.
         """
-        self.require_cross_replica("broadcast_to")
+        self._require_cross_replica("broadcast_to")
         with self.collectives.call("broadcast_to") as call:
             where = parse_destination(call, destinations, self.container)
             if where is not None and where.task is not None:
@@ -219,7 +219,7 @@ class ExtendedV1(abc.ABC):
             If the data end before the steps do.
         """
         warn_deprecated("experimental_run_steps_on_iterator", "Use Strategy.run in a loop.")
-        self.require_cross_replica("experimental_run_steps_on_iterator")
+        self._require_cross_replica("experimental_run_steps_on_iterator")
         if iterations < 0:
             raise ValueError(f"iterations must be at least 0, not {iterations}.")
         outputs = MultiStepContext(self.container, initial_loop_values)
@@ -233,7 +233,7 @@ class ExtendedV1(abc.ABC):
 
         **Collective** for a SyncOnRead variable, whose components it aggregates, else local.
         """
-        self.require_cross_replica("read_var")
+        self._require_cross_replica("read_var")
         return v.read_value()
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
@@ -274,8 +274,8 @@ class ExtendedV1(abc.ABC):
             Inside a replica function.
         """
         warn_deprecated("update_non_slot", "Use update(variable, fn) for each variable.")
-        self.require_cross_replica("update_non_slot")
-        self.check_locality("update_non_slot", colocate_with)
+        self._require_cross_replica("update_non_slot")
+        self._check_locality("update_non_slot", colocate_with)
         return call_in_update_context(
             self.container, "update_non_slot", fn, (), args, kwargs, group
         )

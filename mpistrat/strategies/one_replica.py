@@ -33,7 +33,7 @@ __all__ = ["DefaultStrategy", "OneDeviceStrategy", "default_strategy"]
 class DefaultExtended(StrategyExtended):
     """Leaves values, variables and data sets as they are."""
 
-    is_default = True
+    _is_default = True
     distributes_variables = False
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class DefaultExtended(StrategyExtended):
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Return `value` as it is; with an axis, reduce it along that. Local."""
         if axis is None:
-            self.require_cross_replica("reduce")
+            self._require_cross_replica("reduce")
             ReduceOp.parse(reduce_op)
             return value
         return super().reduce(reduce_op, value, axis)
@@ -65,7 +65,7 @@ class DefaultExtended(StrategyExtended):
         """Return `array`, not wrapped, once `destinations` is checked. Local."""
         return unwrap_mirrored(super().broadcast_to(array, destinations))
 
-    def require_scope(self, what: str) -> None:
+    def _require_scope(self, what: str) -> None:
         """Make sure that `what` is called outside the scopes of other strategies. Local.
 
         Raises

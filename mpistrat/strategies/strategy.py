@@ -116,7 +116,7 @@ class Strategy:
         ContextError
             Inside `run`, or inside the scope of another strategy.
         """
-        self._extended.require_cross_replica("scope")
+        self._extended._require_cross_replica("scope")
         with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self)):
             yield self
 
@@ -339,7 +339,7 @@ class Strategy:
         **Collective**: every rank makes the call.
         """
         warn_deprecated("experimental_run", "Use run(fn, args=(next(iterator),)).")
-        self.extended.require_cross_replica("experimental_run")
+        self.extended._require_cross_replica("experimental_run")
         return self.run(fn, args=() if input_iterator is None else (input_iterator.get_next(),))
 
     def experimental_distribute_datasets_from_function(

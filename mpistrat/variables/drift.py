@@ -68,7 +68,7 @@ def _variables_in(
         elif isinstance(thing, Variable):
             yield path, thing
         elif isinstance(thing, Trackable):
-            for each in thing.checkpoint_dependents():
+            for each in thing._checkpoint_dependents():
                 parts = (path, each.name, getattr(each.of, "name", ""))
                 below = "/".join(part for part in parts if part)
                 yield from _variables_in(kind, below, each.child, Reach.CHILD)

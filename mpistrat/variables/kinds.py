@@ -154,7 +154,7 @@ class SyncOnReadVariable(Variable, on_read=True):
         collectives: Collectives = self.strategy.extended.collectives
         return collectives
 
-    def save_value(self) -> Array | None:
+    def _save_value(self) -> Array | None:
         """Return the aggregated value on rank 0, ``None`` elsewhere. **Collective**.
 
         Raises
@@ -188,6 +188,6 @@ class SyncOnReadVariable(Variable, on_read=True):
         own: np.ndarray = self._share(array)
         return own
 
-    def load_value(self, array: np.ndarray) -> None:
+    def _load_value(self, array: np.ndarray) -> None:
         """Set this replica's component: value / N under SUM, else the value. Local."""
         ASSIGN.apply(self._storage, self._share(ASSIGN.checked(self._target, array)))

@@ -274,7 +274,7 @@ class Variable(RowWrites, ArrayLike):
     def _write_locally(self, write: Write, value: Any) -> None:
         write.apply(self._storage, write.checked(self._target, value))
 
-    def save_value(self) -> Array | None:
+    def _save_value(self) -> Array | None:
         """Return what a checkpoint stores: an array on rank 0, which other ranks may have too.
 
         It lies where the variable does and may be its storage. **Collective** for SyncOnRead
@@ -282,12 +282,12 @@ class Variable(RowWrites, ArrayLike):
         """
         return self._storage
 
-    def load_value(self, array: np.ndarray) -> None:
+    def _load_value(self, array: np.ndarray) -> None:
         """Set the variable from what a checkpoint has stored. **Local**, on every rank alike."""
         self._write_locally(ASSIGN, array)
 
-    def load_piece(self, start: int, piece: np.ndarray) -> None:
-        """Set a part of what `load_value` sets, from element `start` of the flat value on.
+    def _load_piece(self, start: int, piece: np.ndarray) -> None:
+        """Set a part of what `_load_value` sets, from element `start` of the flat value on.
 
         **Local**, on every rank alike. The dtype of `piece` is that of the variable.
         """

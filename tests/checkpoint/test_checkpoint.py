@@ -144,16 +144,16 @@ def test_objects_attached_later_are_filled_when_they_come(file):
 def test_a_child_made_later_deep_in_the_tree_is_filled(tmp_path):
     def optimizer(slot):
         outer, inner = Trackable(), Trackable()
-        outer.attach_child("inner", inner)
+        outer._attach_child("inner", inner)
         if slot is not None:
-            inner.attach_child("momentum/weight", ms.Variable(slot))
+            inner._attach_child("momentum/weight", ms.Variable(slot))
         return outer, inner
 
     path = ms.Checkpoint(optimizer=optimizer(3.0)[0]).write(tmp_path / "run.h5")
     outer, inner = optimizer(None)
     status = ms.Checkpoint(optimizer=outer).restore(path)
     slot = ms.Variable(0.0)
-    inner.attach_child("momentum/weight", slot)
+    inner._attach_child("momentum/weight", slot)
     assert slot.value() == 3
     status.assert_consumed()
 
@@ -167,7 +167,7 @@ def test_an_object_that_comes_later_with_another_shape_is_refused(file):
 
 def dependent_slot(variable, value):
     optimizer = Trackable()
-    optimizer.attach_child("momentum", ms.Variable(value), of=variable)
+    optimizer._attach_child("momentum", ms.Variable(value), of=variable)
     return optimizer
 
 
@@ -179,7 +179,7 @@ def test_a_dependent_child_made_later_is_filled(tmp_path):
     status = ms.Checkpoint(model=[weight], optimizer=optimizer).restore(path)
     with pytest.raises(AssertionError, match="optimizer/momentum/model/0"):
         status.assert_consumed()
-    optimizer.attach_child("momentum", slot, of=weight)
+    optimizer._attach_child("momentum", slot, of=weight)
     assert slot.value() == 3
     status.assert_consumed()
 
@@ -191,7 +191,7 @@ def test_dependents_and_their_variables_may_come_later_in_any_order(tmp_path, or
         optimizer = Trackable()
         for variable in pair:
             slot = ms.Variable(variable.numpy() + 10)
-            optimizer.attach_child("momentum", slot, of=variable)
+            optimizer._attach_child("momentum", slot, of=variable)
         return {"model": pair, "optimizer": optimizer}
 
     path = ms.Checkpoint(**make(1.0)).write(tmp_path / "run.h5")
@@ -199,7 +199,7 @@ def test_dependents_and_their_variables_may_come_later_in_any_order(tmp_path, or
     status = checkpoint.restore(path)
     for name in order:
         setattr(checkpoint, name, new[name])
-    assert [each.child.value() for each in new["optimizer"].checkpoint_dependents()] == [11, 12]
+    assert [each.child.value() for each in new["optimizer"]._checkpoint_dependents()] == [11, 12]
     status.assert_consumed()
 
 

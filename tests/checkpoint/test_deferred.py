@@ -49,7 +49,7 @@ class Program:
     def values(self):
         slots = {
             (each.name, each.of.name): each.child.numpy().tolist()
-            for each in self.optimizer.checkpoint_dependents()
+            for each in self.optimizer._checkpoint_dependents()
         }
         return [each.numpy().tolist() for each in self.variables], slots
 

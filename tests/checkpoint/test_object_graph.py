@@ -47,9 +47,9 @@ def test_generators_and_objects_with_a_state_dict_are_stateful():
 
 def test_children_of_trackables_may_have_slashes_in_their_names():
     outer, inner = Trackable(), Trackable()
-    outer.attach_child("momentum/dense/kernel", Variable(1.0))
-    outer.attach_child("inner", inner)
-    inner.attach_child("x", Variable(2.0))
+    outer._attach_child("momentum/dense/kernel", Variable(1.0))
+    outer._attach_child("inner", inner)
+    inner._attach_child("x", Variable(2.0))
     tree = walk({"optimizer": outer})
     assert list(tree.variables) == ["optimizer/momentum/dense/kernel", "optimizer/inner/x"]
     assert list(tree.trackables) == ["optimizer", "optimizer/inner"]
@@ -58,7 +58,7 @@ def test_children_of_trackables_may_have_slashes_in_their_names():
 def slots(*pairs):
     optimizer = Trackable()
     for of, slot in pairs:
-        optimizer.attach_child("momentum", slot, of=of)
+        optimizer._attach_child("momentum", slot, of=of)
     return optimizer
 
 

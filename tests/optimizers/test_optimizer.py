@@ -337,7 +337,7 @@ def test_deep_copies_of_a_pair_keep_their_slots(strategy, size, optimizer_first)
     step(twin_optimizer, twin)
     assert twin.numpy().tolist() == variable.numpy().tolist()
     assert variable.numpy()[0] == 1 - 0.5 * size - 0.75 * size
-    assert next(each.of for each in twin_optimizer.checkpoint_dependents()) is twin
+    assert next(each.of for each in twin_optimizer._checkpoint_dependents()) is twin
 
 
 def test_slots_find_their_variables_by_path_not_by_name(strategy, mpi_tmp_path):

@@ -144,7 +144,7 @@ def test_objects_are_searched_for_variables(strategy, check, rank, size):
     second.assign(value)
     (slot,) = [
         each.child
-        for each in optimizer.checkpoint_dependents()
+        for each in optimizer._checkpoint_dependents()
         if each.of is first and each.child.shape == (2,)
     ]
     drift(strategy, slot, [size - 1], np.full(2, 9.0))
