@@ -36,7 +36,7 @@ def test_all_ranks_get_equal_figures_that_have_places_in_tables(strategy, monkey
     assert "PyTorch" in findings.notes[0]
     for table in data.BENCHMARK.tables:
         for row in json.loads(json.dumps(findings.tables[table.key])):
-            assert all(column.format_detail(row) not in ("", "-") for column in table.columns)
+            assert all(column.format(row) not in ("", "-") for column in table.columns)
 
 
 @pytest.mark.parametrize("num_distinct", [NUM_EXAMPLES, 320])

@@ -153,7 +153,7 @@ def test_in_shared_memory_parts_change_no_bit(strategy, rank, dtype):
 def test_in_a_world_of_one_nothing_moves(monkeypatch):
     collectives = ms.OneDeviceStrategy().extended.collectives
     for way in ("mpi", "staged"):
-        monkeypatch.setattr(collectives, "ways", ways_of(way))
+        monkeypatch.setattr(collectives, "capabilities", ways_of(way))
         arrays = nest(0, Op.SUM)
         found = reduced(collectives, Op.SUM, [to_device(each) for each in arrays])
         assert_same(found, [np.ascontiguousarray(each).reshape(each.shape) for each in arrays])
