@@ -21,6 +21,7 @@ import numpy as np
 
 from mpistrat.errors import LaunchError
 from mpistrat.native import native_library
+from mpistrat.sharding import cut
 
 __all__ = [
     "Array",
@@ -46,6 +47,7 @@ __all__ = [
     "on_device_of",
     "parse_device",
     "pci_address",
+    "pieces",
     "pinned_empty",
     "place",
     "profiler_marks",
@@ -330,3 +332,9 @@ def nccl_library() -> Any:
     if not getattr(library, "available", False):
         raise ImportError("cupy does not find NCCL (python -c 'from cupy.cuda import nccl')")
     return library
+
+
+def pieces(array: Array, bytes_per_piece: int) -> list[Array]:
+    """Return 1-d views that cover a C-ordered `array`, each with at least one element. Local."""
+    flat = array.reshape(-1)
+    return [flat[each] for each in cut(flat.size, max(1, bytes_per_piece // flat.itemsize))]

@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, host_view
+from mpistrat.arrays import Array, host_view, pieces
 from mpistrat.checkpoint.format import format_digest
-from mpistrat.comm.reducers import pieces
 from mpistrat.hdf5 import h5py
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.threads import Background

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mpistrat.arrays import is_on_host
+from mpistrat.arrays import is_on_host, pieces
 from mpistrat.checkpoint.deferred import Shape
 from mpistrat.checkpoint.ranks import agree_on_shares
 from mpistrat.checkpoint.raw_io import (
@@ -27,7 +27,6 @@ from mpistrat.checkpoint.raw_io import (
 )
 from mpistrat.checkpoint.reader import CheckpointReader, check_digest, naming_damage
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.comm.reducers import pieces
 from mpistrat.errors import CheckpointCorruptError
 from mpistrat.options import VariableSynchronization
 from mpistrat.sharding import cut

@@ -10,9 +10,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import address_of
+from mpistrat.comm.mpi_buffers import operator
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.reducers import divide, operator
+from mpistrat.comm.reducers import divide
 from mpistrat.comm.shared_memory import HALF_BYTES, NodeMemory, open_node_memory
 from mpistrat.comm.shared_reducer import SharedMemoryReducer, compiled_function
 from mpistrat.comm.transport import NodeReducer, Occupancy, Reducer

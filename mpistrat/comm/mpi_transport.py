@@ -14,8 +14,9 @@ from mpi4py import MPI
 
 from mpistrat.arrays import synchronize
 from mpistrat.comm.hierarchical import share_memory
+from mpistrat.comm.mpi_buffers import in_parts, operator, plan_windows
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.reducers import MpiReducer, in_parts, operator, plan_windows
+from mpistrat.comm.reducers import MpiReducer
 from mpistrat.comm.shared_memory import ROUND_BYTES, NodeMemory
 from mpistrat.comm.shared_reducer import compiled_function
 from mpistrat.comm.transport import NodeReducer, Occupancy, Piggyback, Round, SoloRound

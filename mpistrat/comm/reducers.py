@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
-from mpi4py import MPI
 
-from mpistrat.arrays import Array, is_on_host
 from mpistrat.comm.packing import Message
 from mpistrat.comm.transport import Transport
 from mpistrat.comm.wire import accumulator_dtype, cast
@@ -22,88 +18,9 @@ __all__ = [
     "ReduceScatterReducer",
     "combine",
     "divide",
-    "in_parts",
-    "operator",
-    "pieces",
     "plan_blocks",
-    "plan_windows",
     "slice_lengths",
 ]
-
-_OPERATORS = {
-    ReduceOp.SUM: MPI.SUM,
-    ReduceOp.MEAN: MPI.SUM,
-    ReduceOp.MIN: MPI.MIN,
-    ReduceOp.MAX: MPI.MAX,
-    ReduceOp.PROD: MPI.PROD,
-}
-
-
-def operator(op: ReduceOp, array: Array) -> MPI.Op:
-    """Return what MPI reduces the numbers of `array` with, for MEAN the sum. Local.
-
-    Sums of 8- and 16-bit integers on the host wrap, as in NumPy and in shared memory. MPI says
-    nothing of overflow, and Open MPI saturates as many of them as fill its vector registers.
-    """
-    dtype = array.dtype
-    if op is ReduceOp.SUM and dtype.itemsize < 4 and dtype.kind in "iu" and is_on_host(array):
-        return _wrapping_sum(dtype.itemsize)
-    return _OPERATORS[op]
-
-
-@functools.lru_cache
-def _wrapping_sum(itemsize: int) -> MPI.Op:
-    def add(source: Any, target: Any, datatype: MPI.Datatype) -> None:
-        total = np.frombuffer(target, dtype)
-        total += np.frombuffer(source, dtype)
-
-    dtype = np.dtype(f"u{itemsize}")  # unsigned sums have the bits of signed ones
-    return MPI.Op.Create(add, commute=True)
-
-
-_PART_BYTES = 2**28
-
-
-def in_parts(buffer: np.ndarray) -> list[np.ndarray]:
-    """Return views of `buffer`, in C order, one behind the other. Local.
-
-    Arrays of equal dtype and size have equal parts.
-    """
-    if buffer.nbytes <= _PART_BYTES:
-        return [buffer]
-    return pieces(buffer, _PART_BYTES)
-
-
-def pieces(array: Array, bytes_per_piece: int) -> list[Array]:
-    """Return 1-d views that cover a C-ordered `array`, each with at least one element. Local."""
-    flat = array.reshape(-1)
-    return [flat[each] for each in cut(flat.size, max(1, bytes_per_piece // flat.itemsize))]
-
-
-def plan_windows(counts: Sequence[int], itemsize: int) -> list[tuple[int, list[int]]]:
-    """Return what each rank brings to the messages of a gather. Local, the same on every rank.
-
-    Parameters
-    ----------
-    counts : sequence of int
-        Elements on each rank.
-    itemsize : int
-        Bytes per element.
-
-    Returns
-    -------
-    list of (int, list of int)
-        For each message, where each rank's part of it begins among what it has, and how many
-        elements it is.
-    """
-    if sum(counts) * itemsize <= _PART_BYTES:
-        return [(0, list(counts))]
-    length = max(_PART_BYTES // itemsize // len(counts), 1)
-    return [
-        (start, [min(max(count - start, 0), length) for count in counts])
-        for start in range(0, max(counts), length)
-    ]
-
 
 _UFUNCS = {
     ReduceOp.SUM: np.add,

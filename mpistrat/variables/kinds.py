@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arrays import Array, namespace_of
+from mpistrat.arrays import Array, namespace_of, pieces
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.comm.reducers import pieces
 from mpistrat.options import ReduceOp, VariableAggregation
 from mpistrat.values import PerReplica
 from mpistrat.variables.variable import Variable
