@@ -41,6 +41,8 @@ __all__ = [
 
 WINDOW_S = 0.3
 """How long a line waits for the same line of other ranks."""
+_LAST_LINES_S = 2 * WINDOW_S
+"""How long a rank that ends without further agreement waits for lines of other ranks."""
 _MAX_OPEN = 500
 
 
@@ -357,7 +359,7 @@ def say_last(text: str) -> None:
     """Print `text`, once for all ranks that say it now, and `close`. Local, any thread."""
     _output.say(text)
     hand_over()
-    time.sleep(2 * WINDOW_S)
+    time.sleep(_LAST_LINES_S)
     close()
 
 

@@ -155,7 +155,7 @@ ENDS = """
 import os, signal, sys, threading, time
 import numpy as np
 import mpistrat as ms
-from mpistrat.checkpoint import snapshot
+from mpistrat.checkpoint import async_save
 
 how, folder = sys.argv[1:]
 strategy = ms.MPIStrategy(device="cpu")
@@ -166,12 +166,12 @@ manager = ms.CheckpointManager(ms.Checkpoint(weight=weight), folder, asynchronou
 manager.save(1)
 manager.wait()
 
-write = snapshot.Snapshot.write
+write = async_save.Snapshot.write
 def write_slowly(self, path, header):
     print("writing", flush=True)
     time.sleep(6 if how == "exception after the end of rank 0" else 1.5)
     write(self, path, header)
-snapshot.Snapshot.write = write_slowly
+async_save.Snapshot.write = write_slowly
 
 manager.save(2)
 if how == "exit":

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.launches
 # On a busy machine ranks are further apart than the window.
 HEAD = f"""
 import logging, os, signal, warnings
-from mpistrat.agreement import logs, printer
-logs.WINDOW_S, printer.WINDOW_S = 1, 5
+from mpistrat.failures import logs
+logs.WINDOW_S, logs._LAST_LINES_S = 5, 2
 log = logging.getLogger("mpistrat")
 {PRELUDE}
 """
@@ -262,7 +262,7 @@ def test_strategies_on_parts_of_the_world_have_numbers_of_their_own(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
         "import logging\nimport mpistrat as ms\nfrom mpi4py.MPI import COMM_WORLD\n"
-        "from mpistrat.agreement import printer\nprinter.WINDOW_S = 5\n"
+        "from mpistrat.failures import logs\nlogs.WINDOW_S = 5\n"
         "part = COMM_WORLD.rank % 2\n"
         "strategy = ms.MPIStrategy(COMM_WORLD.Split(part))\n"
         'logging.getLogger("mpistrat").warning("part %d", part)\n'
