@@ -22,7 +22,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-launch test-slow test-slurm lint types bench scaling docs clean
+.PHONY: help house train test test-serial test-quick test-full test-launch test-slow test-slurm lint types bench scaling docs clean
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -32,7 +32,16 @@ help:  ## print this list
 train: $(VENV)/.jobs data/digits.h5  ## train on the digits with RANKS ranks; ARGS go to the job
 	RANKS=$(RANKS) PYTHON=$(PY) timeout --kill-after=10 1800 jobs/local.sh $(ARGS)
 
-test: test-1 test-2 test-3 test-4 test-launch  ## run the suite at 1, 2, 3 and 4 ranks
+test: test-serial test-quick  ## run the serial tests, 3 ranks, and one launch for each kind of failure
+	+$(MAKE) test-3 ARGS="-q -m 'not thorough'"
+
+test-serial: $(VENV)/.test  ## run what needs no other rank, and the suite at one rank, on two cores
+	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile --with-mpi -m "not launches and not slurm and not slow" $(ARGS)
+
+test-quick: $(VENV)/.test  ## run one launch for each kind of failure
+	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile -m quick $(ARGS)
+
+test-full: test-1 test-2 test-3 test-4 test-launch  ## run the suite at 1, 2, 3 and 4 ranks, and all launches
 
 test-%: $(VENV)/.test  ## run the suite at so many ranks, as in make test-3
 	$(LAUNCH) -n $* --limit 900 -- -m pytest --with-mpi -p no:cacheprovider $(ARGS)
@@ -45,6 +54,9 @@ test-slow: $(VENV)/.test  ## run the long tail of the tests
 
 test-slurm: $(VENV)/.test  ## run the tests on a Slurm cluster of two nodes on this machine
 	timeout --kill-after=10 1200 $(PY) -m pytest tests/programs/slurm -m slurm --require-slurm $(ARGS)
+
+house: $(VENV)/.test  ## measure the layout of the package against its limits
+	$(PY) -m tools.house
 
 lint: $(VENV)/.test  ## check the style of the code
 	$(PY) -m ruff check .

@@ -17,7 +17,6 @@ __all__ = [
     "MpistratError",
     "OutOfRangeError",
     "ReplicaDriftError",
-    "warn_deprecated",
 ]
 
 

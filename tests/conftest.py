@@ -49,12 +49,22 @@ def pytest_configure(config):
             reporter._tw._file = _speech
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        _narrow_quick(item)
     if _WORLD is None:
         return
     inside = [item for item in items if not any(map(item.get_closest_marker, _STARTS_RANKS))]
     config.hook.pytest_deselected(items=[item for item in items if item not in inside])
     items[:] = inside
+
+
+def _narrow_quick(item):
+    """Take the marker `quick` from the parameters that it does not name, before -m reads it."""
+    for marker in item.iter_markers("quick"):
+        if marker.args and item.callspec.id not in marker.args:
+            item.own_markers.remove(marker)
 
 
 def pytest_unconfigure(config):

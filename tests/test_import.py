@@ -33,6 +33,7 @@ def python(code, **variables):
     return result.stdout
 
 
+@pytest.mark.quick
 def test_import_starts_no_mpi_and_imports_neither_cupy_nor_h5py():
     code = """
 import sys, mpistrat

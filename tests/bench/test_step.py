@@ -51,6 +51,7 @@ def test_the_package_learns_the_same(strategy, by_hand, rank, size):
     assert_same(loop, by_hand)
 
 
+@pytest.mark.thorough
 def test_ddp_learns_the_same(strategy, by_hand, rank, size):
     pytest.importorskip("torch")
     from mpistrat.bench.step import DdpLoop, open_ddp_loop

@@ -192,6 +192,7 @@ if how in ("exception of rank 0", "killed"):
 """
 
 
+@pytest.mark.quick("exception of rank 0-1")
 @pytest.mark.launches
 @pytest.mark.parametrize(
     ("how", "code"),

@@ -120,6 +120,7 @@ RESTORE_EACH = textwrap.dedent(f"""
 """)
 
 
+@pytest.mark.quick("two_ranks")
 @pytest.mark.launches
 @pytest.mark.parametrize(("ranks", "count"), [(None, 180), (2, 40)], ids=["alone", "two_ranks"])
 def test_a_damaged_file_is_restored_exactly_or_refused_on_every_rank(tmp_path, ranks, count):

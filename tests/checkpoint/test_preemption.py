@@ -233,6 +233,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.quick("SIGTERM")
 @pytest.mark.launches
 @pytest.mark.parametrize(
     ("reason", "told"),

@@ -104,6 +104,7 @@ def reducer_of(cuda, size):
     return NcclReducer(NcclLink(GPU, communicator, size))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i4", "u4", "i8", "u8", "f4", "f8", "F", "D"])
 @pytest.mark.parametrize("is_for_all", [True, False])

@@ -210,6 +210,7 @@ class Broken:
         return (lambda *_, **__: None) if name == self._name else getattr(self._comm, name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_that_does_nothing_is_seen(world, name):
     wrong = wrong_operations(Broken(world.comm, name), np.array)

@@ -29,6 +29,17 @@ def outcomes(request, tmp_path_factory):
     pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.quick(
+    "an exception",
+    "a rank ends early",
+    "killed",
+    "stopped",
+    "late",
+    "out of memory",
+    "a setting that kills",
+    "bad arguments on one rank",
+    "different numbers of batches",
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(outcomes, case):
     check(case, outcomes[case.name].result())
@@ -43,6 +54,7 @@ def caught(tmp_path_factory):
     return caught
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", DISAGREEMENTS, ids=str)
 def test_a_disagreement_is_told_on_every_rank_which_can_go_on(caught, case):
     assert len(set(caught[case.name])) == 1

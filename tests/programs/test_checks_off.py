@@ -32,6 +32,7 @@ print("checked" if channel.checks else "unchecked")
 """
 
 
+@pytest.mark.quick("0-unchecked")
 @pytest.mark.parametrize(("first_without", "said"), [(0, "unchecked"), (1, "checked")])
 def test_the_right_answers_without_checks_and_one_choice_for_all(tmp_path, first_without, said):
     script = tmp_path / "program.py"

@@ -72,6 +72,7 @@ def assert_nothing_is_left(folder):
 WAYS = [("all_reduce", "SHARED"), ("start_all_reduce", "SHARED"), ("all_reduce", "MPI")]
 
 
+@pytest.mark.quick("all_reduce-SHARED")
 @pytest.mark.parametrize(("call", "implementation"), WAYS)
 def test_a_rank_is_killed(tmp_path, call, implementation):
     # The launcher sees it first, and ends the job before anybody can say why.
@@ -107,6 +108,7 @@ exit $code
 """A process between the launcher and its rank, which hides the rank's death from the launcher."""
 
 
+@pytest.mark.quick("all_reduce")
 @pytest.mark.parametrize("call", CALLS)
 def test_the_others_end_also_where_the_launcher_notices_nothing(tmp_path, call):
     case = in_the_middle(9, "SHARED", call)
@@ -171,6 +173,7 @@ CHILDREN = {
 }
 
 
+@pytest.mark.quick("compute")
 @pytest.mark.parametrize("child", CHILDREN)
 def test_a_fork_disturbs_nobody(tmp_path, child):
     script = tmp_path / "program.py"

@@ -31,6 +31,7 @@ def run(tmp_path, call):
     return launch.run([program], 3, 30)
 
 
+@pytest.mark.quick
 def test_the_next_collective_raises(tmp_path):
     done = run(tmp_path, "True, True")
     assert done.returncode != 0

@@ -41,6 +41,7 @@ for _ in range(3):
     assert text.endswith("ZeroDivisionError: the loss is gone")
 
 
+@pytest.mark.quick
 def test_the_same_exception_on_all_ranks_is_one_message(tmp_path):
     text = fail(tmp_path, 'raise ValueError(f"bad file, says rank {rank} of {size}")')
     assert "ranks 0-2 of 3 failed at program.py:" in text
@@ -97,6 +98,7 @@ rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
 """
 
 
+@pytest.mark.quick('raise KeyError("early")')
 @pytest.mark.parametrize(
     "failure",
     [
@@ -220,6 +222,7 @@ def end(tmp_path, program, **variables):
     return ours(result.stderr)
 
 
+@pytest.mark.quick("on")
 @pytest.mark.parametrize("watch", ["on", "off"])
 def test_who_catches_the_timeout_and_leaves_ends_the_job(tmp_path, watch):
     text = end(
@@ -276,6 +279,7 @@ strategy.reduce("sum", 1)
     assert text.endswith("Wordless: <exception str() failed>")
 
 
+@pytest.mark.quick("MPI.COMM_SELF")
 @pytest.mark.parametrize("group", ["MPI.COMM_WORLD.Split(rank % 2)", "MPI.COMM_SELF"])
 def test_a_failure_in_a_part_of_the_job_ends_all_of_it(tmp_path, group):
     script = tmp_path / "program.py"

@@ -56,6 +56,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick("another shape")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_record_of_a_failed_job_names_the_rank(job, capsys, fault):
     program = FAULTS[fault] + "\nstrategy.reduce('max', np.ones(2))\n"

@@ -48,6 +48,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick("in a collective")
 @pytest.mark.parametrize("case", CASES)
 def test_an_interrupted_job_ends_and_says_where_it_was(tmp_path, case):
     program, expected = CASES[case]

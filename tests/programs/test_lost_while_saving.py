@@ -45,6 +45,7 @@ strategy.extended.collectives.channel.transport.broadcast(np.zeros(10), 1)
 }
 
 
+@pytest.mark.quick("waits for the file")
 @pytest.mark.parametrize("then", THEN)
 def test_the_file_of_rank_0_is_there_and_sound(tmp_path, then):
     script, shell = tmp_path / "program.py", tmp_path / "unseen.sh"

@@ -34,6 +34,7 @@ def ranks_text(ranks):
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equal_lines_are_printed_once_and_a_ranks_own_with_its_number(tmp_path, ranks):
     lines = lines_of(

@@ -58,6 +58,7 @@ def spans_of(trace, category):
     return found
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_slow_rank_is_named(run, capsys, ranks):
     slow = ranks - 1

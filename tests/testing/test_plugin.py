@@ -35,6 +35,7 @@ def run_tests(tmp_path, *arguments, ranks, **changes):
     return launch.run(command, ranks, 60, cwd=tmp_path, env=changes)
 
 
+@pytest.mark.quick("2-no")
 @pytest.mark.parametrize(("ranks", "capture"), [(4, "fd"), (2, "no")])
 def test_a_hanging_test_ends_with_the_stacks_of_all_ranks(tmp_path, ranks, capture):
     (tmp_path / "test_hang.py").write_text(HANG)

@@ -24,6 +24,7 @@ train_digits.main()
 """
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_exception_in_step_on_one_rank_ends_the_job(job, tmp_path, ranks):
     program = tmp_path / "sabotaged.py"
