@@ -29,20 +29,20 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 180,
-    "lines": 34_000,
-    "longest file": 400,
+    "files": 181,
+    "lines": 34_700,
+    "longest file": 410,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 650,
+    "exported names": 940,
     "circles of files": 0,
     "circles of folders": 0,
-    "step: files": 15,
-    "step: changes of file": 40,
-    "restore: files": 30,
-    "restore: agreement rounds": 6,
-    "write: files": 25,
-    "batch: files": 14,
+    "step: files": 22,
+    "step: changes of file": 62,
+    "restore: files": 31,
+    "restore: agreement rounds": 14,
+    "write: files": 31,
+    "batch: files": 16,
 }
 """The largest value of each figure; for a pair, the smallest too."""
 
