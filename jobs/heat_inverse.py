@@ -3,7 +3,7 @@
     mpiexec -n 4 python jobs/heat_inverse.py --data data/plate.h5 --output runs/plate
 
 Each experiment heats the plate at another place and measures temperatures over time; the job
-makes them if the file is absent. The ranks share the experiments. The same command goes on.
+makes them if the file is absent. The ranks share the experiments. The same command resumes a run.
 """
 
 import argparse
@@ -18,7 +18,7 @@ SIZE, NUM_STEPS, TIME_STEP = 12, 60, 0.1
 
 
 def along_both_axes(*fields):
-    """Return `fields` twice, for differences along their last axis: as they are, and turned."""
+    """Return `fields` twice, for differences along the last axis: as they are, and transposed."""
     return fields, [field.swapaxes(-2, -1) for field in fields]
 
 
@@ -99,7 +99,7 @@ def main():
     def step(heater, measured):
         value = unknown.value()
         misfit, gradient = misfit_and_gradient(xp, value, heater, measured)
-        # What keeps the field smooth, |grad value|^2, counts once over all ranks.
+        # The smoothness penalty, |grad value|^2, counts once over all ranks.
         weight = args.smoothness / strategy.num_replicas_in_sync
         gradient -= weight * conduct(xp, xp.ones_like(value), value)
         optimizer.apply_gradients([(gradient, unknown)])

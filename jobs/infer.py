@@ -4,7 +4,7 @@
 
 The images are filtered, and the local maxima of the response are the spots. Rank 0 writes them in
 the order of the images: `count` has an entry per image, `spot` a row (y, x, response) per spot,
-those of image i from sum(count[:i]) on. The file has the same bits at any number of ranks.
+those of image i start at sum(count[:i]). The file has the same bits on any number of ranks.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import numpy as np
 
 import mpistrat as ms
 
-RADIUS = 3  # of the filter, and of what a maximum is the largest in
+RADIUS = 3  # of the filter, and of the neighbourhood in which a maximum is the largest
 
 
 def make_images(path):
@@ -49,7 +49,7 @@ def windows(xp, images, fill):
 def find_spots(xp, images, threshold):
     """Return the number of spots in each image, and a row (y, x, response) for each spot.
 
-    Pixel by pixel, so that the bits do not depend on how many images come together.
+    It works pixel by pixel, so the bits do not depend on the number of images per call.
     """
     response = xp.zeros_like(images)
     for dy, dx, shifted in windows(xp, images, 0):
@@ -96,7 +96,7 @@ def main():
             count = file.create_dataset("count", (0,), np.int64, maxshape=(None,), chunks=(4096,))
             spot = file.create_dataset("spot", (0, 3), np.float32, maxshape=(None, 3))
         for part in batches:
-            # Ranks have different numbers of images and of spots; the parts come in rank order.
+            # Ranks have different numbers of images and spots; gather joins them in rank order.
             counts, spots = (strategy.gather(each, axis=0) for each in strategy.run(step, (part,)))
             if is_first:
                 append(count, counts)

@@ -3,7 +3,7 @@
     mpiexec -n 4 python jobs/kmeans.py --data data/table.h5 --output runs/kmeans
 
 The table is the data set `points`, one row per point; an absent file is made. After each pass the
-centres are saved to a checkpoint, from which the same command goes on.
+centres are saved to a checkpoint. The same command resumes from it.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def spread_centres(sample, num_clusters, rng):
 
 
 def farthest(xp, rows, num_rows):
-    """Return those rows that begin with the largest distances."""
+    """Return the rows with the largest distances, which are in the first column."""
     return rows[xp.argsort(-rows[:, 0])[:num_rows]]
 
 
@@ -62,7 +62,7 @@ def parse_arguments():
 
 
 def main():
-    """Iterate until the centres stand still. **Collective**: every rank runs this program."""
+    """Iterate until the centres stop moving. **Collective**: every rank runs this program."""
     args = parse_arguments()
     strategy = ms.MPIStrategy(device=args.device)
     xp, is_first = strategy.extended.xp, strategy.extended.should_save_summary
@@ -105,7 +105,7 @@ def main():
         sums = totals.numpy()  # over all ranks
         mean_square = sums[:, 1].sum() / sums[:, 0].sum()
         means = sums[:, 2:] / np.maximum(sums[:, :1], 1)
-        empty = np.flatnonzero(sums[:, 0] == 0)  # these begin anew where points are far from theirs
+        empty = np.flatnonzero(sums[:, 0] == 0)  # these restart at far points
         means[empty] = farthest(np, strategy.gather(far, axis=0), len(empty))[:, 1:]
         shift = np.abs(means - centres.numpy()).max()
         centres.assign(means)

@@ -4,7 +4,7 @@
 #     jobs/local.sh                                  2 ranks
 #     RANKS=4 jobs/local.sh --epochs 10 --resume     options go to train_digits.py
 #
-# PYTHON names the interpreter; else it is ./.venv/bin/python, or `python` on PATH.
+# PYTHON names the interpreter. The default is ./.venv/bin/python, or `python` on PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,7 +13,7 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 PYTHON=$(command -v "$PYTHON") || { echo "local.sh: there is no python; set PYTHON" >&2; exit 1; }
 
-# The mpiexec of the wheel lies beside python; a cluster's own is on PATH.
+# The wheel's mpiexec is in the same folder as python; a cluster's own is on PATH.
 mpiexec=$(dirname "$PYTHON")/mpiexec
 [ -x "$mpiexec" ] || mpiexec=$(command -v mpiexec) || {
     echo "local.sh: there is no mpiexec beside $PYTHON or on PATH" >&2

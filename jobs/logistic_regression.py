@@ -2,10 +2,10 @@
 
     mpiexec -n 4 python jobs/logistic_regression.py --data data/clicks --output runs/clicks
 
-The folder holds part-*.h5 to learn from and test.h5, each with the data sets `x` and `y`; an absent
-one is made. Each rank reads its slice of every batch, or with `--policy file` files of its own. The
-run saves as it goes, and when it is about to be stopped (then it ends with code 75); the same
-command goes on at the next batch, with slices on any number of ranks.
+The folder holds part-*.h5 for training and test.h5, each with the data sets `x` and `y`; an absent
+folder is made. Each rank reads its slice of every batch, or its own files with `--policy file`. The
+run saves regularly, and when it is about to be stopped (then it exits with code 75). The same
+command resumes at the next batch; with slices, on any number of ranks.
 """
 
 import argparse
@@ -29,11 +29,11 @@ def make_data(folder):
         with h5py.File(temporary / name, "w") as file:
             file.create_dataset("x", data=x, chunks=(500, 20), compression="gzip")
             file.create_dataset("y", data=y.astype(np.uint8), chunks=(500,))
-    temporary.replace(folder)  # with all its files, or not at all
+    temporary.replace(folder)  # the folder appears with all its files
 
 
 def forward(xp, weight, bias, x, y):
-    """Return the loss of each example and its derivative by the logit, and the logits."""
+    """Return the loss of each example, its derivative with respect to the logit, and the logits."""
     logits = x @ weight.value() + bias.value()
     losses = xp.logaddexp(xp.zeros_like(logits), logits) - y * logits
     return losses, 1 / (1 + xp.exp(-logits)) - y, logits
@@ -110,7 +110,7 @@ def main():
         manager.save()
     for x, y in test_batches:
         strategy.run(test_step, args=(x, y))
-    figures = loss.result(), accuracy.result()  # of all ranks, and so every rank asks
+    figures = loss.result(), accuracy.result()  # over all ranks, so every rank calls them
     if is_first:
         print("test loss {:.4f}, accuracy: {:.4f}".format(*figures))
 

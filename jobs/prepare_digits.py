@@ -3,7 +3,7 @@
     python jobs/prepare_digits.py --output data/digits.h5
 
 The file has two groups, ``train`` and ``test``, each with the data sets ``image`` and ``label``.
-It is the same to the byte whenever it is written with the same libraries.
+With the same libraries it is always identical to the byte.
 """
 
 import argparse

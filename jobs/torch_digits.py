@@ -4,7 +4,7 @@
     mpiexec -n 4 python jobs/torch_digits.py --data data/digits.h5 --output runs/torch
 
 The model, its optimizer and autograd are PyTorch's; mpistrat reads the data, reduces the gradients
-and saves. There is a checkpoint per epoch, from which the same command goes on.
+and saves a checkpoint per epoch. The same command resumes from the newest checkpoint.
 """
 
 import argparse
@@ -21,14 +21,14 @@ except ImportError:
 
 
 def converted(state, kind, convert, key):
-    """Return nested dicts with `convert` done to what is of a kind, and `key` to all keys."""
+    """Return nested dicts with values of type `kind` and all keys converted."""
     if isinstance(state, dict):
         return {key(k): converted(v, kind, convert, key) for k, v in state.items()}
     return convert(state) if isinstance(state, kind) else state
 
 
 class Saved:
-    """A module or an optimizer of PyTorch as a checkpoint takes it: arrays, and keys of text."""
+    """A PyTorch module or optimizer in checkpoint form: values are arrays, keys are text."""
 
     def __init__(self, owner):
         self.owner = owner
@@ -38,7 +38,7 @@ class Saved:
         return converted(self.owner.state_dict(), torch.Tensor, lambda t: t.numpy(force=True), str)
 
     def load_state_dict(self, state):
-        """Take over what a checkpoint kept; an optimizer numbers its parameters."""
+        """Load the state from a checkpoint; an optimizer's keys are parameter numbers."""
         state = converted(state, np.ndarray, torch.tensor, lambda k: int(k) if k.isdigit() else k)
         self.owner.load_state_dict(state)
 
@@ -68,7 +68,7 @@ def main():
     train, test = train.shuffle(seed=0).batch(args.batch_size), test.batch(args.batch_size)
     batches = strategy.experimental_distribute_dataset(train)
     test_batches = strategy.experimental_distribute_dataset(test)
-    torch.manual_seed(0)  # the same first parameters on every rank
+    torch.manual_seed(0)  # the same initial parameters on every rank
     layers = nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(144, 10)
     model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -3,9 +3,10 @@
     python jobs/prepare_digits.py --output data/digits.h5
     mpiexec -n 4 python jobs/train_digits.py --data data/digits.h5 --output runs/digits
 
-The output folder receives a checkpoint per epoch and at the end the learning curve. An earlier
-run in it is moved aside, or goes on with --resume. SIGTERM or SIGUSR1 to any rank, or the end of a
-Slurm job coming near, saves in the middle of the epoch and ends with code 75: run it again.
+The output folder receives a checkpoint per epoch, and the learning curve at the end. An earlier run
+in it is moved aside, or resumed with --resume. When any rank gets SIGTERM or SIGUSR1, or when the
+end of a Slurm job is near, the job saves in the middle of the epoch and exits with code 75: run it
+again.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def forward(xp, layers, image, training):
 
 
 def cross_entropy(xp, logits, label):
-    """Return the loss of each example, and the gradient of their sum by the logits."""
+    """Return the loss of each example, and the gradient of their sum with respect to the logits."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_probability = shifted - xp.log(xp.exp(shifted).sum(axis=1, keepdims=True))
     target = (label[:, None] == xp.arange(logits.shape[1])).astype(xp.float32)
@@ -67,7 +68,7 @@ def cross_entropy(xp, logits, label):
 
 
 def backward(layers, tape, error):
-    """Return ``(gradient, variable)`` pairs, given the gradient by the logits."""
+    """Return ``(gradient, variable)`` pairs, given the gradient with respect to the logits."""
     pairs = []
     for layer, (x, saved) in zip(reversed(layers), reversed(tape), strict=True):
         if "norm" in layer:
@@ -79,7 +80,7 @@ def backward(layers, tape, error):
 
 
 class Training:
-    """The model, and all that a run needs to go on after an interruption."""
+    """The model, and everything else that a run needs to resume after an interruption."""
 
     def __init__(self, strategy, args):
         self.strategy = strategy
@@ -105,17 +106,17 @@ class Training:
         )
 
     def train_step(self, image, label):
-        """Learn from this rank's part of a global batch, which may be empty."""
+        """Train on this rank's part of a global batch, which may be empty."""
         logits, tape = forward(self.xp, self.layers, image, training=True)
         losses, error = cross_entropy(self.xp, logits, label)
-        # The loss is the mean over the global batch. Its true size, because the last is short.
+        # The loss is the mean over the global batch. The sizes are summed: the last is short.
         global_batch_size = int(ms.get_replica_context().all_reduce("sum", len(label)))
         self.optimizer.apply_gradients(backward(self.layers, tape, error / global_batch_size))
         self.loss.update_state(losses)
         self.accuracy.update_state(label, logits.argmax(axis=1))
 
     def test_step(self, image, label):
-        """Judge this rank's part of a global batch."""
+        """Test on this rank's part of a global batch."""
         logits, _ = forward(self.xp, self.layers, image, training=False)
         self.loss.update_state(cross_entropy(self.xp, logits, label)[0])
         self.accuracy.update_state(label, logits.argmax(axis=1))
@@ -126,13 +127,13 @@ class Training:
             self.strategy.run(step, args=(image, label))
             after_step()
         figures = float(self.loss.result()), float(self.accuracy.result())
-        # Not before the pass: a resumed one goes on with the figures of its first part.
+        # Not before the pass: a resumed pass continues with the totals of its first part.
         self.loss.reset_state()
         self.accuracy.reset_state()
         return figures
 
     def run_epoch(self, after_step):
-        """Train for one epoch, test, and add the figures to the history. **Collective**."""
+        """Train for one epoch, test, and add the results to the history. **Collective**."""
         loss, accuracy = self.run_pass(self.train_step, self.train_batches, after_step)
         test_loss, test_accuracy = self.run_pass(self.test_step, self.test_batches)
         self.history.rows.append(
@@ -147,17 +148,17 @@ class Training:
 
 
 class History:
-    """The figures of each epoch, kept in the checkpoint."""
+    """The results of each epoch, saved in the checkpoint."""
 
     def __init__(self):
         self.rows = []
 
     def state_dict(self):
-        """Return what a checkpoint keeps."""
+        """Return the state to save in a checkpoint."""
         return {"rows": self.rows}
 
     def load_state_dict(self, state):
-        """Take over what a checkpoint kept."""
+        """Load the state from a checkpoint."""
         self.rows = list(state["rows"])
 
 
@@ -224,7 +225,7 @@ def move_aside(folder):
 
 
 class RankZeroParser(argparse.ArgumentParser):
-    """A parser whose complaint is printed by rank 0 alone."""
+    """A parser whose error messages only rank 0 prints."""
 
     def error(self, message):
         """Print the usage and `message` once, and exit on every rank."""
@@ -279,7 +280,7 @@ def main():
         if speaks:
             print(f"goes on from {manager.latest_checkpoint}")
     else:
-        manager.save(step=0)  # a folder that cannot be written shows now, not after an epoch
+        manager.save(step=0)  # fails now if the folder is not writable, not after an epoch
 
     def leave_if_preempted():
         if handler.save_checkpoint_if_preempted():
