@@ -1,4 +1,4 @@
-"""Gradients on their way to the variables: checked, cast, and summed over replicas."""
+"""Gradient checks, casts and sums over replicas, on the way to the variables."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mpistrat.arguments import as_array, span_outside
 from mpistrat.arrays import Array, Device, address_of, host_view, is_on_host, namespace_of, place
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.nested import all_reduce_nest
+from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.comm.wire import is_floating
 from mpistrat.errors import ContextError
 from mpistrat.optimizers.update import Rule, Step, Target
@@ -30,8 +31,8 @@ __all__ = [
     "check_takes_gradients",
     "coalesced",
     "listed",
-    "names_signature",
     "owner_among",
+    "prepare_sum",
     "settled_beside",
     "split_pairs",
     "sum_over_replicas",
@@ -253,39 +254,42 @@ def sum_over_replicas(
     call: CollectiveCall,
     gradients: list[Any],
     variables: Sequence[Variable],
-    words: str = "",
+    parameters: str = "",
 ) -> list[Any]:
-    """Return each gradient summed over replicas, small ones in one message. **Collective**.
-
-    Names of variables, which gradients are ``None``, and `words` must agree over ranks too.
-    """
-    reduced = all_reduce_nest(call, ReduceOp.SUM, _named(gradients, variables), words)
+    """Return each gradient summed over replicas, small ones in one message. **Collective**."""
+    # The names of variables, which gradients are None, and `parameters` are compared too.
+    reduced = all_reduce_nest(call, ReduceOp.SUM, _named(gradients, variables), parameters)
     return [
         None if gradient is None else result[variable.name]
         for gradient, variable, result in zip(gradients, variables, reduced, strict=True)
     ]
 
 
+def prepare_sum(
+    call: CollectiveCall, gradients: list[Any], variables: Sequence[Variable], parameters: str
+) -> PreparedReduction:
+    """Return the reduction that `sum_over_replicas` does where all gradients are dense."""
+    names = _names_signature(tuple([variable.name for variable in variables]))
+    return call.prepare(ReduceOp.SUM, gradients, (names, parameters) if parameters else names)
+
+
+@functools.lru_cache
+def _names_signature(names: tuple[str, ...]) -> str:
+    return nests.signature(nests.flatten([{name: 0} for name in names])[1])
+
+
 def agree_on_gradients(
     call: CollectiveCall,
     gradients: list[Any],
     variables: Sequence[Variable],
-    words: str,
+    parameters: str,
 ) -> list[Any]:
-    """Return gradients that are the same on all replicas already. **Collective**.
-
-    Names of variables, which gradients are ``None`` or sparse, and `words` must agree over ranks.
-    """
+    """Return gradients that are the same on all replicas already. **Collective**."""
+    # The names of variables, which gradients are None or sparse, and `parameters` must agree.
     leaves, structure = nests.flatten(_named(gradients, variables))
     sparse = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices))
-    call.agree("gradients as they are", nests.signature(structure), sparse, words)
+    call.agree("gradients as they are", nests.signature(structure), sparse, parameters)
     return gradients
-
-
-@functools.lru_cache
-def names_signature(names: tuple[str, ...]) -> str:
-    """Return how the ranks compare dense gradients for variables of these names. Local."""
-    return nests.signature(nests.flatten([{name: 0} for name in names])[1])
 
 
 def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict[str, Any]]:

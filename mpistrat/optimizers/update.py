@@ -15,7 +15,7 @@ import numpy as np
 from mpistrat.arrays import (
     Array,
     address_of,
-    addresses_of,
+    addresses_function,
     elementwise_kernel,
     is_on_host,
     namespace_of,
@@ -109,7 +109,7 @@ class Memory:
     def __init__(self, targets: Sequence[Target]) -> None:
         self.count = len(targets)
         self.sizes = np.array([target.flat_weight.size for target in targets], np.intp).tobytes()
-        self.addresses = addresses_of(
+        self.addresses = addresses_function()(
             [array for target in targets for array in (target.weight, *target.slots)]
         )
 
@@ -153,6 +153,7 @@ def compiled_kernel(kernel: Kernel, dtype: np.dtype) -> HostKernel | None:
         return None
     function = library[f"{kernel.name}_{dtype.char}"]
     num_numbers = 2 + len(kernel.constants)
+    addresses_of = addresses_function()
     function.argtypes = [ctypes.c_ssize_t, *[ctypes.c_char_p] * 3, *[number] * num_numbers]
     function.restype = None
 
