@@ -1,4 +1,4 @@
-"""Gradients of collectives, and PyTorch's autograd."""
+"""Autograd: the gradients of collectives, by hand and for PyTorch."""
 
 from __future__ import annotations
 
@@ -34,31 +34,7 @@ def pull_back_all_reduce(
     gradients: Sequence[Array],
     structure: str = "",
 ) -> list[Array]:
-    """Return the gradient of each value from those of the results. **Collective**.
-
-    Parameters
-    ----------
-    call : CollectiveCall
-    op : ReduceOp
-    values : sequence of arrays
-        What this replica brought to the reduction.
-    results : sequence of arrays
-        What came of it.
-    gradients : sequence of arrays
-        Gradients with respect to `results`, of their shapes.
-    structure : str
-        Of the nest that they come from, to be agreed on.
-
-    Returns
-    -------
-    list of arrays
-        In the shapes of `values`.
-
-    Raises
-    ------
-    ValueError
-        If the shapes differ.
-    """
+    """Return the gradients with respect to `values` from those to `results`. **Collective**."""
     for value, result, gradient in zip(values, results, gradients, strict=True):
         if not np.shape(value) == np.shape(result) == np.shape(gradient):
             raise ValueError(
@@ -123,28 +99,7 @@ def pull_back_all_gather(
     gradients: Sequence[Array],
     structure: str = "",
 ) -> list[Array]:
-    """Return this replica's slice of the summed gradient of each gathered value. **Collective**.
-
-    Parameters
-    ----------
-    call : CollectiveCall
-    values : sequence of arrays
-        What this replica brought.
-    axis : int
-        Along which they were concatenated.
-    gradients : sequence of arrays
-        Gradients with respect to the gathered arrays.
-    structure : str
-        Of the nest that they come from, to be agreed on.
-
-    Raises
-    ------
-    TypeError
-        If `axis` is no integer.
-    ValueError
-        If `axis` is out of range, or on every rank, if a gradient has not the length of all
-        values together.
-    """
+    """Return this replica's slice of the summed gradient of each gathered value. **Collective**."""
     axis = as_integer(f"{call.kind}: axis", axis)
     for value in values:
         normalize_axes(call.kind, axis, np.shape(value))
@@ -179,10 +134,11 @@ def _length(array: Array, axis: int) -> int | None:
 
 
 MakeCall = Callable[[str], CollectiveCall]
+"""Makes the call of a backward pass, of a given kind."""
 
 
 def has_tensors(nest: Any) -> bool:
-    """Return whether a leaf of `nest` is a PyTorch tensor. Local."""
+    """Return whether a leaf of `nest` is a PyTorch tensor."""
     return is_loaded() and any(is_tensor(leaf) for leaf in nests.flatten(nest)[0])
 
 
@@ -220,17 +176,7 @@ class _AllGatherPullBack:
 
 
 def all_reduce_tensors(call: CollectiveCall, make_call: MakeCall, op: ReduceOp, nest: Any) -> Any:
-    """Do `all_reduce_nest` on a nest with tensors. **Collective**, and so is the backward pass.
-
-    Parameters
-    ----------
-    call : CollectiveCall
-        Of the forward pass.
-    make_call : callable
-        Returns the call of the backward pass, of a given kind.
-    op : ReduceOp
-    nest : nest
-    """
+    """Do `all_reduce_nest` on a nest with tensors. **Collective**, and so is the backward pass."""
     pull_back = _AllReducePullBack(make_call, op)
     return _apply(nest, lambda arrays: all_reduce_nest(call, op, arrays), pull_back)
 

@@ -1,4 +1,4 @@
-"""Reductions of nests, and over axes."""
+"""Reductions of nests of arrays, and over axes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,8 @@ _NUM_DIGITS = 4
 
 
 def reduce_over_axes(call: CollectiveCall, op: ReduceOp, nest: Any, axis: Any) -> Any:
-    """Reduce each leaf of `nest` over replicas and over its `axis`. **Collective**.
-
-    Every element of every replica counts alike, so a short part of a batch weighs right.
-
-    Returns
-    -------
-    nest of numpy.ndarray
-        On every rank, without the axes named.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For a bad axis or leaf, and where MIN or MAX has no element on any replica.
-    """
+    """Reduce each leaf of `nest` over replicas and over its `axis`, to the host. **Collective**."""
+    # Every element of every replica counts alike, so a short part of a batch weighs right.
     leaves, structure = nests.flatten(nest)
     arrays = [as_array(call.kind, leaf) for leaf in leaves]
     axes = tuple(normalize_axes(call.kind, axis, array.shape) for array in arrays)
@@ -105,7 +93,7 @@ def _mean_on_wire(
 ) -> list[np.ndarray]:
     """Return the means, divided before they are narrowed, so that they need not overflow.
 
-    The counts come first, in a message of their own: a narrow dtype would round them.
+    The counts come first, in their own message: a narrow dtype would round them.
     """
     totals = call.all_reduce(ReduceOp.SUM, [np.array(count, np.int64) for count in counts], details)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -170,25 +158,18 @@ def _local_extreme(op: ReduceOp, array: Array, along: tuple[int, ...]) -> np.nda
     return np.full(shape, neutral, dtype)
 
 
-def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, words: str = "") -> Any:
+def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str = "") -> Any:
     """Reduce each leaf of `nest` over replicas. **Collective**.
 
     Of a distributed value it is this rank's component. `IndexedSlices` are concatenated in rank
-    order; MEAN divides their values by the number of replicas. `words` must agree over ranks too.
-
-    Raises
-    ------
-    TypeError
-        If a leaf is no array, number or `IndexedSlices`.
-    NotImplementedError
-        For `IndexedSlices` under another reduction than SUM and MEAN.
+    order; MEAN divides their values by the number of replicas. `detail` must agree over ranks too.
     """
     if type(nest) is np.ndarray:  # the shortest way for what is reduced most often
-        return call.all_reduce(op, [nest], (_LEAF, words) if words else _LEAF)[0]
+        return call.all_reduce(op, [nest], (_LEAF, detail) if detail else _LEAF)[0]
     if type(nest) in (int, float):
-        return call.all_reduce(op, [np.asarray(nest)], (_LEAF, words) if words else _LEAF)[0][()]
+        return call.all_reduce(op, [np.asarray(nest)], (_LEAF, detail) if detail else _LEAF)[0][()]
     split = _Split(call.kind, op, nest)
-    agreed = (split.signature, words) if words else split.signature
+    agreed = (split.signature, detail) if detail else split.signature
     reduced = call.all_reduce(op, split.arrays, agreed)
     return split.joined(reduced, split.gathered_slices(call))
 
@@ -237,15 +218,15 @@ class _Split:
     @property
     def signature(self) -> object:
         """What the ranks must agree on besides the arrays."""
-        spelt = nests.signature(self._structure)
-        return (spelt, tuple(self._sparse)) if self._sparse else spelt
+        structure = nests.signature(self._structure)
+        return (structure, tuple(self._sparse)) if self._sparse else structure
 
     def gathered_slices(self, call: CollectiveCall) -> list[IndexedSlices]:
         """Return the reduced `IndexedSlices`. **Collective**."""
         return [_gather_slices(call, self._op, self._leaves[i]) for i in self._sparse]
 
     def joined(self, arrays: Sequence[Array], slices: Sequence[IndexedSlices]) -> Any:
-        """Return the nest of the results. Local."""
+        """Return the nest of the results."""
         if self._holds_arrays:
             return nests.unflatten(self._structure, arrays)
         results: list[Any] = list(arrays)
@@ -256,17 +237,7 @@ class _Split:
 
 
 def all_gather_nest(call: CollectiveCall, nest: Any, axis: int) -> Any:
-    """Concatenate each leaf of `nest` over replicas along `axis`. **Collective**.
-
-    Raises
-    ------
-    NotImplementedError
-        For `IndexedSlices`.
-    TypeError
-        If a leaf is no array or number, or `axis` no integer.
-    ValueError
-        If shapes do not fit, on every rank.
-    """
+    """Concatenate each leaf of `nest` over replicas along `axis`. **Collective**."""
     axis = as_integer(f"{call.kind}: axis", axis)
     leaves, structure = nests.flatten(nest)
     for leaf in leaves:

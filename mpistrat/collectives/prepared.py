@@ -20,7 +20,7 @@ from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.pack_plan import plan_reduction
 from mpistrat.comm.packing import Message, pack
 from mpistrat.comm.selection import check_plan, choose_reducer, format_options, is_shareable
-from mpistrat.comm.transport import Piggyback
+from mpistrat.comm.transport import NodeReducer, Piggyback
 from mpistrat.native import native_library
 from mpistrat.options import CommunicationOptions, ReduceOp
 
@@ -63,11 +63,12 @@ class PreparedReduction:
                 format_options(options),
             )
         )
-        # Kept, because the cache knows options by their identity.
+        # Kept, because the cache of `CollectiveCall.prepare` knows options by their identity.
         self.options = options
         self._op, self._plan, self._described = op, plan, described
         self._library = native_library()
         transport = call.channel.transport
+        # What chooses a reducer does not change while a channel lives, and is equal on all ranks.
         self._reducers = [
             choose_reducer(
                 *(transport, options, op, each.dtype, each.num_bytes),
@@ -77,13 +78,14 @@ class PreparedReduction:
         ]
         shares = bool(plan.packs) and is_shareable(options, op, plan.packs[0])
         node = transport.node
+        # Only the first message can be begun before the ranks agree: memory has room for one.
         self._node = node if shares and self._reducers[0][0] is node else None
         self._piggyback: Piggyback | None = None
         self._joined: np.ndarray | None = None
         if shares and transport.piggyback is not None:
-            self._ride_on(transport.piggyback)
+            self._use_piggyback(transport.piggyback)
 
-    def _ride_on(self, piggyback: Piggyback) -> None:
+    def _use_piggyback(self, piggyback: Piggyback) -> None:
         """Have the arrays travel with the agreement itself, where there is room for all."""
         first, *others = self._plan.packs
         if others or first.num_bytes > piggyback.room:
@@ -92,6 +94,7 @@ class PreparedReduction:
         self._write_result = piggyback.result(self._op, first.dtype)
         joins = first.small and not first.large and first.is_uncast and not first.is_reordered
         if joins and self._plan.is_plain:
+            # One buffer for all calls: the lock of the channel lets one in at a time.
             self._joined = np.empty(first.small_size, first.wire)
 
     def fits(self, arrays: list[Array]) -> bool:
@@ -107,7 +110,7 @@ class PreparedReduction:
             return self._reduce_with_agreement(call, self._piggyback, arrays)
         packing = pack(self._plan, arrays, channel.pool)
         if self._node is not None and channel.checks:
-            self._agree_attached(call, packing.messages[0])
+            self._agree_attached(call, self._node, packing.messages[0])
         else:
             call.agree_on(self.signature)
         for (reducer, why), message in zip(self._reducers, packing.messages, strict=True):
@@ -119,6 +122,7 @@ class PreparedReduction:
     def _reduce_with_agreement(
         self, call: Call, piggyback: Piggyback, arrays: Sequence[Array]
     ) -> list[Array]:
+        # The first two ways are short cuts through `pack`, for what is reduced most often.
         if self._plan.is_single and self._plan.is_plain:
             target = np.empty(arrays[0].shape, arrays[0].dtype)
             self._exchange(call, piggyback, arrays[0], target)
@@ -145,15 +149,14 @@ class PreparedReduction:
         self._write_result(target)
         show_received(call.channel, [target])
 
-    def _agree_attached(self, call: Call, message: Message) -> None:
+    def _agree_attached(self, call: Call, node: NodeReducer, message: Message) -> None:
         """Agree with `message` begun as far as no other rank is needed, which saves a wait."""
-        assert self._node is not None
         try:
-            self._node.attach(message)
+            node.attach(message)
             call.agree_on(self.signature)
         except BaseException:
             # The channel may stay open, as after an interruption that came before the round.
-            self._node.detach()
+            node.detach()
             raise
 
     def start_all_reduce(self, call: Call, arrays: Sequence[Array]) -> Callable[[], list[Array]]:

@@ -14,7 +14,6 @@ from mpistrat.native import native_library
 
 __all__ = [
     "Message",
-    "Packing",
     "Single",
     "describe_function",
     "pack",
@@ -71,64 +70,7 @@ def _nothing() -> None:
     pass
 
 
-class _DevicePack:
-    """The device arrays of one pack, for any array namespace; CuPy's own pool recycles memory."""
-
-    def __init__(
-        self, plan: Plan, pack: Pack, arrays: Sequence[Array], pool: Pool, copy: bool
-    ) -> None:
-        self._plan = plan
-        self._pack = pack
-        first = arrays[pack.large[0] if pack.large else pack.small[0]]
-        self._device = on_device_of(first)
-        with self._device:
-            source, self._target = self._ends([arrays[i] for i in pack.small] or [first], copy)
-        self.message = Message([source], [self._target], pool)
-
-    def _ends(self, arrays: Sequence[Array], copy: bool) -> tuple[Array, Array]:
-        """Return what is to be reduced, and where the result goes."""
-        pack, first = self._pack, arrays[0]
-        xp = namespace_of(first)
-        is_plain = first.dtype == pack.wire and first.flags.c_contiguous
-        if not pack.small and is_plain and not (copy or pack.is_reordered):
-            source = first.view(pack.wire)  # C has two names for one integer
-            return source, xp.empty(first.shape, dtype=pack.wire)
-        if pack.small:
-            flat = [array.reshape(-1) for array in arrays]
-            target = xp.concatenate(flat, dtype=pack.wire, casting="unsafe")
-        else:
-            target = xp.array(first, dtype=pack.wire, order="C", copy=True)
-        target = as_ordered_integers(self._plan.op, target)
-        return target, target
-
-    def unpack(self, results: list[Array]) -> None:
-        """Write the result of each array of the pack to its position in `results`."""
-        # They are parts of one allocation, where their dtype is what has travelled.
-        pack, op = self._pack, self._plan.op
-        with self._device, np.errstate(all="ignore"):
-            reduced = as_floats(op, self._target, pack.wire)
-            for position in pack.large:
-                results[position] = reduced.astype(self._plan.results[position][1], copy=False)
-            for position, (start, stop) in zip(pack.small, pack.spans, strict=True):
-                shape, dtype = self._plan.results[position]
-                part = reduced[start:stop].astype(dtype, copy=False)
-                results[position] = part.reshape(shape)
-
-
-def describe_function() -> Callable[[Sequence[Array]], bytes | None]:
-    """Return ``describe(arrays)``: bytes, equal for plain arrays of equal dtypes and shapes.
-
-    It returns ``None`` unless all of `arrays` can travel as they lie in host memory; perhaps also
-    then, where nothing is compiled.
-    """
-    library = native_library()
-    if library is None:
-        return lambda arrays: None
-    compiled: Callable[[Sequence[Array]], bytes | None] = library.describe
-    return compiled
-
-
-def pack(plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) -> Packing | Single:
+def pack(plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) -> _Packing | Single:
     """Return `arrays`, which `plan` was made for, in the form in which they are reduced.
 
     They are never written to. `copy` says that the program may write to them before the end.
@@ -139,11 +81,11 @@ def pack(plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) ->
             return Single(array, pool)
         if type(array) is np.ndarray and _is_plain(array, wire):
             return Single(array.view(wire), pool)  # C has two names for one integer
-    return Packing(plan, arrays, pool, copy)
+    return _Packing(plan, arrays, pool, copy)
 
 
 class Single:
-    """What `Packing` is, for one array that can travel as it lies in memory."""
+    """What `_Packing` is, for one array that can travel as it lies in memory."""
 
     def __init__(self, array: np.ndarray, pool: Pool) -> None:
         self._targets: list[Array] = [pool.take(array.shape, array.dtype)]
@@ -154,7 +96,7 @@ class Single:
         return self._targets
 
 
-class Packing:
+class _Packing:
     """Arrays in the form in which they are reduced: see `pack`."""
 
     def __init__(self, plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) -> None:
@@ -257,10 +199,67 @@ class Packing:
         ]
 
 
+class _DevicePack:
+    """The device arrays of one pack, for any array namespace; CuPy's own pool recycles memory."""
+
+    def __init__(
+        self, plan: Plan, pack: Pack, arrays: Sequence[Array], pool: Pool, copy: bool
+    ) -> None:
+        self._plan = plan
+        self._pack = pack
+        first = arrays[pack.large[0] if pack.large else pack.small[0]]
+        self._device = on_device_of(first)
+        with self._device:
+            source, self._target = self._ends([arrays[i] for i in pack.small] or [first], copy)
+        self.message = Message([source], [self._target], pool)
+
+    def _ends(self, arrays: Sequence[Array], copy: bool) -> tuple[Array, Array]:
+        """Return what is to be reduced, and where the result goes."""
+        pack, first = self._pack, arrays[0]
+        xp = namespace_of(first)
+        is_plain = first.dtype == pack.wire and first.flags.c_contiguous
+        if not pack.small and is_plain and not (copy or pack.is_reordered):
+            source = first.view(pack.wire)  # C has two names for one integer
+            return source, xp.empty(first.shape, dtype=pack.wire)
+        if pack.small:
+            flat = [array.reshape(-1) for array in arrays]
+            target = xp.concatenate(flat, dtype=pack.wire, casting="unsafe")
+        else:
+            target = xp.array(first, dtype=pack.wire, order="C", copy=True)
+        target = as_ordered_integers(self._plan.op, target)
+        return target, target
+
+    def unpack(self, results: list[Array]) -> None:
+        """Write the result of each array of the pack to its position in `results`."""
+        # They are parts of one allocation, where their dtype is what has travelled.
+        pack, op = self._pack, self._plan.op
+        with self._device, np.errstate(all="ignore"):
+            reduced = as_floats(op, self._target, pack.wire)
+            for position in pack.large:
+                results[position] = reduced.astype(self._plan.results[position][1], copy=False)
+            for position, (start, stop) in zip(pack.small, pack.spans, strict=True):
+                shape, dtype = self._plan.results[position]
+                part = reduced[start:stop].astype(dtype, copy=False)
+                results[position] = part.reshape(shape)
+
+
 def _is_plain(array: np.ndarray, dtype: np.dtype) -> bool:
     """Return whether `array` can travel as it lies in memory."""
     flags = array.flags
     return array.dtype == dtype and flags.c_contiguous and flags.aligned
+
+
+def describe_function() -> Callable[[Sequence[Array]], bytes | None]:
+    """Return ``describe(arrays)``: bytes, equal for plain arrays of equal dtypes and shapes.
+
+    It returns ``None`` unless all of `arrays` can travel as they lie in host memory; perhaps also
+    then, where nothing is compiled.
+    """
+    library = native_library()
+    if library is None:
+        return lambda arrays: None
+    compiled: Callable[[Sequence[Array]], bytes | None] = library.describe
+    return compiled
 
 
 def placed_like(result: np.ndarray, array: Array) -> Array:

@@ -42,7 +42,7 @@ __all__ = [
 
 
 def coalesced(slices: IndexedSlices) -> IndexedSlices:
-    """Return `slices` with each index once, in ascending order, its values added up. Local."""
+    """Return `slices` with each index once, in ascending order, its values added up."""
     xp = namespace_of(slices.values)
     indices, places = xp.unique_inverse(slices.indices)
     values = xp.zeros((indices.size, *slices.values.shape[1:]), dtype=slices.values.dtype)
@@ -66,12 +66,9 @@ def _add_rows(values: Array, places: Array, added: Array) -> None:
 def update_rows(
     update: Callable[..., None], rule: Rule, step: Step, target: Target, gradient: IndexedSlices
 ) -> None:
-    """Do `update` on the rows that the coalesced `gradient` names. Local.
-
-    Other rows keep their weight and their slots: momenta do not decay there, and no weight
-    decay is taken. That is the lazy update of the field (TensorFlow's LazyAdam, PyTorch's
-    SparseAdam).
-    """
+    """Do `update` on the rows that the coalesced `gradient` names."""
+    # Other rows keep their weight and their slots: momenta do not decay there, and no weight
+    # decay is taken. That is the lazy update of TensorFlow's LazyAdam and PyTorch's SparseAdam.
     indices = gradient.indices
     rows = Target(target.weight[indices], [slot[indices] for slot in target.slots])
     update(rule, step, rows, gradient.values)
@@ -84,19 +81,19 @@ _HOST = Device("cpu")
 
 
 def listed(values: Any) -> Any:
-    """Return a list of an iterable, and what is none as it is: the call refuses it. Local."""
+    """Return a list of an iterable, and what is none as it is: the call refuses it."""
     is_one = isinstance(values, Variable) or not isinstance(values, Iterable)
     return values if is_one else list(values)
 
 
 def owner_among(variables: Iterable[Variable], default: Any) -> Any:
-    """Return the strategy of the first of `variables` that has one, else `default`. Local."""
+    """Return the strategy of the first of `variables` that has one, else `default`."""
     owners = (variable.strategy for variable in variables)
     return next((owner for owner in owners if owner is not None), default)
 
 
 def variables_in(pairs: Any) -> list[Variable]:
-    """Return the variables of those `pairs` that are (gradient, Variable). Local."""
+    """Return the variables of those `pairs` that are (gradient, Variable)."""
     found = pairs if isinstance(pairs, list) else []
     return [pair[1] for pair in found if _is_pair(pair)]
 
@@ -106,15 +103,7 @@ def _is_pair(pair: object) -> bool:
 
 
 def split_pairs(kind: str, grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Variable]]:
-    """Return the gradients and the variables of pairs. Local.
-
-    Raises
-    ------
-    ValueError
-        If there is no pair.
-    TypeError
-        If an element is no (gradient, Variable) pair.
-    """
+    """Return the gradients and the variables of (gradient, Variable) pairs, at least one."""
     if not isinstance(grads_and_vars, Iterable):
         raise TypeError(
             f"{kind} takes an iterable of (gradient, Variable) pairs, not {grads_and_vars!r}."
@@ -132,13 +121,7 @@ def split_pairs(kind: str, grads_and_vars: Iterable[Any]) -> tuple[list[Any], li
 
 
 def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> None:
-    """Make sure that no variable belongs to another strategy than `strategy`. Local.
-
-    Raises
-    ------
-    ContextError
-        Naming the variable and both strategies.
-    """
+    """Make sure that no variable belongs to another strategy than `strategy`."""
     for variable in variables:
         if variable.strategy not in (None, strategy):
             raise ContextError(
@@ -151,18 +134,9 @@ def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> Non
 def check_gradients(
     kind: str, gradients: Sequence[Any], variables: Sequence[Variable], summed: bool
 ) -> list[Any]:
-    """Return each gradient as an array or `IndexedSlices` of its variable's dtype. Local.
+    """Return each gradient as an array or `IndexedSlices` of its variable's dtype.
 
-    ``None`` stays ``None``. `summed` says whether each replica brings a gradient of its own.
-
-    Raises
-    ------
-    ValueError
-        If all are ``None``, a shape does not fit, or a `PerReplica` will not be summed.
-    TypeError
-        If a gradient is no array, or of another kind of dtype than its variable.
-    IndexError
-        If `IndexedSlices` have an index out of range.
+    ``None`` stays ``None``. `summed` says whether each replica brings its own gradient.
     """
     if all(gradient is None for gradient in gradients):
         names = [variable.name for variable in variables]
@@ -174,13 +148,7 @@ def check_gradients(
 
 
 def check_takes_gradients(kind: str, variable: Variable) -> None:
-    """Refuse a variable that holds no fractions, such as a gradient's steps are. Local.
-
-    Raises
-    ------
-    TypeError
-        Naming the variable.
-    """
+    """Refuse a variable that holds no fractions, such as a gradient's steps are."""
     if not is_floating(variable.dtype) and variable.dtype.kind != "c":
         raise TypeError(
             f"{kind}: the variable {variable.name!r} of dtype {variable.dtype} cannot take the "
@@ -303,9 +271,8 @@ def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict
 def settled_beside(
     pairs: Sequence[tuple[Any, Variable]], written: Sequence[tuple[int, int]]
 ) -> list[Any]:
-    """Return the gradients ready to be used, which then may be read at any time. Local.
+    """Return the gradients in C order on the devices of their variables, or coalesced.
 
-    Each is an array in C order on the device of its variable, or coalesced `IndexedSlices`.
     Copies are made of those that lie in `written`, spans of memory that the step changes.
     """
     spans = sorted(written)

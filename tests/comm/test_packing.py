@@ -75,7 +75,7 @@ def reduce(op, arrays, way, pool, options=CommunicationOptions(), start=False): 
     )
     if start:
         ends = [WAYS[way].start_all_reduce(op, message) for message in packing.messages]
-        for array in arrays:  # the program may go on with its arrays
+        for array in arrays:  # the program may write to its arrays
             if array.flags.writeable:
                 array[...] = 1
         for end in ends:
