@@ -29,7 +29,6 @@ __all__ = [
     "check_gradients",
     "check_owners",
     "check_takes_gradients",
-    "coalesced",
     "listed",
     "owner_among",
     "prepare_sum",
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 
-def coalesced(slices: IndexedSlices) -> IndexedSlices:
+def _coalesced(slices: IndexedSlices) -> IndexedSlices:
     """Return `slices` with each index once, in ascending order, its values added up."""
     xp = namespace_of(slices.values)
     indices, places = xp.unique_inverse(slices.indices)
@@ -284,7 +283,7 @@ def settled_beside(
         device = _HOST if variable.strategy is None else variable.strategy.extended.device
         if isinstance(gradient, IndexedSlices):
             values, indices = place(gradient.values, device), place(gradient.indices, device)
-            ready = coalesced(IndexedSlices(values, indices, gradient.dense_shape))
+            ready = _coalesced(IndexedSlices(values, indices, gradient.dense_shape))
         else:
             ready = _unshared(place(gradient, device), spans)
         settled.append(ready)

@@ -224,7 +224,7 @@ class Optimizer(Trackable, abc.ABC):
             settled = known.reduction.all_reduce(call, gradients)
         elif summed:
             settled = sum_over_replicas(call, gradients, variables, parameters)
-            self._prepare_step(call, strategy, gradients, variables, parameters)
+            self._prepared.keep(call, strategy, gradients, variables, self.iterations, parameters)
         else:
             settled = agree_on_gradients(call, gradients, variables, parameters)
         return functools.partial(
@@ -254,25 +254,6 @@ class Optimizer(Trackable, abc.ABC):
         if known is None or known.strategy is not strategy or known.counter is not self.iterations:
             return None, []
         return (known, given) if known.reduction.fits(given) else (None, [])
-
-    def _prepare_step(
-        self,
-        call: CollectiveCall,
-        strategy: Any,
-        gradients: list[Any],
-        variables: Sequence[Variable],
-        parameters: str,
-    ) -> None:
-        """Prepare later steps like this one, where they need no check of the gradients."""
-        memory = [variable.storage for variable in variables]
-        if any(type(each) is not np.ndarray for each in (*gradients, *memory)):
-            return
-        reduction = prepare_sum(call, gradients, variables, parameters)
-        if reduction.fits(gradients):
-            counter, iterations = self.iterations, self.iterations.storage
-            self._prepared.keep(
-                PreparedStep(strategy, variables, counter, iterations, reduction, parameters)
-            )
 
     def _checked_pairs(
         self, kind: str, strategy: Any, pairs: Any, summed: bool

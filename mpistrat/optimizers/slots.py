@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
+from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.prepared import PreparedReduction
+from mpistrat.optimizers.gradients import prepare_sum
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.variables import Variable
@@ -24,7 +26,7 @@ class _Entry:
     """Kept, so that its id is not given to another one."""
     slots: dict[str, Variable] = field(default_factory=dict)
     targets: dict[tuple[str, ...], Target] = field(default_factory=dict)
-    """By the names of the slots that were asked for. A copy has memory of its own."""
+    """By the names of the slots that were asked for. A copy has its own memory."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Entry:
         return _Entry(copy.deepcopy(self.variable, memo), copy.deepcopy(self.slots, memo))
@@ -102,17 +104,33 @@ class PreparedStep:
 class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
     """The prepared steps of one optimizer, by the ids of the variables.
 
-    A copy of the optimizer makes its own.
+    A copy of the optimizer prepares its own.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedSteps:
         return PreparedSteps()
 
-    def keep(self, step: PreparedStep) -> None:
-        """Make `step` the one on its variables."""
+    def keep(
+        self,
+        call: CollectiveCall,
+        strategy: Any,
+        gradients: list[Any],
+        variables: Sequence[Variable],
+        counter: Variable,
+        parameters: str,
+    ) -> None:
+        """Prepare later steps like this one, where they need no check of the gradients."""
+        storages = [variable.storage for variable in variables]
+        if any(type(each) is not np.ndarray for each in (*gradients, *storages)):
+            return
+        reduction = prepare_sum(call, gradients, variables, parameters)
+        if not reduction.fits(gradients):
+            return
         if len(self) >= _MAX_STEPS:
             self.clear()
-        self[tuple(map(id, step.variables))] = step
+        self[tuple(map(id, variables))] = PreparedStep(
+            strategy, variables, counter, counter.storage, reduction, parameters
+        )
 
 
 _MAX_STEPS = 64
