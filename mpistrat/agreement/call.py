@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import struct
 import sys
+from collections.abc import Sequence
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any, TypeVar
@@ -143,6 +144,12 @@ class Call:
         if self.recorder is not None:
             self.moved["bytes"] = self.moved.get("bytes", 0) + num_bytes
             self.moved["implementation"] = implementation
+
+    def show_received(self, arrays: Sequence[Any]) -> None:
+        """Show what came from other ranks to a fault that is waiting for it."""
+        if self.channel.on_received is not None:
+            for array in arrays:
+                self.channel.on_received(array)
 
     def include(self, number: float, words: str) -> None:
         """Have `number`, which may change with each call, agreed too; `words` name it. Local."""

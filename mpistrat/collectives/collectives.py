@@ -15,7 +15,7 @@ import numpy as np
 from mpistrat.agreement.call import AllOrNone, Call
 from mpistrat.agreement.channel import Channel
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
-from mpistrat.collectives.prepared import PreparedReduction, dtype_name, show_received
+from mpistrat.collectives.prepared import PreparedReduction, dtype_name
 from mpistrat.comm.device_reducers import DeviceCapabilities, solo_capabilities
 from mpistrat.comm.pack_plan import check_gatherable, joined
 from mpistrat.comm.packing import describe_function, placed_like
@@ -145,7 +145,7 @@ class CollectiveCall(Call):
             )
             for i, host in enumerate(hosts)
         ]
-        show_received(self.channel, gathered)
+        self.show_received(gathered)
         return [
             placed_like(joined(flat, [shapes[i] for shapes in shapes_of_ranks], axis), arrays[i])
             for i, flat in enumerate(gathered)
@@ -163,13 +163,13 @@ class CollectiveCall(Call):
         buffer = host_copy(array) if is_root else np.empty(shape, dtype)
         self.note_moved(buffer.nbytes, "broadcast")
         self.channel.transport.broadcast(buffer, root)
-        show_received(self.channel, [buffer])
+        self.show_received([buffer])
         return placed_like(buffer, array)
 
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
         """Overwrite each of `buffers` with that of its root, once agreed. **Collective**."""
         self.channel.transport.broadcast_each(buffers, roots)
-        show_received(self.channel, buffers)
+        self.show_received(buffers)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpistrat.agreement.call import Call
-from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Signature
 from mpistrat.arrays import Array
 from mpistrat.comm.device_reducers import DeviceCapabilities
@@ -24,7 +23,7 @@ from mpistrat.comm.transport import NodeReducer, Piggyback
 from mpistrat.native import native_library
 from mpistrat.options import CommunicationOptions, ReduceOp
 
-__all__ = ["PreparedReduction", "dtype_name", "show_received"]
+__all__ = ["PreparedReduction", "dtype_name"]
 
 _logger = logging.getLogger("mpistrat")
 
@@ -116,7 +115,7 @@ class PreparedReduction:
         for (reducer, why), message in zip(self._reducers, packing.messages, strict=True):
             self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
             reducer.all_reduce(self._op, message)
-            show_received(channel, message.targets)
+            call.show_received(message.targets)
         return packing.unpack()
 
     def _reduce_with_agreement(
@@ -147,7 +146,7 @@ class PreparedReduction:
         call.agree_on(self.signature)
         self._note(call, source.nbytes, source.dtype, "Piggyback", "travels with the agreement")
         self._write_result(target)
-        show_received(call.channel, [target])
+        call.show_received([target])
 
     def _agree_attached(self, call: Call, node: NodeReducer, message: Message) -> None:
         """Agree with `message` begun as far as no other rank is needed, which saves a wait."""
@@ -174,7 +173,7 @@ class PreparedReduction:
         def end() -> list[Array]:
             for end_one, message in zip(ends, packing.messages, strict=True):
                 end_one()
-                show_received(channel, message.targets)
+                call.show_received(message.targets)
             return packing.unpack()
 
         return end
@@ -189,7 +188,7 @@ class PreparedReduction:
         if call.channel.rank != root:
             return None
         for message in packing.messages:
-            show_received(call.channel, message.targets)
+            call.show_received(message.targets)
         return packing.unpack()
 
     def _note(
@@ -204,13 +203,6 @@ class PreparedReduction:
         _logger.debug(
             "%s: %d x %s by %s over %s (%s)", call.kind, size, dtype, implementation, where, why
         )
-
-
-def show_received(channel: Channel, arrays: Sequence[Array]) -> None:
-    """Show what came from other ranks to a fault that is waiting for it."""
-    if channel.on_received is not None:
-        for array in arrays:
-            channel.on_received(array)
 
 
 @functools.lru_cache
