@@ -41,6 +41,7 @@ def pull_back_all_reduce(
                 f"{call.kind}: the value, the result and its gradient must have one shape, but "
                 f"have {np.shape(value)}, {np.shape(result)} and {np.shape(gradient)}."
             )
+    # What travels is a SUM for most of them, so the forward reduction is compared too.
     details = (op.name, structure)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return call.all_reduce(op, gradients, details)
@@ -57,6 +58,7 @@ def _pull_back_extreme(
     details: object,
 ) -> list[Array]:
     """Give the gradient to the extremal element; replicas that tie share it."""
+    # NaN is extremal wherever there is one, and equals no other.
     chosen = [
         ((value == result) | ((value != value) & (result != result))).astype(gradient.dtype)
         for value, result, gradient in zip(values, results, gradients, strict=True)
@@ -105,6 +107,7 @@ def pull_back_all_gather(
         normalize_axes(call.kind, axis, np.shape(value))
     call.agree(f"axis {axis}", structure, len(values))
     pairs = zip(values, gradients, strict=True)
+    # Every rank checks the lengths of all, so that all raise the same error.
     lengths_of_ranks = call.channel.exchange(
         [(np.shape(value)[axis], _length(gradient, axis)) for value, gradient in pairs]
     )
@@ -189,6 +192,7 @@ def all_gather_tensors(call: CollectiveCall, make_call: MakeCall, nest: Any, axi
 
 def _apply(nest: Any, move: Callable[[Any], Any], pull_back: PullBack) -> Any:
     """Apply `move` to the whole nest at once, with tensors as one node of the graph."""
+    # One node, because the backward pass must make one collective call for the whole nest.
     leaves, structure = nests.flatten(nest)
     positions = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
     results: list[Any] = []

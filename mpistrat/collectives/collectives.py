@@ -83,6 +83,7 @@ class CollectiveCall(Call):
                 collectives.capabilities.places(arrays),
             )
         travel_as = None if wires is None else tuple(wires)
+        # Options by identity: their hash takes longer than all the rest.
         key = (self.kind, self.name, op, kinds, details, travel_as, id(self.options))
         reduction = collectives.prepared.get(key)
         if reduction is None:
@@ -134,6 +135,7 @@ class CollectiveCall(Call):
                 raise TypeError(f"{self.kind}: an array of dtype object cannot be sent.")
         dtypes = tuple(dtype_name(array.dtype) for array in arrays)
         self.agree(f"axis {axis}", dtypes, structure)
+        # Shapes may differ, so they cannot be part of the signature.
         shapes_of_ranks = self.channel.exchange([np.shape(array) for array in arrays])
         for shapes in zip(*shapes_of_ranks, strict=True):
             check_gatherable(self.kind, shapes, axis)

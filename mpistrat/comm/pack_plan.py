@@ -96,13 +96,14 @@ def _plan_pack(
     on_device: bool,
     is_uncast: bool,
 ) -> Pack:
+    # On a device, all arrays of a pack are joined by one kernel, whatever their size.
     is_small = [
         len(group) > 1 and (on_device or sizes[i] * wire.itemsize <= _SMALL_BYTES) for i in group
     ]
     small = [i for i, each in zip(group, is_small, strict=True) if each]
     large = [i for i, each in zip(group, is_small, strict=True) if not each]
     stops = list(itertools.accumulate(sizes[i] for i in small))
-    dtype = as_ordered_integers(op, np.empty(0, wire)).dtype
+    dtype = as_ordered_integers(op, np.empty(0, wire)).dtype  # floats have no total order
     return Pack(
         wire=wire,
         dtype=dtype,

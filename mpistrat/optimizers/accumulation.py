@@ -157,6 +157,7 @@ class GradientAccumulator(Trackable):
         gradients, variables = split_pairs(kind, grads_and_vars)
         places = self._places(kind, variables)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        # Checked against the sums, which are wider than variables of 16 bits.
         sums = [self._sums[places[i]] for i in present]
         if present:
             given = [gradients[i] for i in present]
@@ -230,6 +231,7 @@ class GradientAccumulator(Trackable):
                     f"{kind}: no gradient has been added since the last step (num_added is "
                     f"{self.num_added}). Call add for each micro-batch first."
                 )
+            # Not part of the signature: it changes with each call, and a digest takes time.
             call.include(self.num_added, f"after {self.num_added} calls of add")
             pairs = zip(self._sums, counts, strict=True)
             sums = [total.storage if count else None for total, count in pairs]
@@ -272,6 +274,7 @@ class GradientAccumulator(Trackable):
         missing = [variable.name for gradient, variable in pairs if gradient is None]
         if missing:
             warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=2)
+        # The optimizer would warn again about the variables without a gradient.
         present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         optimizer.apply_gradients(present, skip_gradients_aggregation=True)
         self.reset()

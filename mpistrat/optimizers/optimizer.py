@@ -186,7 +186,7 @@ class Optimizer(Trackable, abc.ABC):
         """
         frame = context.current()
         strategy = default_strategy() if frame is None else frame.strategy
-        is_list = type(grads_and_vars) in (zip, list)  # the usual ones
+        is_list = type(grads_and_vars) in (zip, list)  # as usual: `listed` looks closer
         pairs = list(grads_and_vars) if is_list else listed(grads_and_vars)
         extended = strategy.extended
         if extended._is_default:

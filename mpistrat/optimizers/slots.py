@@ -101,6 +101,9 @@ class PreparedStep:
     """What updates all variables at once, ``None`` where nothing can."""
 
 
+_MAX_STEPS = 64
+
+
 class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
     """The prepared steps of one optimizer, by the ids of the variables.
 
@@ -108,6 +111,7 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedSteps:
+        # The ids are those of the variables that were not copied.
         return PreparedSteps()
 
     def keep(
@@ -120,6 +124,7 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         parameters: str,
     ) -> None:
         """Prepare later steps like this one, where they need no check of the gradients."""
+        # Only what is compiled for the host updates all variables at once.
         storages = [variable.storage for variable in variables]
         if any(type(each) is not np.ndarray for each in (*gradients, *storages)):
             return
@@ -131,6 +136,3 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         self[tuple(map(id, variables))] = PreparedStep(
             strategy, variables, counter, counter.storage, reduction, parameters
         )
-
-
-_MAX_STEPS = 64
