@@ -186,13 +186,13 @@ def address_of(array: Array) -> int:
     return int(library.address(array))
 
 
-def addresses_of(arrays: list[np.ndarray]) -> bytes:
-    """Return where the memory of each host array begins, as C has a list of pointers. Local."""
+def addresses_function() -> Callable[[list[np.ndarray]], bytes]:
+    """Return what finds where the memory of each host array begins, as C has a list of pointers."""
     library = native_library()
     if library is None:
-        return np.array([address_of(array) for array in arrays], np.uintp).tobytes()
-    addresses: bytes = library.addresses(arrays)
-    return addresses
+        return lambda arrays: np.array([address_of(each) for each in arrays], np.uintp).tobytes()
+    compiled: Callable[[list[np.ndarray]], bytes] = library.addresses
+    return compiled
 
 
 def elementwise_kernel(inputs: str, outputs: str, body: str, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients through collectives, for programs that write their gradients by hand.
+"""Gradients through collectives, for programs that write their own backward pass.
 
 PyTorch tensors need none of this: `ReplicaContext.all_reduce` and `all_gather` return tensors
 that are attached to the graph.
@@ -56,8 +56,8 @@ def all_reduce_pullback(reduce_op: ReduceOp | str, value: Any, result: Any, grad
     with replica.strategy.extended.collectives.call("all_reduce_pullback") as call:
         op = ReduceOp.parse(reduce_op)
         (values, results, gradients), structure = _flattened(call.kind, value, result, gradient)
-        spelt = nests.signature(structure)
-        pulled = pull_back_all_reduce(call, op, values, results, gradients, spelt)
+        signature = nests.signature(structure)
+        pulled = pull_back_all_reduce(call, op, values, results, gradients, signature)
         return nests.unflatten(structure, pulled)
 
 
@@ -92,8 +92,8 @@ def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
     replica = _current("all_gather_pullback")
     with replica.strategy.extended.collectives.call("all_gather_pullback") as call:
         (values, gradients), structure = _flattened(call.kind, value, gradient)
-        spelt = nests.signature(structure)
-        pulled = pull_back_all_gather(call, values, axis, gradients, spelt)
+        signature = nests.signature(structure)
+        pulled = pull_back_all_gather(call, values, axis, gradients, signature)
         return nests.unflatten(structure, pulled)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import struct
 import sys
+from collections.abc import Sequence
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from mpistrat.agreement.channel import Channel, Outcome, Status
 from mpistrat.system.callsite import call_site, failure_site
 from mpistrat.system.text import format_detail, text_of
 from mpistrat.tracing.flight_recorder import FlightEntry, State, users_place
-from mpistrat.tracing.spans import active, mark
+from mpistrat.tracing.spans import Recorder, active, mark
 
 __all__ = ["AllOrNone", "Call"]
 
@@ -60,6 +61,8 @@ class Call:
         self.owner = owner
         self._agreed = False
         self._entry: FlightEntry | None = None
+        self.recorder: Recorder | None = None
+        """The timeline, where there is one."""
         self.moved: dict[str, Any] = {}
         """What the timeline shall show of the data: bytes, and what moves them."""
         self._extra = 0
@@ -75,7 +78,8 @@ class Call:
             self.channel.check_open()
             # Not later: here the user's frame is near, and each frame looked at costs.
             self._place = users_place(sys._getframe(2))
-            self._end_mark = mark(self.kind)
+            self.recorder = active()
+            self._end_mark = None if self.recorder is None else mark(self.kind)
         except BaseException:
             self.channel.lock.release()
             raise
@@ -131,10 +135,21 @@ class Call:
         entry.ended_ns = monotonic_ns()
         entry.state = state
         self._entry = None
-        recorder = active()
-        if recorder is not None:
-            entry.record_on(recorder, self.channel.flight.channel, self.moved)
+        if self.recorder is not None:
+            entry.record_on(self.recorder, self.channel.flight.channel, self.moved)
             self.moved = {}
+
+    def note_moved(self, num_bytes: int, implementation: str) -> None:
+        """Show in the timeline how many bytes have moved, and by what."""
+        if self.recorder is not None:
+            self.moved["bytes"] = self.moved.get("bytes", 0) + num_bytes
+            self.moved["implementation"] = implementation
+
+    def show_received(self, arrays: Sequence[Any]) -> None:
+        """Show what came from other ranks to a fault that is waiting for it."""
+        if self.channel.on_received is not None:
+            for array in arrays:
+                self.channel.on_received(array)
 
     def include(self, number: float, words: str) -> None:
         """Have `number`, which may change with each call, agreed too; `words` name it. Local."""

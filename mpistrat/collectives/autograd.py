@@ -1,4 +1,4 @@
-"""Gradients of collectives, and PyTorch's autograd."""
+"""Autograd: the gradients of collectives, by hand and for PyTorch."""
 
 from __future__ import annotations
 
@@ -34,37 +34,14 @@ def pull_back_all_reduce(
     gradients: Sequence[Array],
     structure: str = "",
 ) -> list[Array]:
-    """Return the gradient of each value from those of the results. **Collective**.
-
-    Parameters
-    ----------
-    call : CollectiveCall
-    op : ReduceOp
-    values : sequence of arrays
-        What this replica brought to the reduction.
-    results : sequence of arrays
-        What came of it.
-    gradients : sequence of arrays
-        Gradients with respect to `results`, of their shapes.
-    structure : str
-        Of the nest that they come from, to be agreed on.
-
-    Returns
-    -------
-    list of arrays
-        In the shapes of `values`.
-
-    Raises
-    ------
-    ValueError
-        If the shapes differ.
-    """
+    """Return the gradients with respect to `values` from those to `results`. **Collective**."""
     for value, result, gradient in zip(values, results, gradients, strict=True):
         if not np.shape(value) == np.shape(result) == np.shape(gradient):
             raise ValueError(
                 f"{call.kind}: the value, the result and its gradient must have one shape, but "
                 f"have {np.shape(value)}, {np.shape(result)} and {np.shape(gradient)}."
             )
+    # What travels is a SUM for most of them, so the forward reduction is compared too.
     details = (op.name, structure)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return call.all_reduce(op, gradients, details)
@@ -81,6 +58,7 @@ def _pull_back_extreme(
     details: object,
 ) -> list[Array]:
     """Give the gradient to the extremal element; replicas that tie share it."""
+    # NaN is extremal wherever there is one, and equals no other.
     chosen = [
         ((value == result) | ((value != value) & (result != result))).astype(gradient.dtype)
         for value, result, gradient in zip(values, results, gradients, strict=True)
@@ -123,33 +101,13 @@ def pull_back_all_gather(
     gradients: Sequence[Array],
     structure: str = "",
 ) -> list[Array]:
-    """Return this replica's slice of the summed gradient of each gathered value. **Collective**.
-
-    Parameters
-    ----------
-    call : CollectiveCall
-    values : sequence of arrays
-        What this replica brought.
-    axis : int
-        Along which they were concatenated.
-    gradients : sequence of arrays
-        Gradients with respect to the gathered arrays.
-    structure : str
-        Of the nest that they come from, to be agreed on.
-
-    Raises
-    ------
-    TypeError
-        If `axis` is no integer.
-    ValueError
-        If `axis` is out of range, or on every rank, if a gradient has not the length of all
-        values together.
-    """
+    """Return this replica's slice of the summed gradient of each gathered value. **Collective**."""
     axis = as_integer(f"{call.kind}: axis", axis)
     for value in values:
         normalize_axes(call.kind, axis, np.shape(value))
     call.agree(f"axis {axis}", structure, len(values))
     pairs = zip(values, gradients, strict=True)
+    # Every rank checks the lengths of all, so that all raise the same error.
     lengths_of_ranks = call.channel.exchange(
         [(np.shape(value)[axis], _length(gradient, axis)) for value, gradient in pairs]
     )
@@ -179,10 +137,11 @@ def _length(array: Array, axis: int) -> int | None:
 
 
 MakeCall = Callable[[str], CollectiveCall]
+"""Makes the call of a backward pass, of a given kind."""
 
 
 def has_tensors(nest: Any) -> bool:
-    """Return whether a leaf of `nest` is a PyTorch tensor. Local."""
+    """Return whether a leaf of `nest` is a PyTorch tensor."""
     return is_loaded() and any(is_tensor(leaf) for leaf in nests.flatten(nest)[0])
 
 
@@ -220,17 +179,7 @@ class _AllGatherPullBack:
 
 
 def all_reduce_tensors(call: CollectiveCall, make_call: MakeCall, op: ReduceOp, nest: Any) -> Any:
-    """Do `all_reduce_nest` on a nest with tensors. **Collective**, and so is the backward pass.
-
-    Parameters
-    ----------
-    call : CollectiveCall
-        Of the forward pass.
-    make_call : callable
-        Returns the call of the backward pass, of a given kind.
-    op : ReduceOp
-    nest : nest
-    """
+    """Do `all_reduce_nest` on a nest with tensors. **Collective**, and so is the backward pass."""
     pull_back = _AllReducePullBack(make_call, op)
     return _apply(nest, lambda arrays: all_reduce_nest(call, op, arrays), pull_back)
 
@@ -243,6 +192,7 @@ def all_gather_tensors(call: CollectiveCall, make_call: MakeCall, nest: Any, axi
 
 def _apply(nest: Any, move: Callable[[Any], Any], pull_back: PullBack) -> Any:
     """Apply `move` to the whole nest at once, with tensors as one node of the graph."""
+    # One node, because the backward pass must make one collective call for the whole nest.
     leaves, structure = nests.flatten(nest)
     positions = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
     results: list[Any] = []

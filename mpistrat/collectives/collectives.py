@@ -1,13 +1,12 @@
-"""Collectives: agreed first, then moved. What every layer above communicates through.
+"""Collectives, agreed before data moves: what all higher layers communicate through.
 
-The words here are MPI's (rank, size, root). A world of one rank has its transport too, so
-nothing above asks for the size.
+The vocabulary is MPI's (rank, size, root). A world of one rank has its transport too, so nothing
+above asks for the size.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,23 +14,19 @@ import numpy as np
 
 from mpistrat.agreement.call import AllOrNone, Call
 from mpistrat.agreement.channel import Channel
-from mpistrat.agreement.ledger import Signature
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
-from mpistrat.collectives.prepared import PreparedReduction, dtype_name, prepare
+from mpistrat.collectives.prepared import PreparedReduction, dtype_name
 from mpistrat.comm.device_reducers import DeviceCapabilities, solo_capabilities
 from mpistrat.comm.pack_plan import check_gatherable, joined
-from mpistrat.comm.packing import Message, Packing, Single, describe, pack, placed_like
-from mpistrat.comm.selection import check_options, choose_reducer
-from mpistrat.comm.transport import Piggyback, Reducer, SoloTransport
+from mpistrat.comm.packing import describe_function, placed_like
+from mpistrat.comm.selection import check_options
+from mpistrat.comm.transport import SoloTransport
 from mpistrat.options import CommunicationOptions, ReduceOp
-from mpistrat.tracing.spans import active
 
 __all__ = ["CollectiveCall", "Collectives"]
 
-_logger = logging.getLogger("mpistrat")
-
-
 _MAX_PREPARED = 1024
+"""More reductions than any loop repeats; a program with ever new shapes starts again there."""
 
 
 class CollectiveCall(Call):
@@ -65,71 +60,42 @@ class CollectiveCall(Call):
             )
         check_options(self.options, self._collectives.capabilities)
 
-    def _agreed_packing(
+    def prepare(
         self,
         op: ReduceOp,
         arrays: Sequence[Array],
         *details: object,
-        copy: bool = False,
-    ) -> Packing | Single:
-        prepared = self._prepared(op, arrays, details)
-        # A fork may come before the end of what is started: its results are no shared memory.
-        pool = self.channel.private_pool if copy else self.channel.pool
-        packing = pack(prepared.plan, arrays, pool, prepared.is_plain, copy)
-        self.agree_on(prepared.signature)
-        return packing
-
-    def _prepared(
-        self,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        details: tuple[object, ...],
         wires: Sequence[np.dtype] | None = None,
     ) -> PreparedReduction:
-        """Return what is equal in all calls like this one, checked the first time."""
-        known = self._collectives.prepared
+        """Return the reduction for all calls like this one, checked the first time.
+
+        `details` must agree over ranks too. `wires` are what the arrays travel as, where their own
+        dtypes do not decide it.
+        """
+        collectives = self._collectives
         if type(self.options) is not CommunicationOptions:
             self._check_options()
-        kinds: Any = describe(arrays)
-        is_plain = kinds is not None
-        places: tuple[bool, ...] = ()
-        if not is_plain:
-            kinds = tuple([(array.dtype, array.shape) for array in arrays])
-            places = self._collectives.capabilities.places(arrays)
-        travel_as = None if wires is None else tuple(wires)
-        key = (self.kind, self.name, op, kinds, details, travel_as, places, id(self.options))
-        prepared = known.get(key)
-        if prepared is None:
-            self._check_options()
-            if len(known) >= _MAX_PREPARED:
-                known.clear()
-            prepared = prepare(
-                *(self.signature, op, arrays, details, wires, self.options, places, is_plain)
+        described = collectives.describe(arrays)
+        kinds: Any = described
+        if described is None:
+            kinds = (
+                tuple([(array.dtype, array.shape) for array in arrays]),
+                collectives.capabilities.places(arrays),
             )
-            known[key] = prepared
-        return prepared
-
-    def _reducer(self, op: ReduceOp, message: Message) -> Reducer:
-        ways = self._collectives.capabilities if message.on_device else None
-        reducer, why = choose_reducer(
-            self.channel.transport, self.options, op, message.dtype, message.num_bytes, ways
-        )
-        self._note(message.size, message.dtype, type(reducer).__name__, why)
-        return reducer
-
-    def _note(self, size: int, dtype: np.dtype, way: str, why: str) -> None:
-        """Tell the timeline and the log what moves `size` numbers."""
-        if active() is None and not _logger.isEnabledFor(logging.DEBUG):
-            return
-        self._note_moved(size * dtype.itemsize, way)
-        self.moved["why"] = why
-        where = type(self.channel.transport).__name__
-        _logger.debug("%s: %d x %s by %s over %s (%s)", *(self.kind, size, dtype, way, where, why))
-
-    def _note_moved(self, num_bytes: int, implementation: str) -> None:
-        if active() is not None:
-            self.moved["bytes"] = self.moved.get("bytes", 0) + num_bytes
-            self.moved["implementation"] = implementation
+        travel_as = None if wires is None else tuple(wires)
+        # Options by identity: their hash takes longer than all the rest.
+        key = (self.kind, self.name, op, kinds, details, travel_as, id(self.options))
+        reduction = collectives.prepared.get(key)
+        if reduction is None:
+            self._check_options()
+            if len(collectives.prepared) >= _MAX_PREPARED:
+                collectives.prepared.clear()
+            capabilities = collectives.capabilities
+            reduction = PreparedReduction(
+                self, op, arrays, details, wires, described, self.options, capabilities
+            )
+            collectives.prepared[key] = reduction
+        return reduction
 
     def all_reduce(
         self,
@@ -141,142 +107,54 @@ class CollectiveCall(Call):
         """Reduce each array over ranks, equal to the bit on all of them. **Collective**.
 
         Dtypes, shapes and the `structure` of the nest that the arrays come from must agree over
-        ranks. `wires` are what they travel as, where their own dtypes do not tell.
+        ranks. For `wires` see `prepare`.
         """
-        prepared = self._prepared(op, arrays, (structure,), wires)
-        signature, may_share = prepared.signature, prepared.may_share and self.channel.checks
-        piggyback = self.channel.transport.piggyback if may_share else None
-        if piggyback is not None and prepared.lone_bytes <= piggyback.room:
-            target = np.empty(arrays[0].shape, arrays[0].dtype)
-            self._carry(piggyback, op, arrays[0], target, signature)
-            return [target]
-        packing = pack(prepared.plan, arrays, self.channel.pool, prepared.is_plain)
-        messages = packing.messages
-        if may_share:
-            if piggyback and len(messages) == 1 and messages[0].num_bytes <= piggyback.room:
-                source, target, split = messages[0].whole()
-                self._carry(piggyback, op, source, target, signature)
-                split()
-                return packing.unpack()
-            self._reduce_on_board(op, messages[0], signature)
-            messages = messages[1:]
-        else:
-            self.agree_on(signature)
-        for message in messages:
-            self._reducer(op, message).all_reduce(op, message)
-            self._received(*message.targets)
-        return packing.unpack()
-
-    def _received(self, *arrays: Array) -> None:
-        """Show what came from other ranks to a fault that is waiting for it."""
-        for array in arrays:
-            if self.channel.on_received is not None:
-                self.channel.on_received(array)
-
-    def _reduce_on_board(self, op: ReduceOp, message: Message, signature: Signature) -> None:
-        """Agree with `message` begun as far as no other rank is needed, which saves a wait."""
-        transport = self.channel.transport
-        node = transport.node
-        reducer, why = choose_reducer(transport, self.options, op, message.dtype, message.num_bytes)
-        try:
-            if node is not None and reducer is node:
-                node.attach(message)
-            self.agree_on(signature)
-        except BaseException:
-            # The channel may stay open, as after an interruption that came before the round.
-            if node is not None:
-                node.detach()
-            raise
-        self._note(message.size, message.dtype, type(reducer).__name__, why)
-        reducer.all_reduce(op, message)
-        self._received(*message.targets)
-
-    def _carry(
-        self,
-        piggyback: Piggyback,
-        op: ReduceOp,
-        source: np.ndarray,
-        target: np.ndarray,
-        signature: Signature,
-    ) -> None:
-        """Have `source` travel with the agreement itself, and write what comes to `target`."""
-        piggyback.attach(source)
-        self.agree_on(signature)
-        self._note(source.size, source.dtype, "Piggyback", "travels with the agreement")
-        piggyback.result(op, target)
-        self._received(target)
+        return self.prepare(op, arrays, structure, wires=wires).all_reduce(self, arrays)
 
     def start_all_reduce(
         self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()
     ) -> Callable[[], list[Array]]:
         """Begin `all_reduce`, and return the function that ends it. **Collective**."""
-        # The program may write to its arrays before the end.
-        packing = self._agreed_packing(op, arrays, structure, copy=True)
-        ends = [self._reducer(op, each).start_all_reduce(op, each) for each in packing.messages]
-
-        def end() -> list[Array]:
-            for end_one, message in zip(ends, packing.messages, strict=True):
-                end_one()
-                self._received(*message.targets)
-            return packing.unpack()
-
-        return end
+        return self.prepare(op, arrays, structure).start_all_reduce(self, arrays)
 
     def reduce(
         self, op: ReduceOp, arrays: Sequence[Array], root: int, structure: object = ()
     ) -> list[Array] | None:
         """Reduce each array to `root`; ``None`` on the other ranks. **Collective**."""
-        packing = self._agreed_packing(op, arrays, f"to rank {root}", structure)
-        for message in packing.messages:
-            self._reducer(op, message).reduce(op, message, root)
-        if self.channel.rank != root:
-            return None
-        for message in packing.messages:
-            self._received(*message.targets)
-        return packing.unpack()
+        prepared = self.prepare(op, arrays, f"to rank {root}", structure)
+        return prepared.reduce(self, arrays, root)
 
     def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:
         """Concatenate each array over ranks, in rank order. **Collective**.
 
-        Parameters
-        ----------
-        arrays : sequence of arrays
-            Dtypes must agree over ranks, and shapes but for their length along `axis`.
-        axis : int
-            May be negative.
-        structure : hashable
-            Structure of the nest that the arrays come from, to be agreed too.
-
-        Raises
-        ------
-        ValueError
-            On every rank, if shapes do not fit or `axis` is out of range on any rank. The
-            strategy stays usable.
+        Dtypes must agree, and shapes but for their length along `axis`; where they do not, every
+        rank raises a `ValueError` and the strategy stays usable.
         """
         for array in arrays:
             if array.dtype.hasobject:
                 raise TypeError(f"{self.kind}: an array of dtype object cannot be sent.")
         dtypes = tuple(dtype_name(array.dtype) for array in arrays)
         self.agree(f"axis {axis}", dtypes, structure)
+        # Shapes may differ, so they cannot be part of the signature.
         shapes_of_ranks = self.channel.exchange([np.shape(array) for array in arrays])
         for shapes in zip(*shapes_of_ranks, strict=True):
             check_gatherable(self.kind, shapes, axis)
         hosts = [native(np.moveaxis(host_view(array), axis, 0)).reshape(-1) for array in arrays]
-        self._note_moved(sum(host.nbytes for host in hosts), "all_gather")
+        self.note_moved(sum(host.nbytes for host in hosts), "all_gather")
         gathered = [
             self.channel.transport.all_gather(
                 host, [int(np.prod(shapes[i])) for shapes in shapes_of_ranks]
             )
             for i, host in enumerate(hosts)
         ]
-        self._received(*gathered)
+        self.show_received(gathered)
         return [
             placed_like(joined(flat, [shapes[i] for shapes in shapes_of_ranks], axis), arrays[i])
             for i, flat in enumerate(gathered)
         ]
 
     def broadcast(self, array: Array, *details: object, root: int = 0) -> Array:
-        """Return the `array` of `root` on every rank, in memory of its own. **Collective**.
+        """Return the `array` of `root` on every rank, in its own memory. **Collective**.
 
         Shape and dtype must agree over ranks, and `details` too.
         """
@@ -285,15 +163,15 @@ class CollectiveCall(Call):
         self.agree(f"from rank {root}", (dtype_name(dtype), shape), *details)
         is_root = self.channel.rank == root
         buffer = host_copy(array) if is_root else np.empty(shape, dtype)
-        self._note_moved(buffer.nbytes, "broadcast")
+        self.note_moved(buffer.nbytes, "broadcast")
         self.channel.transport.broadcast(buffer, root)
-        self._received(buffer)
+        self.show_received([buffer])
         return placed_like(buffer, array)
 
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
         """Overwrite each of `buffers` with that of its root, once agreed. **Collective**."""
         self.channel.transport.broadcast_each(buffers, roots)
-        self._received(*buffers)
+        self.show_received(buffers)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**."""
@@ -302,32 +180,20 @@ class CollectiveCall(Call):
 
 
 class Collectives:
-    """The collectives of one group of ranks.
-
-    Parameters
-    ----------
-    channel : Channel
-    ways : DeviceCapabilities
-        Where the replica of this rank computes, and what can be done with device memory.
-    options : CommunicationOptions
-        For calls that bring none of their own.
-
-    Attributes
-    ----------
-    prepared : dict
-        What `CollectiveCall` has prepared for its next calls: a training loop repeats a few.
-    """
+    """The collectives of one group of ranks; `options` are for calls that bring none."""
 
     def __init__(
-        self, channel: Channel, ways: DeviceCapabilities, options: CommunicationOptions
+        self, channel: Channel, capabilities: DeviceCapabilities, options: CommunicationOptions
     ) -> None:
-        check_options(options, ways)
+        check_options(options, capabilities)
         self.channel = channel
-        self.capabilities = ways
-        self.device = ways.device
+        self.capabilities = capabilities
+        self.device = capabilities.device
         self.options = options
         self._lossless_options = dataclasses.replace(options, wire_dtype=None)
+        self.describe = describe_function()
         self.prepared: dict[Any, PreparedReduction] = {}
+        """What `CollectiveCall.prepare` has made."""
         self.rank = channel.rank
         self.size = channel.size
         # Strategies are made collectively, so their numbers on the channel are equal on all ranks.
@@ -336,7 +202,7 @@ class Collectives:
 
     @classmethod
     def solo(cls, device: Device) -> Collectives:
-        """Return the collectives of a world of one rank without MPI. Local."""
+        """Return the collectives of a world of one rank without MPI."""
         return cls(
             Channel(SoloTransport(), None), solo_capabilities(device), CommunicationOptions()
         )
@@ -344,19 +210,13 @@ class Collectives:
     def call(
         self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
     ) -> CollectiveCall:
-        """Return the context manager in which the collective `kind` is checked and done. Local.
+        """Return the context manager in which the collective `kind` is checked and done.
 
-        Parameters
-        ----------
-        kind : str
-            Name of the public function.
-        name : str, optional
-            Name of the variable or object that it is called on.
-        options : CommunicationOptions, optional
-            By default those of the strategy. Where there is a `name`, their `wire_dtype` is left
-            out: it may round a value that the program reduces, but not the state of an object.
+        `kind` is the name of the public function, `name` that of the variable or object that it
+        is called on.
         """
         if options is None:
+            # `wire_dtype` may round a value that the program reduces, not the state of an object.
             options = self.options if name is None else self._lossless_options
         return CollectiveCall(self, kind, name, options)
 

@@ -119,12 +119,12 @@ class SharedRound:
         self.attach = functools.partial(library.round_board, lane)
         self._result = functools.partial(library.round_collect, lane)
 
-    def result(self, op: ReduceOp, target: np.ndarray) -> None:
-        """Write the reduction of what travelled with the last round to `target`. Local."""
-        function = compiled_function(op, target.dtype)
+    def result(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
+        """Return what writes the reduction of numbers that came with the last round to an array."""
+        function = compiled_function(op, dtype)
         assert function is not None
         divisor = self._size if op is ReduceOp.MEAN else 1
-        self._result(function[0], divisor, function[1], target)
+        return functools.partial(self._result, function[0], divisor, function[1])
 
 
 class MpiTransport:

@@ -12,27 +12,23 @@ from mpistrat.comm.pool import Pool
 from mpistrat.comm.wire import as_floats, as_ordered_integers, cast, cast_into
 from mpistrat.native import native_library
 
-__all__ = ["DeviceMessage", "DevicePack", "Message", "Packing", "describe", "pack", "placed_like"]
+__all__ = [
+    "Message",
+    "Single",
+    "describe_function",
+    "pack",
+    "placed_like",
+]
 
 
 class Message:
-    """Arrays to be reduced, and where the results go.
-
-    Parameters
-    ----------
-    sources, targets : sequence of numpy.ndarray
-        In C order and native byte order, of equal dtype, and of equal lengths in pairs. A target
-        may be its source; else they share no memory, and the source is not written to.
-    pool : Pool
-        For reducers that need the arrays one behind the other.
-    """
-
-    on_device = False
-    """Whether the arrays are in device memory. Then there is one."""
+    """Arrays to be reduced, and where the results go."""
 
     def __init__(
         self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], pool: Pool
     ) -> None:
+        # All in C order and native byte order, of equal dtype, and of equal lengths in pairs. A
+        # target may be its source; else they share no memory, and the source is not written to.
         self.sources = sources
         self.targets = targets
         self.dtype = sources[0].dtype
@@ -45,14 +41,14 @@ class Message:
         return self.num_bytes // self.dtype.itemsize
 
     def whole(self) -> tuple[np.ndarray, np.ndarray, Callable[[], object]]:
-        """Return one source, one target, and what is to be called when that is written. Local."""
+        """Return one source, one target, and a function that copies the result back."""
         if len(self.sources) == 1:
             return self.sources[0], self.targets[0], _nothing
         joined, split = self.joined()
         return joined, joined, split
 
     def joined(self) -> tuple[np.ndarray, Callable[[], object]]:
-        """Return one array to reduce in place, and what is to be called then. Local."""
+        """Flatten into one buffer; the function returned copies the result back."""
         if len(self.sources) == 1:
             source, target = self.sources[0], self.targets[0]
             if target is not source:
@@ -74,157 +70,58 @@ def _nothing() -> None:
     pass
 
 
-class DeviceMessage(Message):
-    """A message of one array in device memory."""
+def pack(plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) -> _Packing | Single:
+    """Return `arrays`, which `plan` was made for, in the form in which they are reduced.
 
-    on_device = True
-
-
-class DevicePack:
-    """The arrays of one pack in the form in which they are reduced.
-
-    Written once for any array namespace. CuPy's own pool recycles the memory.
-
-    Parameters
-    ----------
-    plan : Plan
-    pack : Pack
-        Of `plan`, with arrays on the device.
-    arrays : sequence of arrays
-        Those of the whole call, never written to.
-    pool : Pool
-    copy : bool
-        Whether the arrays may change before the reduction ends.
+    They are never written to. `copy` says that the program may write to them before the end.
     """
-
-    def __init__(
-        self, plan: Plan, pack: Pack, arrays: Sequence[Array], pool: Pool, copy: bool
-    ) -> None:
-        self._plan = plan
-        self._pack = pack
-        first = arrays[pack.large[0] if pack.large else pack.small[0]]
-        self._device = on_device_of(first)
-        with self._device:
-            source, self._target = self._ends([arrays[i] for i in pack.small] or [first], copy)
-        self.message = DeviceMessage([source], [self._target], pool)
-
-    def _ends(self, arrays: Sequence[Array], copy: bool) -> tuple[Array, Array]:
-        """Return what is to be reduced, and where the result goes."""
-        pack, first = self._pack, arrays[0]
-        xp = namespace_of(first)
-        is_plain = first.dtype == pack.wire and first.flags.c_contiguous
-        if not pack.small and is_plain and not (copy or pack.is_reordered):
-            source = first.view(pack.wire)  # C has two names for one integer
-            return source, xp.empty(first.shape, dtype=pack.wire)
-        if pack.small:
-            flat = [array.reshape(-1) for array in arrays]
-            target = xp.concatenate(flat, dtype=pack.wire, casting="unsafe")
-        else:
-            target = xp.array(first, dtype=pack.wire, order="C", copy=True)
-        target = as_ordered_integers(self._plan.op, target)
-        return target, target
-
-    def unpack(self, results: list[Array]) -> None:
-        """Write the result of each array to its place in `results`. Local.
-
-        Those of one pack are parts of one allocation, where their dtype is what has travelled.
-        """
-        pack, op = self._pack, self._plan.op
-        with self._device, np.errstate(all="ignore"):
-            reduced = as_floats(op, self._target, pack.wire)
-            for position in pack.large:
-                results[position] = reduced.astype(self._plan.results[position][1], copy=False)
-            for position, (start, stop) in zip(pack.small, pack.places, strict=True):
-                shape, dtype = self._plan.results[position]
-                part = reduced[start:stop].astype(dtype, copy=False)
-                results[position] = part.reshape(shape)
-
-
-def describe(arrays: Sequence[Array]) -> bytes | None:
-    """Return what is equal for lists of plain arrays of equal dtypes and shapes. Local.
-
-    ``None`` unless all of `arrays` can travel as they lie in host memory; perhaps also then, where
-    nothing is compiled.
-    """
-    library = native_library()
-    return None if library is None else library.describe(arrays)
-
-
-def pack(
-    plan: Plan, arrays: Sequence[Array], pool: Pool, is_plain: bool = False, copy: bool = False
-) -> Packing | Single:
-    """Return `arrays` in the form in which they are reduced. Local.
-
-    Parameters
-    ----------
-    plan : Plan
-        Made for arrays of these dtypes and shapes.
-    arrays : sequence of arrays
-        On the host or the device, of any layout and byte order. Never written to.
-    pool : Pool
-        For results and copies.
-    is_plain : bool
-        Whether `describe` has known them.
-    copy : bool
-        Whether the arrays may change before the reduction ends.
-    """
-    wire = plan.only_wire
-    if wire is not None and not copy:
-        array = arrays[0]
-        if is_plain and array.dtype == wire:
+    if plan.is_single and not copy:
+        array, wire = arrays[0], plan.packs[0].wire
+        if plan.is_plain:
             return Single(array, pool)
         if type(array) is np.ndarray and _is_plain(array, wire):
-            return Single(array.view(wire), pool)
-    return Packing(plan, arrays, pool, is_plain, copy)
+            return Single(array.view(wire), pool)  # C has two names for one integer
+    return _Packing(plan, arrays, pool, copy)
 
 
 class Single:
-    """What `Packing` is, for one array that can travel as it lies in memory."""
+    """What `_Packing` is, for one array that can travel as it lies in memory."""
 
     def __init__(self, array: np.ndarray, pool: Pool) -> None:
         self._targets: list[Array] = [pool.take(array.shape, array.dtype)]
         self.messages = [Message([array], self._targets, pool)]
 
     def unpack(self) -> list[Array]:
-        """Return the result. Local."""
+        """Return the result."""
         return self._targets
 
 
-class Packing:
-    """Arrays in the form in which they are reduced. Parameters are those of `pack`."""
+class _Packing:
+    """Arrays in the form in which they are reduced: see `pack`."""
 
-    messages: list[Message]
-    """What is to be reduced."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        arrays: Sequence[Array],
-        pool: Pool,
-        is_plain: bool = False,
-        copy: bool = False,
-    ) -> None:
+    def __init__(self, plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) -> None:
         self._plan = plan
-        self._native = native_library() if is_plain else None
+        self._native = native_library() if plan.is_plain else None
         self._op = plan.op
         self._arrays = arrays
         self._copy = copy
         self._pool = pool
         self._targets: dict[int, np.ndarray] = {}
         self._joined: list[np.ndarray] = []
-        self._device_packs: list[DevicePack] = []
+        self._device_packs: list[_DevicePack] = []
         self.messages = [self._message(pack) for pack in plan.packs]
 
     def _message(self, pack: Pack) -> Message:
         if pack.on_device:
-            part = DevicePack(self._plan, pack, self._arrays, self._pool, self._copy)
+            part = _DevicePack(self._plan, pack, self._arrays, self._pool, self._copy)
             self._device_packs.append(part)
             return part.message
         sources, targets = [], []
         if pack.small:
             joined = self._pool.take((pack.small_size,), pack.wire)
             self._fill(joined, pack)
-            joined = as_ordered_integers(self._op, joined)
+            if pack.is_reordered:
+                joined = as_ordered_integers(self._op, joined)
             self._joined.append(joined)
             sources.append(joined)
             targets.append(joined)
@@ -253,7 +150,7 @@ class Packing:
         if pack.is_uncast:
             np.concatenate([host.reshape(-1) for host in hosts], out=joined)
             return
-        for host, (start, stop) in zip(hosts, pack.places, strict=True):
+        for host, (start, stop) in zip(hosts, pack.spans, strict=True):
             cast_into(joined[start:stop].reshape(host.shape), host)
 
     def _small_arrays(self, pack: Pack) -> list[Array]:
@@ -266,14 +163,14 @@ class Packing:
             for position, part in zip(pack.small, parts, strict=True):
                 results[position] = part
             return
-        for position, (start, stop) in zip(pack.small, pack.places, strict=True):
+        for position, (start, stop) in zip(pack.small, pack.spans, strict=True):
             shape, dtype = self._plan.results[position]
             flat = joined[start:stop]
             flat = flat.copy() if pack.is_uncast else cast(flat, dtype, copy=True)
             results[position] = flat if len(shape) == 1 else flat.reshape(shape)
 
     def unpack(self) -> list[Array]:
-        """Return the results, each where its array lies. Local."""
+        """Return the results, each where its array lies."""
         results: list[Array] = [None] * len(self._arrays)
         joined_ones = iter(self._joined)
         for part in self._device_packs:
@@ -282,7 +179,9 @@ class Packing:
             if pack.on_device:
                 continue
             if pack.small:
-                joined = as_floats(self._op, next(joined_ones), pack.wire)
+                joined = next(joined_ones)
+                if pack.is_reordered:
+                    joined = as_floats(self._op, joined, pack.wire)
                 self._take_out(pack, joined, results)
             for position in pack.large:
                 reduced = as_floats(self._op, self._targets[position], pack.wire)
@@ -300,14 +199,71 @@ class Packing:
         ]
 
 
+class _DevicePack:
+    """The device arrays of one pack, for any array namespace; CuPy's own pool recycles memory."""
+
+    def __init__(
+        self, plan: Plan, pack: Pack, arrays: Sequence[Array], pool: Pool, copy: bool
+    ) -> None:
+        self._plan = plan
+        self._pack = pack
+        first = arrays[pack.large[0] if pack.large else pack.small[0]]
+        self._device = on_device_of(first)
+        with self._device:
+            source, self._target = self._ends([arrays[i] for i in pack.small] or [first], copy)
+        self.message = Message([source], [self._target], pool)
+
+    def _ends(self, arrays: Sequence[Array], copy: bool) -> tuple[Array, Array]:
+        """Return what is to be reduced, and where the result goes."""
+        pack, first = self._pack, arrays[0]
+        xp = namespace_of(first)
+        is_plain = first.dtype == pack.wire and first.flags.c_contiguous
+        if not pack.small and is_plain and not (copy or pack.is_reordered):
+            source = first.view(pack.wire)  # C has two names for one integer
+            return source, xp.empty(first.shape, dtype=pack.wire)
+        if pack.small:
+            flat = [array.reshape(-1) for array in arrays]
+            target = xp.concatenate(flat, dtype=pack.wire, casting="unsafe")
+        else:
+            target = xp.array(first, dtype=pack.wire, order="C", copy=True)
+        target = as_ordered_integers(self._plan.op, target)
+        return target, target
+
+    def unpack(self, results: list[Array]) -> None:
+        """Write the result of each array of the pack to its position in `results`."""
+        # They are parts of one allocation, where their dtype is what has travelled.
+        pack, op = self._pack, self._plan.op
+        with self._device, np.errstate(all="ignore"):
+            reduced = as_floats(op, self._target, pack.wire)
+            for position in pack.large:
+                results[position] = reduced.astype(self._plan.results[position][1], copy=False)
+            for position, (start, stop) in zip(pack.small, pack.spans, strict=True):
+                shape, dtype = self._plan.results[position]
+                part = reduced[start:stop].astype(dtype, copy=False)
+                results[position] = part.reshape(shape)
+
+
 def _is_plain(array: np.ndarray, dtype: np.dtype) -> bool:
     """Return whether `array` can travel as it lies in memory."""
     flags = array.flags
     return array.dtype == dtype and flags.c_contiguous and flags.aligned
 
 
+def describe_function() -> Callable[[Sequence[Array]], bytes | None]:
+    """Return ``describe(arrays)``: bytes, equal for plain arrays of equal dtypes and shapes.
+
+    It returns ``None`` unless all of `arrays` can travel as they lie in host memory; perhaps also
+    then, where nothing is compiled.
+    """
+    library = native_library()
+    if library is None:
+        return lambda arrays: None
+    compiled: Callable[[Sequence[Array]], bytes | None] = library.describe
+    return compiled
+
+
 def placed_like(result: np.ndarray, array: Array) -> Array:
-    """Return `result` on the device where `array` lies. Local."""
+    """Return `result` on the device where `array` lies."""
     device = getattr(array, "device", None)
     index = getattr(device, "id", None)  # a cupy.cuda.Device; NumPy says "cpu"
     return result if index is None else place(result, Device("gpu", index))

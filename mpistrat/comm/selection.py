@@ -1,4 +1,4 @@
-"""Selection of a reducer, and the reason for it."""
+"""Reducer selection for a message, and the reason for it."""
 
 from __future__ import annotations
 
@@ -31,37 +31,25 @@ _SHARED = CommunicationImplementation.SHARED
 _STAGED = CommunicationImplementation.STAGED
 
 _SHARING = (_AUTO, _SHARED, _NCCL)
-"""With these, host arrays go through shared memory. NCCL says nothing of them."""
+"""With these, host arrays go through shared memory. NCCL is about device arrays alone."""
 
 
-def check_options(options: CommunicationOptions, ways: DeviceCapabilities) -> None:
-    """Refuse the options that a strategy with `ways` cannot honour. Local.
-
-    Raises
-    ------
-    ValueError
-        For NCCL, or MPI on device memory, where it cannot be used; with the reason.
-    """
-    if options.implementation is _NCCL and ways.why_not_nccl:
+def check_options(options: CommunicationOptions, capabilities: DeviceCapabilities) -> None:
+    """Refuse NCCL, or MPI on device memory, where it cannot be used."""
+    if options.implementation is _NCCL and capabilities.why_not_nccl:
         raise ValueError(
             "CommunicationImplementation.NCCL reduces arrays on GPUs of which each rank has its "
-            f"own, but {ways.why_not_nccl}. Use AUTO."
+            f"own, but {capabilities.why_not_nccl}. Use AUTO."
         )
-    if options.implementation is _MPI and ways.why_not_mpi:
+    if options.implementation is _MPI and capabilities.why_not_mpi:
         raise ValueError(
             "CommunicationImplementation.MPI gives device memory to the MPI library itself, but "
-            f"{ways.why_not_mpi}\nUse AUTO or STAGED."
+            f"{capabilities.why_not_mpi}\nUse AUTO or STAGED."
         )
 
 
 def check_plan(options: CommunicationOptions, plan: Plan) -> None:
-    """Refuse what the implementation that is asked for cannot reduce. Local.
-
-    Raises
-    ------
-    TypeError
-        For device arrays of a dtype that NCCL does not know.
-    """
+    """Refuse device arrays of a dtype that NCCL does not know, where NCCL is asked for."""
     if options.implementation is not _NCCL:
         return
     for pack in plan.packs:
@@ -79,45 +67,43 @@ def choose_reducer(
     op: ReduceOp,
     dtype: np.dtype,
     num_bytes: int,
-    ways: DeviceCapabilities | None = None,
+    capabilities: DeviceCapabilities | None = None,
 ) -> tuple[Reducer, str]:
-    """Return what reduces a message by `op`, and why. Local, and the same on every rank.
-
-    `ways` are those of the device in whose memory the message is, ``None`` for host memory.
-    """
-    if ways is None or ways.copier is None:
+    """Return what reduces a message by `op`, and why; `capabilities` for one in device memory."""
+    # Everything that decides is equal on all ranks, so they choose the same without a message.
+    if capabilities is None or capabilities.copier is None:
         return _choose_on_host(transport, options, op, dtype, num_bytes)
     way, why = _STAGED, "there is nothing to move"
     if num_bytes:
-        way, why = choose_way(options, op, dtype, ways)
-    if way is _NCCL and ways.link is not None:
-        return NcclReducer(ways.link), why
+        way, why = choose_way(options, op, dtype, capabilities)
+    if way is _NCCL and capabilities.link is not None:
+        return NcclReducer(capabilities.link), why
     # By the size of the whole message, so that the bits are those of a host array.
     on_host, why_on_host = _choose_on_host(transport, options, op, dtype, num_bytes, staged=True)
-    staged = StagedReducer(ways.copier, on_host)
+    staged = StagedReducer(capabilities.copier, on_host)
     if way is _MPI:
         return DirectReducer(transport, staged), why
     return staged, f"{why}; {type(on_host).__name__} on the host: {why_on_host}"
 
 
 def choose_way(
-    options: CommunicationOptions, op: ReduceOp, dtype: np.dtype, ways: DeviceCapabilities
+    options: CommunicationOptions,
+    op: ReduceOp,
+    dtype: np.dtype,
+    capabilities: DeviceCapabilities,
 ) -> tuple[CommunicationImplementation, str]:
-    """Return NCCL, MPI or STAGED for a message in device memory, and why. Local.
-
-    Options and dtype have passed `check_options` and `check_plan`.
-    """
+    """Return NCCL, MPI or STAGED for a message in device memory, and why."""
     asked = options.implementation
     if asked is not _AUTO:
         return (_STAGED if asked is _SHARED else asked), f"asked for: {asked.name}"
-    why_not_nccl = ways.why_not_nccl
+    why_not_nccl = capabilities.why_not_nccl
     if not why_not_nccl and not nccl_knows(op, dtype):
         why_not_nccl = f"NCCL knows no {op.name} of {dtype}"
     if not why_not_nccl:
         return _NCCL, "each rank has a GPU of its own"
-    if not ways.why_not_mpi:
+    if not capabilities.why_not_mpi:
         return _MPI, f"MPI is proved CUDA-aware, and {why_not_nccl}"
-    why_not_mpi = ways.why_not_mpi.splitlines()[0].rstrip(":")
+    why_not_mpi = capabilities.why_not_mpi.splitlines()[0].rstrip(":")
     return _STAGED, f"{why_not_mpi}, and {why_not_nccl}"
 
 
@@ -146,15 +132,15 @@ def _choose_on_host(
 
 
 def is_shareable(options: CommunicationOptions, op: ReduceOp, pack: Pack) -> bool:
-    """Return whether shared memory may be used for `pack`, where there is some. Local."""
+    """Return whether shared memory may be used for `pack`, where there is some."""
     is_ours = options.deterministic or is_narrow(pack.wire)
-    is_known = compiled_function(op, pack.wire) is not None and not pack.on_device
+    is_known = compiled_function(op, pack.dtype) is not None and not pack.on_device
     return is_known and not is_ours and options.implementation in _SHARING
 
 
 @functools.lru_cache
 def format_options(options: CommunicationOptions) -> str | tuple[()]:
-    """Return what the ranks must agree on before a reduction, empty for the defaults. Local."""
+    """Return what the ranks must agree on before a reduction, empty for the defaults."""
     default = CommunicationOptions()
     differing = [
         f"{name}={getattr(options, name)}"

@@ -96,8 +96,8 @@ class Piggyback(Round, Protocol):
     def attach(self, source: np.ndarray) -> None:
         """Have `source` travel with the next round. Local."""
 
-    def result(self, op: ReduceOp, target: np.ndarray) -> None:
-        """Write the reduction of what travelled with the last round to `target`. Local."""
+    def result(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
+        """Return what writes the reduction of numbers that came with the last round to an array."""
 
 
 class NodeReducer(Reducer, Protocol):

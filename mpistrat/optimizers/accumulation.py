@@ -69,14 +69,14 @@ class _Counts:
 class GradientAccumulator(Trackable):
     """Adds up gradients of several micro-batches, and reduces the sums over replicas once.
 
-    Each replica adds to sums of its own, which are SyncOnRead SUM variables: nothing is sent
+    Each replica adds to its own sums, which are SyncOnRead SUM variables: nothing is sent
     before `apply`. What the optimizer gets is the *sum* over micro-batches and replicas, so divide
     each loss by the number of examples in all micro-batches of all replicas. Sums for float16 and
     bfloat16 variables are float32, and are cast when the optimizer takes them.
 
     In a checkpoint the sum for the variable ``model/kernel`` has the path
-    ``accumulator/gradient_sum/model/kernel``. A job that was saved between two micro-batches goes
-    on from there, on any number of ranks: each gets an equal share of the sum. Copy an accumulator
+    ``accumulator/gradient_sum/model/kernel``. A job that was saved between two micro-batches
+    resumes there, on any number of ranks: each gets an equal share of the sum. Copy an accumulator
     together with its variables, ``copy.deepcopy((variables, accumulator))``.
 
     **Collective** in a strategy, because it makes variables: every rank names the same variables
@@ -157,6 +157,7 @@ class GradientAccumulator(Trackable):
         gradients, variables = split_pairs(kind, grads_and_vars)
         places = self._places(kind, variables)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        # Checked against the sums, which are wider than variables of 16 bits.
         sums = [self._sums[places[i]] for i in present]
         if present:
             given = [gradients[i] for i in present]
@@ -198,7 +199,7 @@ class GradientAccumulator(Trackable):
     def grads_and_vars(self) -> list[tuple[Any, Variable]]:
         """Return the sums over replicas, each with its variable, as messages of packs.
 
-        For optimizers of your own: `apply` does all that the package's need. The sums stay until
+        For your own optimizers: `apply` does all that the package's need. The sums stay until
         `reset`. **Collective**: every rank has called `add` equally often.
 
         Returns
@@ -230,6 +231,7 @@ class GradientAccumulator(Trackable):
                     f"{kind}: no gradient has been added since the last step (num_added is "
                     f"{self.num_added}). Call add for each micro-batch first."
                 )
+            # Not part of the signature: it changes with each call, and a digest takes time.
             call.include(self.num_added, f"after {self.num_added} calls of add")
             pairs = zip(self._sums, counts, strict=True)
             sums = [total.storage if count else None for total, count in pairs]
@@ -272,6 +274,7 @@ class GradientAccumulator(Trackable):
         missing = [variable.name for gradient, variable in pairs if gradient is None]
         if missing:
             warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=2)
+        # The optimizer would warn again about the variables without a gradient.
         present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         optimizer.apply_gradients(present, skip_gradients_aggregation=True)
         self.reset()

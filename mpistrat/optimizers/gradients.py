@@ -1,4 +1,4 @@
-"""Gradients on their way to the variables: checked, cast, and summed over replicas."""
+"""Gradient checks, casts and sums over replicas, on the way to the variables."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mpistrat.arguments import as_array, span_outside
 from mpistrat.arrays import Array, Device, address_of, host_view, is_on_host, namespace_of, place
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.nested import all_reduce_nest
+from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.comm.wire import is_floating
 from mpistrat.errors import ContextError
 from mpistrat.optimizers.update import Rule, Step, Target
@@ -28,10 +29,9 @@ __all__ = [
     "check_gradients",
     "check_owners",
     "check_takes_gradients",
-    "coalesced",
     "listed",
-    "names_signature",
     "owner_among",
+    "prepare_sum",
     "settled_beside",
     "split_pairs",
     "sum_over_replicas",
@@ -39,63 +39,23 @@ __all__ = [
     "variables_in",
 ]
 
-
-def coalesced(slices: IndexedSlices) -> IndexedSlices:
-    """Return `slices` with each index once, in ascending order, its values added up. Local."""
-    xp = namespace_of(slices.values)
-    indices, places = xp.unique_inverse(slices.indices)
-    values = xp.zeros((indices.size, *slices.values.shape[1:]), dtype=slices.values.dtype)
-    _add_rows(values, places, slices.values)
-    return IndexedSlices(values, indices, slices.dense_shape)
-
-
-def _add_rows(values: Array, places: Array, added: Array) -> None:
-    """Add each row of `added` to ``values[place]``, in one order on all ranks."""
-    if is_on_host(values):
-        np.add.at(values, places, added)
-        return
-    # A device's atomic additions have no order, so ranks would differ in the last bits.
-    rows = host_view(places)
-    order, ends = split_into_rounds(rows)
-    for start, end in itertools.pairwise([0, *ends]):
-        chosen = order[start:end]
-        values[rows[chosen]] += added[chosen]
-
-
-def update_rows(
-    update: Callable[..., None], rule: Rule, step: Step, target: Target, gradient: IndexedSlices
-) -> None:
-    """Do `update` on the rows that the coalesced `gradient` names. Local.
-
-    Other rows keep their weight and their slots: momenta do not decay there, and no weight
-    decay is taken. That is the lazy update of the field (TensorFlow's LazyAdam, PyTorch's
-    SparseAdam).
-    """
-    indices = gradient.indices
-    rows = Target(target.weight[indices], [slot[indices] for slot in target.slots])
-    update(rule, step, rows, gradient.values)
-    target.weight[indices] = rows.weight
-    for slot, updated in zip(target.slots, rows.slots, strict=True):
-        slot[indices] = updated
-
-
 _HOST = Device("cpu")
 
 
 def listed(values: Any) -> Any:
-    """Return a list of an iterable, and what is none as it is: the call refuses it. Local."""
+    """Return a list of an iterable, and what is none as it is: the call refuses it."""
     is_one = isinstance(values, Variable) or not isinstance(values, Iterable)
     return values if is_one else list(values)
 
 
 def owner_among(variables: Iterable[Variable], default: Any) -> Any:
-    """Return the strategy of the first of `variables` that has one, else `default`. Local."""
+    """Return the strategy of the first of `variables` that has one, else `default`."""
     owners = (variable.strategy for variable in variables)
     return next((owner for owner in owners if owner is not None), default)
 
 
 def variables_in(pairs: Any) -> list[Variable]:
-    """Return the variables of those `pairs` that are (gradient, Variable). Local."""
+    """Return the variables of those `pairs` that are (gradient, Variable)."""
     found = pairs if isinstance(pairs, list) else []
     return [pair[1] for pair in found if _is_pair(pair)]
 
@@ -105,15 +65,7 @@ def _is_pair(pair: object) -> bool:
 
 
 def split_pairs(kind: str, grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Variable]]:
-    """Return the gradients and the variables of pairs. Local.
-
-    Raises
-    ------
-    ValueError
-        If there is no pair.
-    TypeError
-        If an element is no (gradient, Variable) pair.
-    """
+    """Return the gradients and the variables of (gradient, Variable) pairs, at least one."""
     if not isinstance(grads_and_vars, Iterable):
         raise TypeError(
             f"{kind} takes an iterable of (gradient, Variable) pairs, not {grads_and_vars!r}."
@@ -131,13 +83,7 @@ def split_pairs(kind: str, grads_and_vars: Iterable[Any]) -> tuple[list[Any], li
 
 
 def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> None:
-    """Make sure that no variable belongs to another strategy than `strategy`. Local.
-
-    Raises
-    ------
-    ContextError
-        Naming the variable and both strategies.
-    """
+    """Make sure that no variable belongs to another strategy than `strategy`."""
     for variable in variables:
         if variable.strategy not in (None, strategy):
             raise ContextError(
@@ -150,18 +96,9 @@ def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> Non
 def check_gradients(
     kind: str, gradients: Sequence[Any], variables: Sequence[Variable], summed: bool
 ) -> list[Any]:
-    """Return each gradient as an array or `IndexedSlices` of its variable's dtype. Local.
+    """Return each gradient as an array or `IndexedSlices` of its variable's dtype.
 
-    ``None`` stays ``None``. `summed` says whether each replica brings a gradient of its own.
-
-    Raises
-    ------
-    ValueError
-        If all are ``None``, a shape does not fit, or a `PerReplica` will not be summed.
-    TypeError
-        If a gradient is no array, or of another kind of dtype than its variable.
-    IndexError
-        If `IndexedSlices` have an index out of range.
+    ``None`` stays ``None``. `summed` says whether each replica brings its own gradient.
     """
     if all(gradient is None for gradient in gradients):
         names = [variable.name for variable in variables]
@@ -173,13 +110,7 @@ def check_gradients(
 
 
 def check_takes_gradients(kind: str, variable: Variable) -> None:
-    """Refuse a variable that holds no fractions, such as a gradient's steps are. Local.
-
-    Raises
-    ------
-    TypeError
-        Naming the variable.
-    """
+    """Refuse a variable that holds no fractions, such as a gradient's steps are."""
     if not is_floating(variable.dtype) and variable.dtype.kind != "c":
         raise TypeError(
             f"{kind}: the variable {variable.name!r} of dtype {variable.dtype} cannot take the "
@@ -253,39 +184,42 @@ def sum_over_replicas(
     call: CollectiveCall,
     gradients: list[Any],
     variables: Sequence[Variable],
-    words: str = "",
+    parameters: str = "",
 ) -> list[Any]:
-    """Return each gradient summed over replicas, small ones in one message. **Collective**.
-
-    Names of variables, which gradients are ``None``, and `words` must agree over ranks too.
-    """
-    reduced = all_reduce_nest(call, ReduceOp.SUM, _named(gradients, variables), words)
+    """Return each gradient summed over replicas, small ones in one message. **Collective**."""
+    # The names of variables, which gradients are None, and `parameters` are compared too.
+    reduced = all_reduce_nest(call, ReduceOp.SUM, _named(gradients, variables), parameters)
     return [
         None if gradient is None else result[variable.name]
         for gradient, variable, result in zip(gradients, variables, reduced, strict=True)
     ]
 
 
+def prepare_sum(
+    call: CollectiveCall, gradients: list[Any], variables: Sequence[Variable], parameters: str
+) -> PreparedReduction:
+    """Return the reduction that `sum_over_replicas` does where all gradients are dense."""
+    names = _names_signature(tuple([variable.name for variable in variables]))
+    return call.prepare(ReduceOp.SUM, gradients, (names, parameters) if parameters else names)
+
+
+@functools.lru_cache
+def _names_signature(names: tuple[str, ...]) -> str:
+    return nests.signature(nests.flatten([{name: 0} for name in names])[1])
+
+
 def agree_on_gradients(
     call: CollectiveCall,
     gradients: list[Any],
     variables: Sequence[Variable],
-    words: str,
+    parameters: str,
 ) -> list[Any]:
-    """Return gradients that are the same on all replicas already. **Collective**.
-
-    Names of variables, which gradients are ``None`` or sparse, and `words` must agree over ranks.
-    """
+    """Return gradients that are the same on all replicas already. **Collective**."""
+    # The names of variables, which gradients are None or sparse, and `parameters` must agree.
     leaves, structure = nests.flatten(_named(gradients, variables))
     sparse = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices))
-    call.agree("gradients as they are", nests.signature(structure), sparse, words)
+    call.agree("gradients as they are", nests.signature(structure), sparse, parameters)
     return gradients
-
-
-@functools.lru_cache
-def names_signature(names: tuple[str, ...]) -> str:
-    """Return how the ranks compare dense gradients for variables of these names. Local."""
-    return nests.signature(nests.flatten([{name: 0} for name in names])[1])
 
 
 def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict[str, Any]]:
@@ -299,9 +233,8 @@ def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict
 def settled_beside(
     pairs: Sequence[tuple[Any, Variable]], written: Sequence[tuple[int, int]]
 ) -> list[Any]:
-    """Return the gradients ready to be used, which then may be read at any time. Local.
+    """Return the gradients in C order on the devices of their variables, or coalesced.
 
-    Each is an array in C order on the device of its variable, or coalesced `IndexedSlices`.
     Copies are made of those that lie in `written`, spans of memory that the step changes.
     """
     spans = sorted(written)
@@ -313,7 +246,7 @@ def settled_beside(
         device = _HOST if variable.strategy is None else variable.strategy.extended.device
         if isinstance(gradient, IndexedSlices):
             values, indices = place(gradient.values, device), place(gradient.indices, device)
-            ready = coalesced(IndexedSlices(values, indices, gradient.dense_shape))
+            ready = _coalesced(IndexedSlices(values, indices, gradient.dense_shape))
         else:
             ready = _unshared(place(gradient, device), spans)
         settled.append(ready)
@@ -331,3 +264,39 @@ def _lies_in(array: Array, spans: Sequence[tuple[int, int]]) -> bool:
     begin = address_of(array)
     last = bisect.bisect_left(spans, (begin + array.nbytes,)) - 1
     return last >= 0 and spans[last][1] > begin
+
+
+def _coalesced(slices: IndexedSlices) -> IndexedSlices:
+    """Return `slices` with each index once, in ascending order, its values added up."""
+    xp = namespace_of(slices.values)
+    indices, places = xp.unique_inverse(slices.indices)
+    values = xp.zeros((indices.size, *slices.values.shape[1:]), dtype=slices.values.dtype)
+    _add_rows(values, places, slices.values)
+    return IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _add_rows(values: Array, places: Array, added: Array) -> None:
+    """Add each row of `added` to ``values[place]``, in one order on all ranks."""
+    if is_on_host(values):
+        np.add.at(values, places, added)
+        return
+    # A device's atomic additions have no order, so ranks would differ in the last bits.
+    rows = host_view(places)
+    order, ends = split_into_rounds(rows)
+    for start, end in itertools.pairwise([0, *ends]):
+        chosen = order[start:end]
+        values[rows[chosen]] += added[chosen]
+
+
+def update_rows(
+    update: Callable[..., None], rule: Rule, step: Step, target: Target, gradient: IndexedSlices
+) -> None:
+    """Do `update` on the rows that the coalesced `gradient` names."""
+    # Other rows keep their weight and their slots: momenta do not decay there, and no weight
+    # decay is taken. That is the lazy update of TensorFlow's LazyAdam and PyTorch's SparseAdam.
+    indices = gradient.indices
+    rows = Target(target.weight[indices], [slot[indices] for slot in target.slots])
+    update(rule, step, rows, gradient.values)
+    target.weight[indices] = rows.weight
+    for slot, updated in zip(target.slots, rows.slots, strict=True):
+        slot[indices] = updated

@@ -1,4 +1,4 @@
-"""The element-wise updates in C: compiled for the host by setup.py, for the device by CuPy.
+"""C kernels of the element-wise updates, compiled by setup.py and, for the device, by CuPy.
 
 setup.py runs this file by itself, so it imports nothing but the standard library.
 """

@@ -1,4 +1,4 @@
-"""What every optimizer does: reduce the gradients, then update each variable in its place."""
+"""Optimizer base class: reduce the gradients, then update each variable in its place."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from mpistrat.optimizers.gradients import (
     check_owners,
     listed,
     owner_among,
+    prepare_sum,
     settled_beside,
     split_pairs,
     sum_over_replicas,
@@ -28,17 +29,20 @@ from mpistrat.optimizers.gradients import (
     variables_in,
 )
 from mpistrat.optimizers.loss_scale import LossScale
-from mpistrat.optimizers.slots import Plan, Plans, Slots, zero_slot
+from mpistrat.optimizers.slots import PreparedStep, PreparedSteps, Slots, zero_slot
 from mpistrat.optimizers.update import (
     Rule,
     Step,
     Target,
+    UpdateAll,
     gradient_factor,
+    update_of_all,
     update_on_device,
     update_on_host,
 )
-from mpistrat.options import ReduceOp, VariableAggregation
+from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
+from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.tracing.spans import span
 from mpistrat.trackable import Trackable
 from mpistrat.values import IndexedSlices
@@ -108,7 +112,7 @@ class Optimizer(Trackable, abc.ABC):
         self._constant_parameters = [each for each in parameters if each != "learning_rate"]
         with get_strategy().extended.collectives.call(type(self).__name__) as call:
             self._check_parameters()
-            call.agree(*self._words(parameters))
+            call.agree(*self._format_parameters(parameters))
         self.iterations = Variable(
             np.int64(0),
             trainable=False,
@@ -119,11 +123,11 @@ class Optimizer(Trackable, abc.ABC):
         if loss_scale is not None:
             self._attach_child("loss_scale", loss_scale)
         self._slots = Slots()
-        self._plans = Plans()
+        self._prepared = PreparedSteps()
         self._checked: tuple[Sequence[Any], str] = (), ""
 
     def _check_parameters(self) -> None:
-        """Refuse parameters out of range. Local."""
+        """Refuse parameters out of range."""
         kind = type(self).__name__
         if not callable(self.learning_rate):
             as_finite(f"{kind}: learning_rate", self.learning_rate, 0)
@@ -136,8 +140,8 @@ class Optimizer(Trackable, abc.ABC):
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise TypeError(f"{kind}: loss_scale must be a LossScale, not {self.loss_scale!r}.")
 
-    def _words(self, names: Iterable[str]) -> list[str]:
-        """Return the parameters that are given in the words that the ranks compare. Local."""
+    def _format_parameters(self, names: Iterable[str]) -> list[str]:
+        """Return the parameters that are given, as the ranks compare them."""
         values = [(name, getattr(self, name)) for name in names]
         return [
             f"{name}={value!r}" if isinstance(value, LossScale) else f"{name}={format_value(value)}"
@@ -180,15 +184,18 @@ class Optimizer(Trackable, abc.ABC):
         EpochError
             If the ranks disagree, for example about which gradient is ``None``.
         """
-        strategy = get_strategy()
-        pairs = listed(grads_and_vars)
-        if strategy.extended._is_default:
-            strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
         frame = context.current()
+        strategy = default_strategy() if frame is None else frame.strategy
+        is_list = type(grads_and_vars) in (zip, list)  # as usual: `listed` looks closer
+        pairs = list(grads_and_vars) if is_list else listed(grads_and_vars)
+        extended = strategy.extended
+        if extended._is_default:
+            strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
+            extended = strategy.extended
         ours = frame is not None and frame.strategy is strategy
         is_replica = frame is not None and ours and frame.replica_context is not None
         summed = is_replica and not skip_gradients_aggregation
-        with strategy.extended.collectives.call(f"{type(self).__name__}.apply_gradients") as call:
+        with extended.collectives.call(f"{type(self).__name__}.apply_gradients") as call:
             step = self._agreed_step(call, strategy, pairs, summed)
         step()
 
@@ -198,29 +205,32 @@ class Optimizer(Trackable, abc.ABC):
         """Return what takes the step, once the ranks agree on it. **Collective**."""
         if self.loss_scale is not None:  # a program may have set another one since the last step
             check_owners(call.kind, strategy, self.loss_scale.variables)
-        plan, gradients = self._plans.find(strategy, pairs) if summed else (None, [])
+        known, gradients = self._known_step(strategy, pairs) if summed else (None, [])
         variables: Sequence[Variable]
-        if plan is None:
+        if known is None:
             gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
         else:
-            variables = plan.variables
+            variables = known.variables
         scale = 1.0 if self.loss_scale is None else self.loss_scale.divisor()
-        number = int(self.iterations.storage)
+        number = int(self.iterations.storage if known is None else known.iterations)
         rate = self._rate(number)
         call.include(rate, f"with the learning rate {rate}")
-        words = self._constant_words()
+        parameters = self._agreed_parameters()
         settled: list[Any]
-        if plan is not None:
-            settled = call.all_reduce(ReduceOp.SUM, gradients, plan.spelt(words))
+        if known is not None:
+            if known.parameters != parameters:
+                known.reduction = prepare_sum(call, gradients, variables, parameters)
+                known.parameters = parameters
+            settled = known.reduction.all_reduce(call, gradients)
         elif summed:
-            settled = sum_over_replicas(call, gradients, variables, words)
-            self._plans.keep(strategy, gradients, variables)
+            settled = sum_over_replicas(call, gradients, variables, parameters)
+            self._prepared.keep(call, strategy, gradients, variables, self.iterations, parameters)
         else:
-            settled = agree_on_gradients(call, gradients, variables, words)
+            settled = agree_on_gradients(call, gradients, variables, parameters)
         return functools.partial(
             self._apply,
             strategy=strategy,
-            plan=plan,
+            known=known,
             gradients=settled,
             variables=variables,
             rate=rate,
@@ -229,10 +239,26 @@ class Optimizer(Trackable, abc.ABC):
             are_own=summed,
         )
 
+    def _known_step(self, strategy: Any, pairs: Any) -> tuple[PreparedStep | None, list[Any]]:
+        """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients.
+
+        ``(None, [])`` for all that is not known or does not fit, also for what are no pairs.
+        """
+        try:
+            gradients, variables = zip(*pairs, strict=True)
+        except (TypeError, ValueError):
+            return None, []
+        known = self._prepared.get(tuple(map(id, variables)))
+        given = list(gradients)
+        # A program may have given the optimizer another counter.
+        if known is None or known.strategy is not strategy or known.counter is not self.iterations:
+            return None, []
+        return (known, given) if known.reduction.fits(given) else (None, [])
+
     def _checked_pairs(
         self, kind: str, strategy: Any, pairs: Any, summed: bool
     ) -> tuple[list[Any], list[Variable]]:
-        """Return the gradients, checked, and their variables. Local."""
+        """Return the gradients, checked, and their variables."""
         gradients, variables = split_pairs(kind, pairs)
         check_owners(kind, strategy, [*variables, self.iterations])
         gradients = check_gradients(kind, gradients, variables, summed)
@@ -242,20 +268,18 @@ class Optimizer(Trackable, abc.ABC):
             warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=4)
         return gradients, variables
 
-    def _constant_words(self) -> str:
-        """Return the parameters but for the rate in the words that the ranks compare, checked.
-
-        A program may have set them since the last step.
-        """
+    def _agreed_parameters(self) -> str:
+        """Return the parameters but for the rate, as the ranks compare them, checked."""
+        # A program may have set them since the last step.
         values = [self.learning_rate, *[getattr(self, name) for name in self._constant_parameters]]
-        known, words = self._checked
+        known, formatted = self._checked
         if len(values) == len(known) and all(map(operator.is_, values, known)):
-            return words
+            return formatted
         self._check_parameters()
-        words = ", ".join(self._words(self._constant_parameters))
+        formatted = ", ".join(self._format_parameters(self._constant_parameters))
         # The values that cannot change behind their names need no check again.
-        self._checked = (values if all(map(is_constant, values)) else ()), words
-        return words
+        self._checked = (values if all(map(is_constant, values)) else ()), formatted
+        return formatted
 
     def _rate(self, step: int) -> float:
         rate = self.learning_rate
@@ -266,7 +290,7 @@ class Optimizer(Trackable, abc.ABC):
     def _apply(
         self,
         strategy: Any,
-        plan: Plan | None,
+        known: PreparedStep | None,
         gradients: list[Any],
         variables: Sequence[Variable],
         rate: float,
@@ -275,7 +299,8 @@ class Optimizer(Trackable, abc.ABC):
         are_own: bool,
     ) -> None:
         """Take one step, the same on all ranks."""
-        update_all = None if plan is None else plan.update(self._rule, self._targets)
+        rule, constants = self._rule, self._constants(rate, number)
+        update_all = None if known is None else self._update_of_all(known, rule)
         if update_all is None:
             pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
             # All slots come first: a restore that waits for them may refuse one.
@@ -295,16 +320,22 @@ class Optimizer(Trackable, abc.ABC):
         ):
             if factor is not None:
                 keep = 1 - rate * (self.weight_decay or 0)
-                step = Step(self._constants(rate, number), keep, factor)
+                step = Step(constants, keep, factor)
                 if update_all is not None:
                     update_all(step, gradients)
                 else:
                     for gradient, target in zip(gradients, targets, strict=True):
                         self._update(target, gradient, step)
-                iterations = self.iterations.storage
+                iterations = self.iterations.storage if known is None else known.iterations
                 iterations += 1
             if self.loss_scale is not None:
                 self.loss_scale.adjust(is_finite=factor is not None)
+
+    def _update_of_all(self, known: PreparedStep, rule: Rule) -> UpdateAll | None:
+        """Return what updates the variables of a step at once, ``None`` where nothing can."""
+        if rule not in known.updates:
+            known.updates[rule] = update_of_all(rule, self._targets(known.variables))
+        return known.updates[rule]
 
     def _update(self, target: Target, gradient: Any, step: Step) -> None:
         update = update_on_host if is_on_host(target.weight) else update_on_device
@@ -344,7 +375,7 @@ class Optimizer(Trackable, abc.ABC):
         return [self._target(variable, names) for variable in variables]
 
     def _deferred_slots(self) -> Mapping[str, Callable[[Variable], Variable]]:
-        """Return what makes the slots, by name. Local."""
+        """Return what makes the slots, by name."""
         return {name: functools.partial(zero_slot, name=name) for name in self._rule.kernel.slots}
 
     def _attach_child(self, name: str, child: object, *, of: object = None) -> None:

@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the step number.
 
-A schedule has no state of its own. An optimizer calls it with its `iterations`, which are in
-every checkpoint of the optimizer, so that a resumed job goes on at the rate where it stopped.
+A schedule has no state. An optimizer calls it with its `iterations`, which are in every checkpoint
+of the optimizer, so that a resumed job continues at the rate where it stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One pass over device memory per variable: a kernel made from the rule's source."""
+"""Update rules on host and device, and the global norm that gradients are clipped by."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from mpistrat.arrays import (
     Array,
     address_of,
-    addresses_of,
+    addresses_function,
     elementwise_kernel,
     is_on_host,
     namespace_of,
@@ -26,18 +26,11 @@ from mpistrat.optimizers.kernels import Kernel, digest
 from mpistrat.values import IndexedSlices
 
 __all__ = [
-    "HostKernel",
-    "Memory",
     "Rule",
     "Step",
     "Target",
     "UpdateAll",
-    "compiled_kernel",
-    "compute_dtype",
-    "device_sum_of_squares",
-    "flat_real",
     "gradient_factor",
-    "host_sum_of_squares",
     "slot_dtype",
     "update_of_all",
     "update_on_device",
@@ -70,21 +63,14 @@ class Step:
 
 
 class Target:
-    """What a rule writes to: a weight and its slots, whose memory stays where it is.
-
-    Parameters
-    ----------
-    weight : array
-        In C order.
-    slots : sequence of arrays
-        In C order, of the same shape and of `slot_dtype`.
-    """
+    """What a rule writes to: a weight and its slots, whose memory stays where it is."""
 
     def __init__(self, weight: Array, slots: Sequence[Array]) -> None:
+        # All in C order and of one shape, the slots of `slot_dtype`.
         self.weight = weight
         self.slots = slots
-        self.flat_weight, *self.flat_slots = map(flat_real, (weight, *slots))
-        self.compute_dtype = compute_dtype(self.flat_weight.dtype)
+        self.flat_weight, *self.flat_slots = map(_flat_real, (weight, *slots))
+        self.compute_dtype = _compute_dtype(self.flat_weight.dtype)
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -93,34 +79,26 @@ class Target:
         return [(address_of(each), address_of(each) + each.nbytes) for each in arrays]
 
     @functools.cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> _Memory:
         """Of this target alone, on the host."""
-        return Memory([self])
+        return _Memory([self])
 
 
-class Memory:
-    """Where several targets of one compute dtype lie on the host, as C takes it.
-
-    Parameters
-    ----------
-    targets : sequence of Target
-    """
+class _Memory:
+    """Where several targets of one compute dtype lie on the host, as C takes it."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self.count = len(targets)
         self.sizes = np.array([target.flat_weight.size for target in targets], np.intp).tobytes()
-        self.addresses = addresses_of(
+        self.addresses = addresses_function()(
             [array for target in targets for array in (target.weight, *target.slots)]
         )
 
 
 @functools.lru_cache
-def compute_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the real dtype in which elements of `dtype` are updated. Local.
-
-    float32 for the halves, whose squares and small steps would vanish. Complex numbers are
-    updated as pairs of real ones.
-    """
+def _compute_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the real dtype in which elements of `dtype` are updated; complex ones are two."""
+    # float32 for the halves, whose squares and small steps would vanish.
     if is_narrow(dtype):
         return np.dtype(np.float32)
     real: np.dtype = np.dtype(dtype.char.lower())
@@ -128,116 +106,49 @@ def compute_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def slot_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of the slots of a variable of `dtype`. Local."""
-    return dtype if dtype.kind == "c" else compute_dtype(dtype)
+    """Return the dtype of the slots of a variable of `dtype`."""
+    return dtype if dtype.kind == "c" else _compute_dtype(dtype)
 
 
-def flat_real(array: Array) -> Array:
-    """Return a 1-d view of `array` in C order, of pairs of real numbers if it is complex. Local."""
+def _flat_real(array: Array) -> Array:
+    """Return a 1-d view of `array` in C order, of pairs of real numbers if it is complex."""
     flat = array.reshape(-1)
-    return flat.view(compute_dtype(flat.dtype)) if flat.dtype.kind == "c" else flat
+    return flat.view(_compute_dtype(flat.dtype)) if flat.dtype.kind == "c" else flat
 
-
-_NUMBERS = {"f": ctypes.c_float, "d": ctypes.c_double, "g": ctypes.c_longdouble}
-
-HostKernel = Callable[[Memory, list[np.ndarray], Sequence[float]], None]
-"""``kernel(memory, gradients, (keep, factor, *constants))`` on arrays of one real dtype."""
-
-
-@functools.lru_cache
-def compiled_kernel(kernel: Kernel, dtype: np.dtype) -> HostKernel | None:
-    """Return the function for `kernel`, ``None`` where there is none for `dtype`. Local."""
-    library = _library()
-    number = _NUMBERS.get(dtype.char)
-    if library is None or number is None:
-        return None
-    function = library[f"{kernel.name}_{dtype.char}"]
-    num_numbers = 2 + len(kernel.constants)
-    function.argtypes = [ctypes.c_ssize_t, *[ctypes.c_char_p] * 3, *[number] * num_numbers]
-    function.restype = None
-
-    def call(memory: Memory, gradients: list[np.ndarray], numbers: Sequence[float]) -> None:
-        function(memory.count, memory.sizes, addresses_of(gradients), memory.addresses, *numbers)
-
-    return call
-
-
-@functools.lru_cache
-def _library() -> ctypes.CDLL | None:
-    path = find_library(Path(__file__).parent, "_host_kernels", digest())
-    return None if path is None else ctypes.CDLL(path)
-
-
-def update_on_device(rule: Rule, step: Step, target: Target, gradient: Array) -> None:
-    """Write to `target` in place, as `rule` says. Local.
-
-    Parameters
-    ----------
-    rule : Rule
-    step : Step
-    target : Target
-    gradient : array
-        Of the shape and dtype of the weight, in C order; only read.
-    """
-    real = compute_dtype(target.weight.dtype).type
-    numbers = [real(value) for value in (step.keep, step.factor, *step.constants)]
-    _kernel(rule.kernel)(flat_real(gradient), *numbers, target.flat_weight, *target.flat_slots)
-
-
-@functools.lru_cache
-def _kernel(kernel: Kernel) -> Any:
-    """Return the device's kernel: T is the dtype of the weight, C the one to compute in."""
-    inputs = ["T gradient_in", *(f"C {name}" for name in ("keep", "factor", *kernel.constants))]
-    outputs = ["T weight_out", *(f"C {name}" for name in kernel.slots)]
-    body = (
-        "const C gradient = static_cast<C>(gradient_in) * factor;\n"
-        "C weight = static_cast<C>(weight_out) * keep;\n"
-        f"{kernel.body}\n"
-        "weight_out = weight;"
-    )
-    name = f"mpistrat_{kernel.name}"
-    return elementwise_kernel(", ".join(inputs), ", ".join(outputs), body, name)
-
-
-def device_sum_of_squares(array: Array) -> float:
-    """Return the sum of the squares of absolute values, not finite if an element is not. Local."""
-    xp = namespace_of(array)
-    flat = flat_real(array)
-    wide = flat.astype(compute_dtype(flat.dtype), copy=False)
-    total = float(xp.dot(wide, wide))
-    return total if xp.isfinite(total) else float(xp.sum(wide.astype(xp.float64) ** 2))
-
-
-_BLOCK = 2**15
-"""Elements. A block of each array of a rule fits into a core's own cache."""
-
-Engine = Callable[[Target, np.ndarray], None]
-"""``engine(target, gradient)`` updates arrays of one dtype in place."""
 
 UpdateAll = Callable[[Step, list[np.ndarray]], None]
 """``update_all(step, gradients)`` does `update` for the targets that it was made for."""
 
 
-def update_on_host(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None:
-    """Write to `target` in place, as `rule` says. Local.
+def update_of_all(rule: Rule, targets: Sequence[Target]) -> UpdateAll | None:
+    """Return what updates all `targets` in one call, ``None`` where nothing is compiled."""
+    dtype = targets[0].compute_dtype
+    compiled = _compiled_kernel(rule.kernel, dtype)
+    if compiled is None or any(target.flat_weight.dtype != dtype for target in targets):
+        return None
+    memory = _Memory(targets)
 
-    Parameters
-    ----------
-    rule : Rule
-    step : Step
-    target : Target
-    gradient : array
-        Of the shape and dtype of the weight, in C order; only read.
-    """
-    weight, flat_gradient = target.flat_weight, flat_real(gradient)
+    def update_all(step: Step, gradients: list[np.ndarray]) -> None:
+        compiled(memory, gradients, (step.keep, step.factor, *step.constants))
+
+    return update_all
+
+
+_BLOCK = 2**15
+"""Elements. A block of each array of a rule fits into a core's own cache."""
+
+
+def update_on_host(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None:
+    """Write to `target` in place, as `rule` says; only read `gradient`, in C order."""
+    weight, flat_gradient = target.flat_weight, _flat_real(gradient)
     dtype = target.compute_dtype
-    compiled = compiled_kernel(rule.kernel, dtype)
+    compiled = _compiled_kernel(rule.kernel, dtype)
     numbers = (step.keep, step.factor, *step.constants)
     if compiled is not None and weight.dtype == dtype:
         compiled(target.memory, [flat_gradient], numbers)
         return
     length = min(_BLOCK, weight.size)
-    engine: Engine
+    engine: _Engine
     if compiled is None:
         engine = _numpy_engine(rule, step, length, dtype)
     else:
@@ -250,28 +161,18 @@ def update_on_host(rule: Rule, step: Step, target: Target, gradient: np.ndarray)
         engine(block, flat_gradient[part])
 
 
-def update_of_all(rule: Rule, targets: Sequence[Target]) -> UpdateAll | None:
-    """Return what updates all `targets` in one call, ``None`` where none is compiled. Local."""
-    dtype = targets[0].compute_dtype
-    compiled = compiled_kernel(rule.kernel, dtype)
-    if compiled is None or any(target.flat_weight.dtype != dtype for target in targets):
-        return None
-    memory = Memory(targets)
-
-    def update_all(step: Step, gradients: list[np.ndarray]) -> None:
-        compiled(memory, gradients, (step.keep, step.factor, *step.constants))
-
-    return update_all
+_Engine = Callable[[Target, np.ndarray], None]
+"""``engine(target, gradient)`` updates arrays of one dtype in place."""
 
 
-def _compiled_engine(compiled: HostKernel, numbers: Sequence[float]) -> Engine:
+def _compiled_engine(compiled: _HostKernel, numbers: Sequence[float]) -> _Engine:
     def engine(target: Target, gradient: np.ndarray) -> None:
         compiled(target.memory, [gradient], numbers)
 
     return engine
 
 
-def _numpy_engine(rule: Rule, step: Step, length: int, dtype: np.dtype) -> Engine:
+def _numpy_engine(rule: Rule, step: Step, length: int, dtype: np.dtype) -> _Engine:
     constants = [np.array(value, dtype) for value in step.constants]
     keep, factor = np.array(step.keep, dtype), np.array(step.factor, dtype)
     decays, is_scaled = step.keep != 1, step.factor != 1
@@ -289,7 +190,7 @@ def _numpy_engine(rule: Rule, step: Step, length: int, dtype: np.dtype) -> Engin
     return engine
 
 
-def _widening(engine: Engine, length: int, dtype: np.dtype) -> Engine:
+def _widening(engine: _Engine, length: int, dtype: np.dtype) -> _Engine:
     """Return an engine for halves, which computes in the wider `dtype`."""
     wide_weight, wide_gradient = np.empty(length, dtype), np.empty(length, dtype)
 
@@ -303,13 +204,94 @@ def _widening(engine: Engine, length: int, dtype: np.dtype) -> Engine:
     return widened
 
 
-def host_sum_of_squares(array: np.ndarray) -> float:
-    """Return the sum of the squares of absolute values, not finite if an element is not. Local.
+_NUMBERS = {"f": ctypes.c_float, "d": ctypes.c_double, "g": ctypes.c_longdouble}
 
-    Blocks are summed pairwise and then as float64, in an order that does not depend on threads.
+_HostKernel = Callable[[_Memory, list[np.ndarray], Sequence[float]], None]
+"""``kernel(memory, gradients, (keep, factor, *constants))`` on arrays of one real dtype."""
+
+
+@functools.lru_cache
+def _compiled_kernel(kernel: Kernel, dtype: np.dtype) -> _HostKernel | None:
+    """Return the function for `kernel`, ``None`` where there is none for `dtype`."""
+    library = _library()
+    number = _NUMBERS.get(dtype.char)
+    if library is None or number is None:
+        return None
+    function = library[f"{kernel.name}_{dtype.char}"]
+    num_numbers = 2 + len(kernel.constants)
+    addresses_of = addresses_function()
+    function.argtypes = [ctypes.c_ssize_t, *[ctypes.c_char_p] * 3, *[number] * num_numbers]
+    function.restype = None
+
+    def call(memory: _Memory, gradients: list[np.ndarray], numbers: Sequence[float]) -> None:
+        function(memory.count, memory.sizes, addresses_of(gradients), memory.addresses, *numbers)
+
+    return call
+
+
+@functools.lru_cache
+def _library() -> ctypes.CDLL | None:
+    path = find_library(Path(__file__).parent, "_host_kernels", digest())
+    return None if path is None else ctypes.CDLL(path)
+
+
+def update_on_device(rule: Rule, step: Step, target: Target, gradient: Array) -> None:
+    """Write to `target` in place, as `rule` says; only read `gradient`, in C order."""
+    real = _compute_dtype(target.weight.dtype).type
+    numbers = [real(value) for value in (step.keep, step.factor, *step.constants)]
+    _kernel(rule.kernel)(_flat_real(gradient), *numbers, target.flat_weight, *target.flat_slots)
+
+
+@functools.lru_cache
+def _kernel(kernel: Kernel) -> Any:
+    """Return the device's kernel: T is the dtype of the weight, C the one to compute in."""
+    inputs = ["T gradient_in", *(f"C {name}" for name in ("keep", "factor", *kernel.constants))]
+    outputs = ["T weight_out", *(f"C {name}" for name in kernel.slots)]
+    body = (
+        "const C gradient = static_cast<C>(gradient_in) * factor;\n"
+        "C weight = static_cast<C>(weight_out) * keep;\n"
+        f"{kernel.body}\n"
+        "weight_out = weight;"
+    )
+    name = f"mpistrat_{kernel.name}"
+    return elementwise_kernel(", ".join(inputs), ", ".join(outputs), body, name)
+
+
+def gradient_factor(
+    gradients: Sequence[Any], scale: float, clipnorm: float | None, must_be_finite: bool
+) -> float | None:
+    """Return what to multiply gradients by, ``None`` where they must be finite and are not.
+
+    The loss has been multiplied by `scale`. Without it, their norm may be `clipnorm`.
     """
-    flat = flat_real(array)
-    total = _sum_of_squares(flat, compute_dtype(flat.dtype))
+    # The summed gradients are equal on all ranks, so the ranks need not agree on the result.
+    if clipnorm is None and not must_be_finite:
+        return 1 / scale
+    norm = _global_norm(gradients) / scale
+    if must_be_finite and not math.isfinite(norm):
+        return None
+    if clipnorm is None or norm <= clipnorm:
+        return 1 / scale
+    # Elements that are not finite become NaN, as 0 * inf or NaN * anything.
+    return clipnorm / norm / scale
+
+
+def _global_norm(gradients: Sequence[Any]) -> float:
+    """Return the Euclidean norm of all elements together, not finite if one is not."""
+    # `IndexedSlices` are coalesced, so that no row counts as two.
+    total = 0.0
+    for gradient in gradients:
+        array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+        sum_of_squares = _host_sum_of_squares if is_on_host(array) else _device_sum_of_squares
+        total += sum_of_squares(array)
+    return math.sqrt(total)
+
+
+def _host_sum_of_squares(array: np.ndarray) -> float:
+    """Return the sum of the squares of absolute values, not finite if an element is not."""
+    # Blocks are summed pairwise and then as float64, in an order that does not depend on threads.
+    flat = _flat_real(array)
+    total = _sum_of_squares(flat, _compute_dtype(flat.dtype))
     # Squares of finite float32 numbers can overflow; those of float64 then decide.
     return total if np.isfinite(total) else _sum_of_squares(flat, np.dtype(np.float64))
 
@@ -325,50 +307,10 @@ def _sum_of_squares(flat: np.ndarray, dtype: np.dtype) -> float:
     return total
 
 
-def _global_norm(gradients: Sequence[Any]) -> float:
-    """Return the Euclidean norm of all elements together, not finite if one is not. Local.
-
-    Parameters
-    ----------
-    gradients : sequence of arrays and IndexedSlices
-        `IndexedSlices` coalesced, so that no row counts as two.
-    """
-    total = 0.0
-    for gradient in gradients:
-        array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
-        sum_of_squares = host_sum_of_squares if is_on_host(array) else device_sum_of_squares
-        total += sum_of_squares(array)
-    return math.sqrt(total)
-
-
-def gradient_factor(
-    gradients: Sequence[Any], scale: float, clipnorm: float | None, must_be_finite: bool
-) -> float | None:
-    """Return what to multiply the gradients of one step by. Local.
-
-    They are equal on all ranks, and so is the result.
-
-    Parameters
-    ----------
-    gradients : sequence of arrays and IndexedSlices
-        Summed over replicas.
-    scale : float
-        What the loss has been multiplied by.
-    clipnorm : float, optional
-        The largest norm that they may have, without `scale`.
-    must_be_finite : bool
-
-    Returns
-    -------
-    float or None
-        ``None`` where they must be finite and are not.
-    """
-    if clipnorm is None and not must_be_finite:
-        return 1 / scale
-    norm = _global_norm(gradients) / scale
-    if must_be_finite and not math.isfinite(norm):
-        return None
-    if clipnorm is None or norm <= clipnorm:
-        return 1 / scale
-    # Elements that are not finite become NaN, as 0 * inf or NaN * anything.
-    return clipnorm / norm / scale
+def _device_sum_of_squares(array: Array) -> float:
+    """Return the sum of the squares of absolute values, not finite if an element is not."""
+    xp = namespace_of(array)
+    flat = _flat_real(array)
+    wide = flat.astype(_compute_dtype(flat.dtype), copy=False)
+    total = float(xp.dot(wide, wide))
+    return total if xp.isfinite(total) else float(xp.sum(wide.astype(xp.float64) ** 2))

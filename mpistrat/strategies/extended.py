@@ -154,8 +154,10 @@ class StrategyExtended(ExtendedV1):
         local_kwargs = {}
         if kwargs:
             local_kwargs = {name: localize(each) for name, each in kwargs.items()}
+        # Not `with ReplicaContext(...)`, which would check once more what was checked above.
         replica = ReplicaContext(self.container)
-        with replica, span("run", "run"):
+        frame = context.Frame(context.Kind.REPLICA, self.container, replica)
+        with context.entered(frame), span("run", "run"):
             try:
                 result = fn(*local_args, **local_kwargs)
             except BaseException as error:

@@ -67,7 +67,7 @@ def test_dtypes_and_results_without_graph(strategy, rank, size, dtype):
     assert strategy.gather(per_replica, 0).tolist() == [r for r in range(size) for _ in "ab"]
 
 
-def test_backward_passes_of_different_calls_are_told_apart(strategy, others):
+def test_backward_passes_of_different_calls_are_kept_apart(strategy, others):
     def fn():
         replica = ms.get_replica_context()
         x, z = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)

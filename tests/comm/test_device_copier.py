@@ -10,7 +10,7 @@ from mpistrat import arrays
 from mpistrat.arrays import Device
 from mpistrat.comm import device_reducers
 from mpistrat.comm.device_reducers import DeviceCopier, StagedReducer
-from mpistrat.comm.packing import DeviceMessage
+from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
 from tests.fake_cuda import Cuda
@@ -42,7 +42,7 @@ def test_every_copy_waits_for_what_it_needs(cuda, strategy, rank, size, length, 
         numbers = np.arange(length) + step
         compute(cuda, source, numbers + rank)
         compute(cuda, target, -7)  # what the memory was used for before
-        message = DeviceMessage([source], [target], Pool())
+        message = Message([source], [target], Pool())
         if is_started:
             end = reducer.start_all_reduce(ms.ReduceOp.SUM, message)
             compute(cuda, source, -1)

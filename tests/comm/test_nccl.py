@@ -12,7 +12,7 @@ from mpistrat import arrays
 from mpistrat.arrays import Device
 from mpistrat.comm import nccl
 from mpistrat.comm.nccl import NcclLink, NcclReducer, connect_nccl, nccl_knows
-from mpistrat.comm.packing import DeviceMessage
+from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from tests.comm.fake_devices import OPS, private_world
 from tests.fake_cuda import Cuda
@@ -118,8 +118,8 @@ def test_the_program_goes_on_and_finds_the_result(
     source, target, dropped = (np.zeros((2, 5), dtype) for _ in range(3))
     cuda.program.work.append(lambda: np.copyto(source, numbers + rank % 2, casting="unsafe"))
     reducer = reducer_of(cuda, size)
-    reducer.start_all_reduce(op, DeviceMessage([source], [dropped], Pool()))
-    message, root = DeviceMessage([source], [target], Pool()), size - 1
+    reducer.start_all_reduce(op, Message([source], [dropped], Pool()))
+    message, root = Message([source], [target], Pool()), size - 1
     if is_for_all:
         end = reducer.start_all_reduce(op, message)
         end()

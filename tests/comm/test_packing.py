@@ -75,7 +75,7 @@ def reduce(op, arrays, way, pool, options=CommunicationOptions(), start=False): 
     )
     if start:
         ends = [WAYS[way].start_all_reduce(op, message) for message in packing.messages]
-        for array in arrays:  # the program may go on with its arrays
+        for array in arrays:  # the program may write to its arrays
             if array.flags.writeable:
                 array[...] = 1
         for end in ends:
@@ -163,9 +163,9 @@ def test_every_array_has_one_place_in_a_plan(call):
     assert sorted(placed) == list(range(len(each)))
     for one in plan.packs:
         lengths = [int(np.prod(each[i].shape)) for i in one.small]
-        assert [stop - start for start, stop in one.places] == lengths
+        assert [stop - start for start, stop in one.spans] == lengths
         assert one.small_size == sum(lengths)
         assert all(
-            start == stop for (_, stop), (start, _) in zip(one.places, one.places[1:], strict=False)
+            start == stop for (_, stop), (start, _) in zip(one.spans, one.spans[1:], strict=False)
         )
     assert [shape for shape, _ in plan.results] == [spec.shape for spec in each]

@@ -298,7 +298,7 @@ def test_apply_before_add(strategy):
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-def test_replicas_that_have_not_added_alike_are_told(strategy, others, extra):
+def test_replicas_that_have_not_added_alike_are_reported(strategy, others, extra):
     """Without and with an `add` of the last rank's own."""
     with strategy.scope():
         weight, bias, optimizer = model()
@@ -316,7 +316,7 @@ def test_replicas_that_have_not_added_alike_are_told(strategy, others, extra):
     assert weight.values[0].tolist() == [1] * 3
 
 
-def test_replicas_with_other_variables_are_told(strategy, others):
+def test_replicas_with_other_variables_are_reported(strategy, others):
     with strategy.scope():
         weight, bias, _ = model()
         with pytest.raises(ms.errors.EpochMismatchError, match="GradientAccumulator"):

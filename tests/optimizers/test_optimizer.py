@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.native import native_library
 
 
 def reference_sgd(w, gradients, rate, momentum, nesterov, decay):
@@ -447,3 +448,22 @@ def test_what_is_no_list_of_pairs_is_refused(strategy, size):
         with pytest.raises(TypeError, match="pairs"):
             optimizer.apply_gradients(given)
     assert strategy.reduce("sum", 1) == size
+
+
+def test_warm_steps_check_nothing_again(strategy, monkeypatch):
+    variable, optimizer = one_variable(strategy, momentum=0.5)
+
+    def step(gradient):
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, variable)]))
+
+    step(np.ones(variable.shape, variable.dtype))
+    with monkeypatch.context() as patched:
+        if native_library() is not None:
+            patched.setattr("mpistrat.optimizers.optimizer.check_gradients", None)
+        step(np.full(variable.shape, 2, variable.dtype))
+    step([2.0] * variable.size)  # no array: a step of the long way, on all ranks
+    assert optimizer.iterations.numpy() == 3
+    with strategy.scope():
+        optimizer.iterations = ms.Variable(np.int64(7), trainable=False)
+    step(np.ones(variable.shape, variable.dtype))
+    assert optimizer.iterations.numpy() == 8

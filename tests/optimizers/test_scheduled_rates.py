@@ -59,7 +59,7 @@ def test_a_schedule_is_no_state(strategy, tmp_path):
 @pytest.mark.parametrize(
     "other", [schedules.ExponentialDecay(0.1, 10, 0.51), schedules.Constant(0.1)], ids=repr
 )
-def test_ranks_with_other_schedules_are_told(strategy, others, other):
+def test_ranks_with_other_schedules_are_reported(strategy, others, other):
     schedule = schedules.ExponentialDecay(0.1, 10, 0.5) if others else other
     with strategy.scope(), pytest.raises(ms.errors.EpochMismatchError, match="decay_rate=0.5,"):
         ms.optimizers.SGD(schedule)

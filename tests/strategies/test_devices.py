@@ -117,8 +117,8 @@ def test_a_pack_is_in_one_memory():
     plan = plan_of(Op.SUM, ["f4"] * 4 + ["f8"], [True, False, True, False, True])
     packs = [(pack.small + pack.large, pack.on_device) for pack in plan.packs]
     assert packs == [([0, 2], True), ([1, 3], False), ([4], True)]
-    assert plan_of(Op.SUM, ["f4"], [True]).only_wire is None
-    assert plan_of(Op.SUM, ["f4"], ()).only_wire == F4
+    assert not plan_of(Op.SUM, ["f4"], [True]).is_single
+    assert plan_of(Op.SUM, ["f4"], ()).is_single
 
 
 def test_large_device_arrays_are_joined_up_to_a_pack():
