@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from mpistrat import nests, values
 from mpistrat.arrays import Device
 from mpistrat.data.fingerprint import position_layout
@@ -186,8 +188,11 @@ class DistributedDataset:
 
     def _placed(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         def per_replica_of(leaf: Any) -> Any:
-            leaf = transfer.end(leaf)
-            return values.PerReplica(leaf) if values.is_value(leaf) else leaf
+            if type(leaf) is not np.ndarray:
+                leaf = transfer.end(leaf)
+                if not values.is_value(leaf):
+                    return leaf
+            return values.PerReplica(leaf)
 
         with contextlib.closing(transfer_to(self._device)) as transfer:
             elements = self._feed.elements(pass_number, start, transfer.begin)

@@ -28,7 +28,6 @@ __all__ = [
     "Source",
     "Step",
     "function_name",
-    "regroup",
     "skip_items",
 ]
 
@@ -195,25 +194,13 @@ def _blocks_of_range(rows: range) -> Iterator[Block]:
         yield np.arange(part.start, part.stop, part.step, dtype=np.int64)
 
 
-def regroup(blocks: Iterator[Block], length: int) -> Iterator[Block]:
-    """Return the same items in blocks of `length`; the last one may be shorter. Local."""
-    waiting: list[Block] = []
-    missing = length
-    for block in blocks:
-        start = 0
-        while len(block) - start >= missing:
-            waiting.append(block[start : start + missing])
-            yield np.concatenate(waiting)
-            waiting, start, missing = [], start + missing, length
-        if start < len(block):
-            waiting.append(block[start:])
-            missing -= len(block) - start
-    if waiting:
-        yield np.concatenate(waiting)
-
-
 def skip_items(blocks: Iterator[Block], count: int) -> Iterator[Block]:
-    """Return the blocks without the first `count` items. Local."""
+    """Return the blocks without the first `count` items."""
+    # Mostly nothing is skipped, and a generator in between would cost time at each block.
+    return _skip_items(blocks, count) if count else blocks
+
+
+def _skip_items(blocks: Iterator[Block], count: int) -> Iterator[Block]:
     for block in blocks:
         if count < len(block):
             yield block[count:]

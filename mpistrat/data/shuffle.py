@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpistrat import sharding
-from mpistrat.data.order import ENDLESS, Block, ChunkLayout, Order, PassKey, regroup, skip_items
+from mpistrat.data.order import ENDLESS, Block, ChunkLayout, Order, PassKey, skip_items
+from mpistrat.data.transforms import regroup
 
 __all__ = ["WINDOW_BYTES", "Shuffle"]
 

@@ -17,11 +17,10 @@ from mpistrat.data.order import (
     Order,
     PassKey,
     function_name,
-    regroup,
     skip_items,
 )
 
-__all__ = ["Batch", "Map", "Prefetch", "Repeat", "SameOrder", "Shard", "Skip", "Take"]
+__all__ = ["Batch", "Map", "Prefetch", "Repeat", "SameOrder", "Shard", "Skip", "Take", "regroup"]
 
 
 @dataclass(frozen=True)
@@ -210,3 +209,20 @@ class Prefetch(SameOrder):
     """Up to `num_elements` elements prepared ahead, in a thread."""
 
     num_elements: int
+
+
+def regroup(blocks: Iterator[Block], length: int) -> Iterator[Block]:
+    """Return the same items in blocks of `length`; the last one may be shorter. Local."""
+    waiting: list[Block] = []
+    missing = length
+    for block in blocks:
+        start = 0
+        while len(block) - start >= missing:
+            waiting.append(block[start : start + missing])
+            yield np.concatenate(waiting)
+            waiting, start, missing = [], start + missing, length
+        if start < len(block):
+            waiting.append(block[start:])
+            missing -= len(block) - start
+    if waiting:
+        yield np.concatenate(waiting)
