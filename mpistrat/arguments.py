@@ -22,7 +22,6 @@ __all__ = [
     "as_real",
     "format_value",
     "is_constant",
-    "is_real_scalar",
     "normalize_axes",
     "span_outside",
 ]
@@ -76,7 +75,7 @@ def as_integer(
 
 def as_real(what: str, value: Any) -> float:
     """Return a number, or an array or Variable of no axes, as a float, NaN included."""
-    if not is_real_scalar(value):
+    if not _is_real_scalar(value):
         raise TypeError(f"{what} must be a number, not {value!r} of type {type(value).__name__}.")
     return float(value)
 
@@ -91,7 +90,7 @@ def as_finite(what: str, value: Any, minimum: float | None = None) -> float:
     return number
 
 
-def is_real_scalar(value: Any) -> bool:
+def _is_real_scalar(value: Any) -> bool:
     """Return whether `value` is a real number, or an array or Variable of one."""
     if isinstance(value, numbers.Real):
         return True
@@ -133,7 +132,7 @@ def is_constant(value: Any) -> bool:
 def format_value(value: Any) -> str:
     """Return the signature of a parameter, the same for 1, 1.0 and ``np.float64(1)``."""
     # Dataclasses, such as schedules, are compared by their fields, other objects by their type.
-    if is_real_scalar(value):
+    if _is_real_scalar(value):
         return str(float(value))
     is_shown = value is None or isinstance(value, str) or dataclasses.is_dataclass(value)
     return repr(value) if is_shown else type(value).__name__

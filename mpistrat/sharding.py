@@ -72,7 +72,7 @@ def count_partitions(
     num_pieces: int, num_examples: int, batch_size: int, window_pieces: int
 ) -> int:
     """Return the number of partitions of a shuffled pass of `num_pieces` chunks."""
-    # A partition fills a fixed, contiguous part of every global batch from chunks of its own.
+    # A partition fills a fixed, contiguous part of every global batch from its own chunks.
     # Their number L does not depend on the number of ranks N, so the order does not either. A
     # chunk is needed by one rank where N divides L, by less than two on average where N is
     # smaller than L, and by about N / L where N is larger: then several ranks share a partition.

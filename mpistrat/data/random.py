@@ -57,6 +57,7 @@ class MapScope:
 
     def run(self, fn: Callable[..., Any], element: Any) -> Any:
         """Return ``fn(element)``, with the items of a tuple as several arguments."""
+        # `fn` may iterate over another data set, whose maps have their own scope.
         outer, _current.scope = _current.scope, self
         try:
             return fn(*element) if isinstance(element, tuple) else fn(element)

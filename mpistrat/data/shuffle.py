@@ -88,6 +88,8 @@ class Shuffle:
         shuffled = stream.permutation(0, len(starts))
         starts, lengths = starts[shuffled], lengths[shuffled]
         stops = np.cumsum(lengths)
+        # Partitions are cut from the shuffled chunks at exactly the examples that each supplies, so
+        # a chunk at the border of two belongs to both.
         window = self.window_rows(layout)
         window_pieces = window // layout.rows_per_chunk
         number = sharding.count_partitions(len(starts), len(rows), batch_size, window_pieces)

@@ -46,7 +46,7 @@ TRANSFORMATIONS = st.tuples(
 
 
 def is_slow_to_find_empty(order):
-    """Return whether taking one item might go on for ever: a selection of nothing, endlessly."""
+    """Return whether taking one item might take for ever: a selection of nothing, endlessly."""
     every = order.transformations
     lengths = [Order(order.source, every[:n]).length for n in range(len(every) + 1)]
     return ENDLESS in lengths and order.source.num_examples < 0

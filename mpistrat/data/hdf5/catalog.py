@@ -112,6 +112,7 @@ def resolve_paths(patterns: Sequence[str]) -> list[str]:
     """Return the files of paths and glob patterns; those of a pattern sorted by name."""
     paths: list[str] = []
     for pattern in patterns:
+        # The name of a file may itself contain characters of a pattern.
         if not glob.has_magic(pattern) or os.path.exists(pattern):
             paths.append(pattern)
             continue
@@ -133,6 +134,7 @@ def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
     files: list[FileEntry] = []
     for path in paths:
         with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+            # Before anything is read, so that a change from here on is noticed.
             stamp = stamp_of(os.stat(path))
             if fields is None and not files:
                 names, structure = nests.flatten(_top_level_names(file, path))

@@ -76,7 +76,7 @@ def _inflate(encoded: Any, num_bytes: int) -> bytes:
     """Return what a stream of zlib holds, about `num_bytes`."""
     try:
         return _decompress()(encoded, _ZLIB_HEADER, num_bytes)
-    except Exception as reason:  # each library has an error of its own
+    except Exception as reason:  # each library raises its own type
         raise ValueError(f"the compressed data are damaged: {reason}") from reason
 
 

@@ -76,7 +76,7 @@ def test_a_rank_reads_only_what_it_needs(pattern, loaded, all_ranks):
 
 
 @pytest.mark.parametrize(
-    ("limit", "kept"),
+    ("limit", "cached"),
     [
         (sum(NUM_ROWS) - 1, set()),
         (sum(NUM_ROWS), {"flag"}),
@@ -86,8 +86,8 @@ def test_a_rank_reads_only_what_it_needs(pattern, loaded, all_ranks):
     ],
 )
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_the_smallest_fields_are_kept_as_far_as_the_limit_goes(
-    pattern, loaded, monkeypatch, limit, kept, shuffled
+def test_the_smallest_fields_are_cached_as_far_as_the_limit_goes(
+    pattern, loaded, monkeypatch, limit, cached, shuffled
 ):
     monkeypatch.setattr(chunk_plan, "_ROW_CACHE_BYTES", limit)
     dataset = Dataset.from_hdf5(pattern)
@@ -95,13 +95,13 @@ def test_the_smallest_fields_are_kept_as_far_as_the_limit_goes(
     assert all(map(is_sound, batches))
     loaded.clear()
     assert all(map(is_sound, batches))
-    # Of what is not kept, rows in one piece are read by slices where they are in order.
-    assert {name for name, _ in loaded} == {"image", "flag"} - kept | (
-        {"label"} - kept if shuffled else set()
+    # Of what is not cached, rows in one piece are read by slices where they are in order.
+    assert {name for name, _ in loaded} == {"image", "flag"} - cached | (
+        {"label"} - cached if shuffled else set()
     )
 
 
-def test_of_fields_of_one_size_that_of_the_chunks_is_kept_last(tmp_path, monkeypatch):
+def test_of_fields_of_one_size_that_of_the_chunks_is_cached_last(tmp_path, monkeypatch):
     with h5py.File(tmp_path / "pair.h5", "w") as file:
         for name in "ab":
             file.create_dataset(name, data=np.arange(1000), chunks=(10,))
