@@ -22,20 +22,13 @@ __all__ = [
     "as_real",
     "format_value",
     "is_constant",
-    "is_real_scalar",
     "normalize_axes",
     "span_outside",
 ]
 
 
 def as_array(kind: str, leaf: Any) -> Array:
-    """Return a leaf of the value given to the collective `kind` as an array. Local.
-
-    Raises
-    ------
-    TypeError
-        If it is no array, tensor or number.
-    """
+    """Return a leaf of the value given to the collective `kind` as an array."""
     if type(leaf) is np.ndarray:
         return leaf
     if isinstance(leaf, np.ma.MaskedArray):
@@ -53,7 +46,7 @@ def as_array(kind: str, leaf: Any) -> Array:
 
 
 def as_bool(what: str, value: Any) -> bool:
-    """Return `value`, which must be a bool: text such as "no" would count as true. Local."""
+    """Return `value`, which must be a bool: text such as "no" would count as true."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(
             f"{what} must be True or False, not {value!r} of type {type(value).__name__}."
@@ -64,7 +57,7 @@ def as_bool(what: str, value: Any) -> bool:
 def as_integer(
     what: str, value: Any, minimum: int | None = None, maximum: int | None = None
 ) -> int:
-    """Return `value`, which must be an integer in these bounds and no bool. Local."""
+    """Return `value`, which must be an integer in these bounds and no bool."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -81,14 +74,14 @@ def as_integer(
 
 
 def as_real(what: str, value: Any) -> float:
-    """Return a number, or an array or Variable of no axes, as a float, NaN included. Local."""
-    if not is_real_scalar(value):
+    """Return a number, or an array or Variable of no axes, as a float, NaN included."""
+    if not _is_real_scalar(value):
         raise TypeError(f"{what} must be a number, not {value!r} of type {type(value).__name__}.")
     return float(value)
 
 
 def as_finite(what: str, value: Any, minimum: float | None = None) -> float:
-    """Return `value` as `as_real` does; it must be finite, and not below `minimum`. Local."""
+    """Return `value` as `as_real` does; it must be finite, and not below `minimum`."""
     number = as_real(what, value)
     if not math.isfinite(number):
         raise ValueError(f"{what} must be finite, not {number}.")
@@ -97,8 +90,8 @@ def as_finite(what: str, value: Any, minimum: float | None = None) -> float:
     return number
 
 
-def is_real_scalar(value: Any) -> bool:
-    """Return whether `value` is a real number, or an array or Variable of one. Local."""
+def _is_real_scalar(value: Any) -> bool:
+    """Return whether `value` is a real number, or an array or Variable of one."""
     if isinstance(value, numbers.Real):
         return True
     is_real = getattr(getattr(value, "dtype", None), "kind", "") in "biuf"
@@ -106,7 +99,7 @@ def is_real_scalar(value: Any) -> bool:
 
 
 def span_outside(indices: Array, num_rows: int) -> tuple[int, int] | None:
-    """Return the lowest and the highest of `indices` if one of them is no row. Local."""
+    """Return the lowest and the highest of `indices` if one of them is no row."""
     if not indices.size:
         return None
     low, high = int(indices.min()), int(indices.max())
@@ -114,15 +107,7 @@ def span_outside(indices: Array, num_rows: int) -> tuple[int, int] | None:
 
 
 def normalize_axes(kind: str, axis: Any, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return `axis`, an integer or a tuple of them, as sorted positions in `shape`. Local.
-
-    Raises
-    ------
-    TypeError
-        If an axis is no integer.
-    ValueError
-        If an axis is out of range or occurs twice.
-    """
+    """Return `axis`, an integer or a tuple of them, as sorted positions in `shape`."""
     given = axis if isinstance(axis, tuple) else (axis,)
     axes = [as_integer(f"{kind}: axis", each) for each in given]
     ndim = len(shape)
@@ -140,16 +125,14 @@ def normalize_axes(kind: str, axis: Any, shape: Sequence[int]) -> tuple[int, ...
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether what shows a parameter cannot change behind its name. Local."""
+    """Return whether `value` is immutable, so that a parameter keeps its signature."""
     return value is None or isinstance(value, bool | int | float) or callable(value)
 
 
 def format_value(value: Any) -> str:
-    """Return a parameter in the words that ranks compare: 1, 1.0 and ``np.float64(1)`` agree.
-
-    Local. Dataclasses, such as schedules, go by their fields, other objects by their type.
-    """
-    if is_real_scalar(value):
+    """Return the signature of a parameter, the same for 1, 1.0 and ``np.float64(1)``."""
+    # Dataclasses, such as schedules, are compared by their fields, other objects by their type.
+    if _is_real_scalar(value):
         return str(float(value))
-    has_words = value is None or isinstance(value, str) or dataclasses.is_dataclass(value)
-    return repr(value) if has_words else type(value).__name__
+    is_shown = value is None or isinstance(value, str) or dataclasses.is_dataclass(value)
+    return repr(value) if is_shown else type(value).__name__

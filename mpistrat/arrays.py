@@ -83,7 +83,7 @@ def _numpy() -> Any:
 
 
 def count_gpus() -> int:
-    """Return how many GPUs cupy sees in this process, 0 without cupy. Local."""
+    """Return how many GPUs cupy sees in this process, 0 without cupy."""
     try:
         return int(_cupy().cuda.runtime.getDeviceCount())
     except Exception:  # cupy raises its own types for a missing driver, library or device
@@ -91,18 +91,7 @@ def count_gpus() -> int:
 
 
 def parse_device(device: str) -> tuple[str, int | None]:
-    """Return kind and number in the ``device=`` argument of a strategy, ``None`` for any. Local.
-
-    Parameters
-    ----------
-    device : str
-        ``"auto"``, ``"cpu"``, ``"cpu:0"``, ``"gpu"`` or ``"gpu:K"``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `device` has another form.
-    """
+    """Return kind and number in the ``device=`` argument of a strategy, ``None`` for any."""
     if not isinstance(device, str):
         raise TypeError(f'device must be a string such as "auto" or "gpu:0", not {device!r}.')
     match = re.fullmatch(r"(auto|cpu|gpu)(?:(?<=cpu):0|(?<=gpu):(\d+))?", device.lower())
@@ -112,23 +101,7 @@ def parse_device(device: str) -> tuple[str, int | None]:
 
 
 def resolve_device(device: str, local_rank: int) -> Device:
-    """Return the device that the ``device=`` argument of a strategy means on this rank. Local.
-
-    Parameters
-    ----------
-    device : str
-        ``"auto"`` (the GPU with this number where cupy sees one, else the host), ``"cpu"``,
-        ``"cpu:0"``, ``"gpu"`` (the GPU with this number) or ``"gpu:K"``.
-    local_rank : int
-        The number, taken modulo the GPUs that cupy sees.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `device` has another form.
-    LaunchError
-        If a GPU is asked for and cupy does not see it.
-    """
+    """Return the device that the ``device=`` argument of a strategy means on this rank."""
     kind, index = parse_device(device)
     if kind == "cpu":
         return Device("cpu")
@@ -145,7 +118,7 @@ def resolve_device(device: str, local_rank: int) -> Device:
 
 
 def namespace(device: Device) -> Any:
-    """Return the array namespace `xp` of `device`, and make the device current. Local."""
+    """Return the array namespace `xp` of `device`, and make the device current."""
     if device.kind == "gpu":
         _cupy().cuda.Device(device.index).use()
         return importlib.import_module("array_api_compat.cupy")
@@ -153,31 +126,31 @@ def namespace(device: Device) -> Any:
 
 
 def namespace_of(array: Array) -> Any:
-    """Return the array namespace `xp` that `array`, list or number belongs to. Local."""
+    """Return the array namespace `xp` that `array`, list or number belongs to."""
     if type(array) is np.ndarray or not array_api_compat.is_cupy_array(array):
         return _numpy()
     return importlib.import_module("array_api_compat.cupy")
 
 
 def is_on_host(array: Array) -> bool:
-    """Return whether NumPy can use the memory of `array`. Local."""
+    """Return whether NumPy can use the memory of `array`."""
     return isinstance(array, np.ndarray) or not array_api_compat.is_cupy_array(array)
 
 
 def is_array(value: object) -> bool:
-    """Return whether `value` is a NumPy or CuPy array or a NumPy scalar but a string. Local."""
+    """Return whether `value` is a NumPy or CuPy array or a NumPy scalar but a string."""
     if isinstance(value, np.generic):
         return value.dtype.kind in "biufcmMV"
     return isinstance(value, np.ndarray) or array_api_compat.is_cupy_array(value)
 
 
 def is_number(value: object) -> bool:
-    """Return whether `value` is a number; bools are. Local."""
+    """Return whether `value` is a number; bools are."""
     return isinstance(value, numbers.Number)
 
 
 def address_of(array: Array) -> int:
-    """Return where the memory of `array` begins, on the host or its device. Local."""
+    """Return where the memory of `array` begins, on the host or its device."""
     if not isinstance(array, np.ndarray):
         return int(array.data.ptr)
     library = native_library()
@@ -196,18 +169,13 @@ def addresses_function() -> Callable[[list[np.ndarray]], bytes]:
 
 
 def elementwise_kernel(inputs: str, outputs: str, body: str, name: str) -> Any:
-    """Return a kernel that does `body`, in CUDA C++, to each element of device arrays. Local.
-
-    See `cupy.ElementwiseKernel`. Outputs that are given may be read in `body` too.
-    """
+    """Return a `cupy.ElementwiseKernel` that does `body`, in CUDA C++, to each element."""
+    # Outputs that are given may be read in `body` too.
     return _cupy().ElementwiseKernel(inputs, outputs, body, name)
 
 
 def profiler_marks() -> tuple[Callable[[str], object], Callable[[], object]] | tuple[None, None]:
-    """Return what begins and ends a named range in NVIDIA's profilers (NVTX). Local.
-
-    ``(None, None)`` where the program does not use CuPy.
-    """
+    """Return what begins and ends an NVTX range for profilers; ``None`` twice without CuPy."""
     if "cupy" not in sys.modules or not count_gpus():
         return None, None
     nvtx = _cupy().cuda.nvtx
@@ -215,19 +183,19 @@ def profiler_marks() -> tuple[Callable[[str], object], Callable[[], object]] | t
 
 
 def native(array: np.ndarray) -> np.ndarray:
-    """Return `array` in C order and the machine's byte order, itself where it already is. Local."""
+    """Return `array` in C order and the machine's byte order, itself where it already is."""
     return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
 
 
 def host_view(array: Array) -> np.ndarray:
-    """Return `array` or number as a NumPy array, without a copy where it is one. Local."""
+    """Return `array` or number as a NumPy array, without a copy where it is one."""
     if is_on_host(array):
         return np.asarray(array)
     return np.asarray(array.get())
 
 
 def host_copy(array: Array) -> np.ndarray:
-    """Return a writable copy of `array` in host memory, C order and native byte order. Local."""
+    """Return a writable copy of `array` in host memory, C order and native byte order."""
     if is_on_host(array):
         source = np.asarray(array)
         return np.array(source, dtype=source.dtype.newbyteorder("="), order="C")
@@ -235,7 +203,7 @@ def host_copy(array: Array) -> np.ndarray:
 
 
 def place(array: Array, device: Device) -> Array:
-    """Return `array` on `device`, itself where it already is there. Local."""
+    """Return `array` on `device`, itself where it already is there."""
     if device.kind != "gpu":
         return host_view(array)
     if not is_on_host(array) and array.device.id == device.index:
@@ -244,19 +212,17 @@ def place(array: Array, device: Device) -> Array:
 
 
 def synchronize(array: Array) -> None:
-    """Wait until the device has done what this thread has queued for `array`. Local.
-
-    MPI knows no streams: it reads and writes memory at once. So device memory passes here before
-    MPI sees it, as source or as target. Work on other streams than the current one is not waited
-    for. Host arrays are always ready.
-    """
+    """Wait until the device has done what this thread has queued for `array`."""
+    # MPI knows no streams: it reads and writes memory at once. So device memory passes here before
+    # MPI sees it, as source or as target. Work on other streams than the current one is not waited
+    # for. Host arrays are always ready.
     if not is_on_host(array):
         with array.device:
             _cupy().cuda.get_current_stream().synchronize()
 
 
 def on_device(device: Device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which `device` is the current one. Local."""
+    """Return a context in which `device` is the current one."""
     if device.kind != "gpu":
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[Any] = _cupy().cuda.Device(device.index)
@@ -264,46 +230,46 @@ def on_device(device: Device) -> contextlib.AbstractContextManager[Any]:
 
 
 def on_device_of(array: Array) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the device where `array` lies is the current one. Local."""
+    """Return a context in which the device where `array` lies is the current one."""
     return contextlib.nullcontext() if is_on_host(array) else array.device
 
 
 def gpu_identity(device: Device) -> str:
-    """Return what no other GPU of the job has. Local."""
+    """Return a text that identifies a GPU within the job."""
     uuid = bytes(_cupy().cuda.runtime.getDeviceProperties(device.index)["uuid"]).hex()
     return f"{pci_address(device)} {uuid}"
 
 
 def pci_address(device: Device) -> str:
-    """Return the address of a GPU on its bus, such as ``"0000:3B:00.0"``. Local."""
+    """Return the address of a GPU on its bus, such as ``"0000:3B:00.0"``."""
     return str(_cupy().cuda.Device(device.index).pci_bus_id)
 
 
 def describe_gpu(device: Device) -> str:
-    """Return model and memory of a GPU, for people. Local."""
+    """Return model and memory of a GPU, to be printed."""
     properties = _cupy().cuda.runtime.getDeviceProperties(device.index)
     return f"{properties['name'].decode()} {properties['totalGlobalMem'] / 2**30:.0f} GiB"
 
 
 def new_stream() -> Any:
-    """Return a stream of the current device that no other one is ordered with. Local."""
+    """Return a stream of the current device that waits for no other stream."""
     return _cupy().cuda.Stream(non_blocking=True)
 
 
 def current_stream() -> Any:
-    """Return the stream on which this thread queues work for the current device. Local."""
+    """Return the stream on which this thread queues work for the current device."""
     return _cupy().cuda.get_current_stream()
 
 
 def record(stream: Any) -> Any:
-    """Return an event that comes when all has been done that `stream` holds now. Local."""
+    """Return an event that is done when all work in `stream` so far is."""
     event = _cupy().cuda.Event(disable_timing=True)
     event.record(stream)
     return event
 
 
 def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
-    """Return a 1-d host array in page-locked memory, which CuPy's own pool recycles. Local."""
+    """Return a 1-d host array in page-locked memory, which CuPy's own pool recycles."""
     num_bytes = size * dtype.itemsize
     return np.frombuffer(_cupy().cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes).view(
         dtype
@@ -311,23 +277,15 @@ def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
 
 
 def copy_on(stream: Any, target: Array, source: Array) -> None:
-    """Queue on `stream` a copy between the host and the device. Local.
-
-    Both arrays must live until it is done. They are in C order and of equal length and dtype.
-    """
+    """Queue on `stream` a copy between the host and the device."""
+    # Both arrays must live until it is done, be in C order and of equal length and dtype.
     runtime = _cupy().cuda.runtime
     kind = runtime.memcpyDeviceToHost if is_on_host(target) else runtime.memcpyHostToDevice
     runtime.memcpyAsync(address_of(target), address_of(source), source.nbytes, kind, stream.ptr)
 
 
 def nccl_library() -> Any:
-    """Return CuPy's module of NCCL. Local.
-
-    Raises
-    ------
-    ImportError
-        If CuPy does not find the library.
-    """
+    """Return CuPy's module of NCCL."""
     library = _cupy().cuda.nccl
     if not getattr(library, "available", False):
         raise ImportError("cupy does not find NCCL (python -c 'from cupy.cuda import nccl')")
@@ -335,6 +293,6 @@ def nccl_library() -> Any:
 
 
 def pieces(array: Array, bytes_per_piece: int) -> list[Array]:
-    """Return 1-d views that cover a C-ordered `array`, each with at least one element. Local."""
+    """Return 1-d views that cover a C-ordered `array`, each with at least one element."""
     flat = array.reshape(-1)
     return [flat[each] for each in cut(flat.size, max(1, bytes_per_piece // flat.itemsize))]

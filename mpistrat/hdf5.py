@@ -1,4 +1,4 @@
-"""The door to HDF5: the only module that imports h5py, and only when it is first needed."""
+"""HDF5 access: the only module that imports h5py, and only when it is first needed."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mpistrat.system.files import replace_file
 __all__ = [
     "contiguous_offset",
     "create_atomically",
+    "error_text",
     "extension_path",
     "filters_of",
     "h5py",
@@ -32,11 +33,10 @@ __all__ = [
     "open_for_reading",
     "plugin_libraries",
     "remove_leftovers",
-    "words_of",
 ]
 
 _BYTES_WORTH_ALIGNING = 2**18
-"""What is as large begins with a page of the system, so that no two writers share one."""
+"""Arrays of at least this size begin at a memory page, so that no two writers share one."""
 
 TEMPORARY_SUFFIX = ".partial"
 """Ending of files that are being written. Never ``.h5``, so that no pattern picks them up."""
@@ -44,44 +44,42 @@ TEMPORARY_SUFFIX = ".partial"
 
 @functools.cache
 def h5py() -> Any:
-    """Return the h5py module, with the filters of hdf5plugin registered. Local."""
+    """Return the h5py module, with the filters of hdf5plugin registered."""
     importlib.import_module("hdf5plugin")
     return importlib.import_module("h5py")
 
 
 def plugin_libraries() -> dict[str, str]:
-    """Return the libraries of the filters that hdf5plugin has registered, by name. Local."""
+    """Return the libraries of the filters that hdf5plugin has registered, by name."""
     h5py()
     registered = importlib.import_module("hdf5plugin").get_config().registered_filters
     return {name: path for name, path in registered.items() if os.path.isfile(path)}
 
 
 def extension_path() -> str:
-    """Return the library of h5py that holds the filters it brings along. Local."""
+    """Return the library of h5py that contains its own filters."""
     return str(h5py().h5z.__file__)
 
 
 def filters_of(dataset: Any) -> list[tuple[int, tuple[int, ...]]]:
-    """Return number and client data of each filter of `dataset`, as they were applied. Local."""
+    """Return number and client data of each filter of `dataset`, as they were applied."""
     properties = dataset.id.get_create_plist()
     filters = map(properties.get_filter, range(properties.get_nfilters()))
     return [(number, values) for number, _, values, _ in filters]
 
 
 def is_stored_as(dataset: Any, dtype: Any) -> bool:
-    """Return whether the bytes of `dataset` are those of arrays of `dtype`. Local."""
+    """Return whether the bytes of `dataset` are those of arrays of `dtype`."""
     return bool(dataset.id.get_type().equal(h5py().h5t.py_create(dtype, logical=True)))
 
 
 def contiguous_offset(dataset: Any) -> int | None:
-    """Return where the elements of `dataset` begin in its file, if in one piece as in an array.
-
-    Local. A user block at the beginning of the file counts too. ``None`` without any elements,
-    and where the file is not read in the usual way.
-    """
+    """Return where the elements of `dataset` begin in its file, ``None`` if not in one piece."""
+    # A user block at the beginning of the file counts too. Only files that are read in the usual
+    # way have an offset.
     if dataset.chunks or not dataset.size or dataset.file.driver != "sec2":
         return None
-    if dataset.id.get_storage_size() != dataset.nbytes:  # it has no place in the file yet
+    if dataset.id.get_storage_size() != dataset.nbytes:  # nothing is allocated in the file yet
         return None
     offset = dataset.id.get_offset()  # none where they are in the header or in other files
     is_plain = offset is not None and is_stored_as(dataset, dataset.dtype)
@@ -89,25 +87,13 @@ def contiguous_offset(dataset: Any) -> int | None:
 
 
 def max_open_files() -> int:
-    """Return how many files this process may hold open. Local."""
+    """Return how many files this process may hold open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def open_for_reading(path: str | os.PathLike[str], error: type[Exception]) -> Any:
-    """Return an open ``h5py.File`` of `path`. Local.
-
-    Parameters
-    ----------
-    path : path
-    error : type
-        What to raise.
-
-    Raises
-    ------
-    error
-        If the file is missing, is not HDF5, is truncated, is being written, or cannot be opened.
-    """
+    """Return an open ``h5py.File`` of `path`."""
     path = Path(path)
     if os.path.isdir(path):
         raise error(f"{path} is a folder, but an HDF5 file was expected.")
@@ -159,18 +145,10 @@ def _plain(reason: OSError) -> str:
 
 @contextlib.contextmanager
 def create_atomically(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Open a new ``h5py.File`` that appears under `path` once it is complete and on disk.
-
-    The file is written under a temporary name in the same folder, flushed to disk, renamed
-    over `path`, and the folder is flushed too. After an exception `path` is as it was. Where
-    `path` is a symbolic link, the file takes the place that it points to. Local.
-
-    Raises
-    ------
-    OSError, RuntimeError
-        If the folder or the file cannot be written: h5py raises either. Also if `path` is a
-        folder, a device or a pipe.
-    """
+    """Open a new ``h5py.File`` that appears under `path` once it is complete and on disk."""
+    # It is written under a temporary name in the same folder, flushed, and renamed over `path`;
+    # then the folder is flushed. After an exception `path` is as it was. A symbolic link stays,
+    # and the file that it points to is replaced.
     path = Path(os.path.realpath(path) if os.path.islink(path) else path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
@@ -211,8 +189,8 @@ def _create(path: str) -> Any:
     return h5py().File(h5f.create(os.fsencode(path), h5f.ACC_TRUNC, fapl=access))
 
 
-def words_of(reason: Exception) -> str:
-    """Return the system's own words from what it or h5py has raised. Local."""
+def error_text(reason: Exception) -> str:
+    """Return the message of the system within an error that it or h5py has raised."""
     if isinstance(reason, OSError) and reason.strerror and "errno" not in reason.strerror:
         return f"{reason.strerror} ({reason.filename})" if reason.filename else reason.strerror
     found = re.search(r"error message = '([^']+)'", str(reason))
@@ -220,15 +198,13 @@ def words_of(reason: Exception) -> str:
 
 
 def _discard(file: Any) -> None:
-    """Close a file that is not wanted, though its disk may be full. Local.
-
-    HDF5 writes when it closes. Where that fails it keeps the file for ever, open and in a state
-    that crashes who looks at it, so what it still writes goes to memory.
-    """
+    """Close a file that is not wanted, though its disk may be full."""
+    # HDF5 writes when it closes. Where that fails it keeps the file for ever, open and in a state
+    # that crashes who looks at it, so what it still writes goes to memory.
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     sink = _open_sink()
     try:
-        # The limit holds for memory too, and a program may raise its own as far as the hard one.
+        # The limit holds for memory too. A process may raise its soft limit up to the hard one.
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit[1], limit[1]))
         os.dup2(sink, file.id.get_vfd_handle(), inheritable=False)
         with contextlib.suppress(OSError, RuntimeError):  # where the hard limit is too low as well
@@ -247,17 +223,7 @@ def _open_sink() -> int:
 
 
 def remove_leftovers(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
-    """Remove the temporary files of writers that are dead, and return their paths. Local.
-
-    A writer of another host counts as dead once its file has not changed for an hour.
-
-    Parameters
-    ----------
-    folder : path
-        May be missing.
-    prefix : str
-        Beginning of the final names to look for.
-    """
+    """Remove the temporary files of writers that are dead, and return their paths."""
     pattern = re.compile(
         rf"\.{re.escape(prefix)}.*\.(?P<host>[^.]*)\.(?P<pid>\d+)\.\w+{re.escape(TEMPORARY_SUFFIX)}"
     )
@@ -286,7 +252,7 @@ def _host() -> str:
 
 
 def _beginning(name: str) -> str:
-    """Return so much of a file's name that temporary names stay below the limit of 255 bytes."""
+    """Return the beginning of a file's name: temporary names must stay below 255 bytes."""
     return os.fsencode(name)[:80].decode(errors="ignore")
 
 

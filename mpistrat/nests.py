@@ -121,10 +121,7 @@ def _register(cls: type) -> bool:
 
 
 def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structure]:
-    """Return the leaves of `nest` in a fixed order, and its structure. Local.
-
-    Instances of the container types `atoms` are leaves too.
-    """
+    """Return the leaves of `nest`, among them containers of types `atoms`, and its structure."""
     if type(nest) in _COMMON_LEAVES:
         return [nest], _LEAF
 
@@ -141,7 +138,7 @@ def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structu
 
 
 def flatten_with_paths(nest: Any) -> tuple[list[str], list[Any], Structure]:
-    """Return the paths (``"layers/0/kernel"``), the leaves and the structure of `nest`. Local."""
+    """Return the paths (``"layers/0/kernel"``), the leaves and the structure of `nest`."""
     paths, leaves, structure = optree.tree_flatten_with_path(
         nest, is_leaf=_register_on_sight, none_is_leaf=True, namespace=_NAMESPACE
     )
@@ -149,7 +146,7 @@ def flatten_with_paths(nest: Any) -> tuple[list[str], list[Any], Structure]:
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-    """Return the nest of the given structure that holds `leaves`. Local."""
+    """Return the nest of the given structure that holds `leaves`."""
     if structure is _LEAF:
         (leaf,) = leaves
         return leaf
@@ -157,7 +154,7 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
 
 
 def map_nest(fn: Callable[[Any], Any], nest: Any, atoms: tuple[type, ...] = ()) -> Any:
-    """Return `nest` with `fn` applied to each leaf, `atoms` as for `flatten`. Local."""
+    """Return `nest` with `fn` applied to each leaf, `atoms` as for `flatten`."""
     if type(nest) in _COMMON_LEAVES:
         return fn(nest)
     leaves, structure = flatten(nest, atoms)
@@ -166,11 +163,9 @@ def map_nest(fn: Callable[[Any], Any], nest: Any, atoms: tuple[type, ...] = ()) 
 
 @functools.lru_cache(maxsize=4096)
 def signature(structure: Structure) -> str:
-    """Return a text that is equal on all ranks where `structure` is, ``*`` for a leaf. Local.
-
-    Dicts are spelt by key, whatever the order in which they were filled. Keys that cannot be
-    sorted keep that order, because it is the order of the leaves.
-    """
+    """Return a text that is equal on all ranks where `structure` is, ``*`` for a leaf."""
+    # Dicts are formatted in the order of their keys, however they were filled. Keys that cannot be
+    # sorted keep the order in which they came, because it is the order of the leaves.
     if structure.is_leaf():
         return "*"
     children = [signature(child) for child in structure.children()]

@@ -1,4 +1,4 @@
-"""The door to PyTorch: the only module that imports it, and only where a program already has."""
+"""PyTorch access: the only module that imports it, and only where a program already has."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PullBack(Protocol):
 
 
 def import_torch() -> Any:
-    """Return the package `torch`, ``None`` where it is not installed. Local."""
+    """Return the package `torch`, ``None`` where it is not installed."""
     try:
         return importlib.import_module("torch")
     except ImportError:
@@ -46,21 +46,19 @@ def import_torch() -> Any:
 
 
 def is_loaded() -> bool:
-    """Return whether the program has imported PyTorch. Local."""
+    """Return whether the program has imported PyTorch."""
     return "torch" in sys.modules
 
 
 def is_tensor(value: object) -> bool:
-    """Return whether `value` is a PyTorch tensor. Local."""
+    """Return whether `value` is a PyTorch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def host_array(tensor: Any) -> np.ndarray:
-    """Return a tensor's value as a NumPy array, without a copy where it lies on the host. Local.
-
-    bfloat16, which NumPy does not have, becomes float32.
-    """
+    """Return a tensor's value as a NumPy array, without a copy where it lies on the host."""
+    # bfloat16, which NumPy does not have, becomes float32.
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if str(tensor.dtype) == "torch.bfloat16":
         tensor = tensor.float()
@@ -69,7 +67,7 @@ def host_array(tensor: Any) -> np.ndarray:
 
 
 def _tensor_like(array: np.ndarray, tensor: Any) -> Any:
-    """Return `array` as a tensor on the device of `tensor`; floats get its dtype. Local."""
+    """Return `array` as a tensor on the device of `tensor`; floats get its dtype."""
     torch = importlib.import_module("torch")
     result = torch.from_numpy(np.asarray(array, order="C"))
     dtype = tensor.dtype if str(tensor.dtype) == "torch.bfloat16" else result.dtype
@@ -77,62 +75,49 @@ def _tensor_like(array: np.ndarray, tensor: Any) -> Any:
 
 
 def apply_differentiable(move: Move, pull_back: PullBack, tensors: Sequence[Any]) -> list[Any]:
-    """Apply a collective to tensors; what comes back is attached to their graph.
-
-    **Collective** where `move` is; the backward pass is where `pull_back` is, so every rank
-    must run it, through the same calls in the same order.
-
-    Parameters
-    ----------
-    move : callable
-        From the host arrays of the tensors to those of the results.
-    pull_back : callable
-        From the arrays, the results and the gradients of the results to those of the arrays.
-    tensors : sequence of torch.Tensor
-    """
+    """Apply the collective `move` to tensors; the results are part of their graph."""
+    # The backward pass calls `pull_back`. Where that is collective, every rank must run the pass,
+    # through the same calls in the same order.
     return list(_function().apply(move, pull_back, *tensors))
 
 
 @functools.lru_cache(maxsize=1)
 def _function() -> Any:
+    """Return a collective as a node of PyTorch's graph: a `torch.autograd.Function`."""
+    autograd = importlib.import_module("torch").autograd
+    methods = {
+        "forward": staticmethod(_forward),
+        "backward": staticmethod(autograd.function.once_differentiable(_backward)),
+    }
+    return type("CollectiveFunction", (autograd.Function,), methods)
+
+
+def _forward(ctx: Any, move: Move, pull_back: PullBack, *tensors: Any) -> Any:
+    moved = move([host_array(each) for each in tensors])
+    results = [_tensor_like(a, t) for a, t in zip(moved, tensors, strict=True)]
+    ctx.floating = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
+    ctx.mark_non_differentiable(*(each for i, each in enumerate(results) if i not in ctx.floating))
+    ctx.pull_back = pull_back
+    if pull_back.needs_values:
+        ctx.save_for_backward(*tensors, *results)
+    ctx.shapes = [(tuple(each.shape), each.dtype) for each in (*tensors, *results)]
+    return tuple(results)
+
+
+def _backward(ctx: Any, *gradients: Any) -> Any:
     torch = importlib.import_module("torch")
-
-    class CollectiveFunction(torch.autograd.Function):  # type: ignore[misc, name-defined]
-        """A collective as a node of PyTorch's graph."""
-
-        @staticmethod
-        def forward(ctx: Any, move: Move, pull_back: PullBack, *tensors: Any) -> Any:
-            moved = move([host_array(each) for each in tensors])
-            results = [_tensor_like(a, t) for a, t in zip(moved, tensors, strict=True)]
-            ctx.floating = [
-                i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()
-            ]
-            ctx.mark_non_differentiable(
-                *(each for i, each in enumerate(results) if i not in ctx.floating)
-            )
-            ctx.pull_back = pull_back
-            if pull_back.needs_values:
-                ctx.save_for_backward(*tensors, *results)
-            ctx.shapes = [(tuple(each.shape), each.dtype) for each in (*tensors, *results)]
-            return tuple(results)
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            num = len(gradients)
-            kept = ctx.saved_tensors or [
-                torch.zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.shapes
-            ]
-            pulled = ctx.pull_back(
-                [host_array(kept[i]) for i in ctx.floating],
-                [host_array(kept[num + i]) for i in ctx.floating],
-                [host_array(gradients[i]) for i in ctx.floating],
-            )
-            back: list[Any] = [None] * num
-            for i, array in zip(ctx.floating, pulled, strict=True):
-                if ctx.needs_input_grad[2 + i]:
-                    dtype = ctx.shapes[i][1]
-                    back[i] = _tensor_like(array, gradients[i]).to(dtype)
-            return (None, None, *back)
-
-    return CollectiveFunction
+    num = len(gradients)
+    # Where only shapes and dtypes matter, one zero stands for all elements.
+    kept = ctx.saved_tensors or [
+        torch.zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.shapes
+    ]
+    pulled = ctx.pull_back(
+        [host_array(kept[i]) for i in ctx.floating],
+        [host_array(kept[num + i]) for i in ctx.floating],
+        [host_array(gradients[i]) for i in ctx.floating],
+    )
+    back: list[Any] = [None] * num
+    for i, array in zip(ctx.floating, pulled, strict=True):
+        if ctx.needs_input_grad[2 + i]:
+            back[i] = _tensor_like(array, gradients[i]).to(ctx.shapes[i][1])
+    return (None, None, *back)

@@ -1,7 +1,7 @@
-"""The process environment: the only module that reads `os.environ`.
+"""Settings from environment variables: the only module that reads `os.environ`.
 
-mpistrat's own settings are variables named ``MPISTRAT_...``. The variables that launchers
-set are read here too, so that every question to the environment passes one door.
+mpistrat's own settings are variables named ``MPISTRAT_...``. The variables that launchers set are
+read through this module too.
 """
 
 from __future__ import annotations
@@ -131,13 +131,7 @@ class Settings:
 
     @classmethod
     def parse(cls, variables: Mapping[str, str]) -> Settings:
-        """Return the settings that the ``MPISTRAT_...`` variables in `variables` give.
-
-        Raises
-        ------
-        ValueError
-            For an unknown name or a value that cannot be read.
-        """
+        """Return the settings that the ``MPISTRAT_...`` variables in `variables` give."""
         values: dict[str, Any] = {}
         for variable, text in variables.items():
             if not variable.startswith(_PREFIX):
@@ -157,17 +151,17 @@ class Settings:
 
 
 def environment() -> Mapping[str, str]:
-    """Return the variables of this process, for the modules that look for a launcher. Local."""
+    """Return the variables of this process, for the modules that look for a launcher."""
     return os.environ
 
 
 def settings() -> Settings:
-    """Return the settings of this process as its environment gives them now. Local."""
+    """Return the settings of this process as its environment gives them now."""
     return Settings.parse(os.environ)
 
 
 def settings_at_the_end() -> Settings:
-    """Return the settings, the defaults where one is bad: that is what ends the program. Local."""
+    """Return the settings, the defaults where one is bad: that is what ends the program."""
     try:
         return settings()
     except ValueError:

@@ -1,116 +1,101 @@
-"""Who gets what: the integer arithmetic of splitting batches, data sets and files.
+"""Sharding arithmetic: how batches, data sets and files are split among ranks.
 
-Pure functions of integers. Every rank computes them alike, so nothing here communicates.
+Pure functions of integers. Every rank computes the same, so nothing here communicates.
 """
 
 from __future__ import annotations
 
 __all__ = [
     "ceil_div",
+    "count_partitions",
     "cut",
     "files_of_rank",
-    "lane_bounds",
-    "lane_lengths",
     "num_batches",
-    "num_lanes",
+    "partition_bounds",
+    "partition_lengths",
     "shard_length",
     "slice_of_rank",
 ]
 
-_LANE_COUNTS = (1, 2, 4, 12, 24, 60, 120, 240, 720, 2520, 5040)
-"""Numbers with many divisors, so that lanes divide evenly over common numbers of ranks."""
+_PARTITION_COUNTS = (1, 2, 4, 12, 24, 60, 120, 240, 720, 2520, 5040)
+"""Numbers with many divisors, so that partitions divide evenly over common numbers of ranks."""
 
-_FEW_LANES = 4
-"""Up to so many lanes, so that a few ranks share the work, two pieces for each are enough."""
+_FEW_PARTITIONS = 4
+"""Up to so many partitions, so that a few ranks share the work, two pieces for each are enough."""
 
-_MIN_PIECES_PER_LANE = 8
-"""More lanes with fewer pieces would mix badly, and cutting lanes would split too many pieces."""
+_MIN_PIECES_PER_PARTITION = 8
+"""With fewer pieces a partition would mix badly, and too many pieces would be cut in two."""
 
-_MIN_EXAMPLES_PER_LANE = 64
-"""In a lane with fewer examples, neighbours would often stay together."""
+_MIN_EXAMPLES_PER_PARTITION = 64
+"""In a partition with fewer examples, neighbours would often stay together."""
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
-    """Return ``dividend / divisor`` rounded up. Local."""
+    """Return ``dividend / divisor`` rounded up."""
     return -(-dividend // divisor)
 
 
 def cut(num_elements: int, length: int) -> list[slice]:
-    """Divide `num_elements` into slices of `length`, the last one shorter. Local."""
+    """Divide `num_elements` into slices of `length`, the last one shorter."""
     return [
         slice(start, min(start + length, num_elements)) for start in range(0, num_elements, length)
     ]
 
 
 def slice_of_rank(num_examples: int, size: int, rank: int) -> slice:
-    """Return the contiguous part of a global batch that `rank` gets. Local.
-
-    Rank r gets the examples ``[r c, min((r + 1) c, n))`` with ``c = ceil(n / size)``, so the
-    parts lie in rank order and the last ranks may get less, or nothing.
-    """
+    """Return the contiguous part of a global batch that `rank` gets."""
+    # Rank r gets [r c, min((r + 1) c, n)) with c = ceil(n / size): the parts lie in rank order,
+    # and the last ranks may get less, or nothing.
     share = ceil_div(num_examples, size)
     start = min(rank * share, num_examples)
     return slice(start, min(start + share, num_examples))
 
 
 def num_batches(num_examples: int, batch_size: int, drop_remainder: bool) -> int:
-    """Return how many batches `num_examples` make. Local."""
+    """Return how many batches `num_examples` make."""
     if drop_remainder:
         return num_examples // batch_size
     return ceil_div(num_examples, batch_size)
 
 
 def shard_length(num_items: int, num_shards: int, index: int) -> int:
-    """Return how many of `num_items` have a position p with ``p % num_shards == index``. Local."""
+    """Return how many of `num_items` have a position p with ``p % num_shards == index``."""
     return len(range(index, num_items, num_shards))
 
 
 def files_of_rank(num_files: int, size: int, rank: int) -> range:
-    """Return the numbers of the files that `rank` reads: file f goes to rank f mod size. Local."""
+    """Return the numbers of the files that `rank` reads: file f goes to rank f mod size."""
     return range(rank, num_files, size)
 
 
-def num_lanes(num_pieces: int, num_examples: int, batch_size: int, window_pieces: int) -> int:
-    """Return the number of lanes that a shuffled pass is divided into. Local.
-
-    A lane supplies a fixed, contiguous part of every global batch from pieces (chunks) of its
-    own. Their number does not depend on the number of ranks, so the order does not either; and
-    because lanes divide evenly over common numbers of ranks, few pieces are needed by two.
-
-    On N ranks a piece is needed about once where N divides the number of lanes L, by less than
-    two ranks on average where N is smaller than L, and by about N / L where N is larger: then
-    several ranks share a lane.
-
-    Parameters
-    ----------
-    num_pieces : int
-        Pieces in the whole pass.
-    num_examples : int
-        Examples in the whole pass.
-    batch_size : int
-        Global batch size.
-    window_pieces : int
-        Pieces that may be held in memory at a time; a lane needs two to mix.
-    """
+def count_partitions(
+    num_pieces: int, num_examples: int, batch_size: int, window_pieces: int
+) -> int:
+    """Return the number of partitions of a shuffled pass of `num_pieces` chunks."""
+    # A partition fills a fixed, contiguous part of every global batch from its own chunks.
+    # Their number L does not depend on the number of ranks N, so the order does not either. A
+    # chunk is needed by one rank where N divides L, by less than two on average where N is
+    # smaller than L, and by about N / L where N is larger: then several ranks share a partition.
     limit = min(
-        max(num_pieces // _MIN_PIECES_PER_LANE, min(num_pieces // 2, _FEW_LANES)),
-        num_examples // _MIN_EXAMPLES_PER_LANE,
+        max(num_pieces // _MIN_PIECES_PER_PARTITION, min(num_pieces // 2, _FEW_PARTITIONS)),
+        num_examples // _MIN_EXAMPLES_PER_PARTITION,
         batch_size,
-        window_pieces // 2,
+        window_pieces // 2,  # of the pieces in memory at a time a partition needs two to mix
     )
-    return max(count for count in _LANE_COUNTS if count <= max(limit, 1))
+    return max(count for count in _PARTITION_COUNTS if count <= max(limit, 1))
 
 
-def lane_bounds(num_examples: int, lanes: int) -> list[int]:
-    """Return the ``lanes + 1`` positions between which the lanes fill a global batch. Local."""
-    return [ceil_div(lane * num_examples, lanes) for lane in range(lanes + 1)]
+def partition_bounds(num_examples: int, num_partitions: int) -> list[int]:
+    """Return the positions in a global batch at which each partition begins, and its end."""
+    return [ceil_div(each * num_examples, num_partitions) for each in range(num_partitions + 1)]
 
 
-def lane_lengths(num_examples: int, batch_size: int, lanes: int) -> list[int]:
-    """Return how many examples each lane supplies in a pass of `num_examples`. Local."""
+def partition_lengths(num_examples: int, batch_size: int, num_partitions: int) -> list[int]:
+    """Return how many examples each partition supplies in a pass of `num_examples`."""
     num_full, rest = divmod(num_examples, batch_size)
-    full, last = lane_bounds(batch_size, lanes), lane_bounds(rest, lanes)
+    full = partition_bounds(batch_size, num_partitions)
+    last = partition_bounds(rest, num_partitions)
     return [
-        num_full * (full[lane + 1] - full[lane]) + last[lane + 1] - last[lane]
-        for lane in range(lanes)
+        num_full * (full[each + 1] - full[each]) + last[each + 1] - last[each]
+        for each in range(num_partitions)
     ]

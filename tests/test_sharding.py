@@ -48,22 +48,22 @@ def test_shards_and_files_partition(num_items, size):
 
 
 @given(counts, sizes, st.integers(0, 500), st.integers(0, 500))
-def test_lanes_supply_each_example_once(num_examples, batch_size, num_pieces, window_pieces):
-    lanes = sharding.num_lanes(num_pieces, num_examples, batch_size, window_pieces)
-    assert 1 <= lanes <= max(batch_size, 1)
-    lengths = sharding.lane_lengths(num_examples, batch_size, lanes)
-    assert len(lengths) == lanes
+def test_partitions_supply_each_example_once(num_examples, batch_size, num_pieces, window_pieces):
+    num_partitions = sharding.count_partitions(num_pieces, num_examples, batch_size, window_pieces)
+    assert 1 <= num_partitions <= max(batch_size, 1)
+    lengths = sharding.partition_lengths(num_examples, batch_size, num_partitions)
+    assert len(lengths) == num_partitions
     assert min(lengths) >= 0
     assert sum(lengths) == num_examples
-    bounds = sharding.lane_bounds(batch_size, lanes)
+    bounds = sharding.partition_bounds(batch_size, num_partitions)
     assert bounds[0] == 0
     assert bounds[-1] == batch_size
     assert bounds == sorted(bounds)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12, 24])
-def test_lanes_do_not_cross_ranks_where_everything_divides(size):
-    lanes = sharding.num_lanes(1_000, 100_000, 240, 1_000)
-    bounds = set(sharding.lane_bounds(240, lanes))
-    assert lanes % size == 0
+def test_partitions_do_not_cross_ranks_where_everything_divides(size):
+    num_partitions = sharding.count_partitions(1_000, 100_000, 240, 1_000)
+    bounds = set(sharding.partition_bounds(240, num_partitions))
+    assert num_partitions % size == 0
     assert all(sharding.slice_of_rank(240, size, rank).start in bounds for rank in range(size))

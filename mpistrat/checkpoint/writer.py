@@ -226,8 +226,8 @@ def explaining(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as reason:  # h5py raises either where the system refuses
-        words = hdf5.words_of(reason)
+        text = hdf5.error_text(reason)
         raise CheckpointError(
-            f"The checkpoint {os.fspath(path)} cannot be written: {words}. Check the folder, "
+            f"The checkpoint {os.fspath(path)} cannot be written: {text}. Check the folder, "
             "its permissions and the free space; what was there before is unchanged."
         ) from reason

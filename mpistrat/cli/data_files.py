@@ -167,8 +167,8 @@ def _chunks_in_window(fields: _Described) -> int:
 def _num_lanes(fields: _Described) -> int:
     widest = fields[_widest(fields)]
     num_rows = widest["shape"][0]
-    num_chunks = sharding.ceil_div(num_rows, widest["rows_per_chunk"])
-    return sharding.num_lanes(num_chunks, num_rows, _TYPICAL_BATCH, _chunks_in_window(fields))
+    chunks = sharding.ceil_div(num_rows, widest["rows_per_chunk"])
+    return sharding.count_partitions(chunks, num_rows, _TYPICAL_BATCH, _chunks_in_window(fields))
 
 
 def _better_chunks(fields: _Described) -> dict[str, list[int]]:

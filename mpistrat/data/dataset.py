@@ -1,4 +1,4 @@
-"""The data set of the public API."""
+"""Data set of the public API: a lazy pipeline of transformations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpistrat.arguments import as_bool, as_integer
 from mpistrat.data.fingerprint import position_layout
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator, Position
-from mpistrat.data.order import Step
+from mpistrat.data.order import Transformation
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.sources import ArraySource, GeneratorSource, RangeSource
@@ -80,7 +80,7 @@ class Dataset:
 
     @classmethod
     def from_generator(cls, fn: Callable[[], Iterable[Any]], element_spec: Any) -> Dataset:
-        """Return the elements of ``fn()``, which is called anew for each pass. Local.
+        """Return the elements of ``fn()``, which is called again for each pass. Local.
 
         Every rank runs all of it, because a generator cannot be split before it has run: `fn`
         must give the same elements on all ranks.
@@ -115,19 +115,19 @@ class Dataset:
 
         The order depends on the files, `seed`, the pass and the batch size alone.
 
-        A pass over files is divided into L lanes, each with chunks of its own for a fixed part of
-        every batch. On N ranks, a chunk is decoded about once over the whole job where N divides
-        L, up to twice on average where N is smaller otherwise, and about N / L times where N is
-        larger. L is at most an eighth of the number of chunks (half of it up to 4 lanes), half
-        the number of chunks in the window, the batch size, and one for every 64 examples. The
-        chunks are those of the field with the largest rows; longer chunks of another field are
-        decoded by every rank that needs a row of one.
+        A pass over files interleaves L partitions of the chunks: each fills a fixed part of every
+        batch. On N ranks, a chunk is decoded about once over the whole job where N divides L, up
+        to twice on average where N is smaller otherwise, and about N / L times where N is larger.
+        L is at most an eighth of the number of chunks (half of it up to 4 partitions), half the
+        number of chunks in the window, the batch size, and one for every 64 examples. The chunks
+        are those of the field with the largest rows; longer chunks of another field are decoded
+        by every rank that needs a row of one.
 
         Parameters
         ----------
         seed : int
         reshuffle_each_iteration : bool
-            Whether each pass, and each repetition within it, has an order of its own.
+            Whether each pass, and each repetition within it, has its own order.
         window : int, optional
             How many elements are mixed at a time. ``None``: for files as many as need about
             100 MB, else all. The chunks of files come in random order whatever the window;
@@ -244,8 +244,8 @@ class Dataset:
             )
         return Dataset(self.pipeline, auto_shard_policy)
 
-    def _then(self, step: Step) -> Dataset:
-        return Dataset(self.pipeline.then(step), self.auto_shard_policy)
+    def _then(self, transformation: Transformation) -> Dataset:
+        return Dataset(self.pipeline.then(transformation), self.auto_shard_policy)
 
     @property
     def element_spec(self) -> Any:

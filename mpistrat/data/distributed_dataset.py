@@ -1,4 +1,4 @@
-"""Data sets that are divided among the ranks."""
+"""Distributed data sets, and the part of them that each rank has."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from mpistrat import nests, values
 from mpistrat.arrays import Device
@@ -22,15 +24,116 @@ from mpistrat.errors import DataError, EpochError
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["BatchSlices", "DistributedDataset", "Feed", "RankPipeline", "Take"]
+__all__ = ["BatchSlices", "DistributedDataset", "NextElement", "RankDataset", "RankPipeline"]
 
-Take = Callable[[Iterator[Any]], tuple[Any, bool]]
+
+class DistributedDataset:
+    """The batches of a data set, of which each rank gets its part.
+
+    Made by `Strategy.experimental_distribute_dataset` and
+    `Strategy.distribute_datasets_from_function`. Each element is a nest of `PerReplica`.
+    Iterating again starts the next pass; passes are counted from 0, broken-off ones too.
+
+    Where an element cannot be made on one rank, because its part of a file is damaged or a
+    function given to `Dataset.map` raises, that rank gets the error and the others an
+    `EpochMismatchError` that names it, at their next collective.
+
+    Parameters
+    ----------
+    rank_dataset : RankDataset
+        The part of this rank.
+    device : Device, optional
+        Where to place them; ``None`` leaves them in host memory.
+    collectives : Collectives
+        By which an error is reported to the other ranks.
+    """
+
+    def __init__(
+        self, rank_dataset: RankDataset, device: Device | None, collectives: Collectives
+    ) -> None:
+        self.strategy: Any = None
+        """The strategy that divides it, for a checkpoint that saves the position."""
+        self._rank_dataset = rank_dataset
+        self._device = device
+        self._collectives = collectives
+        self._position = Position()
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` of one rank's element, batch dimension ``None``. Local."""
+        return self._rank_dataset.element_spec
+
+    def cardinality(self) -> int:
+        """Return the number of elements of a pass; -1 for endless, -2 for unknown. Local."""
+        return self._rank_dataset.length
+
+    def __iter__(self) -> ElementIterator:
+        pass_number, start, on_step = self._position.begin()
+        return ElementIterator(self._elements(pass_number, start), on_step)
+
+    def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
+        """Yield the elements of a pass on the device, each array as a `PerReplica`."""
+
+        def per_replica_of(leaf: Any) -> Any:
+            if type(leaf) is not np.ndarray:  # else it is in place already, which is common
+                leaf = transfer.end(leaf)
+                if not values.is_value(leaf):
+                    return leaf
+            return values.PerReplica(leaf)
+
+        with contextlib.closing(transfer_to(self._device)) as transfer:
+            elements = self._rank_dataset.elements(pass_number, start, transfer.begin)
+            with contextlib.closing(elements):
+                while True:
+                    try:
+                        # No name for the element, which would keep it in memory until the next.
+                        yield nests.map_nest(per_replica_of, next(elements))
+                    except StopIteration:
+                        return
+                    except EpochError:
+                        raise
+                    except Exception as error:
+                        self._report(error)
+                        raise
+
+    def _report(self, error: Exception) -> None:
+        """Report an error to the other ranks, which would wait for this one. **Collective**."""
+        # What the call itself raises here says less than the error.
+        with contextlib.suppress(Exception), self._collectives.call("next batch"):
+            raise error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: the pass, and how many of its batches were handed out. Local.
+
+        JSON values only, the same on all ranks. ``order`` stands for what decides the order of
+        examples.
+        """
+        return self._position.state(self._rank_dataset.layout)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position: the next ``iter()`` resumes that pass. Local.
+
+        Parameters
+        ----------
+        state : dict
+            From `state_dict`, of a data set with the same files, order and batch size. The
+            number of ranks may be another where batches are global.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is no such dict, or a position within a pass that this data set does not have.
+        """
+        self._position.load(state, self._rank_dataset.layout, self._rank_dataset.length)
+
+
+NextElement = Callable[[Iterator[Any]], tuple[Any, bool]]
 """Takes the next element of this rank's iterator: the element, or ``None`` past the end, and
 whether any rank has one. May be collective."""
 
 
-class Feed(Protocol):
-    """The elements of one rank."""
+class RankDataset(Protocol):
+    """One rank's part of a distributed data set."""
 
     @property
     def element_spec(self) -> Any:
@@ -70,22 +173,19 @@ class BatchSlices:
 
     @cached_property
     def layout(self) -> dict[str, Any]:
-        """Nothing of the ranks: the batches are the same at any number of them."""
+        """What decides the global batches, which the number of ranks does not."""
         return position_layout(self.pipeline)
 
     def elements(
         self, pass_number: int, start: int, prepare: Prepare
     ) -> Generator[Any, None, None]:
-        """Return the parts of this rank. Local."""
+        """Return the parts of this rank."""
         return self.pipeline.elements(pass_number, start, self.size, self.rank, prepare)
 
 
 @dataclass(frozen=True)
 class RankPipeline:
-    """Whole batches of a pipeline of this rank's own, then arrays of length 0.
-
-    Ranks may run out at different times; the pass ends when the last one does.
-    """
+    """Whole batches of this rank's own pipeline, then arrays of length 0 until all ranks end."""
 
     pipeline: Pipeline
     size: int
@@ -96,7 +196,7 @@ class RankPipeline:
     find it; ``None`` where no rank has."""
     order: str
     """A digest of what decides the order of the examples of all ranks."""
-    take: Take | None
+    next_element: NextElement | None
     """How to take each element; ``None`` where `length` is certain."""
 
     @property
@@ -111,7 +211,7 @@ class RankPipeline:
 
     @cached_property
     def layout(self) -> dict[str, Any]:
-        """The number of ranks too, because it decides who gets which example."""
+        """The order and the number of ranks, which both decide who gets which example."""
         batch = self.pipeline.batch
         batches = {} if batch is None else {"replica_batch_size": batch.batch_size}
         return {"num_replicas": self.size} | batches | {"order": self.order}
@@ -122,11 +222,11 @@ class RankPipeline:
         """Return the batches of this rank. Collective where the length is not certain."""
         nothing: Any = None
         with closing(self.pipeline.elements(pass_number, start, prepare=prepare)) as own:
-            for _ in self._steps(start):
-                if self.take is None:
+            for _ in self._numbers(start):
+                if self.next_element is None:
                     element = next(own, None)
                 else:
-                    element, has_any_rank = self.take(own)
+                    element, has_any_rank = self.next_element(own)
                     if not has_any_rank:
                         return
                 if element is None:
@@ -136,100 +236,7 @@ class RankPipeline:
                 else:
                     yield element
 
-    def _steps(self, start: int) -> Iterator[int]:
-        if self.length < 0 or self.take is not None:
+    def _numbers(self, start: int) -> Iterator[int]:
+        if self.length < 0 or self.next_element is not None:
             return itertools.count(start)
         return iter(range(start, self.length))
-
-
-class DistributedDataset:
-    """The batches of a data set, of which each rank gets its part.
-
-    Made by `Strategy.experimental_distribute_dataset` and
-    `Strategy.distribute_datasets_from_function`. Each element is a nest of `PerReplica`.
-    Iterating again starts the next pass; passes are counted from 0, broken-off ones too.
-
-    Where an element cannot be made on one rank, because its part of a file is damaged or a
-    function given to `Dataset.map` raises, that rank gets the error and the others an
-    `EpochMismatchError` that names it, at their next collective.
-
-    Parameters
-    ----------
-    feed : Feed
-        The elements of this rank.
-    device : Device, optional
-        Where to place them; ``None`` leaves them in host memory.
-    collectives : Collectives
-        Through which the other ranks hear of an error.
-    """
-
-    def __init__(self, feed: Feed, device: Device | None, collectives: Collectives) -> None:
-        self.strategy: Any = None
-        """The strategy that divides it, for a checkpoint that saves the position."""
-        self._feed = feed
-        self._device = device
-        self._collectives = collectives
-        self._position = Position()
-
-    @property
-    def element_spec(self) -> Any:
-        """The nest of `ArraySpec` of one rank's element, batch dimension ``None``. Local."""
-        return self._feed.element_spec
-
-    def cardinality(self) -> int:
-        """Return the number of elements of a pass; -1 for endless, -2 for unknown. Local."""
-        return self._feed.length
-
-    def __iter__(self) -> ElementIterator:
-        pass_number, start, on_step = self._position.begin()
-        return ElementIterator(self._placed(pass_number, start), on_step)
-
-    def _placed(self, pass_number: int, start: int) -> Generator[Any, None, None]:
-        def per_replica_of(leaf: Any) -> Any:
-            leaf = transfer.end(leaf)
-            return values.PerReplica(leaf) if values.is_value(leaf) else leaf
-
-        with contextlib.closing(transfer_to(self._device)) as transfer:
-            elements = self._feed.elements(pass_number, start, transfer.begin)
-            with contextlib.closing(elements):
-                while True:
-                    try:
-                        # No name for the element, which would keep it in memory until the next.
-                        yield nests.map_nest(per_replica_of, next(elements))
-                    except StopIteration:
-                        return
-                    except EpochError:
-                        raise
-                    except Exception as error:
-                        self._tell(error)
-                        raise
-
-    def _tell(self, error: Exception) -> None:
-        """Let the other ranks know of an error here: they would wait for this rank. Collective."""
-        # What comes of it on this rank is no news beside the error itself.
-        with contextlib.suppress(Exception), self._collectives.call("next batch"):
-            raise error
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position: the pass, and how many of its batches were handed out. Local.
-
-        JSON values only, the same on all ranks. ``order`` stands for what decides the order of
-        examples.
-        """
-        return self._position.state(self._feed.layout)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position: the next ``iter()`` goes on in that pass. Local.
-
-        Parameters
-        ----------
-        state : dict
-            From `state_dict`, of a data set with the same files, order and batch size. The
-            number of ranks may be another where batches are global.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If it is no such dict, or a position within a pass that this data set does not have.
-        """
-        self._position.load(state, self._feed.layout, self._feed.length)

@@ -1,4 +1,4 @@
-"""The proof that all ranks distribute the same data set."""
+"""Fingerprint of a data set, which proves that all ranks distribute the same one."""
 
 from __future__ import annotations
 
@@ -19,56 +19,53 @@ from mpistrat.system.text import rank_list, ranks_by_value
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["check_same", "digest", "order_digest", "position_layout", "signature"]
+__all__ = ["check_same", "digest", "fingerprint", "order_digest", "position_layout"]
 
 _ORDER_VERSION = 2
 """Raised whenever an unchanged data set gets another order, so that old positions are refused."""
 
 
-def signature(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
-    """Return all that must be the same on all ranks, one thing an entry. Local.
-
-    What arrays, files and generators contain, and what functions do, is not compared.
-    """
+def fingerprint(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
+    """Return all that must be the same on all ranks, one thing an entry."""
+    # What arrays, files and generators contain, and what functions do, is not compared.
     return [
         pipeline.source.kind,
         f"examples of {describe(pipeline.source.element_spec)}",
         str(AutoShardPolicy.DATA if policy is AutoShardPolicy.AUTO else policy),
         *_order(pipeline),
-        *_numbered(step for step in pipeline.steps if not isinstance(step, Prefetch)),
+        *_numbered(each for each in pipeline.transformations if not isinstance(each, Prefetch)),
     ]
 
 
 def order_digest(pipeline: Pipeline) -> str:
-    """Return a digest of what decides the order of examples. Local.
-
-    It depends neither on the number of ranks nor on what is made of the examples.
-    """
-    steps = _numbered(step for step in pipeline.steps if not isinstance(step, SameOrder))
-    return digest([f"version {_ORDER_VERSION}", *_order(pipeline), *steps])
+    """Return a digest of what decides the order of examples, at any number of ranks."""
+    reordering = _numbered(
+        each for each in pipeline.transformations if not isinstance(each, SameOrder)
+    )
+    return digest([f"version {_ORDER_VERSION}", *_order(pipeline), *reordering])
 
 
 def position_layout(pipeline: Pipeline) -> dict[str, Any]:
-    """Return what a position among global batches belongs to, as JSON values. Local."""
+    """Return what a position among global batches belongs to, as JSON values."""
     batch = pipeline.batch
     batches = {} if batch is None else {"global_batch_size": batch.batch_size}
     return batches | {"order": order_digest(pipeline)}
 
 
 def digest(entries: Sequence[str]) -> str:
-    """Return 16 hexadecimal digits that stand for `entries`. Local."""
+    """Return 16 hexadecimal digits that stand for `entries`."""
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
 
 
 def _order(pipeline: Pipeline) -> list[str]:
     """Return the number of examples, and what else of the source decides their order."""
     number = pipeline.source.num_examples
-    words = {ENDLESS: "endless", UNKNOWN: "unknown"}.get(number, str(number))
-    return [f"{words} examples", *pipeline.source.parts]
+    count = {ENDLESS: "endless", UNKNOWN: "unknown"}.get(number, str(number))
+    return [f"{count} examples", *pipeline.source.order_entries]
 
 
-def _numbered(steps: Iterable[Any]) -> list[str]:
-    return [f"{step!r} as step {number}" for number, step in enumerate(steps, 1)]
+def _numbered(transformations: Iterable[Any]) -> list[str]:
+    return [f"{each!r} as step {number}" for number, each in enumerate(transformations, 1)]
 
 
 _MAX_SHOWN = 4
@@ -76,23 +73,8 @@ _MAX_SHOWN = 4
 
 
 def check_same(entries: Sequence[str], collectives: Collectives, kind: str) -> None:
-    """Make sure that all ranks have the same signature. **Collective**.
-
-    Only digests travel unless they differ.
-
-    Parameters
-    ----------
-    entries : sequence of str
-        From `signature`.
-    collectives : Collectives
-    kind : str
-        Name of the public function.
-
-    Raises
-    ------
-    DataError
-        On every rank, if they differ. It names the first entry that does, and the ranks.
-    """
+    """Make sure that all ranks have the same fingerprint. **Collective**."""
+    # Only digests travel unless they differ.
     if len(set(collectives.gather_json(digest(entries), kind))) == 1:
         return
     expected = collectives.broadcast_json(list(entries), kind=kind)

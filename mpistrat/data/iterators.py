@@ -1,4 +1,4 @@
-"""Iterators over data sets."""
+"""Iterators over data sets, and their position, which checkpoints keep."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ __all__ = ["ElementIterator", "Optional", "Position"]
 
 
 class Position:
-    """The number of the pass, from 0 on, and how many of its elements were handed out.
+    """The number of the pass, from 0 on, and how many of its elements were handed out."""
 
-    Each iteration begins the next pass, also where the one before was broken off. Only the
-    first one after a restore, and the first of all, go on in the pass that the position is in.
-    """
+    # Each iteration begins the next pass, also where the one before was broken off. Only the
+    # first one after a restore, and the first of all, resume the pass that the position is in.
 
     def __init__(self) -> None:
         self._pass = 0
@@ -26,14 +25,7 @@ class Position:
         self._latest: object = None
 
     def begin(self) -> tuple[int, int, Callable[[bool], None]]:
-        """Begin an iteration. Local.
-
-        Returns
-        -------
-        tuple
-            The pass, how many of its elements to pass over, and a function to call at each step
-            with whether there was an element.
-        """
+        """Return the pass, how many elements to skip, and what to call after each element."""
         if not self._is_resuming:
             self._pass, self._num_handed_out = self._pass + 1, 0
         self._is_resuming = False
@@ -53,27 +45,12 @@ class Position:
         return self._pass, self._num_handed_out, on_step
 
     def state(self, layout: dict[str, Any]) -> dict[str, Any]:
-        """Return the position and the `layout` that it belongs to, as JSON values. Local."""
+        """Return the position, and the `layout` for which it is valid, as JSON values."""
         return {"pass": self._pass, "batch": self._num_handed_out, **layout}
 
     def load(self, state: dict[str, Any], layout: dict[str, Any], length: int) -> None:
-        """Continue at the position `state` in a data set with `layout`. Local.
-
-        Parameters
-        ----------
-        state : dict
-            From `state`.
-        layout : dict
-            Must be that of `state` for a position within a pass.
-        length : int
-            Number of elements of a pass; negative where it is not known.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If `state` is no such dict, or a position within a pass that this data set does not
-            have. Then nothing has changed.
-        """
+        """Resume at `state` in a data set with `layout` and passes of `length`."""
+        # A negative length is not known.
         if not isinstance(state, dict):
             raise TypeError(f"The position of a data set is a dict, not {state!r}.")
         missing = {"pass", "batch"} - set(state)

@@ -1,4 +1,4 @@
-"""The order of a pass: which items come one after the other, before anything is read.
+"""Order of a pass: which items come one after the other, before anything is read.
 
 A pass is a stream of *blocks*: one-dimensional arrays of items. An item is the number of an
 example (for sources that can be read in any order), an example itself (for generators) or,
@@ -26,22 +26,10 @@ __all__ = [
     "PassKey",
     "Reader",
     "Source",
-    "Step",
+    "Transformation",
     "function_name",
-    "regroup",
     "skip_items",
 ]
-
-
-def function_name(fn: Callable[..., Any]) -> str:
-    """Return the qualified name of `fn`; of an object that can be called, that of its class.
-
-    Local. The same on all ranks that run one program.
-    """
-    if isinstance(fn, functools.partial):
-        return f"partial of {function_name(fn.func)}"
-    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
-
 
 ENDLESS = -1
 UNKNOWN = -2
@@ -52,14 +40,65 @@ Block = np.ndarray
 PassKey = tuple[int, ...]
 """The number of the pass, then of each repetition within it."""
 
-_BLOCK_LENGTH = 2**16
-
-
 CHUNK_OVERHEAD_BYTES = 2048
 """What a chunk in memory needs besides its rows, which counts where chunks are tiny."""
 
 _ROW_OVERHEAD_BYTES = 24
-"""What a row of a window needs besides: its number, a random number and its place."""
+"""What a row of a window needs besides: its number, a random number and its position."""
+
+_BLOCK_LENGTH = 2**16
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of the examples of `source` after `transformations`."""
+
+    source: Source
+    transformations: tuple[Transformation, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Number of items in a pass, `ENDLESS` or `UNKNOWN`."""
+        length = self.source.num_examples
+        for each in self.transformations:
+            length = each.length(length)
+        return length
+
+    @property
+    def rows(self) -> range | None:
+        """The items as a range of row numbers, where the order is as simple as that."""
+        if self.source.num_examples == UNKNOWN:
+            return None
+        rows: range | None = range(self.source.num_examples)
+        for each in self.transformations:
+            rows = None if rows is None else each.rows(rows)
+        return rows
+
+    def blocks(self, key: PassKey, batch_size: int | None, start: int = 0) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`."""
+        # A shuffle may use `batch_size`, the global one that its items will be grouped by.
+        rows = self.rows
+        if rows is not None:
+            return _blocks_of_range(rows[start:])
+        if not self.transformations:
+            return skip_items(self.source.stream(), start)
+        upstream = Order(self.source, self.transformations[:-1])
+        return self.transformations[-1].blocks(upstream, key, batch_size, start)
+
+
+class Transformation(Protocol):
+    """A transformation of the order."""
+
+    def length(self, num_items: int) -> int:
+        """Return how many items leave where `num_items`, `ENDLESS` or `UNKNOWN` enter."""
+
+    def rows(self, rows: range) -> range | None:
+        """Return the rows that leave where `rows` enter; ``None`` if they form no range."""
+
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`."""
 
 
 @dataclass(frozen=True)
@@ -77,26 +116,9 @@ class ChunkLayout:
         return int(np.diff(self.starts).max(initial=1))
 
     def rows_in(self, num_bytes: int) -> int:
-        """Return how many rows a window of `num_bytes` of memory holds. Local."""
+        """Return how many rows a window of `num_bytes` of memory holds."""
         overhead = _ROW_OVERHEAD_BYTES + CHUNK_OVERHEAD_BYTES // self.rows_per_chunk
         return num_bytes // (self.bytes_per_row + overhead)
-
-
-class Reader(Protocol):
-    """Turns items into arrays. One per iteration, used by one thread at a time."""
-
-    @property
-    def lookahead_rows(self) -> int:
-        """How many rows in advance it wants to know what will be read; 0 for none at all."""
-
-    def expect(self, block: Block) -> None:
-        """Note that the items `block` are going to be read, after those noted before. Local."""
-
-    def read(self, block: Block) -> Any:
-        """Return the nest of arrays, each of shape ``(len(block), *shape)``. Local."""
-
-    def close(self) -> None:
-        """Release files and memory. Local."""
 
 
 class Source(Protocol):
@@ -116,77 +138,34 @@ class Source(Protocol):
 
     @property
     def kind(self) -> str:
-        """The method of `Dataset` that makes it, with the function it was given. Local."""
+        """The method of `Dataset` that makes it, with the function it was given."""
 
     @property
-    def parts(self) -> list[str]:
-        """What decides the order besides the number of examples, in words. Local."""
+    def order_entries(self) -> list[str]:
+        """What decides the order besides the number of examples, as texts that ranks compare."""
 
     def stream(self) -> Iterator[Block]:
-        """Return the items where their number is `UNKNOWN`. Local."""
+        """Return the items where their number is `UNKNOWN`."""
 
     def open(self, window_rows: int) -> Reader:
-        """Return a reader that expects rows in disorder within windows of this length. Local."""
+        """Return a reader that expects rows in disorder within windows of this length."""
 
 
-class Step(Protocol):
-    """A transformation of the order."""
-
-    def length(self, num_items: int) -> int:
-        """Return how many items leave where `num_items`, `ENDLESS` or `UNKNOWN` enter. Local."""
-
-    def rows(self, rows: range) -> range | None:
-        """Return the rows that leave where `rows` enter; ``None`` if they form no range. Local."""
-
-    def blocks(
-        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
-    ) -> Iterator[Block]:
-        """Return the items of the pass `key`, without the first `start`. Local."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """The order of the examples of `source` after `steps`."""
-
-    source: Source
-    steps: tuple[Step, ...] = ()
+class Reader(Protocol):
+    """Turns items into arrays. One per iteration, used by one thread at a time."""
 
     @property
-    def length(self) -> int:
-        """Number of items in a pass, `ENDLESS` or `UNKNOWN`."""
-        length = self.source.num_examples
-        for step in self.steps:
-            length = step.length(length)
-        return length
+    def lookahead_rows(self) -> int:
+        """How many rows in advance it wants to know what will be read; 0 for none at all."""
 
-    @property
-    def rows(self) -> range | None:
-        """The items as a range of row numbers, where the order is as simple as that."""
-        if self.source.num_examples == UNKNOWN:
-            return None
-        rows: range | None = range(self.source.num_examples)
-        for step in self.steps:
-            rows = None if rows is None else step.rows(rows)
-        return rows
+    def expect(self, block: Block) -> None:
+        """Note that the items `block` are going to be read, after those noted before."""
 
-    def blocks(self, key: PassKey, batch_size: int | None, start: int = 0) -> Iterator[Block]:
-        """Return the items of the pass `key`. Local.
+    def read(self, block: Block) -> Any:
+        """Return the nest of arrays, each of shape ``(len(block), *shape)``."""
 
-        Parameters
-        ----------
-        key : tuple of int
-        batch_size : int, optional
-            The global batch size that the items will be grouped by, which a shuffle may use.
-        start : int
-            How many items to leave out; where possible they are not even counted one by one.
-        """
-        rows = self.rows
-        if rows is not None:
-            return _blocks_of_range(rows[start:])
-        if not self.steps:
-            return skip_items(self.source.stream(), start)
-        upstream = Order(self.source, self.steps[:-1])
-        return self.steps[-1].blocks(upstream, key, batch_size, start)
+    def close(self) -> None:
+        """Release files and memory."""
 
 
 def _blocks_of_range(rows: range) -> Iterator[Block]:
@@ -195,26 +174,21 @@ def _blocks_of_range(rows: range) -> Iterator[Block]:
         yield np.arange(part.start, part.stop, part.step, dtype=np.int64)
 
 
-def regroup(blocks: Iterator[Block], length: int) -> Iterator[Block]:
-    """Return the same items in blocks of `length`; the last one may be shorter. Local."""
-    waiting: list[Block] = []
-    missing = length
-    for block in blocks:
-        start = 0
-        while len(block) - start >= missing:
-            waiting.append(block[start : start + missing])
-            yield np.concatenate(waiting)
-            waiting, start, missing = [], start + missing, length
-        if start < len(block):
-            waiting.append(block[start:])
-            missing -= len(block) - start
-    if waiting:
-        yield np.concatenate(waiting)
-
-
 def skip_items(blocks: Iterator[Block], count: int) -> Iterator[Block]:
-    """Return the blocks without the first `count` items. Local."""
+    """Return the blocks without the first `count` items."""
+    # Mostly nothing is skipped, and a generator in between would cost time at each block.
+    return _skip_items(blocks, count) if count else blocks
+
+
+def _skip_items(blocks: Iterator[Block], count: int) -> Iterator[Block]:
     for block in blocks:
         if count < len(block):
             yield block[count:]
         count = max(count - len(block), 0)
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+    """Return the qualified name of `fn`, or of its class, the same on all ranks of a program."""
+    if isinstance(fn, functools.partial):
+        return f"partial of {function_name(fn.func)}"
+    return str(getattr(fn, "__qualname__", type(fn).__qualname__))

@@ -1,4 +1,4 @@
-"""A source and its steps, carried out: what a data set does when it is iterated."""
+"""Pipeline of a data set: a source and its transformations, run when it is iterated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from mpistrat import nests, sharding
 from mpistrat.arrays import host_view, is_array, is_number
-from mpistrat.data.order import Block, Order, Reader, Source, Step
+from mpistrat.data.order import Block, Order, Reader, Source, Transformation
 from mpistrat.data.random import MapScope, PassStream
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import ArraySpec, batched, fitted, open_batch, spec_of, with_room_for_text
@@ -23,240 +23,50 @@ from mpistrat.data.transforms import Batch, Map, Prefetch
 from mpistrat.errors import DataError
 from mpistrat.system.threads import in_background
 
-__all__ = ["ElementMaker", "Pipeline", "Prepare", "look_ahead"]
-
-_READ_AHEAD = 256
-"""How many examples are read at a time where they are handed out one by one."""
-
-
-class ElementMaker:
-    """Makes the elements of a data set from the items of its order.
-
-    Parameters
-    ----------
-    reader : Reader
-    example_maps : sequence of Map
-        Applied to each example, in this order.
-    batch_maps : sequence of Map
-        Applied to each part of a batch, in this order.
-    example_spec : callable
-        Returns the nest of `ArraySpec` of one example after `example_maps`, whose dtypes all
-        examples get. Asked only where there are such functions.
-    stream : PassStream
-        Where the functions get random numbers from.
-    """
-
-    def __init__(
-        self,
-        reader: Reader,
-        example_maps: Sequence[Map],
-        batch_maps: Sequence[Map],
-        example_spec: Callable[[], Any],
-        stream: PassStream,
-    ) -> None:
-        self._reader = reader
-        self._example_maps = list(enumerate(example_maps))
-        self._batch_maps = list(enumerate(batch_maps, len(example_maps)))
-        self._example_spec = example_spec
-        self._stream = stream
-
-    def examples(self, block: Block, position: int) -> Iterator[Any]:
-        """Yield the example of each item of `block`, the first at `position` of the pass. Local."""
-        for start in range(0, len(block), _READ_AHEAD):
-            rows = _rows(self._reader.read(block[start : start + _READ_AHEAD]))
-            for number, example in enumerate(rows, position + start):
-                yield self._apply(self._example_maps, example, (number,), is_batch=False)
-
-    def batch(self, block: Block, part: slice, position: int) -> Any:
-        """Return the nest of arrays of the items ``block[part]``; only these are read. Local.
-
-        Parameters
-        ----------
-        block : Block
-            The items of a global batch, at least one.
-        part : slice
-            May be empty: then the arrays have length 0.
-        position : int
-            Of the first example of the batch in the pass.
-
-        Raises
-        ------
-        DataError
-            If a map gives examples that do not stack, or do not fit the first of the data set.
-        """
-        mine = block[part]
-        first = position + part.indices(len(block))[0]
-        if self._example_maps:
-            nest = _stack(self.examples(mine, first), self._example_spec())
-        elif block.dtype == object and not len(mine):
-            # Items that are examples cost nothing to look at, and know their shapes best.
-            nest = nests.map_nest(lambda leaf: leaf[:0], self._reader.read(block[:1]))
-        else:
-            nest = self._reader.read(mine)
-        positions = range(first, first + len(mine))
-        return self._apply(self._batch_maps, nest, positions, is_batch=True)
-
-    def _apply(
-        self, maps: list[tuple[int, Map]], element: Any, positions: Sequence[int], is_batch: bool
-    ) -> Any:
-        for number, each in maps:
-            make_rng = partial(self._stream.generator, each.seed, number)
-            element = MapScope(make_rng, positions, is_batch).run(each.fn, element)
-        return element
-
-
-def _rows(nest: Any) -> Iterator[Any]:
-    leaves, structure = nests.flatten(nest)
-    for row in zip(*leaves, strict=True):
-        yield nests.unflatten(structure, row)
-
-
-def _stack(examples: Iterable[Any], spec: Any) -> Any:
-    """Return the nest of stacked `examples`, each of them like `spec` but for its shape."""
-    paths, specs, structure = nests.flatten_with_paths(spec)
-    places = [path or "the top" for path in paths]
-    columns: list[list[np.ndarray]] = [[] for _ in specs]
-    for example in examples:
-        leaves, other = nests.flatten(example)
-        if other != structure:
-            raise DataError(
-                f"map gave {other} for one example, but {structure} for the first of the data set."
-            )
-        for place, column, leaf, each in zip(places, columns, leaves, specs, strict=True):
-            column.append(_cast(leaf, each, place))
-    return nests.unflatten(structure, map(_stack_leaf, columns, specs, places))
-
-
-def _cast(leaf: Any, spec: ArraySpec, place: str) -> np.ndarray:
-    is_plain = is_array(leaf) or is_number(leaf) or isinstance(leaf, np.generic)
-    if not is_plain or isinstance(leaf, np.ma.MaskedArray):
-        raise DataError(
-            f"map gave {leaf!r} at {place!r}, but arrays and numbers were expected, so that "
-            "examples can be stacked to a batch."
-        )
-    array = host_view(leaf)
-    cast = fitted(array, spec.dtype)
-    if cast is None:
-        raise DataError(
-            f"map gave {reprlib.repr(array.tolist())} of dtype {array.dtype} at {place!r}, which "
-            f"does not fit the dtype {spec.dtype} of the first example of the data set. Let the "
-            "function return one dtype, for example with numpy.float32(...) or astype(...)."
-        )
-    return cast
-
-
-def _stack_leaf(column: list[np.ndarray], spec: ArraySpec, place: str) -> np.ndarray:
-    if not column:
-        return np.empty((0, *spec.known_shape), spec.dtype)
-    shapes = sorted({array.shape for array in column})
-    if len(shapes) > 1:
-        raise DataError(
-            f"map gave arrays of different shapes at {place!r}: {shapes[0]} and {shapes[1]}. The "
-            "examples of a batch need one shape."
-        )
-    return np.stack(column)
-
-
-_ROWS_AT_A_TIME = 2**12
-_SHARE_AT_A_TIME = 8
-"""Rows of several batches are told at a time, or telling keeps the threads from decoding: at most
-so many, and a part of those that the reader wants to know."""
-
-
-def look_ahead(
-    blocks: Iterator[Block], reader: Reader, rows_of: Callable[[Block], list[Block]]
-) -> Iterator[Block]:
-    """Yield `blocks`, of which `reader` knows as many rows in advance as it wants to. Local.
-
-    Parameters
-    ----------
-    blocks : iterator of Block
-        Not asked for a block more than needed: a generator behind it may take its time.
-    reader : Reader
-    rows_of : callable
-        Returns the rows of a block that this rank is going to read, in that order.
-    """
-    ahead: deque[tuple[Block, int]] = deque()
-    num_rows = 0
-    wanted = reader.lookahead_rows
-    if not wanted:
-        yield from blocks
-        return
-    few = wanted - min(_ROWS_AT_A_TIME, wanted // _SHARE_AT_A_TIME)
-    while True:
-        is_short = num_rows < few
-        news: list[Block] = []
-        num_new = 0
-        while not ahead or (is_short and num_rows < wanted):
-            block = next(blocks, None)
-            if block is None:
-                break
-            parts = rows_of(block)
-            count = sum(map(len, parts))
-            ahead.append((block, count))
-            num_rows += count
-            news += parts
-            num_new += count
-            if num_new >= _ROWS_AT_A_TIME:
-                reader.expect(np.concatenate(news))
-                news, num_new = [], 0
-        if news:
-            reader.expect(np.concatenate(news))
-        if not ahead:
-            return
-        block, count = ahead.popleft()
-        num_rows -= count
-        yield block
-
+__all__ = ["Pipeline", "Prepare"]
 
 Prepare = Callable[[Any], Any]
-"""Takes a batch in host memory, and may begin to bring it elsewhere."""
+"""Takes a batch in host memory, and may begin to copy it to a device."""
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A source and the steps applied to it, in order."""
+    """A source and the transformations applied to it, in order."""
 
     source: Source
-    steps: tuple[Step, ...] = ()
+    transformations: tuple[Transformation, ...] = ()
     branch: int = 0
-    """The rank where each rank has examples of its own; for random numbers of maps."""
+    """The rank where each rank has other examples; for random numbers of maps."""
 
-    def then(self, step: Step) -> Pipeline:
-        """Return the pipeline with one more step. Local."""
-        return dataclasses.replace(self, steps=(*self.steps, step))
+    def then(self, transformation: Transformation) -> Pipeline:
+        """Return the pipeline with one more transformation."""
+        return dataclasses.replace(self, transformations=(*self.transformations, transformation))
 
     def with_batch_size(self, batch_size: int) -> Pipeline:
-        """Return the pipeline with other batches. Local."""
-        steps = tuple(
-            dataclasses.replace(step, batch_size=batch_size) if isinstance(step, Batch) else step
-            for step in self.steps
+        """Return the pipeline with other batches."""
+        transformations = tuple(
+            dataclasses.replace(each, batch_size=batch_size) if isinstance(each, Batch) else each
+            for each in self.transformations
         )
-        return dataclasses.replace(self, steps=steps)
+        return dataclasses.replace(self, transformations=transformations)
 
     @property
     def batch(self) -> Batch | None:
-        """The step that groups examples, if there is one."""
-        return next((step for step in self.steps if isinstance(step, Batch)), None)
+        """The transformation that groups examples, if there is one."""
+        return next((each for each in self.transformations if isinstance(each, Batch)), None)
 
     @property
     def length(self) -> int:
         """Number of elements of a pass, `ENDLESS` or `UNKNOWN`."""
-        return Order(self.source, self.steps).length
+        return Order(self.source, self.transformations).length
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` of one element.
-
-        Raises
-        ------
-        DataError
-            If there are maps and no example to try them on.
-        """
+        """The nest of `ArraySpec` of one element."""
         spec = self.found_spec
         if spec is None:
             raise DataError(
@@ -293,11 +103,9 @@ class Pipeline:
 
     @cached_property
     def _first_item(self) -> Block:
-        """The first item of the data set as it is before shuffling and batching, or nothing.
-
-        So neither the seed nor the pass nor the number of ranks decides what maps are tried on.
-        """
-        before = [step for step in self._example_steps if not isinstance(step, Shuffle)]
+        """The first item of the data set as it is before shuffling and batching, or nothing."""
+        # Neither the seed nor the pass nor the number of ranks decides what maps are tried on.
+        before = [each for each in self._before_batch if not isinstance(each, Shuffle)]
         blocks = Order(self.source, tuple(before)).blocks((0,), None)
         return next((block[:1] for block in blocks if len(block)), np.empty(0, np.int64))
 
@@ -307,34 +115,23 @@ class Pipeline:
         start: int = 0,
         size: int = 1,
         rank: int = 0,
-        prepare: Prepare = _as_it_is,
+        prepare: Prepare = _unchanged,
     ) -> Generator[Any, None, None]:
-        """Return the elements of a pass: of each batch, the part of `rank`. Local.
-
-        Parameters
-        ----------
-        pass_number : int
-        start : int
-            How many elements to pass over, without reading them.
-        size, rank : int
-            Into how many parts each batch is split, and which of them to return.
-        prepare : callable
-            Applied to each batch once it is there, by the thread that runs ahead if one does.
-        """
+        """Return the elements of a pass from `start` on: of each batch, the part of `rank`."""
+        # The thread that makes an element also calls `prepare`.
         elements = self._elements(pass_number, start, size, rank, prepare)
-        ahead = max((s.num_elements for s in self.steps if isinstance(s, Prefetch)), default=0)
-        return in_background(elements, ahead) if ahead else elements
+        prefetches = [each for each in self.transformations if isinstance(each, Prefetch)]
+        num_ahead = max((each.num_elements for each in prefetches), default=0)
+        return in_background(elements, num_ahead) if num_ahead else elements
 
     def _elements(
         self, pass_number: int, start: int, size: int, rank: int, prepare: Prepare
     ) -> Generator[Any, None, None]:
         """Return `elements` without prefetching."""
         layout = self.source.layout
-        window_rows = max(
-            (s.window_rows(layout) for s in self.steps if isinstance(s, Shuffle) and layout),
-            default=0,
-        )
-        order, batch = Order(self.source, self.steps), self.batch
+        shuffles = [each for each in self.transformations if isinstance(each, Shuffle)]
+        window_rows = max((each.window_rows(layout) for each in shuffles if layout), default=0)
+        order, batch = Order(self.source, self.transformations), self.batch
 
         def rows_of(block: Block) -> list[Block]:
             if batch is None:
@@ -345,7 +142,7 @@ class Pipeline:
             make = self._maker(reader, pass_number)
             number = start
             blocks = order.blocks((pass_number,), None, start)
-            for block in look_ahead(blocks, reader, rows_of):
+            for block in _look_ahead(blocks, reader, rows_of):
                 if batch is None:
                     yield from make.examples(block, number)
                 else:
@@ -354,19 +151,167 @@ class Pipeline:
                         yield prepare(make.batch(items, part, batch_number * batch.batch_size))
                 number += len(block)
 
-    def _maker(self, reader: Reader, pass_number: int) -> ElementMaker:
+    def _maker(self, reader: Reader, pass_number: int) -> _ElementMaker:
         stream = PassStream(pass_number, self.branch)
-        return ElementMaker(reader, *self._maps(), lambda: self._example_spec, stream)
+        return _ElementMaker(reader, *self._maps(), lambda: self._example_spec, stream)
 
     def _maps(self) -> tuple[list[Map], list[Map]]:
         """Return the maps of examples, and those of batches."""
-        middle = len(self._example_steps)
+        middle = len(self._before_batch)
         return (
-            [step for step in self.steps[:middle] if isinstance(step, Map)],
-            [step for step in self.steps[middle:] if isinstance(step, Map)],
+            [each for each in self.transformations[:middle] if isinstance(each, Map)],
+            [each for each in self.transformations[middle:] if isinstance(each, Map)],
         )
 
     @property
-    def _example_steps(self) -> tuple[Step, ...]:
-        """The steps before `batch`."""
-        return self.steps[: self.steps.index(self.batch)] if self.batch else self.steps
+    def _before_batch(self) -> tuple[Transformation, ...]:
+        """The transformations before `batch`."""
+        every, batch = self.transformations, self.batch
+        return every[: every.index(batch)] if batch else every
+
+
+_READ_AHEAD = 256
+"""How many examples are read at a time where they are handed out one by one."""
+
+
+class _ElementMaker:
+    """Makes the elements of a data set from the items of its order."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        example_maps: Sequence[Map],
+        batch_maps: Sequence[Map],
+        example_spec: Callable[[], Any],
+        stream: PassStream,
+    ) -> None:
+        self._reader = reader
+        self._example_maps = list(enumerate(example_maps))
+        self._batch_maps = list(enumerate(batch_maps, len(example_maps)))
+        self._example_spec = example_spec
+        self._stream = stream
+
+    def examples(self, block: Block, position: int) -> Iterator[Any]:
+        """Yield the example of each item of `block`, the first at `position` of the pass."""
+        for start in range(0, len(block), _READ_AHEAD):
+            rows = _rows(self._reader.read(block[start : start + _READ_AHEAD]))
+            for number, example in enumerate(rows, position + start):
+                yield self._apply(self._example_maps, example, (number,), is_batch=False)
+
+    def batch(self, block: Block, part: slice, position: int) -> Any:
+        """Return the nest of arrays of the items ``block[part]``; only these are read."""
+        mine = block[part]
+        first = position + part.indices(len(block))[0]
+        if self._example_maps:
+            nest = _stack(self.examples(mine, first), self._example_spec())
+        elif block.dtype == object and not len(mine):
+            # Items that are examples cost nothing to look at, and know their shapes best.
+            nest = nests.map_nest(lambda leaf: leaf[:0], self._reader.read(block[:1]))
+        else:
+            nest = self._reader.read(mine)
+        positions = range(first, first + len(mine))
+        return self._apply(self._batch_maps, nest, positions, is_batch=True)
+
+    def _apply(
+        self, maps: list[tuple[int, Map]], element: Any, positions: Sequence[int], is_batch: bool
+    ) -> Any:
+        for number, each in maps:
+            make_rng = partial(self._stream.generator, each.seed, number)
+            element = MapScope(make_rng, positions, is_batch).run(each.fn, element)
+        return element
+
+
+def _rows(nest: Any) -> Iterator[Any]:
+    leaves, structure = nests.flatten(nest)
+    for row in zip(*leaves, strict=True):
+        yield nests.unflatten(structure, row)
+
+
+def _stack(examples: Iterable[Any], spec: Any) -> Any:
+    """Return the nest of stacked `examples`, each of them like `spec` but for its shape."""
+    paths, specs, structure = nests.flatten_with_paths(spec)
+    paths = [path or "the top" for path in paths]
+    columns: list[list[np.ndarray]] = [[] for _ in specs]
+    for example in examples:
+        leaves, other = nests.flatten(example)
+        if other != structure:
+            raise DataError(
+                f"map gave {other} for one example, but {structure} for the first of the data set."
+            )
+        for path, column, leaf, each in zip(paths, columns, leaves, specs, strict=True):
+            column.append(_cast(leaf, each, path))
+    return nests.unflatten(structure, map(_stack_leaf, columns, specs, paths))
+
+
+def _cast(leaf: Any, spec: ArraySpec, path: str) -> np.ndarray:
+    is_plain = is_array(leaf) or is_number(leaf) or isinstance(leaf, np.generic)
+    if not is_plain or isinstance(leaf, np.ma.MaskedArray):
+        raise DataError(
+            f"map gave {leaf!r} at {path!r}, but arrays and numbers were expected, so that "
+            "examples can be stacked to a batch."
+        )
+    array = host_view(leaf)
+    cast = fitted(array, spec.dtype)
+    if cast is None:
+        raise DataError(
+            f"map gave {reprlib.repr(array.tolist())} of dtype {array.dtype} at {path!r}, which "
+            f"does not fit the dtype {spec.dtype} of the first example of the data set. Let the "
+            "function return one dtype, for example with numpy.float32(...) or astype(...)."
+        )
+    return cast
+
+
+def _stack_leaf(column: list[np.ndarray], spec: ArraySpec, path: str) -> np.ndarray:
+    if not column:
+        return np.empty((0, *spec.known_shape), spec.dtype)
+    shapes = sorted({array.shape for array in column})
+    if len(shapes) > 1:
+        raise DataError(
+            f"map gave arrays of different shapes at {path!r}: {shapes[0]} and {shapes[1]}. The "
+            "examples of a batch need one shape."
+        )
+    return np.stack(column)
+
+
+_ROWS_AT_A_TIME = 2**12
+_SHARE_AT_A_TIME = 8
+"""Rows of several batches are announced together, or announcing keeps the threads from decoding: at
+most so many rows, and a part of those that the reader wants to know."""
+
+
+def _look_ahead(
+    blocks: Iterator[Block], reader: Reader, rows_of: Callable[[Block], list[Block]]
+) -> Iterator[Block]:
+    """Yield `blocks`; of the rows of this rank in them `reader` knows as many as it wants ahead."""
+    ahead: deque[tuple[Block, int]] = deque()
+    num_ahead = 0
+    wanted = reader.lookahead_rows
+    if not wanted:
+        yield from blocks
+        return
+    too_few = wanted - min(_ROWS_AT_A_TIME, wanted // _SHARE_AT_A_TIME)
+    while True:
+        is_short = num_ahead < too_few
+        waiting: list[Block] = []
+        num_waiting = 0
+        while not ahead or (is_short and num_ahead < wanted):
+            # No block more than needed: a generator behind it may take its time.
+            block = next(blocks, None)
+            if block is None:
+                break
+            parts = rows_of(block)
+            count = sum(map(len, parts))
+            ahead.append((block, count))
+            num_ahead += count
+            waiting += parts
+            num_waiting += count
+            if num_waiting >= _ROWS_AT_A_TIME:
+                reader.expect(np.concatenate(waiting))
+                waiting, num_waiting = [], 0
+        if waiting:
+            reader.expect(np.concatenate(waiting))
+        if not ahead:
+            return
+        block, count = ahead.popleft()
+        num_ahead -= count
+        yield block

@@ -1,4 +1,4 @@
-"""Random numbers for the functions that `Dataset.map` applies, a stream for each example.
+"""Random numbers for functions given to `Dataset.map`, a stream for each example.
 
 A stream is a pure function of the seed, the pass, the position of the example in the pass and the
 number of the map. So neither the number of ranks, nor threads, nor a restart changes what an
@@ -25,30 +25,20 @@ _MAP_NUMBERS = 2**32 - 1
 
 @dataclass(frozen=True)
 class PassStream:
-    """What tells the random numbers of one iteration from those of another."""
+    """The random streams of one iteration."""
 
     pass_number: int = 0
     branch: int = 0
-    """The rank where each has examples of its own, 0 where all share one order."""
+    """The rank where each has other examples, 0 where all share one order."""
 
     def generator(self, seed: int, map_number: int, position: int) -> np.random.Generator:
-        """Return the numbers for one example in one map. Local."""
+        """Return the numbers for one example in one map."""
         key = (_MAP_NUMBERS, self.pass_number, self.branch, position, map_number)
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
 
 
 class MapScope:
-    """One call of a function given to `map`, which may ask for random numbers.
-
-    Parameters
-    ----------
-    make_rng : callable
-        Takes the position of an example, returns its generator.
-    positions : sequence of int
-        Of the examples that the function gets.
-    is_batch : bool
-        Whether it gets them stacked.
-    """
+    """One call of a function given to `map`, which may ask for random numbers."""
 
     def __init__(
         self,
@@ -66,18 +56,19 @@ class MapScope:
         return tuple(map(self._make_rng, self._positions))
 
     def run(self, fn: Callable[..., Any], element: Any) -> Any:
-        """Return ``fn(element)``, with the items of a tuple as several arguments. Local."""
-        outer, _current.call = _current.call, self
+        """Return ``fn(element)``, with the items of a tuple as several arguments."""
+        # `fn` may iterate over another data set, whose maps have their own scope.
+        outer, _current.scope = _current.scope, self
         try:
             return fn(*element) if isinstance(element, tuple) else fn(element)
         finally:
-            _current.call = outer
+            _current.scope = outer
 
 
 class _Current(threading.local):
-    """The call that each thread is in."""
+    """The scope that each thread is in."""
 
-    call: MapScope | None = None
+    scope: MapScope | None = None
 
 
 _current = _Current()
@@ -87,7 +78,7 @@ def example_rng() -> np.random.Generator:
     """Return the random numbers of the example that `Dataset.map` has called a function with.
 
     Local. For functions that are applied before `batch`. Each call within one call of the
-    function returns the same generator, which goes on where it was.
+    function returns the same generator, which continues where it was.
 
     Returns
     -------
@@ -101,13 +92,13 @@ def example_rng() -> np.random.Generator:
     ContextError
         Outside of a function that `Dataset.map` calls, and in one that gets batches.
     """
-    call = _call("example_rng")
-    if call.is_batch:
+    scope = _scope("example_rng")
+    if scope.is_batch:
         raise ContextError(
             "example_rng() was called by a function that gets a slice of a batch. Use "
             "example_rngs(), which has a generator for each of its examples, or map before batch."
         )
-    (rng,) = call.rngs
+    (rng,) = scope.rngs
     return rng
 
 
@@ -126,14 +117,14 @@ def example_rngs() -> tuple[np.random.Generator, ...]:
     ContextError
         Outside of a function that `Dataset.map` calls.
     """
-    return _call("example_rngs").rngs
+    return _scope("example_rngs").rngs
 
 
-def _call(name: str) -> MapScope:
-    call = _current.call
-    if call is None:
+def _scope(name: str) -> MapScope:
+    scope = _current.scope
+    if scope is None:
         raise ContextError(
             f"{name}() gives random numbers to a function that Dataset.map calls, in the thread "
             "that calls it. Elsewhere use numpy.random.default_rng(seed)."
         )
-    return call
+    return scope

@@ -1,8 +1,8 @@
-"""The order of a shuffled pass, as a pure function of rows, chunks, seed, pass and batch size.
+"""Shuffled order of a pass: a pure function of rows, chunks, seed, pass and batch size.
 
-Files are shuffled in two stages. The chunks come in random order and are dealt out to *lanes*;
-a lane mixes the rows of a few chunks at a time and supplies a fixed part of each global batch.
-The window, the rows of those chunks over all lanes, bounds what a rank holds in memory.
+Files are shuffled in two stages. The chunks come in random order and are divided into partitions.
+A partition mixes the rows of a few chunks at a time and supplies a fixed part of each global
+batch. The window, the rows of those chunks over all partitions, bounds what a rank holds in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpistrat import sharding
-from mpistrat.data.order import ENDLESS, Block, ChunkLayout, Order, PassKey, regroup, skip_items
+from mpistrat.data.order import ENDLESS, Block, ChunkLayout, Order, PassKey, skip_items
+from mpistrat.data.transforms import regroup
 
 __all__ = ["WINDOW_BYTES", "Shuffle"]
 
@@ -22,38 +23,35 @@ WINDOW_BYTES = 48 * 2**20
 a rank needs twice as much."""
 
 _ROWS_AT_A_TIME = 2**13
-"""Batches are put together several at a time, as there may be thousands of lanes."""
+"""Batches are put together several at a time, as there may be thousands of partitions."""
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """Items in random order.
-
-    Rows of a file are mixed as the module describes. Other items are permuted within
-    consecutive windows, by default one window as long as the pass.
-    """
+    """Items in random order: rows of files as the module describes, others within windows."""
 
     seed: int
     reshuffle_each_iteration: bool
     window: int | None
+    """How many items are mixed at a time; ``None``: `WINDOW_BYTES` of files, else the pass."""
 
     def length(self, num_items: int) -> int:
-        """As many leave as enter. Local."""
+        """Return the same number."""
         return num_items
 
     def rows(self, rows: range) -> range | None:
-        """No range any more. Local."""
+        """Return ``None``: they form no range."""
         return None
 
     def window_rows(self, layout: ChunkLayout) -> int:
-        """Return the number of rows that are mixed at a time. Local."""
+        """Return the number of rows that are mixed at a time."""
         window = self.window or layout.rows_in(WINDOW_BYTES)
         return max(window, layout.rows_per_chunk)
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
-        """Return the items of the pass `key`, without the first `start`. Local."""
+        """Return the items of the pass `key`, without the first `start`."""
         drawn_for = key if self.reshuffle_each_iteration else ()
         rows, layout = upstream.rows, upstream.source.layout
         if rows is not None and layout is not None:
@@ -72,7 +70,7 @@ class Shuffle:
     def _window_blocks(
         self, blocks: Iterator[Block], window: int | None, key: PassKey, first: int
     ) -> Iterator[Block]:
-        """Return the blocks from window number `first` on, each in an order of its own."""
+        """Return the blocks from window number `first` on, each in its own order."""
         if window is None:
             everything = list(blocks)
             blocks = iter([np.concatenate(everything)] if everything else [])
@@ -84,21 +82,24 @@ class Shuffle:
     def _chunk_blocks(
         self, rows: range, layout: ChunkLayout, key: PassKey, batch_size: int
     ) -> Iterator[Block]:
+        """Return the global batches of rows, a block each, from chunks in random order."""
         starts, lengths = _pieces(rows, layout.starts)
         stream = _RandomStream(self.seed, key)
         shuffled = stream.permutation(0, len(starts))
         starts, lengths = starts[shuffled], lengths[shuffled]
         stops = np.cumsum(lengths)
+        # Partitions are cut from the shuffled chunks at exactly the examples that each supplies, so
+        # a chunk at the border of two belongs to both.
         window = self.window_rows(layout)
         window_pieces = window // layout.rows_per_chunk
-        lanes = sharding.num_lanes(len(starts), len(rows), batch_size, window_pieces)
-        supply = sharding.lane_lengths(len(rows), batch_size, lanes)
+        number = sharding.count_partitions(len(starts), len(rows), batch_size, window_pieces)
+        supply = sharding.partition_lengths(len(rows), batch_size, number)
         ends = np.cumsum(supply)
-        streams = [
-            _Lane(
-                _lane_blocks(
+        partitions = [
+            _Partition(
+                _partition_blocks(
                     *_cut(starts, lengths, stops, end - count, end),
-                    window // lanes,
+                    window // number,
                     stream.after(len(starts) + end - count),
                 )
             )
@@ -111,16 +112,16 @@ class Shuffle:
             for first in range(0, num_full, at_a_time)
         ]
         for count, length in groups + [(1, rest)] * bool(rest):
-            bounds = sharding.lane_bounds(length, lanes)
+            bounds = sharding.partition_bounds(length, number)
             positions = [
-                lane.take(count * (stop - start)).reshape(count, stop - start)
-                for lane, start, stop in zip(streams, bounds, bounds[1:], strict=False)
+                partition.take(count * (stop - start)).reshape(count, stop - start)
+                for partition, start, stop in zip(partitions, bounds, bounds[1:], strict=False)
             ]
             yield from rows.start + rows.step * np.concatenate(positions, axis=1)
 
 
 class _RandomStream:
-    """The random numbers of a pass, of which each lane has a part."""
+    """The random numbers of a pass; each partition draws its own range of them."""
 
     def __init__(self, seed: int, key: PassKey) -> None:
         self._bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key))
@@ -138,8 +139,8 @@ class _RandomStream:
         return np.argsort(bits, kind="stable")
 
 
-class _Lane:
-    """The positions that one lane supplies, taken a few at a time."""
+class _Partition:
+    """The positions of examples that one partition supplies, taken a few at a time."""
 
     def __init__(self, blocks: Iterator[Block]) -> None:
         self._blocks = blocks
@@ -156,13 +157,13 @@ class _Lane:
         return np.concatenate(parts)
 
 
-def _lane_blocks(
+def _partition_blocks(
     starts: np.ndarray,
     lengths: np.ndarray,
     window: int,
     permutation: Callable[[int, int], np.ndarray],
 ) -> Iterator[Block]:
-    """Return the positions of a lane's pieces, mixed over as many as fit the window."""
+    """Return the positions of a partition's pieces, mixed over as many as fit the window."""
     stops = np.cumsum(lengths)
     first = done = 0
     while first < len(starts):

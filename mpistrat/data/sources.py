@@ -1,4 +1,4 @@
-"""A source that only runs forwards: a Python generator."""
+"""Sources in memory: ranges, arrays and Python generators."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["ArraySource", "GeneratorSource", "RangeSource"]
 
 
 class _InMemory:
-    """What sources in memory share: rows cost the same in any order, and reading is cheap."""
+    """A source whose rows cost the same in any order, and are cheap to read."""
 
     lookahead_rows = 0
 
     def expect(self, block: Block) -> None:
-        """Nothing to prepare. Local."""
+        """Nothing to prepare."""
 
     @property
     def layout(self) -> ChunkLayout | None:
         return None
 
     @property
-    def parts(self) -> list[str]:
+    def order_entries(self) -> list[str]:
         return []
 
     def stream(self) -> Iterator[Block]:
@@ -54,22 +54,16 @@ class RangeSource(_InMemory):
         return ArraySpec((), np.int64)
 
     def open(self, window_rows: int) -> RangeSource:
-        """Return the source itself. Local."""
+        """Return the source itself."""
         return self
 
     def read(self, block: Block) -> Any:
-        """Return the integers. Local."""
+        """Return the integers."""
         return block.astype(np.int64)
 
 
 class ArraySource(_InMemory):
-    """The rows of arrays in host memory.
-
-    Raises
-    ------
-    DataError
-        If there are no arrays, one has no first dimension or a mask, or their lengths differ.
-    """
+    """The rows of arrays in host memory."""
 
     kind = "from_arrays"
 
@@ -109,11 +103,11 @@ class ArraySource(_InMemory):
         return nests.unflatten(self._structure, specs)
 
     def open(self, window_rows: int) -> ArraySource:
-        """Return the source itself. Local."""
+        """Return the source itself."""
         return self
 
     def read(self, block: Block) -> Any:
-        """Return copies of the rows. Local."""
+        """Return copies of the rows."""
         # Indexing by an array copies, so that a program may write into its batches.
         return nests.unflatten(
             self._structure, [arrays.native(array[block]) for array in self._arrays]
@@ -121,15 +115,11 @@ class ArraySource(_InMemory):
 
 
 class GeneratorSource:
-    """The elements of ``fn()``, which is called anew for each pass.
+    """The elements of ``fn()``, which is called again for each pass."""
 
-    An item of its stream is the list of the arrays of one example.
+    # An item of its stream is the list of the arrays of one example.
 
-    Raises
-    ------
-    TypeError
-        If `fn` is not callable or `element_spec` is no nest of `ArraySpec` of fixed dtypes.
-    """
+    lookahead_rows = 0
 
     def __init__(self, fn: Callable[[], Iterable[Any]], element_spec: Any) -> None:
         if not callable(fn):
@@ -162,19 +152,18 @@ class GeneratorSource:
         return f"from_generator({function_name(self._fn)})"
 
     @property
-    def parts(self) -> list[str]:
+    def order_entries(self) -> list[str]:
         """Nothing: the generator alone decides."""
         return []
 
     def stream(self) -> Iterator[Block]:
-        """Return one item for each element of a new generator. Local."""
-        for number, element in enumerate(self._begun()):
+        """Return one item for each element of a new generator."""
+        for number, element in enumerate(self._new_iterator()):
             item = np.empty(1, object)
             item[0] = self._checked(element, number)
             yield item
 
-    def _begun(self) -> Iterator[Any]:
-        """Return a new iterator."""
+    def _new_iterator(self) -> Iterator[Any]:
         elements = self._fn()
         try:
             iterator = iter(elements)
@@ -216,17 +205,15 @@ class GeneratorSource:
             )
         return cast
 
-    lookahead_rows = 0
-
     def expect(self, block: Block) -> None:
-        """Nothing to prepare: the items are the examples. Local."""
+        """Nothing to prepare: the items are the examples."""
 
     def open(self, window_rows: int) -> GeneratorSource:
-        """Return the source itself: its items are the examples. Local."""
+        """Return the source itself: its items are the examples."""
         return self
 
     def read(self, block: Block) -> Any:
-        """Return the examples of `block`, stacked. Local."""
+        """Return the examples of `block`, stacked."""
         columns = zip(*block, strict=True) if len(block) else [()] * len(self._specs)
         stacked = [
             self._stacked(column, spec, path)

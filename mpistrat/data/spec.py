@@ -1,4 +1,4 @@
-"""The shape and dtype of the elements of a data set."""
+"""Element specs: shape and dtype of the arrays in an element."""
 
 from __future__ import annotations
 
@@ -22,31 +22,6 @@ __all__ = [
     "spec_of",
     "with_room_for_text",
 ]
-
-
-def fitted(array: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
-    """Return `array` as `dtype`, itself where it has it; ``None`` where it does not fit. Local.
-
-    Floating numbers may be rounded, but not become infinite. Integers fit where their values do,
-    whether signed or not, and into floating numbers. Everything else must survive unchanged.
-    """
-    if array.dtype == dtype:
-        return array
-    are_integers = array.dtype.kind in "iu" and dtype.kind in "iu"
-    if not (are_integers or np.can_cast(array.dtype, dtype, "same_kind")):
-        return None
-    with np.errstate(over="ignore"):
-        cast: np.ndarray = array.astype(dtype)
-    return cast if np.can_cast(array.dtype, dtype) or _survives(array, cast) else None
-
-
-def _survives(array: np.ndarray, cast: np.ndarray) -> bool:
-    if cast.dtype.kind in "fc":
-        return bool((np.isfinite(cast) == np.isfinite(array)).all())
-    if cast.dtype.kind in "iu" and array.size:
-        info = np.iinfo(cast.dtype)
-        return info.min <= int(array.min()) and int(array.max()) <= info.max
-    return bool((cast == array).all())
 
 
 @nests.leaf_type
@@ -94,7 +69,7 @@ class ArraySpec:
 
 
 def spec_of(nest: Any) -> Any:
-    """Return `nest` with the `ArraySpec` of each array or number. Local."""
+    """Return `nest` with the `ArraySpec` of each array or number."""
     return nests.map_nest(_spec_of_leaf, nest)
 
 
@@ -105,10 +80,8 @@ def _spec_of_leaf(leaf: Any) -> ArraySpec:
 
 
 def with_room_for_text(spec: Any, other: Any) -> Any:
-    """Return the nest `spec` with strings as wide as the widest in the nest `other`. Local.
-
-    A string of an array is only as wide as its text, so that of one example says too little.
-    """
+    """Return the nest `spec` with strings as wide as the widest in the nest `other`."""
+    # A string of an array is only as wide as its text, so that of one example says too little.
     widths = {kind: [0] for kind in "SU"}
     for leaf in nests.flatten(other)[0]:
         widths.get(leaf.dtype.kind, []).append(leaf.dtype.itemsize)
@@ -124,24 +97,47 @@ def with_room_for_text(spec: Any, other: Any) -> Any:
 
 
 def batched(spec: Any, batch_size: int | None) -> Any:
-    """Return the nest `spec` of one example with a batch dimension in front. Local."""
+    """Return the nest `spec` of one example with a batch dimension in front."""
     return nests.map_nest(lambda leaf: ArraySpec((batch_size, *leaf.shape), leaf.dtype), spec)
 
 
 def open_batch(spec: Any) -> Any:
-    """Return the nest `spec` of a batch for batches of any length. Local."""
+    """Return the nest `spec` of a batch for batches of any length."""
     return nests.map_nest(
         lambda leaf: ArraySpec((None, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype), spec
     )
 
 
 def empty_batch(spec: Any) -> Any:
-    """Return arrays of length 0 for the nest `spec` of a batch. Local."""
+    """Return arrays of length 0 for the nest `spec` of a batch."""
     return nests.map_nest(lambda leaf: np.empty((0, *leaf.known_shape[1:]), leaf.dtype), spec)
 
 
+def fitted(array: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
+    """Return `array` as `dtype`, itself where it has it; ``None`` where it does not fit."""
+    # Floating numbers may be rounded, but not become infinite. Integers fit where their values
+    # do, signed or not, and into floating numbers. Everything else must survive unchanged.
+    if array.dtype == dtype:
+        return array
+    are_integers = array.dtype.kind in "iu" and dtype.kind in "iu"
+    if not (are_integers or np.can_cast(array.dtype, dtype, "same_kind")):
+        return None
+    with np.errstate(over="ignore"):
+        cast: np.ndarray = array.astype(dtype)
+    return cast if np.can_cast(array.dtype, dtype) or _survives(array, cast) else None
+
+
+def _survives(array: np.ndarray, cast: np.ndarray) -> bool:
+    if cast.dtype.kind in "fc":
+        return bool((np.isfinite(cast) == np.isfinite(array)).all())
+    if cast.dtype.kind in "iu" and array.size:
+        info = np.iinfo(cast.dtype)
+        return info.min <= int(array.min()) and int(array.max()) <= info.max
+    return bool((cast == array).all())
+
+
 def describe_kinds(spec: Any) -> str:
-    """Return structure, dtypes and numbers of dimensions of a nest of specs. Local."""
+    """Return structure, dtypes and numbers of dimensions of a nest of specs."""
     paths, leaves, structure = nests.flatten_with_paths(spec)
     kinds = [
         f"{path or 'element'}: {leaf.dtype} of {len(leaf.shape)} dimension(s)"
@@ -151,7 +147,7 @@ def describe_kinds(spec: Any) -> str:
 
 
 def describe(spec: Any) -> str:
-    """Return a nest of specs in one line, for messages and comparisons. Local."""
+    """Return a nest of specs in one line, for messages and comparisons."""
     paths, leaves, _ = nests.flatten_with_paths(spec)
     return ", ".join(
         f"{path or 'element'}: {leaf.dtype} {leaf.shape}"

@@ -1,4 +1,4 @@
-"""Batches on their way to where a replica computes."""
+"""Transfer of batches to the device of a replica, beside its computation."""
 
 from __future__ import annotations
 
@@ -32,45 +32,37 @@ _TEXT = "SU"
 
 
 class _Transfer(Protocol):
-    """Brings elements to a device in two steps, between which there may be others."""
+    """Brings elements to a device in two steps; others may begin in between."""
 
     def begin(self, element: Any) -> Any:
-        """Begin to bring an element, in any thread. Local."""
+        """Begin to bring an element, in any thread."""
 
     def end(self, leaf: Any) -> Any:
-        """Return a leaf of what `begin` has returned, once it is there. Local."""
+        """Return a leaf of what `begin` has returned, once it is there."""
 
     def close(self) -> None:
-        """Wait for elements that nobody will ask for. Local."""
+        """Wait for elements that nobody will ask for."""
 
 
 class _HostTransfer:
     """To host memory, where elements are made already."""
 
     def begin(self, element: Any) -> Any:
-        """Return the element. Local."""
+        """Return the element."""
         return element
 
     def end(self, leaf: Any) -> Any:
-        """Return the array in host memory, where it nearly always is. Local."""
-        if type(leaf) is np.ndarray:
-            return leaf
+        """Return the array in host memory."""
         return host_view(leaf) if _is_moved(leaf) else leaf
 
     def close(self) -> None:
-        """Nothing is under way. Local."""
+        """Nothing is under way."""
 
 
 class _DeviceTransfer:
-    """To a GPU, through page-locked memory and on a stream of its own.
+    """To a GPU, through page-locked memory and its own stream, beside what the program computes."""
 
-    So the copies go on beside what the program computes. To be made in the thread that uses the
-    elements, because the current stream there is the one that they are used on.
-
-    Parameters
-    ----------
-    device : Device
-    """
+    # Made in the thread that uses the elements, whose current stream is the one of their use.
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -79,7 +71,7 @@ class _DeviceTransfer:
         self._under_way: list[_Arrival] = []
 
     def begin(self, element: Any) -> Any:
-        """Queue copies of the arrays in host memory. Local."""
+        """Queue copies of the arrays in host memory."""
         with on_device(self._device):
             return nests.map_nest(self._begin, element)
 
@@ -104,14 +96,14 @@ class _DeviceTransfer:
         return arrival
 
     def end(self, leaf: Any) -> Any:
-        """Wait for the copy, which has mostly been made where elements are prefetched. Local."""
+        """Wait for the copy, which has mostly been made where elements are prefetched."""
         if not isinstance(leaf, _Arrival):
             return leaf
         leaf.event.synchronize()
         return leaf.target
 
     def close(self) -> None:
-        """Wait for all copies. Local."""
+        """Wait for all copies."""
         for each in self._under_way:
             each.event.synchronize()
         self._under_way = []
@@ -131,7 +123,7 @@ def _is_moved(leaf: Any) -> bool:
 
 
 def transfer_to(device: Device | None) -> _Transfer:
-    """Return the way to `device`, with ``None`` for host memory. Local."""
+    """Return the transfer to `device`, with ``None`` for host memory."""
     if device is not None and device.kind == "gpu":
         return _DeviceTransfer(device)
     return _HostTransfer()

@@ -1,4 +1,4 @@
-"""The transformations that take, repeat and group items, and those that leave the order alone."""
+"""Transformations of the order: take, skip, shard, repeat, batch, map, prefetch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from mpistrat.data.order import (
     Order,
     PassKey,
     function_name,
-    regroup,
     skip_items,
 )
 
-__all__ = ["Batch", "Map", "Prefetch", "Repeat", "SameOrder", "Shard", "Skip", "Take"]
+__all__ = ["Batch", "Map", "Prefetch", "Repeat", "SameOrder", "Shard", "Skip", "Take", "regroup"]
 
 
 @dataclass(frozen=True)
@@ -31,19 +30,19 @@ class Take:
     count: int
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave. Local."""
+        """Return how many items leave."""
         if num_items == UNKNOWN:
             return UNKNOWN if self.count else 0
         return self.count if num_items == ENDLESS else min(self.count, num_items)
 
     def rows(self, rows: range) -> range | None:
-        """Return the rows that leave. Local."""
+        """Return the rows that leave."""
         return rows[: self.count]
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
-        """Return the items of the pass `key`, without the first `start`. Local."""
+        """Return the items of the pass `key`, without the first `start`."""
         missing = self.count - start
         if missing <= 0:
             return
@@ -62,17 +61,17 @@ class Skip:
     count: int
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave. Local."""
+        """Return how many items leave."""
         return num_items if num_items < 0 else max(num_items - self.count, 0)
 
     def rows(self, rows: range) -> range | None:
-        """Return the rows that leave. Local."""
+        """Return the rows that leave."""
         return rows[self.count :]
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
-        """Return the items of the pass `key`, without the first `start`. Local."""
+        """Return the items of the pass `key`, without the first `start`."""
         return upstream.blocks(key, batch_size, self.count + start)
 
 
@@ -84,19 +83,19 @@ class Shard:
     index: int
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave. Local."""
+        """Return how many items leave."""
         if num_items < 0:
             return num_items
         return sharding.shard_length(num_items, self.num_shards, self.index)
 
     def rows(self, rows: range) -> range | None:
-        """Return the rows that leave. Local."""
+        """Return the rows that leave."""
         return rows[self.index :: self.num_shards]
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
-        """Return the items of the pass `key`, without the first `start`. Local."""
+        """Return the items of the pass `key`, without the first `start`."""
         position = start * self.num_shards
         for block in upstream.blocks(key, batch_size, position):
             yield block[(self.index - position) % self.num_shards :: self.num_shards]
@@ -110,7 +109,7 @@ class Repeat:
     count: int | None
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave. Local."""
+        """Return how many items leave."""
         if num_items == 0 or self.count == 0:
             return 0
         if self.count is None or num_items == ENDLESS:
@@ -118,15 +117,15 @@ class Repeat:
         return UNKNOWN if num_items == UNKNOWN else num_items * self.count
 
     def rows(self, rows: range) -> range | None:
-        """Return the rows that leave. Local."""
+        """Return the rows that leave."""
         return rows if self.count == 1 else None
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
-        """Return the items of the pass `key`, without the first `start`. Local."""
+        """Return the items of the pass `key`, without the first `start`."""
         length = upstream.length
-        if length <= 0:  # how many repetitions to leave out is found by repeating
+        if length <= 0:  # unknown: the repetitions to leave out are found by repeating
             return skip_items(self._repetitions(upstream, key, batch_size, 0, 0), start)
         return self._repetitions(upstream, key, batch_size, *divmod(start, length))
 
@@ -153,19 +152,19 @@ class Batch:
     drop_remainder: bool
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave. Local."""
+        """Return how many items leave."""
         if num_items < 0:
             return num_items
         return sharding.num_batches(num_items, self.batch_size, self.drop_remainder)
 
     def rows(self, rows: range) -> range | None:
-        """No range of rows any more. Local."""
+        """Return ``None``: batches are no rows."""
         return None
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
-        """Return one item, a block, for each batch of the pass `key`. Local."""
+        """Return one item, a block, for each batch of the pass `key`."""
         blocks = upstream.blocks(key, self.batch_size, start * self.batch_size)
         for group in regroup(blocks, self.batch_size):
             if self.drop_remainder and len(group) < self.batch_size:
@@ -176,26 +175,26 @@ class Batch:
 
 
 class SameOrder:
-    """A step that changes what is made of the items, not which they are."""
+    """A transformation of elements that leaves their order alone."""
 
     def length(self, num_items: int) -> int:
-        """As many leave as enter. Local."""
+        """Return the same number."""
         return num_items
 
     def rows(self, rows: range) -> range | None:
-        """Return the same rows. Local."""
+        """Return the same rows."""
         return rows
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
-        """Return the items of the pass `key`, without the first `start`. Local."""
+        """Return the items of the pass `key`, without the first `start`."""
         return upstream.blocks(key, batch_size, start)
 
 
 @dataclass(frozen=True, repr=False)
 class Map(SameOrder):
-    """`fn` of each element, with random numbers that `seed` begins."""
+    """`fn` of each element, with random numbers of `seed`."""
 
     fn: Callable[..., Any]
     seed: int = 0
@@ -210,3 +209,20 @@ class Prefetch(SameOrder):
     """Up to `num_elements` elements prepared ahead, in a thread."""
 
     num_elements: int
+
+
+def regroup(blocks: Iterator[Block], length: int) -> Iterator[Block]:
+    """Return the same items in blocks of `length`; the last one may be shorter."""
+    waiting: list[Block] = []
+    missing = length
+    for block in blocks:
+        start = 0
+        while len(block) - start >= missing:
+            waiting.append(block[start : start + missing])
+            yield np.concatenate(waiting)
+            waiting, start, missing = [], start + missing, length
+        if start < len(block):
+            waiting.append(block[start:])
+            missing -= len(block) - start
+    if waiting:
+        yield np.concatenate(waiting)

@@ -38,7 +38,7 @@ BEFORE = st.one_of(
     st.builds(Shuffle, COUNTS, st.booleans(), st.integers(1, 9)),
     st.just(Prefetch(2)),
 )
-STEPS = st.tuples(
+TRANSFORMATIONS = st.tuples(
     st.lists(BEFORE, max_size=3),
     st.lists(st.builds(Batch, st.integers(1, 6), st.booleans()), max_size=1),
     st.lists(BEFORE, max_size=2),
@@ -46,8 +46,9 @@ STEPS = st.tuples(
 
 
 def is_slow_to_find_empty(order):
-    """Return whether taking one item might go on for ever: a selection of nothing, endlessly."""
-    lengths = [Order(order.source, order.steps[:n]).length for n in range(len(order.steps) + 1)]
+    """Return whether taking one item might take for ever: a selection of nothing, endlessly."""
+    every = order.transformations
+    lengths = [Order(order.source, every[:n]).length for n in range(len(every) + 1)]
     return ENDLESS in lengths and order.source.num_examples < 0
 
 
@@ -61,9 +62,9 @@ def items(order, start):
     return [format_detail(item) for item in itertools.islice(flat, _LIMIT)]
 
 
-@given(SOURCES, STEPS, st.integers(0, 50))
-def test_a_later_start_gives_the_rest(source, steps, start):
-    order = Order(source, steps)
+@given(SOURCES, TRANSFORMATIONS, st.integers(0, 50))
+def test_a_later_start_gives_the_rest(source, transformations, start):
+    order = Order(source, transformations)
     if is_slow_to_find_empty(order):
         return
     flat = itertools.chain.from_iterable(order.blocks((2,), None))
@@ -72,7 +73,7 @@ def test_a_later_start_gives_the_rest(source, steps, start):
 
 
 @pytest.mark.parametrize(
-    "steps",
+    "transformations",
     [
         (Batch(3, False),),
         (Repeat(None), Batch(3, False)),
@@ -80,9 +81,9 @@ def test_a_later_start_gives_the_rest(source, steps, start):
         (Repeat(None), Shuffle(0, True, 50), Skip(10**9), Shard(10, 3), Batch(10, False)),
     ],
 )
-def test_a_start_far_away_takes_no_time(steps):
-    source = RangeSource(10**15 if len(steps) == 1 else 1000)
+def test_a_start_far_away_takes_no_time(transformations):
+    source = RangeSource(10**15 if len(transformations) == 1 else 1000)
     begun = time.perf_counter()
-    block = next(Order(source, steps).blocks((0,), None, 10**8))
+    block = next(Order(source, transformations).blocks((0,), None, 10**8))
     assert len(block)
     assert time.perf_counter() - begun < 1.0

@@ -1,4 +1,4 @@
-"""What the files of a data set contain: lengths, shapes, dtypes and chunks."""
+"""Catalog of HDF5 files: lengths, shapes, dtypes and chunks of their fields."""
 
 from __future__ import annotations
 
@@ -20,107 +20,12 @@ from mpistrat.errors import DataError
 
 __all__ = [
     "Catalog",
-    "Extent",
     "FileEntry",
-    "bytes_per_row",
     "check_virtual_sources",
-    "extent_of",
     "read_catalog",
     "resolve_paths",
+    "stamp_of",
 ]
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Where the rows of a data set lie in its file."""
-
-    offset: int
-    """Of the first byte."""
-    dtype: np.dtype
-    """As stored, foreign byte order too."""
-
-    def read(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
-        """Fill `rows` with those from row `start` on. Local; other threads may run.
-
-        Parameters
-        ----------
-        descriptor : int
-            Of the open file.
-        start : int
-        rows : ndarray
-            In C order and native byte order.
-
-        Returns
-        -------
-        bool
-            Whether all could be read. If not, HDF5 can, or says why not.
-        """
-        offset = self.offset + start * (rows.nbytes // len(rows))
-        if os.preadv(descriptor, [rows.data], offset) != rows.nbytes:
-            return False
-        if not self.dtype.isnative:
-            rows.byteswap(inplace=True)
-        return True
-
-
-def extent_of(dataset: Any) -> Extent | None:
-    """Return the extent of an ``h5py.Dataset``; ``None`` where its rows lie otherwise. Local."""
-    offset = hdf5.contiguous_offset(dataset)
-    return None if offset is None else Extent(offset, dataset.dtype)
-
-
-def check_virtual_sources(dataset: Any) -> None:
-    """Make sure that what a virtual data set is composed of exists. Local.
-
-    Nothing happens where `dataset` is no virtual one. Sources whose names count up (``%b``) are
-    not looked at.
-
-    Raises
-    ------
-    DataError
-        If a file or a data set is missing.
-    """
-    if not dataset.is_virtual:
-        return
-    checked = set()
-    for source in dataset.virtual_sources():
-        key = source.file_name, source.dset_name
-        if "%" not in "".join(key) and key not in checked:
-            checked.add(key)
-            _check_source(dataset, *key)
-
-
-def _check_source(dataset: Any, file_name: str, name: str) -> None:
-    where = f"The virtual data set {dataset.name!r} of {dataset.file.filename}"
-    if file_name == ".":
-        if name not in dataset.file:
-            raise DataError(f"{where} needs {name!r} of the same file, which is missing.")
-        return
-    path = next(filter(os.path.exists, _places(dataset, file_name)), None)
-    if path is None:
-        raise DataError(
-            f"{where} needs the file {file_name}, which is missing: HDF5 would give its fill "
-            "value instead. Put the file beside this one."
-        )
-    try:
-        with hdf5.h5py().File(path, "r") as file:
-            is_there = name in file
-    except OSError as reason:
-        raise DataError(f"{where} needs the file {path}, which cannot be read: {reason}.") from None
-    if not is_there:
-        raise DataError(f"{where} needs {name!r} of {path}, which has no such data set.")
-
-
-def _places(dataset: Any, file_name: str) -> Iterator[str]:
-    """Yield where HDF5 looks for a source (HDF5 reference, H5Pset_virtual_prefix)."""
-    yield file_name
-    prefix = dataset.id.get_access_plist().get_virtual_prefix()
-    folder = os.path.dirname(dataset.file.filename)
-    real_folder = os.path.dirname(os.path.realpath(dataset.file.filename))
-    for each in (os.fsdecode(prefix), folder, real_folder):
-        for name in (file_name, os.path.basename(file_name)):
-            yield os.path.join(each, name)
-
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
 """Rows of data without chunks are read so much at a time: long reads are fast, and short ones mix
@@ -130,32 +35,6 @@ _BLOCKS_PER_FILE = 512
 
 _MAX_SHOWN = 8
 """Names that an error shows of a file."""
-
-
-@dataclass(frozen=True)
-class _FieldLayout:
-    """One field in one file."""
-
-    spec: ArraySpec
-    """Shape and dtype of one example, in native byte order."""
-    rows_per_chunk: int
-    """How many rows are read together."""
-    is_chunked: bool
-    """Whether HDF5 must decode a whole chunk to give one row of it."""
-    extent: Extent | None
-    """Where the rows lie, if in one piece."""
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file."""
-
-    path: str
-    num_rows: int
-    layouts: tuple[_FieldLayout, ...]
-    """The layouts of the fields, in the order of `Catalog.names`."""
-    stamp: tuple[int, ...]
-    """What `stamp_of` gave before the file was looked at."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +55,7 @@ class Catalog:
     @cached_property
     def row_sizes(self) -> list[int]:
         """Size of one example of each field in bytes."""
-        return [bytes_per_row(layout.spec) for layout in self.files[0].layouts]
+        return [_bytes_per_row(layout.spec) for layout in self.files[0].layouts]
 
     @cached_property
     def widest(self) -> int:
@@ -184,16 +63,56 @@ class Catalog:
         return int(np.argmax(self.row_sizes))
 
 
-def resolve_paths(patterns: Sequence[str]) -> list[str]:
-    """Return the files that paths and glob patterns mean; those of a pattern by name. Local.
+@dataclass(frozen=True)
+class FileEntry:
+    """One file."""
 
-    Raises
-    ------
-    DataError
-        If a pattern matches nothing. Plain paths are not looked at.
-    """
+    path: str
+    num_rows: int
+    layouts: tuple[_FieldLayout, ...]
+    """The layouts of the fields, in the order of `Catalog.names`."""
+    stamp: tuple[int, ...]
+    """What `stamp_of` gave before the file was looked at."""
+
+
+@dataclass(frozen=True)
+class _FieldLayout:
+    """One field in one file."""
+
+    spec: ArraySpec
+    """Shape and dtype of one example, in native byte order."""
+    rows_per_chunk: int
+    """How many rows are read together."""
+    is_chunked: bool
+    """Whether HDF5 must decode a whole chunk to give one row of it."""
+    storage: _ContiguousStorage | None
+    """Where the rows lie, if in one piece."""
+
+
+@dataclass(frozen=True)
+class _ContiguousStorage:
+    """Contiguous storage of a data set: where its rows lie in the file."""
+
+    offset: int
+    """Of the first byte."""
+    dtype: np.dtype
+    """As stored, foreign byte order too."""
+
+    def read(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
+        """Fill `rows`, which begin with row `start`; False where only HDF5 can, or says why not."""
+        offset = self.offset + start * (rows.nbytes // len(rows))
+        if os.preadv(descriptor, [rows.data], offset) != rows.nbytes:
+            return False
+        if not self.dtype.isnative:
+            rows.byteswap(inplace=True)
+        return True
+
+
+def resolve_paths(patterns: Sequence[str]) -> list[str]:
+    """Return the files of paths and glob patterns; those of a pattern sorted by name."""
     paths: list[str] = []
     for pattern in patterns:
+        # The name of a file may itself contain characters of a pattern.
         if not glob.has_magic(pattern) or os.path.exists(pattern):
             paths.append(pattern)
             continue
@@ -205,29 +124,17 @@ def resolve_paths(patterns: Sequence[str]) -> list[str]:
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, ...]:
-    """Return what changes when a file is written to or replaced. Local."""
+    """Return what changes when a file is written to or replaced."""
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
-    """Return what `paths` contain. Each file is opened once, and closed. Local.
-
-    Parameters
-    ----------
-    paths : sequence of str
-    fields : nest of str, optional
-        Paths inside the files; ``None`` for every top-level data set of the first file.
-
-    Raises
-    ------
-    DataError
-        If a file or field is missing, damaged or does not fit the others, or if there are no
-        examples at all.
-    """
+    """Return what `paths` contain. Each file is opened once, and closed."""
     names, structure = nests.flatten(fields)
     files: list[FileEntry] = []
     for path in paths:
         with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+            # Before anything is read, so that a change from here on is noticed.
             stamp = stamp_of(os.stat(path))
             if fields is None and not files:
                 names, structure = nests.flatten(_top_level_names(file, path))
@@ -295,14 +202,14 @@ def _read_layout(dataset: Any, path: str, name: str) -> _FieldLayout:
     spec = ArraySpec(dataset.shape[1:], dataset.dtype.newbyteorder("="))
     if dataset.chunks:
         return _FieldLayout(spec, dataset.chunks[0], True, None)
-    row_bytes = max(bytes_per_row(spec), 1)
+    row_bytes = max(_bytes_per_row(spec), 1)
     share = len(dataset) * row_bytes // _BLOCKS_PER_FILE
     block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
-    return _FieldLayout(spec, max(block_bytes // row_bytes, 1), False, extent_of(dataset))
+    return _FieldLayout(spec, max(block_bytes // row_bytes, 1), False, _contiguous_storage(dataset))
 
 
-def bytes_per_row(spec: ArraySpec) -> int:
-    """Return the size of one example of a field. Local."""
+def _bytes_per_row(spec: ArraySpec) -> int:
+    """Return the size of one example of a field."""
     return spec.dtype.itemsize * math.prod(spec.known_shape)
 
 
@@ -313,3 +220,53 @@ def _check_same_specs(names: Sequence[str], first: FileEntry, other: FileEntry) 
                 f"The field {name!r} has examples of {came.spec} in {other.path}, but of "
                 f"{expected.spec} in {first.path}. All files must have the same."
             )
+
+
+def _contiguous_storage(dataset: Any) -> _ContiguousStorage | None:
+    """Return the storage of an ``h5py.Dataset``; ``None`` where its rows lie otherwise."""
+    offset = hdf5.contiguous_offset(dataset)
+    return None if offset is None else _ContiguousStorage(offset, dataset.dtype)
+
+
+def check_virtual_sources(dataset: Any) -> None:
+    """Make sure that the sources of a virtual data set exist, but those of a series (``%b``)."""
+    if not dataset.is_virtual:
+        return
+    checked = set()
+    for source in dataset.virtual_sources():
+        key = source.file_name, source.dset_name
+        if "%" not in "".join(key) and key not in checked:
+            checked.add(key)
+            _check_source(dataset, *key)
+
+
+def _check_source(dataset: Any, file_name: str, name: str) -> None:
+    where = f"The virtual data set {dataset.name!r} of {dataset.file.filename}"
+    if file_name == ".":
+        if name not in dataset.file:
+            raise DataError(f"{where} needs {name!r} of the same file, which is missing.")
+        return
+    path = next(filter(os.path.exists, _source_paths(dataset, file_name)), None)
+    if path is None:
+        raise DataError(
+            f"{where} needs the file {file_name}, which is missing: HDF5 would give its fill "
+            "value instead. Put the file beside this one."
+        )
+    try:
+        with hdf5.h5py().File(path, "r") as file:
+            is_there = name in file
+    except OSError as reason:
+        raise DataError(f"{where} needs the file {path}, which cannot be read: {reason}.") from None
+    if not is_there:
+        raise DataError(f"{where} needs {name!r} of {path}, which has no such data set.")
+
+
+def _source_paths(dataset: Any, file_name: str) -> Iterator[str]:
+    """Yield where HDF5 looks for a source (HDF5 reference, H5Pset_virtual_prefix)."""
+    yield file_name
+    prefix = dataset.id.get_access_plist().get_virtual_prefix()
+    folder = os.path.dirname(dataset.file.filename)
+    real_folder = os.path.dirname(os.path.realpath(dataset.file.filename))
+    for each in (os.fsdecode(prefix), folder, real_folder):
+        for name in (file_name, os.path.basename(file_name)):
+            yield os.path.join(each, name)

@@ -1,4 +1,7 @@
-"""Chunk cache: decoded chunks and rows, kept until they are used."""
+"""Chunk cache of a reader, and row cache of small fields.
+
+A *slot* is memory for one decoded chunk.
+"""
 
 from __future__ import annotations
 
@@ -12,105 +15,13 @@ import numpy as np
 
 from mpistrat.data.hdf5.chunk_plan import ChunkPlan
 
-__all__ = ["ChunkCache", "RowCache", "recycled", "recycled_empty"]
+__all__ = ["ChunkBuffers", "ChunkCache", "RowCache"]
 
-_MAX_IDLE_BYTES = 2**27
-_MAX_EXCESS = 4
-"""Memory up to so many times larger than asked for will do."""
-
-_lock = threading.Lock()
-_idle: list[np.ndarray] = []
-
-
-def recycled_empty(num_bytes: int) -> np.ndarray:
-    """Return `num_bytes` of memory with anything in it, as uint8. Local."""
-    with _lock:
-        for number, block in enumerate(_idle):
-            if num_bytes <= block.nbytes <= _MAX_EXCESS * num_bytes:
-                return _idle.pop(number)[:num_bytes]
-    return np.empty(num_bytes, np.uint8)
-
-
-def recycled(block: np.ndarray) -> None:
-    """Take back what `recycled_empty` has given; nobody may use it any more. Local."""
-    whole = block if block.base is None else block.base
-    with _lock:
-        _idle.append(whole)
-        while sum(each.nbytes for each in _idle) > _MAX_IDLE_BYTES:
-            _idle.pop(0)
-
-
-LoadRows = Callable[[Sequence[tuple[int, np.ndarray]]], None]
-"""Decodes chunks, given by their numbers, into the rows that come with each."""
-
-
-class RowCache:
-    """One field of all files, of which each chunk is read when a row of it is first needed.
-
-    Readers in several threads may share it: where two load a chunk, both write the same. So there
-    is no lock, which a forked process could find held for ever.
-
-    Parameters
-    ----------
-    plan : ChunkPlan
-    offsets : ndarray of int
-        Number of the first row of each file, and at the end the number of rows.
-    shape : tuple of int
-        Of a row.
-    dtype : numpy.dtype
-    """
-
-    def __init__(
-        self, plan: ChunkPlan, offsets: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
-    ) -> None:
-        self._plan, self._offsets = plan, offsets
-        self._rows = np.empty((int(offsets[-1]), *shape), dtype)
-        self._is_there = np.zeros(plan.num_chunks, np.bool_)
-        self._is_complete = False
-
-    def take(
-        self, numbers: np.ndarray, files: np.ndarray, rows: np.ndarray, load: LoadRows
-    ) -> np.ndarray:
-        """Return copies of rows, once they are there. Local.
-
-        Parameters
-        ----------
-        numbers : ndarray of int
-            Of the rows over all files.
-        files, rows : ndarray of int
-            The file of each row, or of all, and their numbers within the file.
-        load : callable
-            Called for the chunks that are missing.
-        """
-        if not self._is_complete:
-            chunks, _ = self._plan.locate(files, rows)
-            missing = np.unique(chunks[~self._is_there[chunks]]).tolist()
-            if missing:
-                self._add(missing, load)
-        # All indices are in bounds. In the default mode NumPy would copy by way of a buffer.
-        return self._rows.take(numbers, 0, mode="clip")
-
-    def _add(self, chunks: list[int], load: LoadRows) -> None:
-        places = [self._rows_of(chunk) for chunk in chunks]
-        # Not in place, where rows can be seen before their bytes are in native order.
-        loaded = [np.empty_like(place) for place in places]
-        load(list(zip(chunks, loaded, strict=True)))
-        for place, content in zip(places, loaded, strict=True):
-            place[...] = content
-        self._is_there[chunks] = True
-        self._is_complete = bool(self._is_there.all())
-
-    def _rows_of(self, chunk: int) -> np.ndarray:
-        file, start, stop = self._plan.extent(chunk)
-        first = int(self._offsets[file])
-        return self._rows[first + start : first + stop]
-
-
-LoadChunks = Callable[[Sequence[tuple[int, np.ndarray]]], "Future[None]"]
-"""Begins to decode some chunks, given by their numbers, into the rows that come with each."""
+ChunkBuffers = Sequence[tuple[int, np.ndarray]]
+"""Numbers of chunks, and the rows that each is decoded into."""
 
 _TASK_BYTES = 2**20
-"""Chunks are decoded several at a time: handing a task over, and waiting for it, has its price."""
+"""Chunks are decoded several at a time: handing a task over, and waiting for it, takes time."""
 
 _ABSENT = -1
 
@@ -119,21 +30,10 @@ _ONE = np.int32(1)
 
 
 class ChunkCache:
-    """Chunks that are decoded, or being so, each in a slot of one array.
+    """Decoded chunks, and those being decoded, each in a slot of one array. For one thread."""
 
-    Chunks are decoded in the order in which they were announced, as far as there are slots that
-    no announced chunk needs. One thread uses the store.
-
-    Parameters
-    ----------
-    num_chunks, num_slots : int
-        How many there are, and how many are held at most; 2 or more.
-    slot_shape : tuple of int
-        Rows of the longest chunk, and shape of a row.
-    dtype : numpy.dtype
-    load : callable
-        Takes the numbers of some chunks, and the slot of each.
-    """
+    # Chunks are decoded in the order in which they were announced, as far as there are slots that
+    # no announced chunk needs.
 
     def __init__(
         self,
@@ -141,12 +41,12 @@ class ChunkCache:
         num_slots: int,
         slot_shape: tuple[int, ...],
         dtype: np.dtype,
-        load: LoadChunks,
+        submit: Callable[[ChunkBuffers], Future[None]],
     ) -> None:
-        self._block = recycled_empty(num_slots * math.prod(slot_shape) * dtype.itemsize)
+        self._block = _buffers.empty(num_slots * math.prod(slot_shape) * dtype.itemsize)
         self._memory = self._block.view(dtype).reshape(num_slots, *slot_shape)
         self._rows = self._memory.reshape(num_slots * slot_shape[0], *slot_shape[1:])
-        self._load = load
+        self._submit = submit  # begins to decode chunks
         self._chunks_per_task = max(_TASK_BYTES // max(self._memory[0].nbytes, 1), 1)
         self._free = list(range(num_slots - 1, -1, -1))
         # Of each chunk its slot, and for how many rows it is announced.
@@ -156,18 +56,18 @@ class ChunkCache:
         self._chunk_in = np.full(num_slots, _ABSENT, np.int64)
         self._is_loading = np.zeros(num_slots, np.bool_)
         self._tasks: dict[int, tuple[Future[None], list[int]]] = {}
-        # Chunks to decode; and some that were not wanted any more, all of these among them.
+        # Chunks to decode; and chunks that may be dropped, among them all that nobody wants.
         self._queue: deque[int] = deque()
         self._spare: OrderedDict[int, None] = OrderedDict()
 
     def announce(self, chunks: np.ndarray) -> None:
-        """Note the chunks of rows that will be read, after those noted before. Local."""
+        """Note the chunks of rows that will be read, after those noted before."""
         self._queue.extend(_distinct(chunks[self._wanted[chunks] == 0]))
         np.add.at(self._wanted, chunks, _ONE)
         self._load_ahead()
 
     def release(self, chunks: np.ndarray) -> None:
-        """Take an announcement back: its rows have been read. Local."""
+        """Withdraw an announcement: its rows have been read."""
         self._unwant(chunks)
         self._load_ahead()
 
@@ -176,20 +76,7 @@ class ChunkCache:
         self._spare.update(dict.fromkeys(chunks[self._wanted[chunks] == 0].tolist()))
 
     def take(self, chunks: np.ndarray, rows: np.ndarray, output: np.ndarray) -> None:
-        """Copy rows to `output`, and wait for them where need be. Local.
-
-        Parameters
-        ----------
-        chunks, rows : ndarray of int
-            The chunk of each row, and its number within the chunk.
-        output : ndarray
-            Shape ``(len(rows), *shape)``.
-
-        Raises
-        ------
-        DataError
-            If a chunk cannot be read.
-        """
+        """Copy rows to `output`, and wait for them where need be."""
         slots = self._slot_of[chunks]
         if (slots == _ABSENT).any() or (self._tasks and self._is_loading[slots].any()):
             needed = _distinct(chunks)
@@ -253,7 +140,7 @@ class ChunkCache:
         for first in range(0, len(chunks), self._chunks_per_task):
             task = chunks[first : first + self._chunks_per_task]
             slots = self._slot_of[task].tolist()
-            future = self._load([(c, self._memory[s]) for c, s in zip(task, slots, strict=True)])
+            future = self._submit([(c, self._memory[s]) for c, s in zip(task, slots, strict=True)])
             self._is_loading[slots] = True
             self._tasks.update(dict.fromkeys(slots, (future, slots)))
 
@@ -285,10 +172,87 @@ class ChunkCache:
         self._free.append(slot)
 
     def close(self) -> None:
-        """Give back the memory, once all tasks have ended or were cancelled. Local."""
-        recycled(self._block)
+        """Release the memory, once all tasks have ended or were cancelled."""
+        _buffers.release(self._block)
 
 
 def _distinct(chunks: np.ndarray) -> list[int]:
     """Return each number once, where it is first."""
     return list(dict.fromkeys(chunks.tolist()))
+
+
+class RowCache:
+    """One field of all files, of which each chunk is read when a row of it is first needed."""
+
+    # Readers in several threads may share it: where two decode a chunk, both write the same. So
+    # there is no lock, which a forked process could find held for ever.
+
+    def __init__(
+        self, plan: ChunkPlan, offsets: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
+    ) -> None:
+        self._plan, self._offsets = plan, offsets
+        self._rows = np.empty((int(offsets[-1]), *shape), dtype)
+        self._is_there = np.zeros(plan.num_chunks, np.bool_)
+        self._is_complete = False
+
+    def take(
+        self,
+        numbers: np.ndarray,
+        files: np.ndarray,
+        rows: np.ndarray,
+        decode: Callable[[ChunkBuffers], None],
+    ) -> np.ndarray:
+        """Return copies of the rows `numbers`: `rows` within `files`, or within the only file."""
+        if not self._is_complete:
+            chunks, _ = self._plan.locate(files, rows)
+            missing = np.unique(chunks[~self._is_there[chunks]]).tolist()
+            if missing:
+                self._add(missing, decode)
+        # All indices are in bounds. In the default mode NumPy would copy by way of a buffer.
+        return self._rows.take(numbers, 0, mode="clip")
+
+    def _add(self, chunks: list[int], decode: Callable[[ChunkBuffers], None]) -> None:
+        # Not in place, where rows could be seen before their bytes are in native order.
+        targets = [self._rows_of(chunk) for chunk in chunks]
+        decoded = [np.empty_like(target) for target in targets]
+        decode(list(zip(chunks, decoded, strict=True)))
+        for target, content in zip(targets, decoded, strict=True):
+            target[...] = content
+        self._is_there[chunks] = True
+        self._is_complete = bool(self._is_there.all())
+
+    def _rows_of(self, chunk: int) -> np.ndarray:
+        file, start, stop = self._plan.row_range(chunk)
+        first = int(self._offsets[file])
+        return self._rows[first + start : first + stop]
+
+
+class _BufferPool:
+    """Memory of closed caches, used again: the system would clear new pages one by one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[np.ndarray] = []
+
+    def empty(self, num_bytes: int) -> np.ndarray:
+        """Return `num_bytes` of memory with anything in it, as uint8."""
+        with self._lock:
+            for number, block in enumerate(self._idle):
+                if num_bytes <= block.nbytes <= _MAX_EXCESS * num_bytes:
+                    return self._idle.pop(number)[:num_bytes]
+        return np.empty(num_bytes, np.uint8)
+
+    def release(self, block: np.ndarray) -> None:
+        """Take back what `empty` has returned; nobody may use it any more."""
+        whole = block if block.base is None else block.base
+        with self._lock:
+            self._idle.append(whole)
+            while sum(each.nbytes for each in self._idle) > _MAX_IDLE_BYTES:
+                self._idle.pop(0)
+
+
+_MAX_IDLE_BYTES = 2**27
+_MAX_EXCESS = 4
+"""A buffer may be up to so many times larger than asked for."""
+
+_buffers = _BufferPool()

@@ -1,4 +1,4 @@
-"""Which rows of a field are read and decoded together, and how many of them are kept."""
+"""Chunk plan of each field: which rows are decoded together, and how many are cached."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mpistrat.sharding import ceil_div
 __all__ = ["ChunkPlan", "plan_fields"]
 
 _MIN_CAPACITY_BYTES = 2**25
-"""Decoded size of the chunks that are kept at least, of the field with the largest rows."""
+"""Decoded size of the chunks that are cached at least, of the field with the largest rows."""
 
 _SMALL_FIELD_BYTES = 2**23
 """The same of each other field."""
 
-_KEPT_BYTES = 2**23
+_ROW_CACHE_BYTES = 2**23
 """So much of a data set stays in memory over its passes: the smallest fields, often all of them."""
 
 _SMALL_SHARE = 0.02
-"""A kept field with at most this part of an example's bytes may be read in large blocks, of which
+"""A cached field with at most this part of an example's bytes may be read in large blocks, of which
 every rank needs most."""
 
 _SMALL_FIELD_BLOCK_BYTES = 2**20
@@ -36,17 +36,17 @@ _SMALL_FIELD_BLOCK_BYTES = 2**20
 class ChunkPlan:
     """The chunks of one field over all files, numbered from 0 on.
 
-    Data without chunks are read in blocks of rows, which are treated alike.
+    Data without chunks are read in blocks of rows, which are treated as chunks.
     """
 
     rows_of_file: np.ndarray
     """Length of each file."""
     rows_per_chunk: np.ndarray
     """For each file."""
-    is_kept: bool = False
-    """Whether decoded chunks stay in memory over passes."""
+    is_cached: bool = False
+    """Whether its rows stay in a `RowCache` over passes."""
     num_slots: int = 0
-    """How many chunks to keep otherwise."""
+    """How many chunks a `ChunkCache` holds otherwise."""
 
     @property
     def rows_per_slot(self) -> int:
@@ -63,18 +63,12 @@ class ChunkPlan:
         return np.cumsum([0, *(-(-self.rows_of_file // self.rows_per_chunk))])
 
     def locate(self, files: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the chunk of each row, and its number within the chunk. Local.
-
-        Parameters
-        ----------
-        files, rows : ndarray of int
-            The file of each row, or of all, and their numbers within the file.
-        """
+        """Return the chunk of each row, and its number within the chunk."""
         chunks, within = np.divmod(rows, self.rows_per_chunk[files])
         return chunks + self._first_chunk[files], within
 
-    def extent(self, chunk: int) -> tuple[int, int, int]:
-        """Return the file of a chunk, its first row there and the row after its last. Local."""
+    def row_range(self, chunk: int) -> tuple[int, int, int]:
+        """Return the file of a chunk, its first row there and the row after its last."""
         first_chunks, rows_per_chunk, rows_of_file = self._as_lists
         file = bisect.bisect_right(first_chunks, chunk) - 1
         start = (chunk - first_chunks[file]) * rows_per_chunk[file]
@@ -89,28 +83,21 @@ class ChunkPlan:
 
 
 def plan_fields(catalog: Catalog, window_rows: int) -> list[ChunkPlan]:
-    """Return the plan of each field, in the order of `Catalog.names`. Local.
-
-    Parameters
-    ----------
-    catalog : Catalog
-    window_rows : int
-        How many rows are mixed at a time: as many are in use, and as many decoded ahead.
-    """
+    """Return the plan of each field, in the order of `Catalog.names`."""
     rows_of_file = np.array([file.num_rows for file in catalog.files])
-    kept = _kept_fields(catalog)
+    cached = _cached_fields(catalog)
     plans = []
     for field, row_bytes in enumerate(catalog.row_sizes):
         lengths = np.array(
-            [_block_rows(catalog, file, field, kept) for file in range(len(catalog.files))]
+            [_block_rows(catalog, file, field, cached) for file in range(len(catalog.files))]
         )
-        plan = ChunkPlan(rows_of_file, lengths, field in kept)
-        if plan.is_kept:
+        plan = ChunkPlan(rows_of_file, lengths, field in cached)
+        if plan.is_cached:
             plans.append(plan)
             continue
         least_bytes = _MIN_CAPACITY_BYTES if field == catalog.widest else _SMALL_FIELD_BYTES
         num_slots = max(
-            # An eighth more than two windows, because lanes do not end with whole chunks.
+            # An eighth more than two windows, because partitions do not end with whole chunks.
             ceil_div(window_rows * 9, plan.rows_per_slot * 4),
             least_bytes // (plan.rows_per_slot * row_bytes + CHUNK_OVERHEAD_BYTES),
         )
@@ -118,22 +105,24 @@ def plan_fields(catalog: Catalog, window_rows: int) -> list[ChunkPlan]:
     return plans
 
 
-def _kept_fields(catalog: Catalog) -> set[int]:
+def _cached_fields(catalog: Catalog) -> set[int]:
     """Return the smallest fields, as many as may stay in memory."""
     num_rows, sizes = int(catalog.offsets[-1]), catalog.row_sizes
     # Of equal ones the widest last, whose chunks decide what is read ahead.
     ascending = sorted(range(len(sizes)), key=lambda field: (sizes[field], field == catalog.widest))
     totals = itertools.accumulate(num_rows * sizes[field] for field in ascending)
-    return {field for field, total in zip(ascending, totals, strict=True) if total <= _KEPT_BYTES}
+    return {
+        field for field, total in zip(ascending, totals, strict=True) if total <= _ROW_CACHE_BYTES
+    }
 
 
-def _block_rows(catalog: Catalog, file: int, field: int, kept: set[int]) -> int:
+def _block_rows(catalog: Catalog, file: int, field: int, cached: set[int]) -> int:
     """Return how many rows of a field to read together."""
     layouts = catalog.files[file].layouts
     if layouts[field].is_chunked or field == catalog.widest:
         return layouts[field].rows_per_chunk
     row_bytes = catalog.row_sizes[field]
-    if field in kept and row_bytes <= _SMALL_SHARE * sum(catalog.row_sizes):
+    if field in cached and row_bytes <= _SMALL_SHARE * sum(catalog.row_sizes):
         return max(_SMALL_FIELD_BLOCK_BYTES // max(row_bytes, 1), 1)
     # The rows of one chunk, which are needed together.
     return layouts[catalog.widest].rows_per_chunk

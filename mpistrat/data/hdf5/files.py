@@ -1,4 +1,4 @@
-"""The files that a reader holds open: few at a time, and none that changes."""
+"""Open files of a reader: few at a time, and none that changes."""
 
 from __future__ import annotations
 
@@ -23,93 +23,6 @@ from mpistrat.errors import DataError
 
 __all__ = ["FieldAccess", "OpenFiles", "StoredRows"]
 
-_Place = tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """Rows as they lie in the file: the chunks that begin with one row, side by side."""
-
-    decoder: ChunkDecoder
-    dtype: np.dtype
-    """As stored, foreign byte order too."""
-    chunk_shape: tuple[int, ...]
-    chunks: list[tuple[_Place, int, bytes]]
-    """Of each which part of the rows it fills, the filter mask and the content."""
-
-    def decode(self, rows: np.ndarray) -> bool:
-        """Fill `rows`. Local; other threads may run.
-
-        Returns
-        -------
-        bool
-            Whether it could be done. If not, `FieldAccess.read` can, or says why not.
-        """
-        num_bytes = math.prod(self.chunk_shape) * self.dtype.itemsize
-        for place, filter_mask, content in self.chunks:
-            try:
-                decoded = self.decoder.decode(content, filter_mask, num_bytes)
-            except ValueError:
-                return False
-            elements = np.frombuffer(decoded, self.dtype).reshape(self.chunk_shape)
-            target = rows[place]
-            # At the edges of the data set chunks stand out.
-            target[...] = elements[tuple(map(slice, target.shape))]
-        return True
-
-
-class FieldAccess:
-    """Reads rows of a data set. For one thread at a time.
-
-    Parameters
-    ----------
-    dataset : h5py.Dataset
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        # Each of these asks HDF5 anew.
-        self._shape, self._dtype, self._chunk_shape = dataset.shape, dataset.dtype, dataset.chunks
-        self._identifier = dataset.id
-        is_plain = dataset.chunks is not None and hdf5.is_stored_as(dataset, dataset.dtype)
-        self._decoder = make_decoder(hdf5.filters_of(dataset)) if is_plain else None
-        self._places = _places(self._shape[1:], self._chunk_shape[1:]) if is_plain else []
-
-    def fetch(self, start: int) -> StoredRows | None:
-        """Return the chunks that begin with row `start`, without decoding them. Local.
-
-        ``None`` where h5py must decode them, or where it fills in what was never written.
-        """
-        if self._decoder is None:
-            return None
-        chunks = []
-        for origin, place in self._places:
-            try:
-                filter_mask, content = self._identifier.read_direct_chunk((start, *origin))
-            except (OSError, RuntimeError, ValueError):
-                return None
-            chunks.append((place, filter_mask, content))
-        return StoredRows(self._decoder, self._dtype, self._chunk_shape, chunks)
-
-    def read(self, start: int, rows: np.ndarray) -> None:
-        """Fill `rows`, which begin with row `start`, as h5py reads them. Local."""
-        if rows.size:
-            # Several times faster than read_direct.
-            rows[...] = self._dataset[start : start + len(rows)]
-
-
-def _places(
-    shape: tuple[int, ...], chunk_shape: tuple[int, ...]
-) -> list[tuple[tuple[int, ...], _Place]]:
-    """Return where each of the chunks side by side begins in a row, and what it fills of rows."""
-    starts = itertools.product(*map(range, itertools.repeat(0), shape, chunk_shape))
-    places = []
-    for start in starts:
-        ends = map(operator.add, start, chunk_shape)
-        places.append((start, (slice(None), *map(slice, start, ends))))
-    return places
-
-
 _T = TypeVar("_T")
 
 _MAX_OPEN_FILES = 64
@@ -117,31 +30,11 @@ _SHARE_OF_LIMIT = 4
 """At most every fourth of the files that the process may open."""
 
 _CHECK_INTERVAL_S = 0.5
-"""A file that is read is looked at so often, whether it has changed."""
-
-
-class _OpenFile:
-    """A file that is open, for HDF5 or without it or both."""
-
-    def __init__(self, num_fields: int) -> None:
-        self.file: Any = None
-        self.descriptor: int | None = None
-        self.fields: list[FieldAccess | None] = [None] * num_fields
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-        if self.descriptor is not None:
-            os.close(self.descriptor)
+"""How often a file that is read is checked for changes."""
 
 
 class OpenFiles:
-    """Files by number, of which those used last stay open.
-
-    Parameters
-    ----------
-    catalog : Catalog
-    """
+    """Files by number, of which those used last stay open."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -152,13 +45,7 @@ class OpenFiles:
         """To be held while a field is used: another thread might close its file."""
 
     def field(self, file: int, field: int) -> FieldAccess:
-        """Return access to a field; hold `lock` meanwhile. Local.
-
-        Raises
-        ------
-        DataError
-            If the file cannot be opened, or is not what it was when the data set was made.
-        """
+        """Return access to a field; hold `lock` meanwhile."""
         opened = self._opened(file)
         access = opened.fields[field]
         if access is None:
@@ -173,15 +60,7 @@ class OpenFiles:
         return access
 
     def descriptor(self, file: int) -> int:
-        """Return the descriptor of a file; hold `lock` meanwhile. Local.
-
-        Raises
-        ------
-        DataError
-            As `field`.
-        OSError
-            If the file cannot be opened.
-        """
+        """Return the descriptor of a file; hold `lock` meanwhile."""
         opened = self._opened(file)
         if opened.descriptor is None:
             path = self._catalog.files[file].path
@@ -189,13 +68,7 @@ class OpenFiles:
         return opened.descriptor
 
     def check(self, file: int) -> None:
-        """Look whether a file has changed, if that was some time ago. Local; for any thread.
-
-        Raises
-        ------
-        DataError
-            If it is not what it was when the data set was made.
-        """
+        """Check, in any thread and not too often, that a file has not changed."""
         now = time.monotonic()
         if now - self._checked_at.get(file, -math.inf) >= _CHECK_INTERVAL_S:
             _check_unchanged(self._catalog.files[file])
@@ -228,10 +101,25 @@ class OpenFiles:
         self._open.popitem(last=False)[1].close()
 
     def close(self) -> None:
-        """Close all files. Local."""
+        """Close all files."""
         with self.lock:
             while self._open:
                 self._close_oldest()
+
+
+class _OpenFile:
+    """A file that is open, for HDF5 or without it or both."""
+
+    def __init__(self, num_fields: int) -> None:
+        self.file: Any = None
+        self.descriptor: int | None = None
+        self.fields: list[FieldAccess | None] = [None] * num_fields
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+        if self.descriptor is not None:
+            os.close(self.descriptor)
 
 
 def _check_unchanged(entry: FileEntry) -> None:
@@ -255,3 +143,79 @@ def _changed(path: str) -> str:
         f"The file {path} has changed since the data set was made: its size, time of modification "
         "or inode is another. Write to another name and rename, or make the data set anew."
     )
+
+
+class FieldAccess:
+    """Reads rows of a data set. For one thread at a time."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        # Each of these attributes calls HDF5 every time.
+        self._shape, self._dtype, self._chunk_shape = dataset.shape, dataset.dtype, dataset.chunks
+        self._identifier = dataset.id
+        is_plain = dataset.chunks is not None and hdf5.is_stored_as(dataset, dataset.dtype)
+        self._decoder = make_decoder(hdf5.filters_of(dataset)) if is_plain else None
+        self._chunk_regions = (
+            _chunk_regions(self._shape[1:], self._chunk_shape[1:]) if is_plain else []
+        )
+
+    def fetch(self, start: int) -> StoredRows | None:
+        """Return the chunks that begin with row `start`, still encoded, or ``None``."""
+        # None where only h5py can decode them, or where it fills in what was never written.
+        if self._decoder is None:
+            return None
+        chunks = []
+        for origin, region in self._chunk_regions:
+            try:
+                filter_mask, content = self._identifier.read_direct_chunk((start, *origin))
+            except (OSError, RuntimeError, ValueError):
+                return None
+            chunks.append((region, filter_mask, content))
+        return StoredRows(self._decoder, self._dtype, self._chunk_shape, chunks)
+
+    def read(self, start: int, rows: np.ndarray) -> None:
+        """Fill `rows`, which begin with row `start`, as h5py reads them."""
+        if rows.size:
+            # Several times faster than read_direct.
+            rows[...] = self._dataset[start : start + len(rows)]
+
+
+def _chunk_regions(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...]
+) -> list[tuple[tuple[int, ...], _Region]]:
+    """Return where each of the chunks side by side begins in a row, and which region it fills."""
+    starts = itertools.product(*map(range, itertools.repeat(0), shape, chunk_shape))
+    regions = []
+    for start in starts:
+        ends = map(operator.add, start, chunk_shape)
+        regions.append((start, (slice(None), *map(slice, start, ends))))
+    return regions
+
+
+_Region = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows as they lie in the file: the chunks that begin with one row, side by side."""
+
+    decoder: ChunkDecoder
+    dtype: np.dtype
+    """As stored, foreign byte order too."""
+    chunk_shape: tuple[int, ...]
+    chunks: list[tuple[_Region, int, bytes]]
+    """Of each which region of the rows it fills, the filter mask and the content."""
+
+    def decode(self, rows: np.ndarray) -> bool:
+        """Fill `rows`, or return False: then `FieldAccess.read` can, or says why not."""
+        num_bytes = math.prod(self.chunk_shape) * self.dtype.itemsize
+        for region, filter_mask, content in self.chunks:
+            try:
+                decoded = self.decoder.decode(content, filter_mask, num_bytes)
+            except ValueError:
+                return False
+            elements = np.frombuffer(decoded, self.dtype).reshape(self.chunk_shape)
+            target = rows[region]
+            # Chunks extend beyond the edges of the data set.
+            target[...] = elements[tuple(map(slice, target.shape))]
+        return True

@@ -1,4 +1,8 @@
-"""HDF5 filters, undone outside the library: deflate, shuffle, plugins."""
+"""HDF5 filters, decoded outside the library: deflate, shuffle, checksums, LZF, plugins.
+
+HDF5 decodes under one global lock. These functions release Python's lock too, so that threads
+decode chunks side by side.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,52 @@ import numpy as np
 
 from mpistrat import hdf5
 
-__all__ = ["ChunkDecoder", "has_lzf", "inflate", "make_decoder", "plugin_undo", "undo_lzf"]
+__all__ = ["ChunkDecoder", "make_decoder"]
+
+_Decode = Callable[[Any, int], Any]
+"""Takes an encoded chunk and its final size in bytes, returns it with one filter less."""
+
+_DEFLATE, _SHUFFLE, _FLETCHER32, _LZF = 1, 2, 3, 32000
+_CHECKSUM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ChunkDecoder:
+    """Decodes the chunks of one data set. Threads may share it."""
+
+    filters: tuple[_Decode, ...]
+    """One for each filter, in the order in which they were applied."""
+
+    def decode(self, encoded: Any, filter_mask: int, num_bytes: int) -> Any:
+        """Return the `num_bytes` of a chunk."""
+        # Bit i of the mask is set where filter i was left out for this chunk.
+        for number in reversed(range(len(self.filters))):
+            if not filter_mask >> number & 1:
+                encoded = self.filters[number](encoded, num_bytes)
+        if len(encoded) != num_bytes:
+            raise ValueError(f"a chunk has {len(encoded)} bytes in place of {num_bytes}")
+        return encoded
+
+
+def make_decoder(filters: Sequence[tuple[int, Sequence[int]]]) -> ChunkDecoder | None:
+    """Return a decoder for filters, each by number and client data; ``None`` without one."""
+    decoders = [_decoder_of(filter_id, values) for filter_id, values in filters]
+    known = tuple(each for each in decoders if each is not None)
+    return ChunkDecoder(known) if len(known) == len(decoders) else None
+
+
+def _decoder_of(filter_id: int, values: Sequence[int]) -> _Decode | None:
+    """Return what decodes one filter, ``None`` where only HDF5 can."""
+    if filter_id == _DEFLATE:
+        return _inflate
+    if filter_id == _SHUFFLE and values:
+        return partial(_unshuffle, values[0])
+    if filter_id == _FLETCHER32:
+        return _without_checksum
+    if filter_id == _LZF and _lzf() is not None:
+        return _decode_lzf
+    return _plugin_decoder(filter_id, values)
+
 
 _FASTEST_FIRST = ("isal.isal_zlib", "zlib_ng.zlib_ng")
 """Modules with the functions of `zlib`, which need not be installed."""
@@ -23,17 +72,11 @@ _FASTEST_FIRST = ("isal.isal_zlib", "zlib_ng.zlib_ng")
 _ZLIB_HEADER = 15
 
 
-def inflate(encoded: Any, num_bytes: int) -> bytes:
-    """Return the `num_bytes` or so that a stream of zlib holds. Local; other threads may run.
-
-    Raises
-    ------
-    ValueError
-        If the stream is damaged.
-    """
+def _inflate(encoded: Any, num_bytes: int) -> bytes:
+    """Return what a stream of zlib holds, about `num_bytes`."""
     try:
         return _decompress()(encoded, _ZLIB_HEADER, num_bytes)
-    except Exception as reason:  # each library has an error of its own
+    except Exception as reason:  # each library raises its own type
         raise ValueError(f"the compressed data are damaged: {reason}") from reason
 
 
@@ -44,6 +87,62 @@ def _decompress() -> Callable[[Any, int, int], bytes]:
             decompress: Callable[[Any, int, int], bytes] = importlib.import_module(name).decompress
             return decompress
     return zlib.decompress
+
+
+def _unshuffle(item_bytes: int, shuffled: Any, num_bytes: int) -> Any:
+    """Return the items whole again: first came the first byte of each, then the second, ..."""
+    num_items = len(shuffled) // max(item_bytes, 1)
+    if item_bytes <= 1 or num_items <= 1:
+        return shuffled
+    planes = np.frombuffer(shuffled, np.uint8)
+    whole = np.empty(len(planes), np.uint8)
+    end = num_items * item_bytes
+    whole[:end].reshape(num_items, item_bytes)[:] = planes[:end].reshape(item_bytes, num_items).T
+    whole[end:] = planes[end:]
+    return whole
+
+
+def _without_checksum(with_checksum: Any, num_bytes: int) -> Any:
+    """Return the content before a Fletcher checksum, over 16-bit big-endian words, that fits."""
+    both = memoryview(with_checksum)
+    content, stored = both[:-_CHECKSUM_BYTES], int.from_bytes(both[-_CHECKSUM_BYTES:], "little")
+    even = len(content) // 2 * 2
+    words = np.frombuffer(content[:even], ">u2").astype(np.uint64)
+    if even < len(content):
+        words = np.append(words, np.uint64(content[-1] << 8))
+    first, second = int(words.sum()), int(np.dot(words, _weights(len(words))))
+    # Sums of ones' complement: 0 and 65535 are the same number.
+    if (first - (stored & 0xFFFF)) % 65535 or (second - (stored >> 16)) % 65535:
+        raise ValueError("a chunk has another checksum than when it was written")
+    return content
+
+
+@lru_cache(maxsize=4)
+def _weights(num_words: int) -> np.ndarray:
+    """Return how often each word counts in the second sum, so small that no sum overflows."""
+    weights: np.ndarray = np.arange(num_words, 0, -1, dtype=np.uint64) % np.uint64(65535)
+    return weights
+
+
+def _decode_lzf(encoded: Any, num_bytes: int) -> bytes:
+    """Return what LZF has encoded."""
+    decoded = ctypes.create_string_buffer(num_bytes)
+    length = _lzf()(bytes(encoded), len(encoded), decoded, num_bytes)
+    if not length:
+        raise ValueError("a chunk cannot be decoded by LZF")
+    return decoded.raw[:length]
+
+
+@cache
+def _lzf() -> Any:
+    """Return the function of h5py's own copy of LZF, ``None`` where it has none."""
+    try:
+        function = ctypes.CDLL(hdf5.extension_path()).lzf_decompress
+    except (AttributeError, OSError):
+        return None
+    function.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+    function.restype = ctypes.c_uint
+    return function
 
 
 _REENTRANT = {"blosc", "blosc2", "bshuf", "bzip2", "lz4", "zstd"}
@@ -78,23 +177,16 @@ class _FilterClass(ctypes.Structure):
     )
 
 
-def plugin_undo(filter_id: int, values: Sequence[int]) -> Callable[[Any, int], bytes] | None:
-    """Return what decodes a chunk of the filter, ``None`` where no plugin is known to. Local.
-
-    Parameters
-    ----------
-    filter_id : int
-    values : sequence of int
-        The client data of the filter, as the data set keeps them.
-    """
+def _plugin_decoder(filter_id: int, values: Sequence[int]) -> _Decode | None:
+    """Return what decodes a chunk of the filter, ``None`` where no plugin is known to."""
     function = _functions().get(filter_id)
     if function is None:
         return None
     parameters = (ctypes.c_uint * len(values))(*values)
 
-    def undo(encoded: Any, num_bytes: int) -> bytes:
+    def decode(encoded: Any, num_bytes: int) -> bytes:
         size = ctypes.c_size_t(len(encoded))
-        # The function frees this memory, and puts its own in place.
+        # The function frees this memory, and returns other memory in its place.
         memory = ctypes.c_void_p(_libc().malloc(max(len(encoded), 1)))
         try:
             ctypes.memmove(memory, bytes(encoded), len(encoded))
@@ -112,27 +204,7 @@ def plugin_undo(filter_id: int, values: Sequence[int]) -> Callable[[Any, int], b
         finally:
             _libc().free(memory)
 
-    return undo
-
-
-def undo_lzf(encoded: Any, num_bytes: int) -> bytes:
-    """Return what LZF has encoded, by h5py's own copy of the library. Local.
-
-    Raises
-    ------
-    ValueError
-        If the chunk is damaged.
-    """
-    decoded = ctypes.create_string_buffer(num_bytes)
-    length = _lzf()(bytes(encoded), len(encoded), decoded, num_bytes)
-    if not length:
-        raise ValueError("a chunk cannot be decoded by LZF")
-    return decoded.raw[:length]
-
-
-def has_lzf() -> bool:
-    """Return whether `undo_lzf` can be called. Local."""
-    return _lzf() is not None
+    return decode
 
 
 @cache
@@ -149,117 +221,9 @@ def _functions() -> dict[int, Any]:
 
 
 @cache
-def _lzf() -> Any:
-    try:
-        function = ctypes.CDLL(hdf5.extension_path()).lzf_decompress
-    except (AttributeError, OSError):
-        return None
-    function.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
-    function.restype = ctypes.c_uint
-    return function
-
-
-@cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     return libc
-
-
-_Undo = Callable[[Any, int], Any]
-"""Takes an encoded chunk and its final size in bytes, returns it with one filter less."""
-
-_DEFLATE, _SHUFFLE, _FLETCHER32, _LZF = 1, 2, 3, 32000
-_CHECKSUM_BYTES = 4
-
-
-@dataclass(frozen=True)
-class ChunkDecoder:
-    """Decodes the chunks of one data set. Threads may share it."""
-
-    undos: tuple[_Undo, ...]
-    """One for each filter, in the order in which they were applied."""
-
-    def decode(self, encoded: Any, filter_mask: int, num_bytes: int) -> Any:
-        """Return the `num_bytes` of a chunk. Local; other threads may run.
-
-        Parameters
-        ----------
-        encoded : bytes-like
-        filter_mask : int
-            Bit i is set where filter i was left out for this chunk.
-        num_bytes : int
-
-        Raises
-        ------
-        ValueError
-            If the chunk is damaged.
-        """
-        for number in reversed(range(len(self.undos))):
-            if not filter_mask >> number & 1:
-                encoded = self.undos[number](encoded, num_bytes)
-        if len(encoded) != num_bytes:
-            raise ValueError(f"a chunk has {len(encoded)} bytes in place of {num_bytes}")
-        return encoded
-
-
-def make_decoder(filters: Sequence[tuple[int, Sequence[int]]]) -> ChunkDecoder | None:
-    """Return a decoder, ``None`` where there is a filter that only HDF5 knows. Local.
-
-    Parameters
-    ----------
-    filters : sequence of (int, sequence of int)
-        Number and client data of each, in the order in which they are applied.
-    """
-    undos = [_undo(filter_id, values) for filter_id, values in filters]
-    known = tuple(undo for undo in undos if undo is not None)
-    return ChunkDecoder(known) if len(known) == len(undos) else None
-
-
-def _undo(filter_id: int, values: Sequence[int]) -> _Undo | None:
-    if filter_id == _DEFLATE:
-        return inflate
-    if filter_id == _SHUFFLE and values:
-        return partial(_unshuffled, values[0])
-    if filter_id == _FLETCHER32:
-        return _checked
-    if filter_id == _LZF and has_lzf():
-        return undo_lzf
-    return plugin_undo(filter_id, values)
-
-
-def _unshuffled(item_bytes: int, shuffled: Any, num_bytes: int) -> Any:
-    """Return the items whole again: first came the first byte of each, then the second, ..."""
-    num_items = len(shuffled) // max(item_bytes, 1)
-    if item_bytes <= 1 or num_items <= 1:
-        return shuffled
-    planes = np.frombuffer(shuffled, np.uint8)
-    whole = np.empty(len(planes), np.uint8)
-    end = num_items * item_bytes
-    whole[:end].reshape(num_items, item_bytes)[:] = planes[:end].reshape(item_bytes, num_items).T
-    whole[end:] = planes[end:]
-    return whole
-
-
-def _checked(with_checksum: Any, num_bytes: int) -> Any:
-    """Return the bytes before the checksum (Fletcher's, over 16-bit big-endian words)."""
-    both = memoryview(with_checksum)
-    content, stored = both[:-_CHECKSUM_BYTES], int.from_bytes(both[-_CHECKSUM_BYTES:], "little")
-    even = len(content) // 2 * 2
-    words = np.frombuffer(content[:even], ">u2").astype(np.uint64)
-    if even < len(content):
-        words = np.append(words, np.uint64(content[-1] << 8))
-    first, second = int(words.sum()), int(np.dot(words, _weights(len(words))))
-    # Sums of ones' complement: 0 and 65535 are the same number.
-    if (first - (stored & 0xFFFF)) % 65535 or (second - (stored >> 16)) % 65535:
-        raise ValueError("a chunk has another checksum than when it was written")
-    return content
-
-
-@lru_cache(maxsize=4)
-def _weights(num_words: int) -> np.ndarray:
-    """Return how often each word counts in the second sum, so small that no sum overflows."""
-    weights: np.ndarray = np.arange(num_words, 0, -1, dtype=np.uint64) % np.uint64(65535)
-    return weights

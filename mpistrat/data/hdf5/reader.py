@@ -1,11 +1,10 @@
-"""Rows of HDF5 files: whole chunks decoded by threads, ahead of their use."""
+"""Reader of HDF5 rows: threads decode whole chunks ahead of their use."""
 
 from __future__ import annotations
 
 import bisect
 import os
 import re
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.data.hdf5.catalog import Catalog
-from mpistrat.data.hdf5.chunk_cache import ChunkCache, RowCache
+from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
 from mpistrat.data.hdf5.chunk_plan import plan_fields
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
 from mpistrat.data.order import Block
@@ -22,72 +21,28 @@ from mpistrat.errors import DataError
 from mpistrat.settings import environment, settings
 from mpistrat.system.cpu import num_cores
 
-__all__ = ["Hdf5Reader", "num_decoding_threads"]
-
-_MAX_THREADS = 8
-"""Python's own part of reading a chunk keeps more from helping."""
-
-_RANKS_OF_NODE = (
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "PALS_LOCAL_SIZE",
-)
-"""Variables in which launchers tell how many ranks share this node."""
-
-
-def num_decoding_threads() -> int:
-    """Return the number of threads of a reader. Local.
-
-    ``MPISTRAT_DATA_THREADS``; by default this rank's share of the cores, up to eight.
-    """
-    chosen = settings().data_threads
-    if chosen is not None:
-        return chosen
-    cores = num_cores()
-    if cores == os.cpu_count():  # else the launcher has given this rank cores of its own
-        cores //= _ranks_of_node()
-    return max(1, min(cores, _MAX_THREADS))
-
-
-def _ranks_of_node() -> int:
-    variables = environment()
-    for name in _RANKS_OF_NODE:
-        digits = re.match(r"\d+", variables.get(name, ""))  # of Slurm's "4(x2),3" the first
-        if digits:
-            return max(int(digits[0]), 1)
-    return 1
-
+__all__ = ["Hdf5Reader"]
 
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
 """What h5py raises."""
 
 _TINY_CHUNK_BYTES = 2**14
-"""Chunks of at most that size are decoded where they are announced: most of that is Python's work,
-of which threads get no more done, and handing it over takes longer."""
+"""Chunks of at most that size are decoded where they are announced: most of the time is Python's,
+which threads do not shorten, and handing them over takes longer."""
 
 _MIN_RUN_ROWS = 8
-"""Fewer rows in a row may still be a part of disorder: then a block is read and kept."""
+"""Fewer rows in a row may still be a part of disorder: then a block is read and cached."""
 
 
 class Hdf5Reader:
-    """Reads examples by their numbers, in any order.
+    """Reads examples by their numbers, in any order."""
 
-    Whole chunks are decoded, by threads and outside of HDF5 where their filters are known, in the
-    order in which `expect` has heard of them. Runs of rows of data without chunks are read by
-    slices. Small fields are read once and kept.
+    # Whole chunks are decoded, by threads and outside of HDF5 where their filters are known, in
+    # the order in which they are announced to `expect`. Runs of rows of data without chunks are
+    # read by slices. Small fields are read once and stay in caches, which the readers of a source
+    # share.
 
-    Parameters
-    ----------
-    catalog : Catalog
-    window_rows : int
-        How many rows are mixed at a time.
-    kept : dict from int to RowCache
-        Small fields, by their numbers, as far as earlier readers of the same files have needed
-        them. The others are added.
-    """
-
-    def __init__(self, catalog: Catalog, window_rows: int, kept: dict[int, RowCache]) -> None:
+    def __init__(self, catalog: Catalog, window_rows: int, row_caches: dict[int, RowCache]) -> None:
         self._catalog = catalog
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
@@ -103,13 +58,13 @@ class Hdf5Reader:
             for field in self._filled
             if any(file.layouts[field].is_chunked for file in catalog.files)
         ]
-        picked = [field for field in self._filled if not self._plans[field].is_kept]
-        self._kept = [field for field in self._filled if field not in picked]
-        self._kept_rows = kept
-        # In disorder data without chunks are read in blocks, which are treated like chunks.
-        self._announced = [field for field in picked if window_rows or field in self._chunked]
-        self._sliced = [field for field in picked if field not in self._announced]
-        self._stores: dict[int, ChunkCache] = {}
+        self._cached = [field for field in self._filled if self._plans[field].is_cached]
+        self._row_caches = row_caches
+        others = [field for field in self._filled if field not in self._cached]
+        # In disorder data without chunks are read in blocks, which are treated as chunks.
+        self._announced = [field for field in others if window_rows or field in self._chunked]
+        self._sliced = [field for field in others if field not in self._announced]
+        self._chunk_caches: dict[int, ChunkCache] = {}
         self._num_announced = 0
         widest = self._plans[catalog.widest]
         if self._announced:
@@ -118,23 +73,15 @@ class Hdf5Reader:
             self.lookahead_rows = 0
 
     def expect(self, block: Block) -> None:
-        """Note that the rows `block` are going to be read, after those noted before. Local."""
+        """Note that the rows `block` are going to be read, after those noted before."""
         self._check_process()
         files, rows = self._locate(np.asarray(block, np.int64))
         for field in self._announced:
-            self._store(field).announce(self._plans[field].locate(files, rows)[0])
+            self._chunk_cache(field).announce(self._plans[field].locate(files, rows)[0])
         self._num_announced += len(rows)
 
     def read(self, block: Block) -> Any:
-        """Return the examples `block`, as a nest of arrays of shape ``(len(block), *shape)``.
-
-        Local.
-
-        Raises
-        ------
-        DataError
-            If a file has vanished or changed, or cannot be decoded.
-        """
+        """Return the examples `block`, as a nest of arrays of shape ``(len(block), *shape)``."""
         self._check_process()
         numbers = np.asarray(block, np.int64)
         outputs: dict[int, np.ndarray] = {}
@@ -143,8 +90,8 @@ class Hdf5Reader:
                 outputs = self._slices(int(numbers[0]), int(numbers[-1]) + 1)
             if len(outputs) < len(self._filled):
                 files, rows = self._locate(numbers)
-                if self._kept:
-                    self._take_kept(numbers, files, rows, outputs)
+                if self._cached:
+                    self._take_cached(numbers, files, rows, outputs)
                 self._gather(files, rows, outputs)
         leaves = []
         for field, (shape, dtype) in enumerate(self._specs):
@@ -152,22 +99,22 @@ class Hdf5Reader:
             leaves.append(np.empty((len(numbers), *shape), dtype) if leaf is None else leaf)
         return nests.unflatten(self._catalog.structure, leaves)
 
-    def _take_kept(
+    def _take_cached(
         self,
         numbers: np.ndarray,
         files: np.ndarray,
         rows: np.ndarray,
         outputs: dict[int, np.ndarray],
     ) -> None:
-        """Add the small fields to `outputs`, provided that their files are what they were."""
+        """Add the small fields to `outputs`, provided that their files are unchanged."""
         for file in np.unique(files).tolist() if files.ndim else (0,):
             self._files.check(file)
-        for field in self._kept:
-            kept = self._kept_rows.get(field)
-            if kept is None:
-                kept = RowCache(self._plans[field], self._offsets, *self._specs[field])
-                kept = self._kept_rows.setdefault(field, kept)
-            outputs[field] = kept.take(numbers, files, rows, partial(self._load_all, field))
+        for field in self._cached:
+            cache = self._row_caches.get(field)
+            if cache is None:
+                cache = RowCache(self._plans[field], self._offsets, *self._specs[field])
+                cache = self._row_caches.setdefault(field, cache)
+            outputs[field] = cache.take(numbers, files, rows, partial(self._decode, field))
 
     def _gather(self, files: np.ndarray, rows: np.ndarray, outputs: dict[int, np.ndarray]) -> None:
         """Add the fields that are missing in `outputs`, picked from what was decoded."""
@@ -179,10 +126,10 @@ class Hdf5Reader:
             output = outputs[field] = np.empty((len(rows), *shape), dtype)
             plan = self._plans[field]
             chunks, within = plan.locate(files, rows)
-            store = self._store(field)
-            store.take(chunks, within, output)
+            cache = self._chunk_cache(field)
+            cache.take(chunks, within, output)
             if are_announced and field in self._announced:
-                store.release(chunks)
+                cache.release(chunks)
         self._num_announced -= len(rows) * are_announced
 
     def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -208,47 +155,48 @@ class Hdf5Reader:
             start = stop
         return outputs
 
-    def _store(self, field: int) -> ChunkCache:
-        """Return the decoded chunks of a field; they take memory from the first use on."""
-        store = self._stores.get(field)
-        if store is None:
+    def _chunk_cache(self, field: int) -> ChunkCache:
+        """Return the decoded chunks of a field, which take memory only once they are used."""
+        cache = self._chunk_caches.get(field)
+        if cache is None:
             plan, (shape, dtype) = self._plans[field], self._specs[field]
             slot_shape = (plan.rows_per_slot, *shape)
-            load = partial(self._begin_to_load, field)
-            store = self._stores[field] = ChunkCache(
-                plan.num_chunks, plan.num_slots, slot_shape, dtype, load
+            submit = partial(self._submit, field)
+            cache = self._chunk_caches[field] = ChunkCache(
+                plan.num_chunks, plan.num_slots, slot_shape, dtype, submit
             )
-        return store
+        return cache
 
-    def _begin_to_load(self, field: int, chunks: Sequence[tuple[int, np.ndarray]]) -> Future[None]:
+    def _submit(self, field: int, chunks: ChunkBuffers) -> Future[None]:
+        """Begin to decode some chunks."""
         if chunks[0][1].nbytes <= _TINY_CHUNK_BYTES:
             done: Future[None] = Future()
             try:
-                self._load_all(field, chunks)
+                self._decode(field, chunks)
             except Exception as error:  # to be raised where a row of them is read
                 done.set_exception(error)
             else:
                 done.set_result(None)
             return done
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(num_decoding_threads(), "mpistrat-decode")
-        return self._pool.submit(self._load_all, field, chunks)
+            self._pool = ThreadPoolExecutor(_num_decoding_threads(), "mpistrat-decode")
+        return self._pool.submit(self._decode, field, chunks)
 
-    def _load_all(self, field: int, chunks: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Fill the slots of some chunks. For any thread."""
-        extents = [self._plans[field].extent(chunk) for chunk, _ in chunks]
+    def _decode(self, field: int, chunks: ChunkBuffers) -> None:
+        """Decode some chunks, in any thread."""
+        row_ranges = [self._plans[field].row_range(chunk) for chunk, _ in chunks]
         # Together, because threads that wait for the lock stand in each other's way.
-        stored = self._fetch(field, extents)
-        for (file, start, stop), (_, slot), content in zip(extents, chunks, stored, strict=True):
+        stored = self._fetch(field, row_ranges)
+        for (file, start, stop), (_, slot), content in zip(row_ranges, chunks, stored, strict=True):
             rows = slot[: stop - start]
             if content is None or not content.decode(rows):
                 self._read(file, field, start, rows)
 
-    def _fetch(self, field: int, extents: list[tuple[int, int, int]]) -> list[StoredRows | None]:
+    def _fetch(self, field: int, row_ranges: list[tuple[int, int, int]]) -> list[StoredRows | None]:
         """Return chunks as they are stored; ``None`` for those that h5py has to decode."""
         stored: list[StoredRows | None] = []
         with self._files.lock:
-            for file, start, stop in extents:
+            for file, start, stop in row_ranges:
                 if not self._catalog.files[file].layouts[field].is_chunked:
                     stored.append(None)
                     continue
@@ -257,23 +205,25 @@ class Hdf5Reader:
                 except DataError:
                     raise
                 except _READ_ERRORS as reason:
-                    raise self._named(reason, file, field, start, stop) from reason
+                    raise self._read_error(reason, file, field, start, stop) from reason
         return stored
 
     def _read(self, file: int, field: int, start: int, rows: np.ndarray) -> None:
-        """Fill `rows`, which begin with row `start` of a file, without the threads' help."""
-        extent = self._catalog.files[file].layouts[field].extent
+        """Fill `rows`, which begin with row `start` of a file, in this thread."""
+        storage = self._catalog.files[file].layouts[field].storage
         try:
             with self._files.lock:
-                if not (extent and extent.read(self._files.descriptor(file), start, rows)):
+                if not (storage and storage.read(self._files.descriptor(file), start, rows)):
                     self._files.field(file, field).read(start, rows)
         except DataError:
             raise
         except _READ_ERRORS as reason:
-            raise self._named(reason, file, field, start, start + len(rows)) from reason
+            raise self._read_error(reason, file, field, start, start + len(rows)) from reason
 
-    def _named(self, reason: Exception, file: int, field: int, start: int, stop: int) -> DataError:
-        """Return the error that says where h5py has raised `reason`."""
+    def _read_error(
+        self, reason: Exception, file: int, field: int, start: int, stop: int
+    ) -> DataError:
+        """Return the error that says which rows h5py could not read."""
         return DataError(
             f"Rows {start} to {stop - 1} of the field {self._catalog.names[field]!r} of "
             f"{self._catalog.files[file].path} cannot be read: {reason}. The file is damaged, "
@@ -288,12 +238,12 @@ class Hdf5Reader:
             )
 
     def close(self) -> None:
-        """End the threads, close the files and forget the chunks. Local."""
+        """End the threads, close the files and forget the chunks."""
         if os.getpid() == self._pid:
             if self._pool is not None:
                 self._pool.shutdown(cancel_futures=True)
-            for store in self._stores.values():
-                store.close()
+            for cache in self._chunk_caches.values():
+                cache.close()
             self._files.close()
 
 
@@ -302,3 +252,35 @@ def _is_run(numbers: np.ndarray) -> bool:
     if count < _MIN_RUN_ROWS or numbers[-1] != first + count - 1:
         return False
     return np.arange(first, first + count).tobytes() == numbers.tobytes()
+
+
+_MAX_THREADS = 8
+"""Python's own part of reading a chunk keeps more from helping."""
+
+_RANKS_OF_NODE = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "PALS_LOCAL_SIZE",
+)
+"""Variables of launchers for the number of ranks that share this node."""
+
+
+def _num_decoding_threads() -> int:
+    """Return the number of threads of a reader: by default this rank's share of the cores."""
+    chosen = settings().data_threads
+    if chosen is not None:
+        return chosen
+    cores = num_cores()
+    if cores == os.cpu_count():  # else the launcher has bound this rank to its own cores
+        cores //= _ranks_of_node()
+    return max(1, min(cores, _MAX_THREADS))
+
+
+def _ranks_of_node() -> int:
+    variables = environment()
+    for name in _RANKS_OF_NODE:
+        digits = re.match(r"\d+", variables.get(name, ""))  # of Slurm's "4(x2),3" the first
+        if digits:
+            return max(int(digits[0]), 1)
+    return 1

@@ -1,4 +1,4 @@
-"""HDF5 files as a source of examples."""
+"""HDF5 source: the examples of one or several files."""
 
 from __future__ import annotations
 
@@ -20,20 +20,7 @@ __all__ = ["Hdf5Source"]
 
 
 class Hdf5Source:
-    """Examples from one or several HDF5 files, which are looked at when first needed.
-
-    Parameters
-    ----------
-    files : path, or iterable of paths
-        Paths or glob patterns.
-    fields : str, tuple, list or dict of str, optional
-        Paths of data sets inside the files; ``None`` for every one at the top level.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `files` or `fields` have another form or are empty.
-    """
+    """Examples from one or several HDF5 files, which are looked at when first needed."""
 
     def __init__(
         self,
@@ -54,18 +41,10 @@ class Hdf5Source:
             raise ValueError("from_hdf5 needs at least one file, but the list is empty.")
         _check_fields(fields)
         self._fields = fields
-        self._kept: dict[int, RowCache] = {}
+        self._row_caches: dict[int, RowCache] = {}
 
     def share_of_rank(self, size: int, rank: int) -> Hdf5Source:
-        """Return the source of every `size`-th file, from file `rank` on. Local.
-
-        Raises
-        ------
-        ValueError
-            If there are fewer files than ranks.
-        DataError
-            If a file does not fit.
-        """
+        """Return the source of every `size`-th file, from file `rank` on."""
         num_files = len(self.catalog.files)
         if num_files < size:
             raise ValueError(
@@ -111,11 +90,9 @@ class Hdf5Source:
         return "from_hdf5"
 
     @property
-    def parts(self) -> list[str]:
-        """The size of an example, and the name, length and chunks of each file.
-
-        Folders do not count, so that ranks may read copies of their own.
-        """
+    def order_entries(self) -> list[str]:
+        """The size of an example, and the name, length and chunks of each file."""
+        # Folders do not count, so that ranks may read their own copies.
         widest = self.catalog.widest
         return [f"{sum(self.catalog.row_sizes)} bytes an example"] + [
             f"the file {os.path.basename(file.path)} with {file.num_rows} rows in chunks of "
@@ -124,12 +101,12 @@ class Hdf5Source:
         ]
 
     def stream(self) -> Iterator[Block]:
-        """Not for files, whose length is known."""
+        """Refuse: the length of files is known."""
         raise AssertionError("a source of known length is read by row numbers")
 
     def open(self, window_rows: int) -> Hdf5Reader:
-        """Return a reader that keeps two windows: one in use, and the next. Local."""
-        return Hdf5Reader(self.catalog, window_rows, self._kept)
+        """Return a reader that caches two windows: one in use, and the next."""
+        return Hdf5Reader(self.catalog, window_rows, self._row_caches)
 
 
 def _check_fields(fields: Any) -> None:

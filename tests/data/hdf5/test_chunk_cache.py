@@ -31,13 +31,13 @@ def pattern(tmp_path):
 def loaded(monkeypatch):
     """Return a list of the field and number of each chunk that is read, ever longer."""
     numbers = []
-    load = Hdf5Reader._load_all
+    decode = Hdf5Reader._decode
 
     def noting(self, field, chunks):
         numbers.extend((self._catalog.names[field], chunk) for chunk, _ in chunks)
-        return load(self, field, chunks)
+        return decode(self, field, chunks)
 
-    monkeypatch.setattr(Hdf5Reader, "_load_all", noting)
+    monkeypatch.setattr(Hdf5Reader, "_decode", noting)
     return numbers
 
 
@@ -76,7 +76,7 @@ def test_a_rank_reads_only_what_it_needs(pattern, loaded, all_ranks):
 
 
 @pytest.mark.parametrize(
-    ("limit", "kept"),
+    ("limit", "cached"),
     [
         (sum(NUM_ROWS) - 1, set()),
         (sum(NUM_ROWS), {"flag"}),
@@ -86,29 +86,29 @@ def test_a_rank_reads_only_what_it_needs(pattern, loaded, all_ranks):
     ],
 )
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_the_smallest_fields_are_kept_as_far_as_the_limit_goes(
-    pattern, loaded, monkeypatch, limit, kept, shuffled
+def test_the_smallest_fields_are_cached_as_far_as_the_limit_goes(
+    pattern, loaded, monkeypatch, limit, cached, shuffled
 ):
-    monkeypatch.setattr(chunk_plan, "_KEPT_BYTES", limit)
+    monkeypatch.setattr(chunk_plan, "_ROW_CACHE_BYTES", limit)
     dataset = Dataset.from_hdf5(pattern)
     batches = (dataset.shuffle(0) if shuffled else dataset).batch(32)
     assert all(map(is_sound, batches))
     loaded.clear()
     assert all(map(is_sound, batches))
-    # Of what is not kept, rows in one piece are read by slices where they are in order.
-    assert {name for name, _ in loaded} == {"image", "flag"} - kept | (
-        {"label"} - kept if shuffled else set()
+    # Of what is not cached, rows in one piece are read by slices where they are in order.
+    assert {name for name, _ in loaded} == {"image", "flag"} - cached | (
+        {"label"} - cached if shuffled else set()
     )
 
 
-def test_of_fields_of_one_size_that_of_the_chunks_is_kept_last(tmp_path, monkeypatch):
+def test_of_fields_of_one_size_that_of_the_chunks_is_cached_last(tmp_path, monkeypatch):
     with h5py.File(tmp_path / "pair.h5", "w") as file:
         for name in "ab":
             file.create_dataset(name, data=np.arange(1000), chunks=(10,))
-    monkeypatch.setattr(chunk_plan, "_KEPT_BYTES", 8000)
+    monkeypatch.setattr(chunk_plan, "_ROW_CACHE_BYTES", 8000)
     catalog = read_catalog([str(tmp_path / "pair.h5")], None)
     plans = chunk_plan.plan_fields(catalog, 100)
-    assert not plans[catalog.widest].is_kept
-    assert sum(plan.is_kept for plan in plans) == 1
+    assert not plans[catalog.widest].is_cached
+    assert sum(plan.is_cached for plan in plans) == 1
     for a, b in Dataset.from_hdf5(tmp_path / "pair.h5", ("a", "b")).shuffle(0).batch(64):
         assert a.tolist() == b.tolist()

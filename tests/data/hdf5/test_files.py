@@ -32,7 +32,7 @@ def touched(path):
     os.utime(path, ns=(0, 0))
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 2**20])
+@pytest.mark.parametrize("cache_bytes", [0, 2**20])
 @pytest.mark.parametrize(
     ("happens", "message"),
     [
@@ -42,11 +42,11 @@ def touched(path):
         (os.unlink, "data.h5 has vanished since"),
     ],
 )
-def test_a_file_that_changes_is_noticed(numbered, monkeypatch, happens, message, kept_bytes):
+def test_a_file_that_changes_is_noticed(numbered, monkeypatch, happens, message, cache_bytes):
     path = numbered(1000, chunk=10, compression="gzip")
     dataset = Dataset.from_hdf5(path, "image").batch(10)
     monkeypatch.setattr(files, "_CHECK_INTERVAL_S", 0.0)
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", cache_bytes)
     # As little as possible is read ahead.
     monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._MIN_CAPACITY_BYTES", 0)
     iterator = iter(dataset)
@@ -126,9 +126,9 @@ def in_child(dataset, iterator, answers):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("kept_bytes", [0, 2**20])
-def test_a_forked_process_reads_with_an_iterator_of_its_own(numbered, monkeypatch, kept_bytes):
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._KEPT_BYTES", kept_bytes)
+@pytest.mark.parametrize("cache_bytes", [0, 2**20])
+def test_a_forked_process_reads_with_an_iterator_of_its_own(numbered, monkeypatch, cache_bytes):
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", cache_bytes)
     path = numbered(10_000, chunk=2000, compression="gzip")
     dataset = Dataset.from_hdf5(path).shuffle(0).batch(1000)
     iterator = iter(dataset)
