@@ -31,18 +31,6 @@ class Call:
     on this rank, the rank tells the others in place of agreeing: if all ranks refuse, each
     raises its own error and the strategy stays usable; if only some do, the others get an
     `EpochMismatchError` that names them.
-
-    Parameters
-    ----------
-    channel : Channel
-    kind : str
-        Name of the public function.
-    name : str, optional
-        Name of the variable or object that it is called on; must agree over ranks.
-    timeout_s : float, optional
-        Limit in place of the channel's own.
-    owner : int
-        Number of the strategy on the channel; must agree over ranks.
     """
 
     def __init__(
@@ -82,22 +70,11 @@ class Call:
         return self
 
     def agree(self, *details: object) -> None:
-        """Make sure that every rank is in this call with equal `details`. **Collective**.
-
-        Parameters
-        ----------
-        *details
-            Hashable values whose ``repr`` is equal on all ranks that agree.
-
-        Raises
-        ------
-        EpochError
-            On every rank, if any rank is elsewhere, brings other details or has ended.
-        """
+        """Make sure that every rank is in this call with equal `details`. **Collective**."""
         self.agree_on(self.signature(*details))
 
     def signature(self, *details: object) -> tuple[Any, ...]:
-        """Return all that the ranks compare. Local."""
+        """Return all that the ranks compare."""
         return (self.kind, self.name, self.owner, *details)
 
     def agree_on(self, signature: tuple[Any, ...]) -> None:
@@ -118,7 +95,7 @@ class Call:
         entry.state = _AGREED
 
     def begin(self, signature: tuple[object, ...]) -> FlightEntry:
-        """Note in the flight record that this rank comes to its next collective. Local."""
+        """Note in the flight record that this rank comes to its next collective."""
         if self._entry is not None:
             self.end(self._entry, State.DONE)
         channel = self.channel
@@ -127,7 +104,7 @@ class Call:
         return entry
 
     def end(self, entry: FlightEntry, state: str) -> None:
-        """Note the end of one collective of this call. Local."""
+        """Note the end of one collective of this call."""
         entry.ended_ns = monotonic_ns()
         entry.state = state
         self._entry = None
@@ -137,12 +114,12 @@ class Call:
             self.moved = {}
 
     def include(self, number: float, words: str) -> None:
-        """Have `number`, which may change with each call, agreed too; `words` name it. Local."""
+        """Have `number`, which may change with each call, agreed too; `words` name it."""
         self._extra = int.from_bytes(struct.pack("d", number), "big")
         self._extra_words = words
 
     def words(self, *details: object) -> str:
-        """Return the call as error messages show it. Local."""
+        """Return the call as error messages show it."""
         name = f" of {self.name!r}" if self.name is not None else ""
         if self.channel.num_strategies > 1:
             name += f" (strategy {self.owner})"

@@ -88,48 +88,7 @@ _CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
 
 
 class Channel:
-    """The agreement of the ranks of one transport.
-
-    Parameters
-    ----------
-    transport : Transport
-    timeout_s : float or None
-        How long to wait for missing ranks where a call gives no limit of its own.
-
-    Attributes
-    ----------
-    ledger : Ledger
-    closed : EpochError or None
-        What has ended the agreement of the ranks for good.
-    pending : bool
-        Whether a round was started and is not done.
-    lock : RLock
-        Held by the thread that is in a collective.
-    num_strategies : int
-        How many strategies share the channel.
-    checks : bool
-        Whether the ranks compare their calls before data moves.
-    on_collective : callable or None
-        Called with the number of each collective, from 1, before this rank comes to it.
-    on_received : callable or None
-        Called with each array that a collective has brought, which it may write to.
-    on_failure : callable or None
-        Called with `closed`, whenever a collective has ended with it.
-    peers : Peers or None
-        The other ranks on the side channel, where there is one.
-    lost : dict
-        What is known of ranks whose processes have died, by rank.
-    stuck_at : str or None
-        Where this rank gave up to wait in a round, which is still open.
-    is_reported : bool
-        Whether another rank ends the job and has said why.
-    waiting : tuple or None
-        The collective in which this rank waits for others, and since when.
-    pool, private_pool : Pool
-        Memory for results: that of the transport, which ranks may share, and of this process alone.
-    thread : int
-        Identifier of the thread that has waited in a collective last.
-    """
+    """The agreement of the ranks of one transport."""
 
     def __init__(self, transport: Transport, timeout_s: float | None) -> None:
         self.transport = transport
@@ -139,31 +98,47 @@ class Channel:
         self.ledger = Ledger()
         self.flight = FlightRecord()
         self.closed: EpochError | None = None
+        """What has ended the agreement of the ranks for good."""
         self.pending = False
+        """Whether a round was started and is not done."""
         self.lock = threading.RLock()
+        """Held by the thread that is in a collective."""
         self.num_strategies = 0
+        """How many strategies share the channel."""
         self.checks = True
+        """Whether the ranks compare their calls before data moves."""
         self.on_collective: Callable[[int], None] | None = None
+        """Called with the number of each collective, from 1, before this rank comes to it."""
         self.on_received: Callable[[Any], None] | None = None
+        """Called with each array that a collective has brought, which it may write to."""
         self.on_failure: Callable[[EpochError], object] | None = None
+        """Called with `closed`, whenever a collective has ended with it."""
         self.peers: Peers | None = None
+        """The other ranks on the side channel, where there is one."""
         self.lost: dict[int, str] = {}
+        """What is known of ranks whose processes have died, by rank."""
         self.stuck_at: str | None = None
+        """Where this rank gave up to wait in a round, which is still open."""
         self.is_reported = False
+        """Whether another rank ends the job and has said why."""
         self.waiting: tuple[str, float] | None = None
+        """The collective in which this rank waits for others, and since when."""
         self.thread = threading.get_ident()
+        """Identifier of the thread that has waited in a collective last."""
         self.pool = transport.pool
         self.private_pool = Pool()
+        """Memory for results: that of the transport, which ranks may share, and of this process
+        alone."""
         self._round = transport.round(4)
         self._outgoing = self._round.send.data.cast("B")
         self._incoming = self._round.receive.data.cast("B")
 
     def is_moving_data(self) -> bool:
-        """Return whether this rank waits for data inside the transport. Local, any thread."""
+        """Return whether this rank waits for data inside the transport, from any thread."""
         return bool(self.transport.occupancy)
 
     def check_open(self) -> None:
-        """Raise the error that closed this channel, if one did. Local."""
+        """Raise the error that closed this channel, if one did."""
         if self.lost and self.closed is None:
             self.closed = self._loss("another collective")
         if self.closed is not None:
@@ -172,31 +147,31 @@ class Channel:
             raise again from None
 
     def start_round(self, status: Status, digest: int) -> None:
-        """Bring `status` and `digest` to the next round. Local."""
+        """Bring `status` and `digest` to the next round."""
         _WORDS.pack_into(self._outgoing, 0, status, _MASK - status, digest, _MASK - digest)
         self._round.start()
         self.pending = True
 
     def round_is_done(self) -> bool:
-        """Return whether every rank has come to the round that was started. Local."""
+        """Return whether every rank has come to the round that was started."""
         if self.pending and self._round.done():
             self.pending = False
         return not self.pending
 
     def outcome(self) -> Outcome:
-        """Return what the round that is done has shown. Local."""
+        """Return what the round that is done has shown."""
         largest, smallest, digest, complement = _WORDS.unpack_from(self._incoming)
         if largest != _MASK - smallest or digest != _MASK - complement or largest == Status.END:
             return Outcome.MIXED
         return Outcome.ALL_CALL if largest == Status.CALL else Outcome.ALL_REFUSE
 
     def all_ended_well(self) -> bool:
-        """Return whether every rank brought the end with digest 0 to the round. Local."""
+        """Return whether every rank brought the end with digest 0 to the round."""
         _, smallest, digest, _ = self._round.receive.tolist()
         return bool(_MASK - smallest == Status.END and digest == 0)
 
     def all_ended(self) -> bool:
-        """Return whether every rank brought its end to the round that is done. Local."""
+        """Return whether every rank brought its end to the round that is done."""
         return bool(_MASK - self._round.receive.tolist()[1] == Status.END)
 
     def vote(
@@ -205,11 +180,6 @@ class Channel:
         """Take part in a round and wait for it. **Collective**.
 
         `extra` must agree too; unlike `signature` it may be another one each time.
-
-        Raises
-        ------
-        EpochTimeoutError
-            If some ranks do not come within `timeout_s` seconds. The channel is closed then.
         """
         if self.on_collective is not None:
             self.on_collective(self.ledger.sequence + 1)
@@ -311,18 +281,18 @@ class Channel:
     def report(
         self, what: str, site: str, *, ended: bool = False, cause: bool = False
     ) -> dict[str, Any]:
-        """Return what this rank says of itself where ranks disagree. Local."""
+        """Return what this rank says of itself where ranks disagree."""
         said = {"what": what, "site": site, "ended": ended, "cause": cause}
         return said | {"sequence": self.ledger.sequence} | self.ledger.as_json()
 
     def describe(self) -> dict[str, Any]:
-        """Return what the flight record says of this channel beside its collectives. Local."""
+        """Return what the flight record says of this channel beside its collectives."""
         place = {"rank": self.rank, "size": self.size, "next_number": self.ledger.sequence}
         closed = None if self.closed is None else str(self.closed)
         return place | self.ledger.as_json() | {"closed": closed}
 
     def disagreement(self, reports: Sequence[dict[str, Any]]) -> EpochError:
-        """Close the channel, and return the error to raise for the `reports` of all ranks. Local.
+        """Close the channel, and return the error to raise for the `reports` of all ranks.
 
         Wherever a round has shown `Outcome.MIXED`, each rank first makes exactly one `exchange`
         of its report, whatever it was about to do, so that they always meet.
@@ -346,12 +316,12 @@ class Channel:
         return error
 
     def note_end(self) -> None:
-        """Call `on_failure` if the agreement of the ranks has ended. Local."""
+        """Call `on_failure` if the agreement of the ranks has ended."""
         if self.closed is not None and self.on_failure is not None:
             self.on_failure(self.closed)
 
     def close_for_dropped(self, site: str) -> None:
-        """Let no more collectives be made: the handle of a reduction was dropped. Local.
+        """Let no more collectives be made: the handle of a reduction was dropped.
 
         It is logged too, because there may be no further collective to raise it.
         """
@@ -363,7 +333,7 @@ class Channel:
         self.closed = EpochError(f"{words} on rank {self.rank} of {self.size}. {remedy}")
 
     def close_in_fork(self) -> None:
-        """Let this process, which is a fork of a rank, make no collectives. Local.
+        """Let this process, which is a fork of a rank, make no collectives.
 
         The results that the program holds become its own: the rank goes on with others.
         """
@@ -374,7 +344,7 @@ class Channel:
         )
 
     def note_failure(self, error: BaseException, site: str) -> None:
-        """Record that a replica or merge function raised on this rank. Local."""
+        """Record that a replica or merge function raised on this rank."""
         self.ledger.failures += 1
         self.ledger.last_failure = f"{type(error).__name__} at {site}"
 

@@ -18,13 +18,7 @@ _CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
 
 
 def describe_disagreement(reports: Sequence[dict[str, Any]]) -> str:
-    """Return the table of which ranks are where, and what to do about it. Local.
-
-    Parameters
-    ----------
-    reports : sequence of dict
-        What each rank, in rank order, said of itself (`Channel.report`).
-    """
+    """Return the table of which ranks are where, and what to do about it."""
     counters_differ = len({_counters(report) for report in reports}) > 1
     groups: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
@@ -115,12 +109,12 @@ class Ledger:
     """The counters but `sequence` that were looked at last, and what they add to a digest."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return all but `sequence` in JSON values. Local."""
+        """Return all but `sequence` in JSON values."""
         names = "runs", "merge_calls", "updates", "failures", "last_failure"
         return {name: getattr(self, name) for name in names}
 
     def digest(self, signature: Any) -> int:
-        """Return 64 bits of the next collective's `signature` and the counters. Local."""
+        """Return 64 bits of the next collective's `signature` and the counters."""
         base = signature.digest if type(signature) is Signature else _digest_of(signature)
         if base is None:
             base = signature.digest = _digest_of(signature)

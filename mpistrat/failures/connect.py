@@ -29,11 +29,6 @@ def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
 
     **Collective** over `comm`. The channel works on a private duplicate, which lives as long as
     the communicator.
-
-    Raises
-    ------
-    EpochTimeoutError
-        If some ranks do not come within `timeout_s` seconds.
     """
     from mpi4py import MPI
 
@@ -62,18 +57,13 @@ def open_last_channel(grace_s: float) -> Channel | None:
 
     It matches the one that the other ranks open for their first strategy. ``None`` where this
     process is alone. **Collective**, but gives up after `grace_s` seconds.
-
-    Raises
-    ------
-    EpochTimeoutError
-        If the other ranks do not come.
     """
     comm = started_world()
     return None if comm is None else open_channel(comm, grace_s)
 
 
 def _hear_of_end(channel: Channel, question: Question) -> dict[str, Any]:
-    """Leave a record before another rank ends this process too. Local, any thread."""
+    """Leave a record before another rank ends this process too, from any thread."""
     on_end_of_job(channel, int(question["teller"]))
     channel.is_reported = True
     return {}

@@ -51,21 +51,7 @@ _MAX_FRAMES = 30
 
 
 def path_for(path: str | os.PathLike[str], rank: int) -> Path:
-    """Return the file of `rank` that `path` means. Local.
-
-    Parameters
-    ----------
-    path : path
-        A folder, or a file name with ``{rank}`` in it.
-    rank : int
-
-    Raises
-    ------
-    TypeError
-        If it is no path.
-    ValueError
-        If it names one file, which the ranks would write in turn.
-    """
+    """Return the file of `rank` that `path` means."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"dump_flight_record: path must be a str or a path, not {path!r}.")
     text = os.fspath(path)
@@ -80,7 +66,7 @@ def path_for(path: str | os.PathLike[str], rank: int) -> Path:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write the document to `path`, whole or not at all, making folders that miss. Local."""
+    """Write the document to `path`, whole or not at all, making folders that miss."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(content, indent=1) + "\n")
 
@@ -93,21 +79,7 @@ def document(
     reason: str,
     asked_by: str,
 ) -> dict[str, Any]:
-    """Return the record of `channels` in JSON values. Local, from any thread.
-
-    Parameters
-    ----------
-    channels : sequence of dict
-        Each as `channel_part` returns it.
-    rank, world_size : int
-        Of this process in the world.
-    library : str or None
-        Name and version of the MPI library.
-    reason : str
-        Why the record is dumped.
-    asked_by : str
-        The module that has the record dumped. Its part of the stack is not shown.
-    """
+    """Return the record of `channels` in JSON values, from any thread."""
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -152,7 +124,7 @@ def _main_stack(hidden: Sequence[str]) -> list[str]:
 def channel_part(
     channel: dict[str, Any], members: Sequence[int], entries: Iterable[FlightEntry]
 ) -> dict[str, Any]:
-    """Return the part on one channel, of which `Channel.describe` says `channel`. Local."""
+    """Return the part on one channel, of which `Channel.describe` says `channel`."""
     part = {"members": rank_spans(members)} | channel
     return part | {"entries": [_entry(each) for each in list(entries)]}
 
@@ -194,16 +166,11 @@ _DEFAULT_FOLDER = "mpistrat-flight"
 
 
 class _Dumps:
-    """What is to be dumped, and where to.
-
-    Attributes
-    ----------
-    members : dict
-        For each channel the rank in the world of each of its ranks.
-    """
+    """What is to be dumped, and where to."""
 
     def __init__(self) -> None:
         self.members: dict[Channel, Sequence[int]] = {}
+        """For each channel the rank in the world of each of its ranks."""
         self.library: str | None = None
         self.folder: str | None = None
         self.has_failed = False
@@ -223,20 +190,7 @@ def install(
     folder: str | None,
     length: int,
 ) -> None:
-    """Have the flight record of `channel` dumped when it is wanted. Local.
-
-    Parameters
-    ----------
-    channel : Channel
-    members : sequence of int
-        The rank in the world of each of its ranks.
-    library : str
-        Name and version of the MPI library.
-    folder : str or None
-        Where dumps go that nobody has asked for; ``None`` for nowhere.
-    length : int
-        How many collectives to keep.
-    """
+    """Have the flight record of `channel` dumped when it is wanted."""
     channel.flight.resize(length)
     _dumps.folder, _dumps.library = folder, library
     if channel in _dumps.members:
@@ -252,16 +206,7 @@ def install(
 
 
 def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked for") -> Path:
-    """Write the record of this rank, and return the path of the file. Local.
-
-    Parameters
-    ----------
-    path : path
-        As `flight_dump.path_for`.
-    channel : Channel
-        Of the strategy that asks: dumped with all others that are watched.
-    reason : str
-    """
+    """Write the record of this rank, and return the path of the file."""
     is_watched = channel in _dumps.members
     members = _dumps.members if is_watched else {channel: range(channel.size)}
     target = path_for(path, members[channel][channel.rank])
@@ -270,13 +215,13 @@ def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked fo
 
 
 def on_epoch_error(error: BaseException) -> None:
-    """Dump the records because the ranks have disagreed, or one did not come. Local."""
+    """Dump the records because the ranks have disagreed, or one did not come."""
     reason = f"{type(error).__name__}: {error}".split("\n")[0]
     _dump_failure(reason)
 
 
 def on_end_of_job(channel: Channel, rank: int) -> None:
-    """Dump the records because `rank` of `channel` ends this process too. Local, any thread."""
+    """Dump the records because `rank` of `channel` ends this process too, from any thread."""
     if not _dumps.has_failed and _dumps.file_of_leaving is None:
         members = _dumps.members.get(channel, range(channel.size))
         _dump_failure(f"rank {members[rank]} ends the job")

@@ -70,13 +70,6 @@ class LineMerger:
     """Prints each line once for all the ranks that say it at about the same time.
 
     What a rank repeats is printed as often as it says it. Not to be shared by threads.
-
-    Parameters
-    ----------
-    print_line : callable
-        Takes the text and the ranks that say it.
-    clock : callable
-        Returns the time in seconds.
     """
 
     def __init__(
@@ -90,7 +83,7 @@ class LineMerger:
         self._open: dict[tuple[int, str], list[_Group]] = {}
 
     def add(self, line: Line) -> None:
-        """Take a line, to be printed when it is due. Local."""
+        """Take a line, to be printed when it is due."""
         same = self._open.setdefault((id(line.channel), line.text), [])
         group = next((each for each in same if line.rank not in each.ranks), None)
         if group is None:
@@ -102,19 +95,19 @@ class LineMerger:
             self._print_first()
 
     def due_in_s(self) -> float | None:
-        """Return the time until `print_due` has something to do, ``None`` if never. Local."""
+        """Return the time until `print_due` has something to do, ``None`` if never."""
         if not self._order:
             return None
         first = self._order[0]
         return 0.0 if first.is_complete() else max(0.0, first.due_s - self._clock())
 
     def print_due(self) -> None:
-        """Print what has waited long enough, or has come from every rank. Local."""
+        """Print what has waited long enough, or has come from every rank."""
         while self.due_in_s() == 0:
             self._print_first()
 
     def print_all(self) -> None:
-        """Print everything now. Local."""
+        """Print everything now."""
         while self._order:
             self._print_first()
 
@@ -128,7 +121,7 @@ class LineMerger:
 
 
 def print_line(text: str, ranks: Iterable[int] = ()) -> None:
-    """Write `text` to standard error, after the ranks that it is from. Local.
+    """Write `text` to standard error, after the ranks that it is from.
 
     A text that begins with these ranks is not told them twice.
     """
@@ -156,11 +149,6 @@ class LogForwarder:
     Lines of channels in which this process is rank 0 are printed here, together with those that
     other ranks send. All others go to rank 0 of their channel; where it does not answer, this
     rank prints them itself.
-
-    Parameters
-    ----------
-    channel : Channel
-        To say how many lines were dropped.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -174,7 +162,7 @@ class LogForwarder:
         threading.Thread(target=self._work, name="mpistrat-output", daemon=True).start()
 
     def put(self, line: Line) -> None:
-        """Take a line; drop and count it where too many wait already. Local, any thread."""
+        """Take a line; drop and count it where too many wait already, from any thread."""
         if self._queue.qsize() >= _MAX_QUEUED:
             with self._lock:
                 self._num_dropped += 1
@@ -182,15 +170,7 @@ class LogForwarder:
             self._queue.put(line)
 
     def flush(self, limit_s: float, *, print_all: bool) -> None:
-        """Wait until each line so far is with rank 0, or is printed if that is here. Local.
-
-        Parameters
-        ----------
-        limit_s : float
-            After which it is left to the thread.
-        print_all : bool
-            Whether lines that are printed here no longer wait for those of other ranks.
-        """
+        """Wait until each line so far is with rank 0, or is printed if that is here."""
         mark = _Mark(print_all)
         self._queue.put(mark)
         mark.reached.wait(limit_s)
@@ -277,7 +257,7 @@ class _Output:
         self.show_warning: Any = None
 
     def say(self, text: str) -> None:
-        """Have `text` printed for this rank. Local, any thread."""
+        """Have `text` printed for this rank, from any thread."""
         channel, courier = self.channel, self.courier
         if channel is None:
             print_line(text)
@@ -305,14 +285,14 @@ class _Handler(logging.Handler):
 
 
 def install() -> None:
-    """Have the ``mpistrat`` logger print to standard error, at the level of the setting. Local."""
+    """Have the ``mpistrat`` logger print to standard error, at the level of the setting."""
     _logger.addHandler(_Handler())
     os.register_at_fork(after_in_child=_speak_alone)
     _set_level()
 
 
 def speak_on(channel: Channel) -> None:
-    """Have log lines and warnings go through rank 0 of `channel`, if no larger one does it. Local.
+    """Have log lines and warnings go through rank 0 of `channel`, if no larger one does it.
 
     Without a side channel, each rank prints its own lines.
     """
@@ -330,7 +310,7 @@ def speak_on(channel: Channel) -> None:
 
 
 def take_lines(channel: Channel, question: Question) -> dict[str, Any]:
-    """Take lines of another rank of `channel`, if this one still can. Local, any thread."""
+    """Take lines of another rank of `channel`, if this one still can, from any thread."""
     rank = int(question["teller"])
     lines = [Line(str(text), channel, rank) for text in question["lines"]]
     courier = _output.courier
@@ -343,20 +323,20 @@ def take_lines(channel: Channel, question: Question) -> dict[str, Any]:
 
 
 def hand_over() -> None:
-    """Wait until rank 0 has the lines of this rank. Local."""
+    """Wait until rank 0 has the lines of this rank."""
     if _output.courier is not None:
         _output.courier.flush(_FLUSH_LIMIT_S, print_all=False)
 
 
 def close() -> None:
-    """Print all lines that are here, and from now on each line at once. Local."""
+    """Print all lines that are here, and from now on each line at once."""
     courier, _output.courier = _output.courier, None
     if courier is not None:
         courier.flush(_FLUSH_LIMIT_S, print_all=True)
 
 
 def say_last(text: str) -> None:
-    """Print `text`, once for all ranks that say it now, and `close`. Local, any thread."""
+    """Print `text`, once for all ranks that say it now, and `close`, from any thread."""
     _output.say(text)
     hand_over()
     time.sleep(_LAST_LINES_S)

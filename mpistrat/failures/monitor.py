@@ -40,7 +40,7 @@ class Address:
     pid: int
 
     def connect(self, limit_s: float) -> socket.socket:
-        """Return a connection. Local."""
+        """Return a connection."""
         here = self.host == socket.gethostname()
         host = "127.0.0.1" if here else self.host
         connection = socket.create_connection((host, self.port), limit_s)
@@ -59,7 +59,7 @@ class Question:
         return self.details[name]
 
     def is_awaited(self) -> bool:
-        """Return whether the peer still waits for the answer. Local."""
+        """Return whether the peer still waits for the answer."""
         self.connection.setblocking(False)
         try:
             return bool(self.connection.recv(1, socket.MSG_PEEK))
@@ -98,11 +98,11 @@ class Monitor:
         threading.Thread(target=self._serve, name="mpistrat-monitor", daemon=True).start()
 
     def add(self, key: str, handlers: Mapping[str, Handler]) -> None:
-        """Answer questions that come with the secret `key`, by the names of `handlers`. Local."""
+        """Answer questions that come with the secret `key`, by the names of `handlers`."""
         self._handlers[key] = handlers
 
     def watch(self, connection: socket.socket, on_break: Callable[[], None]) -> None:
-        """Have `on_break` called, on the monitor's thread, if the peer's process dies. Local."""
+        """Have `on_break` called, on the monitor's thread, if the peer's process dies."""
 
         def read() -> None:
             try:
@@ -117,7 +117,7 @@ class Monitor:
         self._selector.register(connection, selectors.EVENT_READ, read)
 
     def say_goodbye(self) -> None:
-        """Tell whoever watches this process that it ends in order. Local."""
+        """Tell whoever watches this process that it ends in order."""
         for watcher in self._watchers:
             with contextlib.suppress(OSError):
                 watcher.send(b"bye\n")
@@ -198,7 +198,7 @@ class Monitor:
 
 
 def read_line(connection: socket.socket) -> bytes:
-    """Return what comes up to a newline or the end, within the connection's limit. Local."""
+    """Return what comes up to a newline or the end, within the connection's limit."""
     received = b""
     while not received.endswith(b"\n") and len(received) < _MAX_BYTES:
         part = connection.recv(65536)

@@ -56,7 +56,7 @@ class State(str, enum.Enum):
 
 
 def whereabouts(channel: Channel, channels: Sequence[Channel], has_left: bool) -> Whereabouts:
-    """Return what the thread that uses `channel` is doing. Local, from any thread."""
+    """Return what the thread that uses `channel` is doing, from any thread."""
     now = time.monotonic()
     frame = sys._current_frames().get(channel.thread)
     found: Whereabouts = {
@@ -89,7 +89,7 @@ def whereabouts(channel: Channel, channels: Sequence[Channel], has_left: bool) -
 
 
 def describe_whereabouts(found: Whereabouts) -> str:
-    """Return one line on a rank: its state, and what others must know of it. Local."""
+    """Return one line on a rank: its state, and what others must know of it."""
     state = State(found["state"])
     if state is State.HERE:
         return f"{state.value} at {found['site']}"
@@ -125,16 +125,7 @@ _SETTLE_S = 0.5
 
 
 class JobPeers:
-    """The ranks of `channel`, by the addresses of their monitors.
-
-    Parameters
-    ----------
-    channel : Channel
-    key : str
-        The secret of the channel.
-    addresses : sequence of Address
-        In rank order.
-    """
+    """The ranks of `channel`, by the addresses of their monitors."""
 
     def __init__(self, channel: Channel, key: str, addresses: Sequence[Address]) -> None:
         self._channel = channel
@@ -142,7 +133,7 @@ class JobPeers:
         self._addresses = addresses
 
     def handlers(self) -> dict[str, Handler]:
-        """Return what answers the questions of the other ranks. Local."""
+        """Return what answers the questions of the other ranks."""
 
         def state(question: Question) -> Whereabouts:
             return whereabouts(self._channel, own.channels, own.has_left)
@@ -156,7 +147,7 @@ class JobPeers:
     def ask(
         self, rank: int, ask: str = "state", limit_s: float = _LIMIT_S, **details: Any
     ) -> Whereabouts:
-        """Return what `rank` says of itself, or what its silence means. Local."""
+        """Return what `rank` says of itself, or what its silence means."""
         address = self._addresses[rank]
         place = {"pid": address.pid, "host": address.host}
         try:
@@ -178,58 +169,52 @@ class JobPeers:
         return place | {"state": State.UNKNOWN}
 
     def others(self) -> list[int]:
-        """Return the other ranks. Local."""
+        """Return the other ranks."""
         return [rank for rank in range(len(self._addresses)) if rank != self._channel.rank]
 
     def ask_all(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
-        """Return what each of `ranks` says, asked at the same time. Local."""
+        """Return what each of `ranks` says, asked at the same time."""
         ranks = list(ranks)
         return dict(zip(ranks, _at_once(self.ask, ranks), strict=True))
 
     def deliver(self, texts: Sequence[str]) -> bool:
-        """Give lines to rank 0 to print, and return whether it took them. Local."""
+        """Give lines to rank 0 to print, and return whether it took them."""
         answer = self.ask(0, "log", teller=self._channel.rank, lines=texts)
         return bool(answer.get("taken"))
 
     def tell_end_of_job(self, limit_s: float) -> None:
-        """Tell every other rank that this one ends the job for all. Local."""
+        """Tell every other rank that this one ends the job for all."""
         self.tell_all("told", limit_s, teller=self._channel.rank)
 
     def tell_all(self, ask: str, limit_s: float = _SHORT_LIMIT_S, **details: Any) -> None:
-        """Tell every other rank something, without insisting. Local."""
+        """Tell every other rank something, without insisting."""
         _at_once(lambda rank: self.ask(rank, ask, limit_s, **details), self.others())
 
     def lowest_here(self) -> int:
-        """Return the lowest rank that waits in the same collective as this one. Local."""
+        """Return the lowest rank that waits in the same collective as this one."""
         for rank in range(self._channel.rank):
             if self.is_here(self.ask(rank)):
                 return rank
         return self._channel.rank
 
     def is_root_at_work(self) -> bool:
-        """Return whether rank 0, which writes files for all, must not be ended yet. Local."""
+        """Return whether rank 0, which writes files for all, must not be ended yet."""
         if self._channel.rank == 0:
             return False
         return bool(self.ask(0).get("at_work"))
 
     def wait_for_work(self) -> None:
-        """Wait until to end the job would lose no file that is being finished. Local."""
+        """Wait until to end the job would lose no file that is being finished."""
         while is_at_work() or self.is_root_at_work():
             time.sleep(_TURN_S)
 
     def is_here(self, found: Whereabouts) -> bool:
-        """Return whether an answer says that the rank is in this rank's collective. Local."""
+        """Return whether an answer says that the rank is in this rank's collective."""
         is_here: bool = found["state"] == State.HERE
         return is_here and found["sequence"] == self._channel.ledger.sequence
 
     def describe(self, site: str) -> tuple[list[int], str]:
-        """Return the ranks that others wait for, and a table of all ranks. Local.
-
-        Parameters
-        ----------
-        site : str
-            Where this rank waits.
-        """
+        """Return the ranks that others wait for, and a table of all ranks."""
         found = self.ask_all(self.others())
         missing = [rank for rank, each in found.items() if not self.is_here(each)]
         lines: dict[str, list[int]] = {f"waiting here at {site}": [self._channel.rank]}
@@ -240,7 +225,7 @@ class JobPeers:
         return missing, "\n".join(f"  {rank_list(ranks)}: {line}" for line, ranks in ordered)
 
     def describe_lost(self) -> str:
-        """Return a table of the ranks whose data will never come, empty without any. Local."""
+        """Return a table of the ranks whose data will never come, empty without any."""
         found = self.ask_all(self.others())
         return "\n".join(
             f"  {rank_list([rank])}: {describe_whereabouts(each)}"
@@ -249,7 +234,7 @@ class JobPeers:
         )
 
     def spread_loss(self, rank: int) -> None:
-        """Tell every rank that the process of `rank` has died. Local, on the monitor's thread."""
+        """Tell every rank that the process of `rank` has died, on the monitor's thread."""
 
         def tell() -> None:
             if self.ask(rank)["state"] != State.GONE:
@@ -262,7 +247,7 @@ class JobPeers:
         _later(_SETTLE_S, tell)
 
     def note_loss(self, rank: int, what: str) -> None:
-        """Have the next collective fail, as `rank` will never come to it. Local, any thread."""
+        """Have the next collective fail, as `rank` will never come to it, from any thread."""
         self._channel.lost.setdefault(rank, what)
 
         def end_if_blocked() -> None:
@@ -336,7 +321,7 @@ def meet(channel: Channel, handlers: Mapping[str, Handler]) -> None:
 
 
 def _own_monitor() -> Monitor | None:
-    """Return the monitor of this process, ``None`` where it may have no socket. Local."""
+    """Return the monitor of this process, ``None`` where it may have no socket."""
     if own.monitor is None:
         with contextlib.suppress(OSError):
             own.monitor = Monitor()

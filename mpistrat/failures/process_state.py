@@ -13,37 +13,25 @@ __all__ = ["own"]
 
 
 class ProcessState:
-    """What is known of this process.
-
-    Attributes
-    ----------
-    channels : list of Channel
-        Those whose other ranks must hear of the end of this one.
-    world_size : int
-        How many ranks the job has.
-    monitor : Monitor or None
-        What answers for this process, once it is asked to.
-    has_left : bool
-        Whether the main program is over.
-    is_fork : bool
-        Whether it is a fork of a rank, and no rank itself.
-    is_over : callable
-        Returns whether the transport can no longer be used (MPI is finalized).
-    open_channel : callable or None
-        Opens a channel of all ranks for a rank that fails before it has any.
-    abort : callable
-        Ends every process of the job.
-    """
+    """What is known of this process."""
 
     def __init__(self) -> None:
         self.channels: list[Channel] = []
+        """Those whose other ranks must hear of the end of this one."""
         self.world_size = 1
+        """How many ranks the job has."""
         self.monitor: Monitor | None = None
+        """What answers for this process, once it is asked to."""
         self.has_left = False
+        """Whether the main program is over."""
         self.is_fork = False
+        """Whether it is a fork of a rank, and no rank itself."""
         self.is_over: Callable[[], bool] = bool
+        """Returns whether the transport can no longer be used (MPI is finalized)."""
         self.open_channel: Callable[[float], Channel | None] | None = None
+        """Opens a channel of all ranks for a rank that fails before it has any."""
         self.abort: Callable[[int], None] = os._exit
+        """Ends every process of the job."""
         self._fork = _Fork()
         os.register_at_fork(
             before=self._before_fork,
@@ -52,7 +40,7 @@ class ProcessState:
         )
 
     def can_speak(self) -> bool:
-        """Return whether this process may still communicate with other ranks. Local."""
+        """Return whether this process may still communicate with other ranks."""
         return not self.is_fork and not self.has_left and not self.is_over()
 
     def _before_fork(self) -> None:

@@ -24,7 +24,7 @@ _MAX_OTHERS = 5
 def describe_failure(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None, site: str
 ) -> tuple[dict[str, Any], str]:
-    """Return what the other ranks must know of a failure, and its traceback. Local."""
+    """Return what the other ranks must know of a failure, and its traceback."""
     # Two ranks fail alike if they disagree about the same, or fail at the same place.
     same = (
         re.sub(r"rank \d+ of", "rank of", text_of(error)) if isinstance(error, EpochError) else site
@@ -55,23 +55,7 @@ def describe_failure(
 def print_failures(
     reports: Mapping[int, dict[str, Any]], rank: int, size: int, text: str | None, among: str
 ) -> bool:
-    """Print the traceback `text` of this rank if it is the one to speak for all. Local.
-
-    Parameters
-    ----------
-    reports : mapping
-        What is known of the ranks that have ended (`Channel.report`).
-    rank, size : int
-        Of this process among those that report.
-    text : str or None
-    among : str
-        Which ranks of the job the channel is of, where these are not all.
-
-    Returns
-    -------
-    bool
-        Whether it was.
-    """
+    """Print the traceback `text` of this rank if it is the one to speak for all."""
     failed = {other: each for other, each in reports.items() if "failed" in each}
     causes = {other: each for other, each in failed.items() if each["cause"]} or failed
     if text is None or rank != min(causes):

@@ -32,16 +32,11 @@ __all__ = ["Interruption", "Parting", "install", "watch"]
 
 
 class Interruption:
-    """Context manager in which SIGINT raises nothing, but is noted. Local.
-
-    Attributes
-    ----------
-    is_asked : bool
-        Whether SIGINT has come.
-    """
+    """Context manager in which SIGINT raises nothing, but is noted."""
 
     def __init__(self) -> None:
         self.is_asked = False
+        """Whether SIGINT has come."""
         self._previous: Any = None
 
     def __enter__(self) -> Interruption:
@@ -67,36 +62,19 @@ class Interruption:
 
 
 class Parting:
-    """The end of this rank on one channel.
-
-    Parameters
-    ----------
-    channel : Channel
-    report : dict
-        What this rank says of its end (`Channel.report`), with ``failed`` if it died of an
-        exception.
-    is_stuck : bool
-        Whether a round that timed out or was interrupted is still open, on any channel of this
-        process. It cannot be left, so the others cannot be told; and ranks that are stuck in
-        different channels would block each other if they went on.
-
-    Attributes
-    ----------
-    is_stuck : bool
-    reports : dict
-        The reports of the ranks that are known to have ended.
-    """
+    """The end of this rank on one channel."""
 
     def __init__(self, channel: Channel, report: dict[str, Any], is_stuck: bool) -> None:
         self.channel = channel
         self.reports: dict[int, dict[str, Any]] = {channel.rank: report}
+        """The reports of the ranks that are known to have ended."""
         self.is_stuck = is_stuck
         self._report = report
         self._is_done = False
         self._is_begun = False
 
     def is_done(self) -> bool:
-        """Return whether every rank of the channel has ended, as far as known now. Local."""
+        """Return whether every rank of the channel has ended, as far as known now."""
         if self._is_done or self.is_stuck or not self._begin():
             return self._is_done
         if not self.channel.round_is_done():
@@ -140,31 +118,13 @@ _MAX_TURNS = 3
 
 
 def install(open_channel: Callable[[float], Channel | None], abort: Callable[[int], None]) -> None:
-    """Have uncaught exceptions end the whole job, also before there is a strategy. Local.
-
-    Parameters
-    ----------
-    open_channel : callable
-        Opens and watches a channel of all ranks for a rank that fails before it has any, within
-        some seconds; does nothing where this process is alone.
-    abort : callable
-        Ends every process of the job, where the others do not come.
-    """
+    """Have uncaught exceptions end the whole job, also before there is a strategy."""
     own.open_channel, own.abort = open_channel, abort
     exit_hooks.report_by(_report)
 
 
 def watch(channel: Channel, is_over: Callable[[], bool], world_size: int) -> None:
-    """Have this process say farewell on `channel` when it ends. Local.
-
-    Parameters
-    ----------
-    channel : Channel
-    is_over : callable
-        Returns whether the transport can no longer be used (MPI is finalized).
-    world_size : int
-        How many ranks the job has.
-    """
+    """Have this process say farewell on `channel` when it ends."""
     if not own.channels:
         exit_hooks.at(exit_hooks.Phase.LAST_ROUND, _at_exit)
         own.is_over, own.world_size = is_over, world_size
@@ -253,7 +213,7 @@ def _part(
 def _others_end(
     partings: Sequence[Parting], has_failed: bool, limit_s: float, interruption: Interruption
 ) -> bool:
-    """Wait for the others, and return whether all have ended in time. Local.
+    """Wait for the others, and return whether all have ended in time.
 
     Only a rank that has failed, is stuck or interrupted limits its patience, and not while rank 0
     is at work on what must not be lost.
@@ -284,12 +244,12 @@ def _print_failures(parting: Parting, text: str | None, among: str) -> bool:
 
 
 def _is_root_at_work(channel: Channel) -> bool:
-    """Return whether to end the job now would lose what rank 0 is about to finish. Local."""
+    """Return whether to end the job now would lose what rank 0 is about to finish."""
     return channel.peers is not None and channel.peers.is_root_at_work()
 
 
 def _explain_the_end(channels: Sequence[Channel]) -> None:
-    """Say why this rank ends the job, though it has caught all errors. Local."""
+    """Say why this rank ends the job, though it has caught all errors."""
     largest = channels[0]
     if all(channel.stuck_at is None for channel in channels) and largest.peers is not None:
         _, table = largest.peers.describe("the end of the program")
@@ -302,7 +262,7 @@ def _explain_the_end(channels: Sequence[Channel]) -> None:
 
 
 def _tell_the_others(channels: Sequence[Channel]) -> None:
-    """Let ranks that fail with this one be quiet, and end at once. Local."""
+    """Let ranks that fail with this one be quiet, and end at once."""
     for channel in channels:
         if channel.peers is not None:
             # Time enough for them to leave their flight records.
@@ -310,7 +270,7 @@ def _tell_the_others(channels: Sequence[Channel]) -> None:
 
 
 def _extra_s(largest: Channel, stuck: Channel | None) -> float:
-    """Return how much longer than the grace this rank waits before it ends the job. Local.
+    """Return how much longer than the grace this rank waits before it ends the job.
 
     Ranks that are stuck in one round cannot hear of each other over MPI. The lowest ends the job
     for all, soon: nobody can be told any more. The others wait whether it does.

@@ -50,7 +50,7 @@ _watched: list[_Watched] = []
 
 
 def watch_data(channel: Channel) -> None:
-    """Have a thread end the job where a stopped rank holds up the data of `channel`. Local.
+    """Have a thread end the job where a stopped rank holds up the data of `channel`.
 
     Does nothing where the channel has no limit, or no way to ask the other ranks.
     """

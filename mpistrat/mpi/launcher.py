@@ -50,13 +50,7 @@ class Launcher:
         return _TITLES[self.name]
 
     def remedy(self, library: str) -> str:
-        """Return what to type so that tasks with the MPI library `library` find each other. Local.
-
-        Parameters
-        ----------
-        library : str
-            What ``MPI_Get_library_version`` says.
-        """
+        """Return what to type so that tasks with the MPI library `library` find each other."""
         if self.is_inherited:
             return (
                 "Start this process without them: env -u PMI_FD -u PMI_RANK -u PMI_SIZE "
@@ -151,7 +145,7 @@ _LAUNCHERS = (
 
 
 def find_launcher(variables: Mapping[str, str] | None = None) -> Launcher:
-    """Return the launcher of this process. Local."""
+    """Return the launcher of this process."""
     variables = environment() if variables is None else variables
     node_name = variables.get("SLURMD_NODENAME")
     for marks in _LAUNCHERS:
@@ -175,7 +169,7 @@ def _number(variables: Mapping[str, str], name: str) -> int | None:
 
 
 def is_one_of_several() -> bool:
-    """Return whether a launcher with a PMI or PMIx connection started this very process. Local.
+    """Return whether a launcher with a PMI or PMIx connection started this very process.
 
     A child of a rank inherits the variables, but neither the open connection nor the process id.
     """
@@ -212,14 +206,9 @@ _PARAMETERS = re.compile(
 
 
 def without_launcher(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return `variables` without those by which a launcher speaks to this process. Local.
+    """Return `variables` without those by which a launcher speaks to this process.
 
     What tunes the MPI library stays.
-
-    Parameters
-    ----------
-    variables : mapping, optional
-        By default those of this process.
     """
     own = environment() if variables is None else variables
     return {
@@ -234,21 +223,13 @@ def without_launcher(variables: Mapping[str, str] | None = None) -> dict[str, st
 
 
 def mpiexec_program() -> str | None:
-    """Return the mpiexec beside this python, else the one on PATH, else ``None``. Local."""
+    """Return the mpiexec beside this python, else the one on PATH, else ``None``."""
     beside = Path(sys.executable).with_name("mpiexec")
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 def mpiexec(ranks: int, limit_s: float = 60) -> list[str]:
-    """Return the command that starts `ranks` ranks of a program on this machine. Local.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is none.
-    OSError, subprocess.TimeoutExpired
-        If it does not tell its version, within `limit_s` seconds.
-    """
+    """Return the command that starts `ranks` ranks of a program on this machine."""
     program = mpiexec_program()
     if program is None:
         raise FileNotFoundError(f"There is no mpiexec beside {sys.executable} or on PATH.")

@@ -72,17 +72,7 @@ class World:
 
 
 def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
-    """Start MPI if need be, and return the communicator that `comm` means. Local.
-
-    Raises
-    ------
-    TypeError
-        If `comm` is not an mpi4py intracommunicator.
-    ValueError
-        If this rank is not part of it.
-    LaunchError
-        If the launcher started more tasks than MPI sees.
-    """
+    """Start MPI if need be, and return the communicator that `comm` means."""
     launcher = find_launcher()
     if not is_started():
         _start(launcher)
@@ -104,13 +94,7 @@ def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
 
 
 def open_world(comm: MPI.Intracomm | None) -> World:
-    """Return the world of `comm`. **Collective** over `comm`, and starts MPI if need be.
-
-    Raises
-    ------
-    TypeError, ValueError, LaunchError
-        As `communicator`.
-    """
+    """Return the world of `comm`. **Collective** over `comm`, and starts MPI if need be."""
     comm = communicator(comm)
     launcher = find_launcher()
     nodes: _Nodes = attached(comm, "node map", lambda: _map_nodes(comm, launcher))
@@ -127,7 +111,7 @@ def open_world(comm: MPI.Intracomm | None) -> World:
 
 
 def started_world() -> MPI.Intracomm | None:
-    """Return COMM_WORLD if this process is one rank of several, else ``None``. Local.
+    """Return COMM_WORLD if this process is one rank of several, else ``None``.
 
     Starts MPI only in a process that a launcher has started as one of several ranks.
     """
@@ -141,7 +125,7 @@ def started_world() -> MPI.Intracomm | None:
 
 
 def is_started() -> bool:
-    """Return whether this process has started MPI. Local; does not start it."""
+    """Return whether this process has started MPI; does not start it."""
     if "mpi4py.MPI" not in sys.modules:
         return False
     from mpi4py import MPI
@@ -184,13 +168,7 @@ def _start(launcher: Launcher) -> None:
 
 
 def load_library() -> str:
-    """Load the MPI library without starting it; return the file that is linked to it. Local.
-
-    Raises
-    ------
-    ImportError, RuntimeError
-        If there is none.
-    """
+    """Load the MPI library without starting it; return the file that is linked to it."""
     from mpi4py import rc
 
     initialize, finalize = rc.initialize, rc.finalize
@@ -203,7 +181,7 @@ def load_library() -> str:
 
 
 def _has_symbol(file: str, name: str) -> bool:
-    """Return whether the library in `file`, or one that it is linked to, has a function. Local."""
+    """Return whether the library in `file`, or one that it is linked to, has a function."""
     return hasattr(ctypes.CDLL(file), name)
 
 
@@ -295,7 +273,7 @@ def attached(comm: MPI.Intracomm, key: str, make: Callable[[], Any]) -> Any:
 
 
 def detach(comm: MPI.Intracomm, key: str) -> None:
-    """Forget what is attached to `comm` under `key`. Local."""
+    """Forget what is attached to `comm` under `key`."""
     if _keyval is not None:
         shelf: Any = comm.Get_attr(_keyval)
         if shelf is not None:
@@ -303,14 +281,14 @@ def detach(comm: MPI.Intracomm, key: str) -> None:
 
 
 def library_version() -> str:
-    """Return name and version of the MPI library in one line. Local; loads the library."""
+    """Return name and version of the MPI library in one line; loads the library."""
     from mpi4py import MPI
 
     return " ".join(MPI.Get_library_version().split("\n")[0].rstrip("\0").split())
 
 
 def thread_level() -> str:
-    """Return which threads may call MPI, such as ``"multiple"``. Local; MPI must run."""
+    """Return which threads may call MPI, such as ``"multiple"``; MPI must run."""
     from mpi4py import MPI
 
     names = ("single", "funneled", "serialized", "multiple")
@@ -319,7 +297,7 @@ def thread_level() -> str:
 
 
 def world_ranks(comm: MPI.Intracomm) -> list[int]:
-    """Return the rank in COMM_WORLD of each rank of `comm`. Local."""
+    """Return the rank in COMM_WORLD of each rank of `comm`."""
     from mpi4py import MPI
 
     own, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
@@ -330,14 +308,14 @@ def world_ranks(comm: MPI.Intracomm) -> list[int]:
 
 
 def world_size() -> int:
-    """Return the number of ranks in COMM_WORLD. Local; starts MPI."""
+    """Return the number of ranks in COMM_WORLD; starts MPI."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.size
 
 
 def abort_world(exit_code: int) -> None:
-    """End every process of the job. Local."""
+    """End every process of the job."""
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Abort(exit_code)

@@ -26,19 +26,19 @@ _TESTING = _PACKAGE + "testing" + os.sep
 
 
 def is_user_code(filename: str) -> bool:
-    """Return whether `filename` is no part of this package, nor of what calls it in turn. Local."""
+    """Return whether `filename` is no part of this package, nor of what calls it in turn."""
     if filename.startswith("<frozen"):
         return False
     return not is_inside(filename) and os.path.basename(filename) != "contextlib.py"
 
 
 def is_inside(filename: str) -> bool:
-    """Return whether `filename` is a part of this package, but for its help with tests. Local."""
+    """Return whether `filename` is a part of this package, but for its help with tests."""
     return filename.startswith(_PACKAGE) and not filename.startswith(_TESTING)
 
 
 def call_site() -> str:
-    """Return ``file.py:LINE`` of the innermost frame of user code. Local.
+    """Return ``file.py:LINE`` of the innermost frame of user code.
 
     The user's own is any file outside this package, Python and its installed packages; where
     there is none, the innermost frame outside this package.
@@ -47,7 +47,7 @@ def call_site() -> str:
 
 
 def site_of(frame: FrameType | None) -> str:
-    """Return `call_site` as seen from `frame`. Local, from any thread."""
+    """Return `call_site` as seen from `frame`, from any thread."""
     installed = None
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -61,12 +61,12 @@ def site_of(frame: FrameType | None) -> str:
 
 
 def is_own_code(filename: str) -> bool:
-    """Return whether `filename` is the user's own: no part of this package or Python. Local."""
+    """Return whether `filename` is the user's own: no part of this package or Python."""
     return is_user_code(filename) and not is_installed(filename)
 
 
 def failure_site(trace: TracebackType | None) -> str:
-    """Return ``file.py:LINE`` of the innermost frame of user code in a traceback. Local.
+    """Return ``file.py:LINE`` of the innermost frame of user code in a traceback.
 
     Library code that the user called (NumPy, the standard library) is passed over where a
     frame of the user's own is known; the user's own is any file that is not in the folder of
@@ -80,15 +80,10 @@ def failure_site(trace: TracebackType | None) -> str:
 
 
 def ends_program(trace: TracebackType | None) -> bool:
-    """Return whether an exception has ended the program, rather than been reported by it. Local.
+    """Return whether an exception has ended the program, rather than been reported by it.
 
     Extension modules report errors that they cannot raise, as where memory is freed, to
     ``sys.excepthook`` too, and the program goes on.
-
-    Parameters
-    ----------
-    trace : traceback or None
-        What the hook was given; None of a program that could not be compiled.
     """
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     return not frames or any(
@@ -98,7 +93,7 @@ def ends_program(trace: TracebackType | None) -> bool:
 
 
 def is_installed(filename: str) -> bool:
-    """Return whether `filename` belongs to Python or to a package in its folders. Local."""
+    """Return whether `filename` belongs to Python or to a package in its folders."""
     return (
         "site-packages" in filename
         or "dist-packages" in filename

@@ -53,12 +53,12 @@ class _Hooks:
         os.register_at_fork(after_in_child=self.clear)
 
     def clear(self) -> None:
-        """Forget all actions: a fork has nothing to say of what it was forked from. Local."""
+        """Forget all actions: a fork has nothing to say of what it was forked from."""
         self.actions = {phase: [] for phase in Phase}
         self.holds = []
 
     def run(self, phase: Phase, *arguments: object) -> None:
-        """Do what is to be done in `phase`, each whatever becomes of the others. Local."""
+        """Do what is to be done in `phase`, each whatever becomes of the others."""
         for action in tuple(self.actions[phase]):
             try:
                 action(*arguments)
@@ -70,7 +70,7 @@ _hooks = _Hooks()
 
 
 def at(phase: Phase, action: Callable[..., object]) -> None:
-    """Have `action` called in `phase`: with the `Failure` in `FAILED`, else with nothing. Local."""
+    """Have `action` called in `phase`: with the `Failure` in `FAILED`, else with nothing."""
     if not _hooks.is_registered:
         _hooks.is_registered = True
         atexit.register(_at_exit)
@@ -78,22 +78,22 @@ def at(phase: Phase, action: Callable[..., object]) -> None:
 
 
 def hold_while(is_at_work: Callable[[], bool]) -> None:
-    """Have other ranks not end this process while `is_at_work`, asked from any thread. Local."""
+    """Have other ranks not end this process while `is_at_work`, asked from any thread."""
     _hooks.holds.append(is_at_work)
 
 
 def is_at_work() -> bool:
-    """Return whether this process has something to finish before it may be ended. Local."""
+    """Return whether this process has something to finish before it may be ended."""
     return any(holds() for holds in list(_hooks.holds))
 
 
 def finish_work() -> None:
-    """Have all that must not be lost finished before this rank ends the job. Local."""
+    """Have all that must not be lost finished before this rank ends the job."""
     _hooks.run(Phase.BEFORE_ABORT)
 
 
 def report_by(report: Callable[[Failure], bool]) -> None:
-    """Have uncaught exceptions told by `report`, or as before where it returns False. Local."""
+    """Have uncaught exceptions told by `report`, or as before where it returns False."""
     _hooks.report = report
     if _hooks.previous_hook is None:
         _hooks.previous_hook = sys.excepthook
@@ -101,7 +101,7 @@ def report_by(report: Callable[[Failure], bool]) -> None:
 
 
 def show(failure: Failure) -> None:
-    """Print `failure` as if this package were not there. Local."""
+    """Print `failure` as if this package were not there."""
     _hooks.previous_hook(*failure)
 
 

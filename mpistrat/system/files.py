@@ -12,14 +12,9 @@ __all__ = ["remove_file", "replace_file", "write_atomically"]
 
 
 def write_atomically(path: str | os.PathLike[str], text: str | Iterable[str]) -> None:
-    """Write `text` to `path`: under a temporary name first, then to disk, then renamed. Local.
+    """Write `text` to `path`: under a temporary name first, then to disk, then renamed.
 
     An iterable is written piece by piece, so that a long text is never in memory whole.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written; `path` is then as it was.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -35,27 +30,16 @@ def write_atomically(path: str | os.PathLike[str], text: str | Iterable[str]) ->
 
 
 def replace_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Rename `source` to `target`, which may be there. Local.
+    """Rename `source` to `target`, which may be there.
 
     The space of a large file that was there is given back to the system in a thread.
-
-    Raises
-    ------
-    OSError
-        If the system refuses; both are then as they were.
     """
     with _freed_in_a_thread(target):
         os.replace(source, target)
 
 
 def remove_file(path: str | os.PathLike[str]) -> None:
-    """Remove a file, whose space is given back to the system in a thread. Local.
-
-    Raises
-    ------
-    OSError
-        If the system refuses.
-    """
+    """Remove a file, whose space is given back to the system in a thread."""
     with _freed_in_a_thread(path):
         os.unlink(path)
 

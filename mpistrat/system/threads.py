@@ -12,15 +12,7 @@ __all__ = ["Background", "in_background"]
 
 
 class Background:
-    """Does what it is given in the order given, in a thread of its own.
-
-    Parameters
-    ----------
-    name : str
-        Of the thread.
-    daemon : bool
-        Whether the program may end while something is not done. If not, `close` is to be called.
-    """
+    """Does what it is given in the order given, in a thread of its own."""
 
     def __init__(self, name: str, daemon: bool = True) -> None:
         self._name = name
@@ -40,16 +32,16 @@ class Background:
         return task.wait
 
     def drain(self) -> None:
-        """Wait until everything is done. Local."""
+        """Wait until everything is done."""
         if self._last is not None:
             self._last.wait_for_end()
 
     def is_busy(self) -> bool:
-        """Return whether something is not done. Local, from any thread."""
+        """Return whether something is not done, from any thread."""
         return self._last is not None and not self._last.is_done()
 
     def close(self) -> None:
-        """Let the thread end once everything is done; nothing may be submitted any more. Local."""
+        """Let the thread end once everything is done; nothing may be submitted any more."""
         if self._thread is not None:
             self._tasks.put(None)
 
@@ -119,7 +111,7 @@ class _End:
 def in_background(
     elements: Generator[Any, None, None], num_ahead: int
 ) -> Generator[Any, None, None]:
-    """Yield from `elements`, which a thread keeps up to `num_ahead` elements ahead. Local.
+    """Yield from `elements`, which a thread keeps up to `num_ahead` elements ahead.
 
     The thread starts with the first element and ends when the iterator is exhausted, closed or
     forgotten. An exception of `elements` is raised in its place.

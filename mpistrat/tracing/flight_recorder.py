@@ -48,25 +48,7 @@ class State:
 
 
 class FlightEntry:
-    """One collective.
-
-    Attributes
-    ----------
-    number : int
-        Of the collective on its channel, from 0.
-    counters : tuple of int
-        Calls of run, merge_call and update begun before it, and functions that failed.
-    signature : tuple
-        Kind, name, number of the strategy, and what else the ranks agree on.
-    words : str
-        What they agree on beside it, because it may change with each call.
-    place : tuple or None
-        Where the user's code called it.
-    began_ns, agreed_ns, ended_ns : int
-        Readings of the monotonic clock, 0 for what has not happened.
-    state : str
-        One of `State`.
-    """
+    """One collective."""
 
     __slots__ = (
         "agreed_ns",
@@ -81,17 +63,24 @@ class FlightEntry:
     )
 
     number: int
+    """Of the collective on its channel, from 0."""
     counters: tuple[int, int, int, int]
+    """Calls of run, merge_call and update begun before it, and functions that failed."""
     signature: tuple[Any, ...]
+    """Kind, name, number of the strategy, and what else the ranks agree on."""
     words: str
+    """What they agree on beside it, because it may change with each call."""
     place: Place
+    """Where the user's code called it."""
     began_ns: int
     agreed_ns: int
     ended_ns: int
+    """Readings of the monotonic clock, 0 for what has not happened."""
     state: str
+    """One of `State`."""
 
     def record_on(self, recorder: Recorder, channel: str, moved: dict[str, Any]) -> None:
-        """Give this collective to a timeline. Local."""
+        """Give this collective to a timeline."""
         kind, name, *_ = self.signature
         facts = {"channel": channel, "number": self.number, "agreed_ns": self.agreed_ns} | moved
         if name is not None:
@@ -100,41 +89,30 @@ class FlightEntry:
 
 
 class FlightRecord:
-    """The last collectives of one channel, in the order in which this rank came to them.
-
-    Parameters
-    ----------
-    length : int
-        How many are kept.
-
-    Attributes
-    ----------
-    entries : deque of FlightEntry
-    channel : str
-        The channel, in words that are equal on its ranks.
-    """
+    """The last collectives of one channel, in the order in which this rank came to them."""
 
     def __init__(self, length: int = DEFAULT_LENGTH) -> None:
         self.entries: deque[FlightEntry] = deque(maxlen=length)
         self.channel = ""
+        """The channel, in words that are equal on its ranks."""
         self._began_s = monotonic_ns() * 1e-9
 
     def last_agreed_s(self) -> float:
-        """Return when the ranks agreed last, by the monotonic clock. Local, from any thread."""
+        """Return when the ranks agreed last, by the monotonic clock, from any thread."""
         for entry in reversed(list(self.entries)):
             if entry.agreed_ns:
                 return entry.agreed_ns * 1e-9
         return self._began_s
 
     def resize(self, length: int) -> None:
-        """Keep `length` collectives from now on. Local."""
+        """Keep `length` collectives from now on."""
         if length != self.entries.maxlen:
             self.entries = deque(self.entries, maxlen=length)
 
     def begin(
         self, counters: Counters, signature: tuple[Any, ...], words: str, place: Place
     ) -> FlightEntry:
-        """Add the collective that this rank is about to come to. Local."""
+        """Add the collective that this rank is about to come to."""
         entry = FlightEntry()
         entry.began_ns = monotonic_ns()
         entry.agreed_ns = entry.ended_ns = 0
@@ -149,7 +127,7 @@ class FlightRecord:
 
 
 def users_place(frame: FrameType | None) -> Place:
-    """Return where the user's code is, as `callsite.call_site` finds it from `frame`. Local."""
+    """Return where the user's code is, as `callsite.call_site` finds it from `frame`."""
     installed = None
     while frame is not None:
         code = frame.f_code

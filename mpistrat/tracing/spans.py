@@ -32,23 +32,12 @@ class Recorder:
     """Takes the spans of this rank, and appends them to a file as lines of JSON.
 
     A thread does so every second: a rank that hangs or is killed has written what came before.
-
-    Parameters
-    ----------
-    path : str
-        Overwritten.
-    header : dict
-        The first line.
-
-    Attributes
-    ----------
-    push, pop : callable or None
-        Mark the same ranges for NVIDIA's profilers, where CuPy is in use.
     """
 
     def __init__(self, path: str, header: dict[str, Any]) -> None:
         self.push: Callable[[str], object] | None
         self.pop: Callable[[], object] | None
+        """Mark the same ranges for NVIDIA's profilers, where CuPy is in use."""
         self.push, self.pop = profiler_marks()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -67,12 +56,12 @@ class Recorder:
     def add(
         self, category: str, name: str, began_ns: int, ended_ns: int, facts: dict[str, Any]
     ) -> None:
-        """Take a span between two readings of the monotonic clock. Local, from any thread."""
+        """Take a span between two readings of the monotonic clock, from any thread."""
         thread = threading.get_ident()
         self._waiting.append((category, name, began_ns, ended_ns, thread, facts))
 
     def flush(self) -> None:
-        """Write the spans taken so far. Local."""
+        """Write the spans taken so far."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -82,7 +71,7 @@ class Recorder:
             self._file.flush()
 
     def close(self) -> None:
-        """Write what is left, and no more. Local."""
+        """Write what is left, and no more."""
         self.flush()
         self._file.close()
 
@@ -96,12 +85,12 @@ _NOTHING = contextlib.nullcontext()
 
 
 def active() -> Recorder | None:
-    """Return what takes spans now, ``None`` if nothing does. Local."""
+    """Return what takes spans now, ``None`` if nothing does."""
     return _state.recorder
 
 
 def record_on(recorder: Recorder | None) -> None:
-    """Give the spans from now on to `recorder`. Local."""
+    """Give the spans from now on to `recorder`."""
     _state.recorder = recorder
 
 
@@ -123,22 +112,13 @@ class _Span:
 
 
 def span(category: str, name: str, **facts: Any) -> AbstractContextManager[None]:
-    """Return a context manager around something that takes time. Local.
-
-    Parameters
-    ----------
-    category : str
-        ``run``, ``merge_call``, ``update``, ``optimizer``, ``data`` or ``checkpoint``.
-    name : str
-    **facts
-        JSON values that the timeline shows too.
-    """
+    """Return a context manager around something that takes time."""
     recorder = _state.recorder
     return _NOTHING if recorder is None else _Span(recorder, category, name, facts)
 
 
 def mark(name: str) -> Callable[[], object] | None:
-    """Begin a range for NVIDIA's profilers, and return what ends it, if there are any. Local."""
+    """Begin a range for NVIDIA's profilers, and return what ends it, if there are any."""
     recorder = _state.recorder
     if recorder is None or recorder.push is None:
         return None
@@ -147,7 +127,7 @@ def mark(name: str) -> Callable[[], object] | None:
 
 
 def spanned(category: str, name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Return a decorator that puts a `span` around each call of a function. Local."""
+    """Return a decorator that puts a `span` around each call of a function."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         @functools.wraps(function)

@@ -24,14 +24,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def start(path: str, rank: int, size: int) -> None:
-    """Record spans from now on, for the timeline `path`. Local; does nothing the second time.
+    """Record spans from now on, for the timeline `path`; does nothing the second time.
 
     Each rank writes a part of its own. Rank 0 puts them together after all have left.
-
-    Raises
-    ------
-    OSError
-        If this rank cannot write its part.
     """
     if spans.active() is not None:
         return
@@ -67,7 +62,7 @@ def start(path: str, rank: int, size: int) -> None:
 
 
 def _clock() -> str:
-    """Return what is equal on ranks that read the same monotonic clock. Local."""
+    """Return what is equal on ranks that read the same monotonic clock."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -84,14 +79,14 @@ class _Session:
         self._recorder = recorder
 
     def flush(self) -> None:
-        """Write what is recorded so far. Local."""
+        """Write what is recorded so far."""
         try:
             self._recorder.flush()
         except OSError as error:
             self._complain(f"cannot be written: {error.strerror or error}")
 
     def put_together(self) -> None:
-        """End the recording, and on rank 0 put the parts of all ranks together. Local."""
+        """End the recording, and on rank 0 put the parts of all ranks together."""
         self.flush()
         spans.record_on(None)
         if self._rank != 0:

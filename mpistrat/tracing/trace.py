@@ -48,7 +48,7 @@ class ClockFit:
     """How wrong the best of the offsets can be at most; infinite where nothing is known."""
 
     def offset_at(self, time_ns: float) -> float:
-        """Return what to subtract from `time_ns` of this rank. Local."""
+        """Return what to subtract from `time_ns` of this rank."""
         if not self.times_ns:
             return 0.0
         after = bisect.bisect_left(self.times_ns, time_ns)
@@ -64,16 +64,7 @@ class ClockFit:
 def fit_clock(
     reference: Mapping[Any, Meeting], own: Mapping[Any, Meeting], is_same: bool
 ) -> ClockFit:
-    """Return the offset of a rank's clock from that of the reference rank. Local.
-
-    Parameters
-    ----------
-    reference, own : mapping
-        The collectives that each of the two has agreed on.
-    is_same : bool
-        Whether both ranks read one clock, because they run on one node. The offset is then 0,
-        unless the collectives prove otherwise.
-    """
+    """Return the offset of a rank's clock from that of the reference rank."""
     common = sorted((own[key], reference[key]) for key in own.keys() & reference.keys())
     windows = [_fit_window(window) for window in _windows(common)]
     if is_same and all(low <= 0 <= high for _, _, low, high in windows):
@@ -141,15 +132,7 @@ class Part:
 
     @classmethod
     def open(cls, path: Path) -> Part:
-        """Return the part in the file `path`. Local.
-
-        Raises
-        ------
-        ValueError
-            If it is no such file.
-        OSError
-            If it cannot be read.
-        """
+        """Return the part in the file `path`."""
         with open(path, encoding="utf-8") as file:
             header = _parsed(file.readline())
         if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -167,7 +150,7 @@ class Part:
         return int(self.header["rank"])
 
     def spans(self) -> Iterator[Span]:
-        """Yield the spans in the order in which they ended. Local."""
+        """Yield the spans in the order in which they ended."""
         with open(self.path, encoding="utf-8") as file:
             next(file, None)
             for line in file:
@@ -177,12 +160,12 @@ class Part:
 
 
 def part_of(path: Path, rank: int) -> Path:
-    """Return where `rank` writes its part of the timeline `path`. Local."""
+    """Return where `rank` writes its part of the timeline `path`."""
     return path.with_name(f"{path.name}.rank{rank}.part")
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the parts of the timeline `path` that are there, in rank order. Local."""
+    """Return the parts of the timeline `path` that are there, in rank order."""
     found = path.parent.glob(f"{path.name}.rank*.part")
     return sorted(found, key=lambda each: (len(each.name), each.name))
 
@@ -202,7 +185,7 @@ _NS_PER_US = 1000
 
 
 def fit_clocks(parts: Sequence[Part]) -> dict[int, ClockFit]:
-    """Return how the clock of each rank stands to that of the first one. Local."""
+    """Return how the clock of each rank stands to that of the first one."""
     reference = parts[0]
     meetings = _meetings(reference)
     return {
@@ -222,7 +205,7 @@ def _meetings(part: Part) -> dict[tuple[str, int], Meeting]:
 
 
 def write_trace(path: Path, parts: Sequence[Part]) -> None:
-    """Write the trace of `parts` to `path`, whole or not at all. Local.
+    """Write the trace of `parts` to `path`, whole or not at all.
 
     The spans are read twice and never held together, because a job has many.
     """
@@ -241,7 +224,7 @@ def _texts(all_events: Iterator[dict[str, Any]], facts: dict[str, Any]) -> Itera
 
 
 def metadata(parts: Sequence[Part], fits: Mapping[int, ClockFit]) -> dict[str, Any]:
-    """Return what the trace says of itself: its ranks, and how well their clocks agree. Local."""
+    """Return what the trace says of itself: its ranks, and how well their clocks agree."""
     size = parts[0].header["size"]
     return {
         "format": "mpistrat-timeline",
@@ -265,7 +248,7 @@ def _finite(number: float) -> float | None:
 
 
 def events(parts: Sequence[Part], fits: Mapping[int, ClockFit]) -> Iterator[dict[str, Any]]:
-    """Yield the events of the trace: names of the rows, then the spans of rank after rank. Local.
+    """Yield the events of the trace: names of the rows, then the spans of rank after rank.
 
     Times are microseconds since the first rank's part was opened, on that rank's clock.
     """
