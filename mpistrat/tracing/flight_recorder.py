@@ -1,7 +1,7 @@
-"""The flight record: what the last collectives of a channel were, and how each went.
+"""Flight recorder: a ring of the last collectives of a channel, always on.
 
-It is always on, so an entry keeps references and clock readings only. What they mean is formatted
-when the record is dumped.
+An entry keeps references and clock readings only, because each collective makes one. They are
+formatted when the record is dumped.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, Protocol
 from mpistrat.system.callsite import is_installed, is_user_code
 from mpistrat.tracing.spans import Recorder
 
-__all__ = ["DEFAULT_LENGTH", "FlightEntry", "FlightRecord", "Place", "State", "users_place"]
+__all__ = ["FlightEntry", "FlightRecord", "Place", "State", "users_place"]
 
-DEFAULT_LENGTH = 256
+_DEFAULT_LENGTH = 256
 
 Place = tuple[CodeType, int] | None
 """A code object and the offset of an instruction in it: cheap to note, and formatted later."""
 
 
 class Counters(Protocol):
-    """What a rank has done on a channel so far: see `Ledger`."""
+    """The counters of a channel: see `Ledger`."""
 
     sequence: int
     runs: int
@@ -33,7 +33,7 @@ class Counters(Protocol):
 
 
 class State:
-    """How far a collective has come on this rank. Plain strings, because they go to JSON."""
+    """How far a collective has come on this rank. Plain strings, as in JSON."""
 
     WAITING = "waiting"
     """This rank waits for the others to agree."""
@@ -55,11 +55,11 @@ class FlightEntry:
         "began_ns",
         "counters",
         "ended_ns",
+        "extra",
         "number",
         "place",
         "signature",
         "state",
-        "words",
     )
 
     number: int
@@ -67,20 +67,20 @@ class FlightEntry:
     counters: tuple[int, int, int, int]
     """Calls of run, merge_call and update begun before it, and functions that failed."""
     signature: tuple[Any, ...]
-    """Kind, name, number of the strategy, and what else the ranks agree on."""
-    words: str
-    """What they agree on beside it, because it may change with each call."""
+    """Kind, name, number of the strategy, and further details that ranks compare."""
+    extra: str
+    """Text of the number that ranks compare beside it, as it may change with each call."""
     place: Place
-    """Where the user's code called it."""
+    """The call in the user's code."""
     began_ns: int
     agreed_ns: int
     ended_ns: int
-    """Readings of the monotonic clock, 0 for what has not happened."""
+    """Readings of the monotonic clock like the two before; 0 where not reached."""
     state: str
     """One of `State`."""
 
     def record_on(self, recorder: Recorder, channel: str, moved: dict[str, Any]) -> None:
-        """Give this collective to a timeline."""
+        """Add this collective to a timeline."""
         kind, name, *_ = self.signature
         facts = {"channel": channel, "number": self.number, "agreed_ns": self.agreed_ns} | moved
         if name is not None:
@@ -91,10 +91,10 @@ class FlightEntry:
 class FlightRecord:
     """The last collectives of one channel, in the order in which this rank came to them."""
 
-    def __init__(self, length: int = DEFAULT_LENGTH) -> None:
+    def __init__(self, length: int = _DEFAULT_LENGTH) -> None:
         self.entries: deque[FlightEntry] = deque(maxlen=length)
         self.channel = ""
-        """The channel, in words that are equal on its ranks."""
+        """A name of the channel that is equal on its ranks."""
         self._began_s = monotonic_ns() * 1e-9
 
     def last_agreed_s(self) -> float:
@@ -110,9 +110,9 @@ class FlightRecord:
             self.entries = deque(self.entries, maxlen=length)
 
     def begin(
-        self, counters: Counters, signature: tuple[Any, ...], words: str, place: Place
+        self, counters: Counters, signature: tuple[Any, ...], extra: str, place: Place
     ) -> FlightEntry:
-        """Add the collective that this rank is about to come to."""
+        """Add the collective that this rank is about to make."""
         entry = FlightEntry()
         entry.began_ns = monotonic_ns()
         entry.agreed_ns = entry.ended_ns = 0
@@ -120,7 +120,7 @@ class FlightRecord:
         entry.number = counters.sequence
         entry.counters = counters.runs, counters.merge_calls, counters.updates, counters.failures
         entry.signature = signature
-        entry.words = words
+        entry.extra = extra
         entry.place = place
         self.entries.append(entry)
         return entry
@@ -145,7 +145,7 @@ def users_place(frame: FrameType | None) -> Place:
 _WAITING = State.WAITING
 _INSIDE, _INSTALLED, _OWN = range(3)
 _owners: dict[str, int] = {}
-"""Whose code a file holds. Files are few, so the cache needs no end."""
+"""The owner of the code in each file. Files are few, so the cache needs no limit."""
 
 
 def _owner(filename: str) -> int:
