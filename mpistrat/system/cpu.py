@@ -1,4 +1,4 @@
-"""The cores of this machine: which this process may use, and what is near to them."""
+"""CPU cores: those that this process may use, and those near a device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def num_cores() -> int:
 
 
 def mask_of_cores(cores: Iterable[int]) -> int:
-    """Return a number with a bit for each core, which is short to send."""
+    """Return a bit mask of cores, which is short to send."""
     return sum(1 << core for core in frozenset(cores))
 
 
@@ -41,7 +41,7 @@ def cores_of_mask(mask: int) -> frozenset[int]:
 
 
 def parse_core_list(text: str) -> frozenset[int]:
-    """Return the cores that a list of Linux names, such as ``"0-3,8"``."""
+    """Return the cores in a list of Linux, such as ``"0-3,8"``."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -50,7 +50,7 @@ def parse_core_list(text: str) -> frozenset[int]:
 
 
 def cores_near_pci(address: str, devices: Path = _DEVICES) -> frozenset[int]:
-    """Return the cores nearest to a PCI device, none where the system does not tell."""
+    """Return the cores nearest to a PCI device, such as ``"0000:3B:00.0"``, if known."""
     try:
         return parse_core_list((devices / address.lower() / "local_cpulist").read_text())
     except (OSError, ValueError):

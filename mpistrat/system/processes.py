@@ -14,7 +14,7 @@ __all__ = ["Program", "send_signal"]
 
 
 class _Capture:
-    """A file that a program writes to, and what is in it."""
+    """A file that a program writes to, and its text."""
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile()  # noqa: SIM115
@@ -33,7 +33,7 @@ class _Capture:
 
 
 class Program:
-    """A running program, without input."""
+    """A running program without input, in a session for itself."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class Program:
             raise
 
     def stdout(self) -> str:
-        """Return what the program has printed so far."""
+        """Return the standard output so far."""
         return self._out.text() if self._out else ""
 
     def stderr(self) -> str:
-        """Return what the program has printed to standard error so far."""
+        """Return the standard error so far."""
         return self._err.text() if self._err else ""
 
     def pids(self) -> list[int]:
-        """Return the process ids of the program and all it started, its own first."""
+        """Return the process ids of the program and all its descendants, the program first."""
         found = [self.process.pid]
         parents = dict(_parents())
         for pid in found:
@@ -77,7 +77,7 @@ class Program:
         return found
 
     def kill(self, limit_s: float | None = None) -> None:
-        """Kill the program and all it started at once with SIGKILL, and wait for its end."""
+        """Kill the program and all its descendants with SIGKILL, and wait for its end."""
         send_signal(signal.SIGKILL, self.pids())
         self.wait(limit_s)
 
@@ -93,7 +93,7 @@ class Program:
 
 
 def send_signal(sign: signal.Signals, pids: Sequence[int]) -> None:
-    """Send `sign` to those of `pids` that are still there."""
+    """Send `sign` to those of `pids` that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, sign)

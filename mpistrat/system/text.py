@@ -29,7 +29,7 @@ def readable_size(size_bytes: int) -> str:
 
 
 def readable_time(time_s: float) -> str:
-    """Return a time with three digits, in the unit that suits it."""
+    """Return a time with three digits, in a suitable unit."""
     if time_s >= 1:
         return f"{time_s:.3g} s"
     return f"{time_s * 1e3:.3g} ms" if time_s >= 1e-3 else f"{time_s * 1e6:.3g} us"
@@ -43,7 +43,7 @@ def ranks_by_value(values: Iterable[tuple[int, _Value]]) -> dict[_Value, list[in
     return ranks
 
 
-_MAX_SPELLED = 4
+_MAX_ITEMS = 4
 _MAX_CHARACTERS = 120
 
 
@@ -67,7 +67,7 @@ def rank_spans(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def text_of(error: BaseException) -> str:
-    """Return what `error` says, also where its class cannot say it."""
+    """Return the message of `error`, even if its ``__str__`` raises."""
     try:
         return str(error)
     except Exception:
@@ -79,7 +79,7 @@ def format_detail(detail: object) -> str:
     if isinstance(detail, tuple):
         if len(detail) == 2 and isinstance(detail[1], tuple) and isinstance(detail[0], str):
             return f"{detail[0]} {detail[1]}"
-        shown = [format_detail(each) for each in detail[:_MAX_SPELLED]]
+        shown = [format_detail(each) for each in detail[:_MAX_ITEMS]]
         rest = len(detail) - len(shown)
         return ", ".join(shown) + (f" and {rest} more" if rest else "")
     text = str(detail)

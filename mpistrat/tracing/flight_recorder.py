@@ -22,16 +22,6 @@ Place = tuple[CodeType, int] | None
 """A code object and the offset of an instruction in it: cheap to note, and formatted later."""
 
 
-class Counters(Protocol):
-    """The counters of a channel: see `Ledger`."""
-
-    sequence: int
-    runs: int
-    merge_calls: int
-    updates: int
-    failures: int
-
-
 class State:
     """How far a collective has come on this rank. Plain strings, as in JSON."""
 
@@ -45,6 +35,9 @@ class State:
     """This rank could not do it: its arguments were bad, or its part of some work failed."""
     FAILED = "failed"
     """The ranks disagreed or did not come, or the call raised after the agreement."""
+
+
+_WAITING = State.WAITING
 
 
 class FlightEntry:
@@ -126,6 +119,21 @@ class FlightRecord:
         return entry
 
 
+class Counters(Protocol):
+    """The counters of a channel: see `Ledger`."""
+
+    sequence: int
+    runs: int
+    merge_calls: int
+    updates: int
+    failures: int
+
+
+_INSIDE, _INSTALLED, _OWN = range(3)
+_owners: dict[str, int] = {}
+"""The owner of the code in each file. Files are few, so the cache needs no limit."""
+
+
 def users_place(frame: FrameType | None) -> Place:
     """Return where the user's code is, as `callsite.call_site` finds it from `frame`."""
     installed = None
@@ -140,12 +148,6 @@ def users_place(frame: FrameType | None) -> Place:
             installed = code, frame.f_lasti
         frame = frame.f_back
     return installed
-
-
-_WAITING = State.WAITING
-_INSIDE, _INSTALLED, _OWN = range(3)
-_owners: dict[str, int] = {}
-"""The owner of the code in each file. Files are few, so the cache needs no limit."""
 
 
 def _owner(filename: str) -> int:
