@@ -1,4 +1,4 @@
-"""The level of the logger, and who prints where a program is alone."""
+"""Log level, and output of a program that runs alone."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The monitor: its own are answered, and strangers keep nobody waiting."""
+"""Monitor: answers to ranks of the job, and none to others, who block no rank."""
 
 import functools
 import json
