@@ -12,7 +12,7 @@ from mpistrat.failures.flight_dumps import on_channel_failure, on_end_of_job
 from mpistrat.failures.logs import forward_over, take_lines
 from mpistrat.failures.monitor import Question
 from mpistrat.failures.peers import connect_peers
-from mpistrat.failures.shutdown import announce_exit_on
+from mpistrat.failures.shutdown import register_channel
 from mpistrat.failures.watchdog import start_watchdog
 from mpistrat.mpi.world import attached, detach, started_world, world_size
 
@@ -39,7 +39,7 @@ def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
                 channel, {ask: functools.partial(do, channel) for ask, do in handlers.items()}
             )
         forward_over(channel)
-        announce_exit_on(channel, MPI.Is_finalized, world_size())
+        register_channel(channel, MPI.Is_finalized, world_size())
         start_watchdog(channel)
         return channel
 

@@ -28,7 +28,7 @@ from mpistrat.system import exit_hooks
 from mpistrat.system.callsite import failure_site
 from mpistrat.system.text import rank_list, text_of
 
-__all__ = ["announce_exit_on", "install"]
+__all__ = ["install", "register_channel"]
 
 _POLL_S = 0.0005
 _TURN_S = 1.0
@@ -50,8 +50,8 @@ def install(open_channel: Callable[[float], Channel | None], abort: Callable[[in
     exit_hooks.report_by(_report)
 
 
-def announce_exit_on(channel: Channel, is_over: Callable[[], bool], world_size: int) -> None:
-    """Have this process take part in a last round of `channel` when it ends."""
+def register_channel(channel: Channel, is_over: Callable[[], bool], world_size: int) -> None:
+    """Have this process take part in the last rounds of `channel` when it ends."""
     if not process.channels:
         exit_hooks.at(exit_hooks.Phase.LAST_ROUND, _at_exit)
         process.is_over, process.world_size = is_over, world_size

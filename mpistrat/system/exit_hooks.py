@@ -1,9 +1,10 @@
 """Exit hooks: the actions of this process at its end, in one ordered list of phases.
 
 All code that runs at the end registers here with `at`: this module has the only `sys.excepthook`
-and the only `atexit` function of the package. An uncaught exception runs FAILED and then the report
-of `report_by`; a normal end starts with BEFORE_LAST_ROUND. A rank that has reported its end may be
-ended by the others at any time, and one past its last round knows that all others have ended.
+and the only `atexit` function of the package. An uncaught exception first runs FAILED and then the
+report of `report_by`; every end runs the phases from BEFORE_LAST_ROUND on. A rank that has reported
+its end may be ended by the others at any time, and one past its last round knows that all others
+have ended.
 """
 
 from __future__ import annotations
