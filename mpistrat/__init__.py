@@ -14,7 +14,7 @@ from mpistrat.checkpoint import (
 )
 from mpistrat.failures.connect import open_last_channel as _open_last_channel
 from mpistrat.failures.logs import install as _install_logs
-from mpistrat.failures.shutdown import install as _install_farewell
+from mpistrat.failures.shutdown import install as _install_shutdown
 from mpistrat.mpi.world import abort_world as _abort_world
 from mpistrat.options import (
     CommunicationImplementation,
@@ -88,5 +88,5 @@ __all__ = [
     "testing",
 ]
 
-_install_farewell(_open_last_channel, _abort_world)
+_install_shutdown(_open_last_channel, _abort_world)
 _install_logs()

@@ -1,4 +1,4 @@
-"""One collective call, from the check of its arguments to the last byte."""
+"""Collective calls: the check of arguments, the agreement of the ranks, the outcome."""
 
 from __future__ import annotations
 
@@ -22,29 +22,15 @@ __all__ = ["AllOrNone", "Call"]
 _C = TypeVar("_C", bound="Call")
 
 _CALL, _ALL_CALL, _AGREED, _DONE = Status.CALL, Outcome.ALL_CALL, State.AGREED, State.DONE
-"""Not looked up in their classes at each collective."""
+"""Module names are found faster than members of their classes, at each collective."""
 
 
 class Call:
-    """Context manager around a collective call.
+    """Context manager around a collective call: checks, then `agree`, then the data."""
 
-    The body checks the arguments, then calls `agree`, then moves data. Where the check raises
-    on this rank, the rank tells the others in place of agreeing: if all ranks refuse, each
-    raises its own error and the strategy stays usable; if only some do, the others get an
-    `EpochMismatchError` that names them.
-
-    Parameters
-    ----------
-    channel : Channel
-    kind : str
-        Name of the public function.
-    name : str, optional
-        Name of the variable or object that it is called on; must agree over ranks.
-    timeout_s : float, optional
-        Limit in place of the channel's own.
-    owner : int
-        Number of the strategy on the channel; must agree over ranks.
-    """
+    # Where the check raises on this rank, it brings a refusal to the round in place of a call. If
+    # all ranks refuse, each raises its own error and the strategy stays usable; if only some do,
+    # the others raise an `EpochMismatchError` that names them.
 
     def __init__(
         self,
@@ -64,9 +50,9 @@ class Call:
         self.recorder: Recorder | None = None
         """The timeline, where there is one."""
         self.moved: dict[str, Any] = {}
-        """What the timeline shall show of the data: bytes, and what moves them."""
+        """For the timeline: bytes, and the reducer that moves them."""
         self._extra = 0
-        self._extra_words = ""
+        self._extra_text = ""
 
     def __enter__(self: _C) -> _C:
         if not self.channel.lock.acquire(blocking=False):
@@ -86,26 +72,16 @@ class Call:
         return self
 
     def agree(self, *details: object) -> None:
-        """Make sure that every rank is in this call with equal `details`. **Collective**.
-
-        Parameters
-        ----------
-        *details
-            Hashable values whose ``repr`` is equal on all ranks that agree.
-
-        Raises
-        ------
-        EpochError
-            On every rank, if any rank is elsewhere, brings other details or has ended.
-        """
+        """Raise unless every rank makes this call with equal `details`. **Collective**."""
+        # Ranks compare the `repr` of the details, which must be hashable.
         self.agree_on(self.signature(*details))
 
     def signature(self, *details: object) -> tuple[Any, ...]:
-        """Return all that the ranks compare. Local."""
+        """Return the tuple that the ranks compare."""
         return (self.kind, self.name, self.owner, *details)
 
     def agree_on(self, signature: tuple[Any, ...]) -> None:
-        """Do `agree` for a signature that is known already. **Collective**."""
+        """Do `agree` for a `signature` made before. **Collective**."""
         self._agreed = True
         channel = self.channel
         if not channel.checks:
@@ -113,25 +89,25 @@ class Call:
         if self._entry is not None:
             self.end(self._entry, _DONE)
         flight = channel.flight
-        entry = flight.begin(channel.ledger, signature, self._extra_words, self._place)
+        entry = flight.begin(channel.ledger, signature, self._extra_text, self._place)
         self._entry = entry
         if channel.vote(_CALL, signature, self.timeout_s, self._extra) is not _ALL_CALL:
-            report = channel.report(self.words(*signature[3:]), call_site())
+            report = channel.report(self.format_signature(*signature[3:]), call_site())
             raise channel.disagreement(channel.exchange(report))
         entry.agreed_ns = monotonic_ns()
         entry.state = _AGREED
 
     def begin(self, signature: tuple[object, ...]) -> FlightEntry:
-        """Note in the flight record that this rank comes to its next collective. Local."""
+        """Note in the flight record that this rank comes to its next collective."""
         if self._entry is not None:
             self.end(self._entry, State.DONE)
         channel = self.channel
-        entry = channel.flight.begin(channel.ledger, signature, self._extra_words, self._place)
+        entry = channel.flight.begin(channel.ledger, signature, self._extra_text, self._place)
         self._entry = entry
         return entry
 
     def end(self, entry: FlightEntry, state: str) -> None:
-        """Note the end of one collective of this call. Local."""
+        """Note the end of one collective of this call."""
         entry.ended_ns = monotonic_ns()
         entry.state = state
         self._entry = None
@@ -151,18 +127,19 @@ class Call:
             for array in arrays:
                 self.channel.on_received(array)
 
-    def include(self, number: float, words: str) -> None:
-        """Have `number`, which may change with each call, agreed too; `words` name it. Local."""
+    def include(self, number: float, text: str) -> None:
+        """Add `number` to the next agreement, and `text` about it to error messages."""
+        # Not a detail: a signature that stays equal is digested only once.
         self._extra = int.from_bytes(struct.pack("d", number), "big")
-        self._extra_words = words
+        self._extra_text = text
 
-    def words(self, *details: object) -> str:
-        """Return the call as error messages show it. Local."""
+    def format_signature(self, *details: object) -> str:
+        """Return the call as error messages show it."""
         name = f" of {self.name!r}" if self.name is not None else ""
         if self.channel.num_strategies > 1:
             name += f" (strategy {self.owner})"
-        spelt = [format_detail(detail) for detail in details if detail != ()]
-        return " ".join(filter(None, [self.kind + name, self._extra_words, *spelt]))
+        shown = [format_detail(detail) for detail in details if detail != ()]
+        return " ".join(filter(None, [self.kind + name, self._extra_text, *shown]))
 
     def __exit__(
         self,
@@ -183,7 +160,7 @@ class Call:
                 self.channel.note_end()
 
     def _refuse(self, error: Exception) -> None:
-        """Tell the others that this rank cannot do the call."""
+        """Report to the others that this rank cannot make the call."""
         if not self.channel.checks:
             return
         entry = self.begin((self.kind, self.name, self.owner, f"refused: {type(error).__name__}"))
@@ -198,12 +175,10 @@ class Call:
 
 
 class AllOrNone:
-    """Context manager around work in which any rank may fail: then all ranks fail.
+    """Context manager around work that fails on all ranks if it fails on any. **Collective**."""
 
-    Every rank enters together, works on its own, and learns at the end whether all succeeded.
-    Ranks that failed raise their own error, the others one of the same class and text. The
-    strategy stays usable. The body must not contain collectives that a failing rank would miss.
-    """
+    # Ranks that failed raise their own error, the others one of the same class and text, and the
+    # strategy stays usable. The body must not contain collectives that a failing rank would miss.
 
     def __init__(
         self,
@@ -247,9 +222,11 @@ class AllOrNone:
             channel.note_end()
 
     def _settle(self, trace: TracebackType | None, error: Exception | None) -> None:
-        """Raise on the ranks that succeeded what those that failed have raised."""
+        """Raise the error of the lowest failed rank on the ranks that succeeded."""
         call, channel = self._call, self.channel
-        report = channel.report(call.words("failed" if error else "succeeded"), call_site())
+        report = channel.report(
+            call.format_signature("failed" if error else "succeeded"), call_site()
+        )
         report["verdict"] = [call.kind, call.name, channel.ledger.sequence]
         if error is not None:
             report |= {"error": type(error).__name__, "text": text_of(error)}
@@ -272,7 +249,7 @@ def _raise_for_all(channel: Channel, report: dict[str, Any], own: Exception | No
 
 
 def _rebuilt(name: str, text: str) -> Exception:
-    """Return an exception of the class that another rank has raised."""
+    """Return an exception of the class that another rank raised."""
     cls: Any = getattr(errors, name, None) or getattr(builtins, name, errors.MpistratError)
     try:
         error = cls(text)

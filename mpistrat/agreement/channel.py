@@ -1,9 +1,9 @@
-"""A channel: one group of ranks, their common sequence of collectives, and its agreement.
+"""Channel: one group of ranks, their sequence of collectives, and its agreement.
 
-Before each collective the ranks compare what they are about to do in a *round*: one MAX
-reduction of four words. It shows whether all brought the same digest, and whether some rank
-brought a refusal (its arguments are bad) or its end (it left the program) instead. A rank
-that leaves takes part in one last round, so that nobody waits for it in vain.
+Before each collective the ranks compare their calls in a *round*: one MAX reduction of four
+words. It shows whether all brought the same digest, and whether some rank brought a refusal (its
+arguments are bad) or its end (it left the program) instead. A rank that leaves takes part in one
+last round, so that no rank waits for it in vain.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _WORDS = struct.Struct("=4Q")
 
 
 class Status(enum.IntEnum):
-    """What a rank brings to a round."""
+    """The status that a rank brings to a round."""
 
     CALL = 0
-    """A collective that it is ready to do."""
+    """A collective that it is ready to make."""
     REFUSAL = 1
     """An error: the arguments of its call are bad, or its part of some work failed."""
     END = 2
@@ -50,7 +50,7 @@ class Status(enum.IntEnum):
 
 
 class Outcome(enum.Enum):
-    """What a round has shown."""
+    """The result of a round."""
 
     ALL_CALL = "every rank is ready to do the same"
     ALL_REFUSE = "every rank refuses"
@@ -58,112 +58,87 @@ class Outcome(enum.Enum):
 
 
 class Peers(Protocol):
-    """The other ranks of a channel, asked beside MPI. All methods are local, from any thread."""
+    """The other ranks of a channel, asked beside MPI, from any thread."""
 
-    def lowest_here(self) -> int:
+    def lowest_waiting(self) -> int:
         """Return the lowest rank that waits in the same collective as this one."""
 
     def describe(self, site: str) -> tuple[list[int], str]:
-        """Return the ranks that others wait for, and a table of all, for a rank at `site`."""
+        """Return the ranks that this one, at `site`, waits for, and a table of all."""
 
     def describe_lost(self) -> str:
         """Return a table of the ranks whose data will never come, empty without any."""
 
     def deliver(self, texts: Sequence[str]) -> bool:
-        """Give lines to rank 0 to print, and return whether it took them."""
+        """Send lines to rank 0 to print, and return whether it accepted them."""
 
     def is_root_at_work(self) -> bool:
-        """Return whether rank 0, which writes files for all, must not be ended yet."""
+        """Return whether rank 0 is still finishing a file for all."""
 
     def wait_for_work(self) -> None:
-        """Wait until to end the job would lose no file that is being finished."""
+        """Wait until no rank is finishing a file, which the end of the job would lose."""
 
-    def tell_end_of_job(self, limit_s: float) -> None:
-        """Tell each other rank, within `limit_s` seconds, that this one ends the job for all."""
+    def report_end_of_job(self, limit_s: float) -> None:
+        """Report to each other rank, within `limit_s` seconds, that this one ends the job."""
 
 
 _ALL_EQUAL = 2
 _CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
-"""Not looked up in their classes at each collective."""
+"""Module names are found faster than members of their classes, at each collective."""
 
 
 class Channel:
-    """The agreement of the ranks of one transport.
-
-    Parameters
-    ----------
-    transport : Transport
-    timeout_s : float or None
-        How long to wait for missing ranks where a call gives no limit of its own.
-
-    Attributes
-    ----------
-    ledger : Ledger
-    closed : EpochError or None
-        What has ended the agreement of the ranks for good.
-    pending : bool
-        Whether a round was started and is not done.
-    lock : RLock
-        Held by the thread that is in a collective.
-    num_strategies : int
-        How many strategies share the channel.
-    checks : bool
-        Whether the ranks compare their calls before data moves.
-    on_collective : callable or None
-        Called with the number of each collective, from 1, before this rank comes to it.
-    on_received : callable or None
-        Called with each array that a collective has brought, which it may write to.
-    on_failure : callable or None
-        Called with `closed`, whenever a collective has ended with it.
-    peers : Peers or None
-        The other ranks on the side channel, where there is one.
-    lost : dict
-        What is known of ranks whose processes have died, by rank.
-    stuck_at : str or None
-        Where this rank gave up to wait in a round, which is still open.
-    is_reported : bool
-        Whether another rank ends the job and has said why.
-    waiting : tuple or None
-        The collective in which this rank waits for others, and since when.
-    pool, private_pool : Pool
-        Memory for results: that of the transport, which ranks may share, and of this process alone.
-    thread : int
-        Identifier of the thread that has waited in a collective last.
-    """
+    """The agreement of the ranks of one transport."""
 
     def __init__(self, transport: Transport, timeout_s: float | None) -> None:
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
         self.timeout_s = timeout_s
+        """How long to wait for missing ranks, where a call gives no limit itself."""
         self.ledger = Ledger()
         self.flight = FlightRecord()
         self.closed: EpochError | None = None
+        """The error that has ended the agreement of the ranks for good."""
         self.pending = False
+        """Whether a round was started and is not done."""
         self.lock = threading.RLock()
+        """Held by the thread that is in a collective."""
         self.num_strategies = 0
+        """How many strategies share the channel."""
         self.checks = True
+        """Whether the ranks compare their calls before data moves."""
         self.on_collective: Callable[[int], None] | None = None
+        """Called with the number of each collective, from 1, before this rank comes to it."""
         self.on_received: Callable[[Any], None] | None = None
+        """Called with each array that a collective has returned, which it may write to."""
         self.on_failure: Callable[[EpochError], object] | None = None
+        """Called with `closed`, whenever a collective has ended with it."""
         self.peers: Peers | None = None
+        """The other ranks on the side channel, where there is one."""
         self.lost: dict[int, str] = {}
+        """Ranks whose processes have died, each with a description."""
         self.stuck_at: str | None = None
+        """Where this rank stopped waiting in a round, which is still open."""
         self.is_reported = False
+        """Whether another rank ends the job and has said why."""
         self.waiting: tuple[str, float] | None = None
+        """The collective in which this rank waits for others, and since when."""
         self.thread = threading.get_ident()
+        """Identifier of the thread that has waited in a collective last."""
         self.pool = transport.pool
         self.private_pool = Pool()
+        """Memory for results that no other rank maps, unlike `pool`, which is the transport's."""
         self._round = transport.round(4)
         self._outgoing = self._round.send.data.cast("B")
         self._incoming = self._round.receive.data.cast("B")
 
     def is_moving_data(self) -> bool:
-        """Return whether this rank waits for data inside the transport. Local, any thread."""
+        """Return whether this rank waits for data inside the transport, from any thread."""
         return bool(self.transport.occupancy)
 
     def check_open(self) -> None:
-        """Raise the error that closed this channel, if one did. Local."""
+        """Raise the error that closed this channel, if one did."""
         if self.lost and self.closed is None:
             self.closed = self._loss("another collective")
         if self.closed is not None:
@@ -172,45 +147,38 @@ class Channel:
             raise again from None
 
     def start_round(self, status: Status, digest: int) -> None:
-        """Bring `status` and `digest` to the next round. Local."""
+        """Bring `status` and `digest` to the next round."""
         _WORDS.pack_into(self._outgoing, 0, status, _MASK - status, digest, _MASK - digest)
         self._round.start()
         self.pending = True
 
     def round_is_done(self) -> bool:
-        """Return whether every rank has come to the round that was started. Local."""
+        """Return whether every rank has come to the round that was started."""
         if self.pending and self._round.done():
             self.pending = False
         return not self.pending
 
     def outcome(self) -> Outcome:
-        """Return what the round that is done has shown. Local."""
+        """Return the result of the round that is done."""
         largest, smallest, digest, complement = _WORDS.unpack_from(self._incoming)
         if largest != _MASK - smallest or digest != _MASK - complement or largest == Status.END:
             return Outcome.MIXED
         return Outcome.ALL_CALL if largest == Status.CALL else Outcome.ALL_REFUSE
 
     def all_ended_well(self) -> bool:
-        """Return whether every rank brought the end with digest 0 to the round. Local."""
+        """Return whether every rank brought the end with digest 0 to the round."""
         _, smallest, digest, _ = self._round.receive.tolist()
         return bool(_MASK - smallest == Status.END and digest == 0)
 
     def all_ended(self) -> bool:
-        """Return whether every rank brought its end to the round that is done. Local."""
+        """Return whether every rank brought its end to the round that is done."""
         return bool(_MASK - self._round.receive.tolist()[1] == Status.END)
 
     def vote(
         self, status: Status, signature: object, timeout_s: float | None, extra: int = 0
     ) -> Outcome:
-        """Take part in a round and wait for it. **Collective**.
-
-        `extra` must agree too; unlike `signature` it may be another one each time.
-
-        Raises
-        ------
-        EpochTimeoutError
-            If some ranks do not come within `timeout_s` seconds. The channel is closed then.
-        """
+        """Take part in a round and wait for it. **Collective**."""
+        # `extra` must agree too. It is not in `signature`, whose digest is kept.
         if self.on_collective is not None:
             self.on_collective(self.ledger.sequence + 1)
         ledger = self.ledger
@@ -226,7 +194,7 @@ class Channel:
             self.stuck_at = call_site()
             if self.closed is None:
                 self.closed = EpochError(
-                    f"The wait for {_words(signature)} at {call_site()} was interrupted by "
+                    f"The wait for {_call_name(signature)} at {call_site()} was interrupted by "
                     f"{type(error).__name__} on rank {self.rank} of {self.size}."
                 )
             raise
@@ -236,31 +204,31 @@ class Channel:
         return self.outcome()
 
     def _wait(self, signature: object, timeout_s: float | None) -> None:
-        """Wait for ranks that take their time."""
+        """Wait for late ranks."""
         self.thread = threading.get_ident()
-        self.waiting = (_words(signature), time.monotonic())
+        self.waiting = (_call_name(signature), time.monotonic())
         try:
             self._wait_long(*self.waiting, timeout_s)
         finally:
             self.waiting = None
 
-    def _wait_long(self, words: str, began: float, timeout_s: float | None) -> None:
+    def _wait_long(self, what: str, began: float, timeout_s: float | None) -> None:
         done = self._round.done
         remind_at_s: float | None = None
         while not done():
             waited_s = time.monotonic() - began
             if self.lost:
-                self.closed = self._loss(f"{words} at {call_site()}")
+                self.closed = self._loss(f"{what} at {call_site()}")
                 self.check_open()
             if timeout_s is not None and waited_s > timeout_s:
-                self.closed = self._timeout(words, timeout_s)
+                self.closed = self._timeout(what, timeout_s)
                 self.check_open()
             if remind_at_s is None:
                 # Not before: most waits are shorter than it takes to read the settings.
                 remind_at_s = settings_at_the_end().wait_notice_s if waited_s > 0.01 else None
             elif waited_s > remind_at_s:
                 remind_at_s = math.inf
-                self._remind(words, waited_s)
+                self._remind(what, waited_s)
             if waited_s < 0.01:
                 os.sched_yield()
             else:
@@ -271,33 +239,33 @@ class Channel:
         table = "\n".join(f"  {rank_list([rank])}: {what}" for rank, what in self.lost.items())
         return EpochError(f"{rank_list(self.lost)} ended, so {where} can never complete:\n{table}")
 
-    def _timeout(self, words: str, timeout_s: float) -> EpochTimeoutError:
+    def _timeout(self, what: str, timeout_s: float) -> EpochTimeoutError:
         """Return the error for ranks that did not come, with what they are doing instead."""
         site = call_site()
-        missing, table = self._whereabouts(site)
+        missing, table = self._missing_ranks(site)
         return EpochTimeoutError(
-            f"{missing} did not come to {words} at {site} within {timeout_s:g} s, as rank "
+            f"{missing} did not come to {what} at {site} within {timeout_s:g} s, as rank "
             f"{self.rank} of {self.size} did:\n{table}\n"
             "This call is collective: every rank must make it. Look for a rank that skips it, or "
             "raise timeout_seconds if one is only slow."
         )
 
-    def _remind(self, words: str, waited_s: float) -> None:
-        """Say who is missing, once for all ranks that wait."""
-        if self.peers is None or self.peers.lowest_here() == self.rank:
+    def _remind(self, what: str, waited_s: float) -> None:
+        """Log the missing ranks, once for all ranks that wait."""
+        if self.peers is None or self.peers.lowest_waiting() == self.rank:
             site = call_site()
-            missing, table = self._whereabouts(site)
+            missing, table = self._missing_ranks(site)
             _logger.warning(
                 "%s of %d has waited for %.0f s in %s at %s. %s did not come yet:\n%s",
-                *(rank_list([self.rank]), self.size, waited_s, words, site, missing, table),
+                *(rank_list([self.rank]), self.size, waited_s, what, site, missing, table),
             )
 
-    def _whereabouts(self, site: str) -> tuple[str, str]:
-        """Return the names of the missing ranks, and a table of where each rank is."""
+    def _missing_ranks(self, site: str) -> tuple[str, str]:
+        """Return the missing ranks as text, and a table of where each rank is."""
         if self.peers is None:
             return "Some ranks", "  (there is no side channel to ask them)"
         missing, table = self.peers.describe(site)
-        # All may have come just now: too late for the limit all the same.
+        # All may have arrived just now, which is too late for the limit.
         return (rank_list(missing) if missing else "Some ranks").capitalize(), table
 
     def exchange(self, value: Any) -> list[Any]:
@@ -311,22 +279,20 @@ class Channel:
     def report(
         self, what: str, site: str, *, ended: bool = False, cause: bool = False
     ) -> dict[str, Any]:
-        """Return what this rank says of itself where ranks disagree. Local."""
-        said = {"what": what, "site": site, "ended": ended, "cause": cause}
-        return said | {"sequence": self.ledger.sequence} | self.ledger.as_json()
+        """Return the report of this rank, for ranks that disagree."""
+        report = {"what": what, "site": site, "ended": ended, "cause": cause}
+        return report | {"sequence": self.ledger.sequence} | self.ledger.as_json()
 
     def describe(self) -> dict[str, Any]:
-        """Return what the flight record says of this channel beside its collectives. Local."""
+        """Return the facts on this channel in a flight record, its collectives apart."""
         place = {"rank": self.rank, "size": self.size, "next_number": self.ledger.sequence}
         closed = None if self.closed is None else str(self.closed)
         return place | self.ledger.as_json() | {"closed": closed}
 
     def disagreement(self, reports: Sequence[dict[str, Any]]) -> EpochError:
-        """Close the channel, and return the error to raise for the `reports` of all ranks. Local.
-
-        Wherever a round has shown `Outcome.MIXED`, each rank first makes exactly one `exchange`
-        of its report, whatever it was about to do, so that they always meet.
-        """
+        """Close the channel, and return the error to raise for the `reports` of all ranks."""
+        # After each round with `Outcome.MIXED`, every rank makes exactly one `exchange` of its
+        # report, whatever it was about to do, so that they always meet.
         guilty = [rank for rank, each in enumerate(reports) if each["cause"]]
         ended = [rank for rank, each in enumerate(reports) if each["ended"]]
         table = describe_disagreement(reports)
@@ -346,27 +312,23 @@ class Channel:
         return error
 
     def note_end(self) -> None:
-        """Call `on_failure` if the agreement of the ranks has ended. Local."""
+        """Call `on_failure` if the agreement of the ranks has ended."""
         if self.closed is not None and self.on_failure is not None:
             self.on_failure(self.closed)
 
     def close_for_dropped(self, site: str) -> None:
-        """Let no more collectives be made: the handle of a reduction was dropped. Local.
-
-        It is logged too, because there may be no further collective to raise it.
-        """
+        """Close the channel, as the handle of a reduction was dropped."""
         if self.closed is not None:
             return  # it may well be the consequence
-        words = f"The handle that start_all_reduce at {site} returned was dropped without wait()"
+        what = f"The handle that start_all_reduce at {site} returned was dropped without wait()"
         remedy = "Keep it, and call wait() on every rank."
-        _logger.error("%s. %s", words, remedy)
-        self.closed = EpochError(f"{words} on rank {self.rank} of {self.size}. {remedy}")
+        # There may be no further collective to raise it.
+        _logger.error("%s. %s", what, remedy)
+        self.closed = EpochError(f"{what} on rank {self.rank} of {self.size}. {remedy}")
 
     def close_in_fork(self) -> None:
-        """Let this process, which is a fork of a rank, make no collectives. Local.
-
-        The results that the program holds become its own: the rank goes on with others.
-        """
+        """Let this process, which is a fork of a rank, make no collectives."""
+        # The rank will overwrite the shared memory of results that the program holds here too.
         self.pool.leave_shared_memory()
         self.closed = EpochError(
             f"This process is a fork of rank {self.rank} of {self.size}, and no rank itself. Make "
@@ -374,10 +336,10 @@ class Channel:
         )
 
     def note_failure(self, error: BaseException, site: str) -> None:
-        """Record that a replica or merge function raised on this rank. Local."""
+        """Record that a replica or merge function raised on this rank."""
         self.ledger.failures += 1
         self.ledger.last_failure = f"{type(error).__name__} at {site}"
 
 
-def _words(signature: object) -> str:
+def _call_name(signature: object) -> str:
     return str(signature[0]) if isinstance(signature, tuple) else str(signature)

@@ -13,66 +13,6 @@ from mpistrat.system.text import rank_list
 
 __all__ = ["Ledger", "Signature", "describe_disagreement"]
 
-_COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures")
-_CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
-
-
-def describe_disagreement(reports: Sequence[dict[str, Any]]) -> str:
-    """Return the table of which ranks are where, and what to do about it. Local.
-
-    Parameters
-    ----------
-    reports : sequence of dict
-        What each rank, in rank order, said of itself (`Channel.report`).
-    """
-    counters_differ = len({_counters(report) for report in reports}) > 1
-    groups: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
-        groups.setdefault(_line(report, counters_differ), []).append(rank)
-    lines = [f"  {rank_list(ranks)}: {line}" for line, ranks in groups.items()]
-    return "\n".join(lines + _remedy(reports))
-
-
-def _remedy(reports: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line about a call that only some ranks make, the usual mistake behind ``if``."""
-    places: dict[str, list[int]] = {}
-    calls: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
-        if "failed" in report or report["last_failure"]:
-            return []
-        call = _CALL.match(report["what"])
-        places.setdefault(report["what"].split()[0], []).append(rank)
-        if call is not None and not report["ended"]:
-            calls.setdefault(call[0], []).append(rank)
-    if len(places) < 2 or not calls:
-        return []
-    call_words, ranks = min(calls.items(), key=lambda item: len(item[1]))
-    if 2 * len(ranks) > len(reports):
-        return []
-    return [
-        f"{call_words} is a collective call: every rank must make it, not {rank_list(ranks)} alone."
-    ]
-
-
-def _counters(report: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(report[name] for name in _COUNTERS)
-
-
-def _line(report: dict[str, Any], counters_differ: bool) -> str:
-    line = f"{report['what']} at {report['site']}"
-    if report["ended"]:
-        return line + (f", after {report['last_failure']}" if report["last_failure"] else "")
-    if counters_differ:
-        line += (
-            f", as collective {report['sequence']} after {report['runs']} runs and "
-            f"{report['merge_calls']} merge_calls"
-            + (f" and {report['updates']} updates" if report["updates"] else "")
-        )
-        if report["last_failure"]:
-            line += f"; before that {report['last_failure']}"
-    return line
-
-
 _MASK = 2**64 - 1
 # Odd constants spread small counters over all 64 bits, so that two counters never cancel.
 _SPREAD = (
@@ -85,7 +25,7 @@ _SPREAD = (
 
 
 class Signature(tuple[Any, ...]):
-    """What the ranks agree on, for calls that keep it: its digest is computed once."""
+    """The tuple that ranks compare, with its digest, for calls that are made repeatedly."""
 
     digest: int | None = None
 
@@ -108,19 +48,19 @@ class Ledger:
     updates: int = 0
     """Calls of `StrategyExtended.update` begun."""
     failures: int = 0
-    """Functions given to those three that raised."""
+    """Functions passed to those three that raised."""
     last_failure: str = ""
-    """What the last of them raised, and where."""
+    """The error of the last of them, and where."""
     _mixed: tuple[tuple[int, ...], int] = ((), 0)
-    """The counters but `sequence` that were looked at last, and what they add to a digest."""
+    """The counters but `sequence` at the last digest, and the number that they add to it."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return all but `sequence` in JSON values. Local."""
+        """Return all but `sequence` in JSON values."""
         names = "runs", "merge_calls", "updates", "failures", "last_failure"
         return {name: getattr(self, name) for name in names}
 
     def digest(self, signature: Any) -> int:
-        """Return 64 bits of the next collective's `signature` and the counters. Local."""
+        """Return 64 bits of the next collective's `signature` and the counters."""
         base = signature.digest if type(signature) is Signature else _digest_of(signature)
         if base is None:
             base = signature.digest = _digest_of(signature)
@@ -129,3 +69,57 @@ class Ledger:
             mixed = sum(map(operator.mul, counters, _SPREAD[1:]))
             self._mixed = (counters, mixed)
         return (base + self.sequence * _SPREAD[0] + self._mixed[1]) & _MASK
+
+
+_COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures")
+_CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
+
+
+def describe_disagreement(reports: Sequence[dict[str, Any]]) -> str:
+    """Return the table of which ranks are where, for the `Channel.report` of each, and a remedy."""
+    counters_differ = len({_counters(report) for report in reports}) > 1
+    groups: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        groups.setdefault(_line(report, counters_differ), []).append(rank)
+    lines = [f"  {rank_list(ranks)}: {line}" for line, ranks in groups.items()]
+    return "\n".join(lines + _remedy(reports))
+
+
+def _remedy(reports: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line about a call that only some ranks make, as under ``if rank == 0``."""
+    places: dict[str, list[int]] = {}
+    calls: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        if "failed" in report or report["last_failure"]:
+            return []
+        call = _CALL.match(report["what"])
+        places.setdefault(report["what"].split()[0], []).append(rank)
+        if call is not None and not report["ended"]:
+            calls.setdefault(call[0], []).append(rank)
+    if len(places) < 2 or not calls:
+        return []
+    call_text, ranks = min(calls.items(), key=lambda item: len(item[1]))
+    if 2 * len(ranks) > len(reports):
+        return []
+    return [
+        f"{call_text} is a collective call: every rank must make it, not {rank_list(ranks)} alone."
+    ]
+
+
+def _counters(report: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(report[name] for name in _COUNTERS)
+
+
+def _line(report: dict[str, Any], counters_differ: bool) -> str:
+    line = f"{report['what']} at {report['site']}"
+    if report["ended"]:
+        return line + (f", after {report['last_failure']}" if report["last_failure"] else "")
+    if counters_differ:
+        line += (
+            f", as collective {report['sequence']} after {report['runs']} runs and "
+            f"{report['merge_calls']} merge_calls"
+            + (f" and {report['updates']} updates" if report["updates"] else "")
+        )
+        if report["last_failure"]:
+            line += f"; before that {report['last_failure']}"
+    return line

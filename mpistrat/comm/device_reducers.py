@@ -1,4 +1,4 @@
-"""Device reducers: through host memory, or by CUDA-aware MPI."""
+"""Device reducers: staged through host memory, or by CUDA-aware MPI."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut
 
 __all__ = [
-    "Copier",
     "DeviceCapabilities",
     "DeviceCopier",
     "DirectReducer",
@@ -50,20 +49,18 @@ class _Event(Protocol):
     """The end of a copy."""
 
     def synchronize(self) -> object:
-        """Wait for it. Local."""
+        """Wait for it."""
 
 
-class Copier(Protocol):
-    """Copies between the host and a device, beside what the program does there. Local."""
+class _Copier(Protocol):
+    """Copies between the host and a device, beside what the program does there."""
 
     def buffer(self, size: int, dtype: np.dtype) -> np.ndarray:
         """Return a 1-d host array with anything in it, from which copies are fast."""
 
     def begin(self) -> None:
-        """Have each `fetch` that follows wait for what the program has queued on the device.
-
-        What is `put` after it has waited for one, so it needs no more.
-        """
+        """Have each `fetch` that follows wait for the program's work queued on the device."""
+        # A `put` comes after a `fetch` that has waited, so it need not wait itself.
 
     def fetch(self, target: np.ndarray, source: Array, after: _Event | None = None) -> _Event:
         """Begin to copy `source`, on the device, to the host; not before `after`, a `put`."""
@@ -76,26 +73,19 @@ class Copier(Protocol):
 
 
 def part_bytes(num_bytes: int) -> int:
-    """Return the size of the parts in which a message of `num_bytes` is reduced. Local."""
+    """Return the size of the parts in which a message of `num_bytes` is reduced."""
     return min(max(num_bytes // 4, _MIN_PART_BYTES), _MAX_PART_BYTES)
 
 
 def plan_parts(num_elements: int, itemsize: int) -> list[slice]:
-    """Divide a message into parts that go through the buffers one behind the other. Local."""
+    """Divide a message into parts that go through the buffers one behind the other."""
     return cut(num_elements, part_bytes(num_elements * itemsize) // itemsize)
 
 
 class StagedReducer:
-    """Copies messages to the host in parts, has `reducer` reduce them there, and copies them back.
+    """Copies messages to the host in parts, reduces them there, and copies them back."""
 
-    Parameters
-    ----------
-    copier : Copier
-    reducer : Reducer
-        For messages in host memory.
-    """
-
-    def __init__(self, copier: Copier, reducer: Reducer) -> None:
+    def __init__(self, copier: _Copier, reducer: Reducer) -> None:
         self._copier = copier
         self._reducer = reducer
         self._pool = Pool()
@@ -154,15 +144,9 @@ class StagedReducer:
 
 
 class DirectReducer:
-    """Gives the transport the device memory itself, in blocking collectives.
+    """Gives the transport the device memory itself, in blocking collectives."""
 
-    Non-blocking ones take no device memory in Open MPI, so `staged` does those.
-
-    Parameters
-    ----------
-    transport : Transport
-    staged : Reducer
-    """
+    # Nonblocking ones take no device memory in Open MPI, so `staged` does those.
 
     def __init__(self, transport: Transport, staged: Reducer) -> None:
         self._whole = MpiReducer(transport)
@@ -184,31 +168,26 @@ class DirectReducer:
 
 
 class DeviceCopier:
-    """The `mpistrat.comm.device_reducers.Copier` of a GPU.
-
-    Parameters
-    ----------
-    device : Device
-    """
+    """The `_Copier` of a GPU."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         with on_device(device):
             self._fetching, self._putting = new_stream(), new_stream()
-        self._leaving: list[tuple[Any, np.ndarray]] = []
+        self._under_way: list[tuple[Any, np.ndarray]] = []
 
     def buffer(self, size: int, dtype: np.dtype) -> np.ndarray:
-        """Return a 1-d array in page-locked memory. Local."""
+        """Return a 1-d array in page-locked memory."""
         with on_device(self._device):
             return pinned_empty(size, dtype)
 
     def begin(self) -> None:
-        """Have every `fetch` that follows wait for the current stream. Local."""
+        """Have every `fetch` that follows wait for the current stream."""
         with on_device(self._device):
             self._fetching.wait_event(record(current_stream()))
 
     def fetch(self, target: np.ndarray, source: Array, after: Any = None) -> Any:
-        """Begin to copy `source` to the host. Local."""
+        """Begin to copy `source` to the host."""
         with on_device(self._device):
             if after is not None:
                 self._fetching.wait_event(after)
@@ -216,17 +195,17 @@ class DeviceCopier:
             return record(self._fetching)
 
     def put(self, target: Array, source: np.ndarray) -> Any:
-        """Begin to copy `source` to the device. Local."""
+        """Begin to copy `source` to the device."""
         with on_device(self._device):
             copy_on(self._putting, target, source)
             done = record(self._putting)
         # The pool of page-locked memory knows no events: what is still read may not go back to it.
-        self._leaving = [each for each in self._leaving if not each[0].done]
-        self._leaving.append((done, source))
+        self._under_way = [each for each in self._under_way if not each[0].done]
+        self._under_way.append((done, source))
         return done
 
     def end(self) -> None:
-        """Have the current stream wait for every `put`. Local."""
+        """Have the current stream wait for every `put`."""
         with on_device(self._device):
             current_stream().wait_event(record(self._putting))
 
@@ -236,8 +215,8 @@ class DeviceCapabilities:
     """What a strategy may do with device memory. The same on all ranks, the objects aside."""
 
     device: Device
-    """Where the replica of this rank computes."""
-    copier: Copier | None = None
+    """On which the replica of this rank computes."""
+    copier: _Copier | None = None
     """For copies to the host and back; ``None`` where not every rank computes on a device. Device
     arrays are then host arrays, copied whole."""
     why_not_mpi: str = ""
@@ -245,7 +224,7 @@ class DeviceCapabilities:
     why_not_nccl: str = "the replica computes on the host"
     """Why NCCL cannot be used; empty where it can."""
     link: Link | None = None
-    """What NCCL is reached by, where it can be used."""
+    """The communicator of NCCL, where it can be used."""
 
     @property
     def some_have_devices(self) -> bool:
@@ -253,22 +232,20 @@ class DeviceCapabilities:
         return self.copier is not None or bool(self.why_not_mpi)
 
     def places(self, arrays: Sequence[Array]) -> tuple[bool, ...]:
-        """Return which of `arrays` are in device memory, and travel as such; ``()``: none. Local.
-
-        That is agreed over ranks: the ways between devices are others than between hosts.
-        """
+        """Return which of `arrays` are in device memory, and travel as such; ``()``: none."""
+        # The ranks agree on it, because arrays on devices have other reducers than those on hosts.
         if self.copier is None:
             return ()
         places = tuple([self.is_on_device(array) for array in arrays])
         return places if any(places) else ()
 
     def is_on_device(self, array: Array) -> bool:
-        """Return whether `array` lies in the memory of this rank's device. Local."""
+        """Return whether `array` lies in the memory of this rank's device."""
         return not is_on_host(array) and bool(array.device.id == self.device.index)
 
 
 def solo_capabilities(device: Device) -> DeviceCapabilities:
-    """Return the ways of a world of one rank without MPI, in which nothing moves. Local."""
+    """Return the capabilities in a world of one rank without MPI."""
     if device.kind != "gpu":
         return DeviceCapabilities(device)
     return DeviceCapabilities(

@@ -24,21 +24,10 @@ __all__ = ["HierarchicalReducer", "share_memory"]
 
 
 class HierarchicalReducer:
-    """Reduces messages over several nodes.
+    """Reduces messages within each node in shared memory, and between nodes by MPI."""
 
-    Parameters
-    ----------
-    memory : NodeMemory
-        That of this node.
-    comm : mpi4py.MPI.Intracomm
-        All ranks. **Collective** over them.
-    num_slices : int
-        The number of ranks on the smallest node.
-    otherwise : Reducer
-        For reductions that go on beside the program.
-    occupancy : Occupancy
-        Entered while this rank waits for the others.
-    """
+    # As in Horovod's hierarchical allreduce: each rank of a node owns a slice, which it reduces
+    # with the ranks of other nodes that own the same one. The smallest node limits the slices.
 
     min_bytes = 0
 
@@ -59,14 +48,14 @@ class HierarchicalReducer:
         self._peers = comm.Split(colour, comm.rank)
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
-        """Return whether the compiled code reduces `dtype` by `op`. Local."""
+        """Return whether the compiled code reduces `dtype` by `op`."""
         return compiled_function(op, dtype) is not None
 
     def attach(self, message: Message) -> None:
-        """Do nothing: the agreement goes over MPI, and is no wait for this memory. Local."""
+        """Do nothing: the ranks agree over MPI, which does not wait for this memory."""
 
     def detach(self) -> None:
-        """Do nothing: nothing is attached. Local."""
+        """Do nothing: nothing is attached."""
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
@@ -88,7 +77,7 @@ class HierarchicalReducer:
         return self._otherwise.start_all_reduce(op, message)
 
     def drain(self) -> None:
-        """Do nothing: nothing is under way. Local."""
+        """Do nothing: nothing is under way."""
 
     def _reduce_block(
         self, op: ReduceOp, dtype: np.dtype, source: int, target: int, num_bytes: int
@@ -96,27 +85,27 @@ class HierarchicalReducer:
         memory, library = self._memory, self._memory.library
         function = compiled_function(op, dtype)
         assert function is not None
-        lane, slices = memory.reductions.pointer, self._num_slices
-        place = library.reduce_slice(lane, function[0], slices, source, num_bytes)
+        sequence, slices = memory.reductions.pointer, self._num_slices
+        place = library.reduce_slice(sequence, function[0], slices, source, num_bytes)
         own = memory.view(*place).view(dtype)
         if self._peers != MPI.COMM_NULL and own.size:
             self._peers.Allreduce(MPI.IN_PLACE, own, operator(op, own))
             if op is ReduceOp.MEAN:
                 divide(own, self._size)
-        library.collect_slices(lane, slices, target, num_bytes)
+        library.collect_slices(sequence, slices, target, num_bytes)
 
 
 _TRIED_BYTES = (2**18, 2**14, 2**6)
 _REPETITIONS = 10
 _ADVANTAGE = 1.2
-"""How much slower shared memory must have been to be left: times differ by chance."""
+"""How much slower shared memory must be to leave it to MPI: times differ by chance."""
 
-_Way = Callable[[ReduceOp, Message], None]
+_Reduce = Callable[[ReduceOp, Message], None]
 
 
 @dataclass(frozen=True)
 class _Sharing:
-    """Memory that ranks share, and what reduces in it."""
+    """Memory that ranks share, and its reducer."""
 
     memory: NodeMemory
     reducer: NodeReducer
@@ -125,11 +114,7 @@ class _Sharing:
 
 
 def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) -> _Sharing | None:
-    """Return memory that the ranks of each node share, ``None`` if no rank has company.
-
-    **Collective** over `comm`. Takes a few milliseconds, to measure from which size on it is faster
-    than `otherwise`.
-    """
+    """Return memory that the ranks of each node share, if several run on one. **Collective**."""
     if comm.size == 1:
         return None
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -145,25 +130,26 @@ def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) 
         reducer = SharedMemoryReducer(memory, occupancy)
     else:
         reducer = HierarchicalReducer(memory, comm, min(sizes), otherwise, occupancy)
+    # A few milliseconds now, because no rule says from which size on shared memory is faster.
     reducer.min_bytes = _min_bytes(comm, reducer.all_reduce, otherwise.all_reduce)
     return _Sharing(memory, reducer, holds_all)
 
 
-def _min_bytes(comm: MPI.Intracomm, shared: _Way, otherwise: _Way) -> int:
+def _min_bytes(comm: MPI.Intracomm, shared: _Reduce, otherwise: _Reduce) -> int:
     """Return from which size on shared memory is used, the same on every rank."""
     asked = settings_at_the_end().shared_min_bytes
     given: int = comm.allreduce(-1 if asked is None else asked, MPI.MAX)
     return _measure(comm, shared, otherwise) if given < 0 else given
 
 
-def _measure(comm: MPI.Intracomm, shared: _Way, otherwise: _Way) -> int:
+def _measure(comm: MPI.Intracomm, shared: _Reduce, otherwise: _Reduce) -> int:
     """Return the smallest size tried from which on shared memory was faster, for all ranks."""
     pool = Pool()
     min_bytes = 2 * max(_TRIED_BYTES)
     for num_bytes in _TRIED_BYTES:
         source = np.zeros(num_bytes // 4, np.float32)
         message = Message([source], [np.zeros_like(source)], pool)
-        times_s = np.array([_shortest_s(comm, way, message) for way in (shared, otherwise)])
+        times_s = np.array([_shortest_s(comm, reduce, message) for reduce in (shared, otherwise)])
         comm.Allreduce(MPI.IN_PLACE, times_s, MPI.SUM)
         if times_s[0] > _ADVANTAGE * times_s[1]:
             break
@@ -171,12 +157,12 @@ def _measure(comm: MPI.Intracomm, shared: _Way, otherwise: _Way) -> int:
     return 0 if min_bytes == min(_TRIED_BYTES) else min_bytes
 
 
-def _shortest_s(comm: MPI.Intracomm, way: _Way, message: Message) -> float:
-    way(ReduceOp.SUM, message)
+def _shortest_s(comm: MPI.Intracomm, reduce: _Reduce, message: Message) -> float:
+    reduce(ReduceOp.SUM, message)
     times_s = []
     for _ in range(_REPETITIONS):
         comm.Barrier()
         began = time.perf_counter()
-        way(ReduceOp.SUM, message)
+        reduce(ReduceOp.SUM, message)
         times_s.append(time.perf_counter() - began)
     return min(times_s)

@@ -1,4 +1,4 @@
-"""MPI operators, and messages below 2**28 bytes."""
+"""MPI operators, and messages cut below 2**28 bytes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ _OPERATORS = {
 
 
 def operator(op: ReduceOp, array: Array) -> MPI.Op:
-    """Return what MPI reduces the numbers of `array` with, for MEAN the sum. Local.
-
-    Sums of 8- and 16-bit integers on the host wrap, as in NumPy and in shared memory. MPI says
-    nothing of overflow, and Open MPI saturates as many of them as fill its vector registers.
-    """
+    """Return MPI's operator for the numbers of `array`, for MEAN the sum."""
+    # Sums of 8- and 16-bit integers on the host wrap, as in NumPy and in shared memory. MPI says
+    # nothing of overflow, and Open MPI saturates as many of them as fill its vector registers.
     dtype = array.dtype
     if op is ReduceOp.SUM and dtype.itemsize < 4 and dtype.kind in "iu" and is_on_host(array):
         return _wrapping_sum(dtype.itemsize)
@@ -49,31 +47,14 @@ _PART_BYTES = 2**28
 
 
 def in_parts(buffer: np.ndarray) -> list[np.ndarray]:
-    """Return views of `buffer`, in C order, one behind the other. Local.
-
-    Arrays of equal dtype and size have equal parts.
-    """
+    """Return views of `buffer`, in C order, equal for arrays of equal dtype and size."""
     if buffer.nbytes <= _PART_BYTES:
         return [buffer]
     return pieces(buffer, _PART_BYTES)
 
 
 def plan_windows(counts: Sequence[int], itemsize: int) -> list[tuple[int, list[int]]]:
-    """Return what each rank brings to the messages of a gather. Local, the same on every rank.
-
-    Parameters
-    ----------
-    counts : sequence of int
-        Elements on each rank.
-    itemsize : int
-        Bytes per element.
-
-    Returns
-    -------
-    list of (int, list of int)
-        For each message, where each rank's part of it begins among what it has, and how many
-        elements it is.
-    """
+    """Return, for each message of a gather, where each part starts and the lengths by rank."""
     if sum(counts) * itemsize <= _PART_BYTES:
         return [(0, list(counts))]
     length = max(_PART_BYTES // itemsize // len(counts), 1)

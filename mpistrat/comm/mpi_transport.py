@@ -1,4 +1,4 @@
-"""MPI transport: blocking collectives, and rounds of agreement."""
+"""MPI transport: collectives of a communicator, and rounds of agreement."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from mpistrat.comm.shared_reducer import compiled_function
 from mpistrat.comm.transport import NodeReducer, Occupancy, Piggyback, Round, SoloRound
 from mpistrat.options import ReduceOp
 
-__all__ = ["MpiTransport", "NonblockingRound", "PersistentRound", "SharedRound"]
+__all__ = ["MpiTransport"]
 
 _MASK = 2**64 - 1
 _WORDS = struct.Struct("=4Q")
 
 _POLLS = 200
-"""About 100 us, before a waiting rank looks at limits and losses too."""
+"""Polls in about 100 us, after which a waiting rank looks at limits and losses too."""
 
 _TURNS = 4096
-"""The same, counted in looks at shared memory."""
+"""Looks at shared memory in about the same time."""
 
 _ROOM_OF_ALL = 2**15
-"""Every rank reads the numbers of all: more of them are reduced faster slice by slice."""
+"""Bytes. Every rank reads the numbers of all: more of them are faster slice by slice."""
 
 
 class _MpiRound:
-    """What is common to rounds that MPI makes progress in when it is polled."""
+    """Base of the rounds in which MPI makes progress when it is polled."""
 
     start: Callable[[], object]
     done: Callable[[], bool]
@@ -49,7 +49,7 @@ class _MpiRound:
         self._outgoing, self._incoming = self.send.data.cast("B"), self.receive.data.cast("B")
 
     def meet(self, first: int, second: int) -> int:
-        """Bring two numbers, and return what is known after a moment. Local."""
+        """Contribute two numbers, and return the result if it is there within `_POLLS`."""
         _WORDS.pack_into(self._outgoing, 0, first, _MASK - first, second, _MASK - second)
         self.start()
         done = self.done
@@ -60,13 +60,12 @@ class _MpiRound:
         return 0
 
 
-class PersistentRound(_MpiRound):
-    """A round over a persistent collective (MPI 4.1, section 6.13), set up once.
+class _PersistentRound(_MpiRound):
+    """A round over a persistent collective (MPI 4.1, section 6.13)."""
 
-    Its messages are short enough for libraries to send them without waiting for their arrival. With
-    longer ones, MPICH over TCP ends a rank that has sent to another one that was killed, before
-    anything can be said of that one.
-    """
+    # Its messages are short enough for libraries to send them without waiting for their arrival.
+    # With longer ones, MPICH over TCP ends a rank that has sent to another one that was killed,
+    # before this package can report that one.
 
     def __init__(self, comm: MPI.Intracomm, num_words: int) -> None:
         super().__init__(num_words)
@@ -75,8 +74,8 @@ class PersistentRound(_MpiRound):
         self.done = request.Test
 
 
-class NonblockingRound(_MpiRound):
-    """The same for libraries older than MPI 4.0."""
+class _NonblockingRound(_MpiRound):
+    """A round over a nonblocking collective, for libraries older than MPI 4.0."""
 
     def __init__(self, comm: MPI.Intracomm, num_words: int) -> None:
         super().__init__(num_words)
@@ -90,34 +89,25 @@ class NonblockingRound(_MpiRound):
         self.done = lambda: request.Test()
 
 
-class SharedRound:
-    """A round in memory that all ranks share, with room for a few numbers.
-
-    Parameters
-    ----------
-    node : NodeMemory
-
-    Attributes
-    ----------
-    room : int
-        How many bytes may travel with it.
-    """
+class _SharedRound:
+    """A round in memory that all ranks share, with room for a few numbers."""
 
     NUM_WORDS = 4
 
     def __init__(self, node: NodeMemory) -> None:
         self.send = np.zeros(self.NUM_WORDS, np.uint64)
         self.receive = np.zeros(self.NUM_WORDS, np.uint64)
-        self._lane = node.rounds
-        lane, send, receive = node.rounds.pointer, self.send.ctypes.data, self.receive.ctypes.data
-        library = node.library
-        self.start = functools.partial(library.round_start, lane, send)
-        self.done = functools.partial(library.round_done, lane, receive, 1)
-        self.meet = functools.partial(library.round_meet, lane, send, receive, _TURNS)
+        self._rounds = node.rounds  # the C structure lives as long as this object
+        pointer, library = node.rounds.pointer, node.library
+        send, receive = self.send.ctypes.data, self.receive.ctypes.data
+        self.start = functools.partial(library.round_start, pointer, send)
+        self.done = functools.partial(library.round_done, pointer, receive, 1)
+        self.meet = functools.partial(library.round_meet, pointer, send, receive, _TURNS)
         self.room = min(ROUND_BYTES, _ROOM_OF_ALL // node.size)
+        """How many bytes may travel with a round."""
         self._size = node.size
-        self.attach = functools.partial(library.round_board, lane)
-        self._result = functools.partial(library.round_collect, lane)
+        self.attach = functools.partial(library.round_contribute, pointer)
+        self._result = functools.partial(library.round_result, pointer)
 
     def result(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
         """Return what writes the reduction of numbers that came with the last round to an array."""
@@ -128,15 +118,10 @@ class SharedRound:
 
 
 class MpiTransport:
-    """The ranks of an MPI communicator.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        Used for our own messages alone: the caller passes a private duplicate.
-    """
+    """The ranks of an MPI communicator."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
+        # Only messages of this package may travel here: the caller passes a private duplicate.
         self.comm = comm
         self._under_way: list[tuple[list[MPI.Request], np.ndarray, np.ndarray]] = []
         self.rank = comm.rank
@@ -255,15 +240,15 @@ class MpiTransport:
         if self.size == 1:
             return SoloRound(num_words)
         if self._sharing is not None and self._sharing.holds_all:
-            self.piggyback = SharedRound(self._sharing.memory)
+            self.piggyback = _SharedRound(self._sharing.memory)
             return self.piggyback
         try:
-            return PersistentRound(self.comm, num_words)
+            return _PersistentRound(self.comm, num_words)
         except NotImplementedError:
-            return NonblockingRound(self.comm, num_words)
+            return _NonblockingRound(self.comm, num_words)
 
     def abort(self, exit_code: int) -> None:
-        """End every process of the job. Local."""
+        """End every process of the job."""
         self.comm.Abort(exit_code)
 
 

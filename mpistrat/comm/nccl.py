@@ -1,4 +1,4 @@
-"""Reduction of device arrays by NCCL, between GPUs of which each rank has its own."""
+"""NCCL reducer of device arrays, where each rank has its own GPU."""
 
 from __future__ import annotations
 
@@ -33,21 +33,16 @@ _TRIED_LENGTH = 1000
 
 
 def nccl_knows(op: ReduceOp, dtype: np.dtype) -> bool:
-    """Return whether NCCL can reduce what travels as `dtype` by `op`. Local.
-
-    Complex numbers are added part by part.
-    """
-    if dtype.kind == "c":
+    """Return whether NCCL can reduce what travels as `dtype` by `op`."""
+    if dtype.kind == "c":  # added part by part
         return dtype.itemsize <= 16 and MOVES_AS[op] is ReduceOp.SUM
     return f"{dtype.kind}{dtype.itemsize}" in _NUMBERS
 
 
 class Link(Protocol):
-    """Reduces real numbers between devices. **Collective**, in one order on all ranks.
+    """Reduces real numbers between devices. **Collective**, in one order on all ranks."""
 
-    What these methods return has the program wait, on the device, for the end; it is local, and
-    called once.
-    """
+    # The functions returned are called once; then the device, not the host, waits for the end.
 
     size: int
 
@@ -59,15 +54,7 @@ class Link(Protocol):
 
 
 class NcclLink:
-    """A communicator of NCCL, and the stream on which it works.
-
-    Parameters
-    ----------
-    device : Device
-    communicator : cupy.cuda.nccl.NcclCommunicator
-    size : int
-        The number of ranks.
-    """
+    """A communicator of NCCL, and the stream on which it works."""
 
     def __init__(self, device: Device, communicator: Any, size: int) -> None:
         self.size = size
@@ -110,12 +97,7 @@ class NcclLink:
 
 
 class NcclReducer:
-    """Leaves a message to NCCL, without waiting for it on the host.
-
-    Parameters
-    ----------
-    link : Link
-    """
+    """Reduces messages by NCCL, without a wait on the host."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -150,11 +132,9 @@ def _as_real(array: Array) -> Array:
 
 
 def connect_nccl(comm: MPI.Intracomm, device: Device) -> NcclLink | str:
-    """Return a link between the devices of all ranks, or why there is none.
-
-    **Collective** over `comm`; raises nothing, and returns a link on all ranks or on none. NCCL
-    waits for ever where a rank has no GPU of its own: that is known before.
-    """
+    """Return a link between the devices of all ranks, or why no rank has one. **Collective**."""
+    # Nothing is raised, because the other ranks wait. NCCL itself would wait forever where two
+    # ranks share a GPU: the caller has excluded that.
     own = _attempt(lambda: nccl_library().get_unique_id() if comm.rank == 0 else None)
     unique = comm.bcast(own)
     if isinstance(unique, str):
@@ -180,7 +160,7 @@ def _connect(device: Device, unique: tuple[int, ...], size: int, rank: int) -> N
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
-    """Return what `function` returns, or the words of what it raises."""
+    """Return the value of `function`, or the text of its exception."""
     try:
         return function()
     except Exception as error:  # the others wait for an answer, whatever happens here

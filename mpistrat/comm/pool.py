@@ -1,4 +1,4 @@
-"""Memory for results, recycled when the user has dropped them.
+"""Memory pool for results, recycled when the user has dropped them.
 
 The first touch of fresh memory costs more than a reduction: the system clears each page. So an
 array of this pool brings its memory back when nothing refers to it any more, and the next step
@@ -29,15 +29,7 @@ _ALIGNMENT = 64
 
 
 class Pool:
-    """Hands out arrays, to any thread.
-
-    What it holds, in use or not, is never more than was in use at one time.
-
-    Parameters
-    ----------
-    arena : Arena, optional
-        Memory for arrays of middling size, which the other ranks of the node may write to.
-    """
+    """Hands out arrays, to any thread, and holds no more than were in use at one time."""
 
     def __init__(self, arena: Arena | None = None) -> None:
         self._arena = arena
@@ -52,10 +44,7 @@ class Pool:
         self._most_used_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an array with anything in it, in C order. Local.
-
-        Views of it, of any kind, keep the memory from being used again.
-        """
+        """Return an array with arbitrary content; its memory returns when the last view is gone."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _SMALLEST:
             return np.empty(shape, dtype)
@@ -71,7 +60,7 @@ class Pool:
         except IndexError:
             return None
         if memory.size == num_bytes:
-            return memory  # it has never ceased to be lent
+            return memory  # it is still in `_lent`
         self._returned.append(memory)
         return None
 
@@ -91,14 +80,12 @@ class Pool:
         return memory
 
     def lends_shared_memory(self) -> bool:
-        """Return whether something that is lent out may lie in shared memory. Local."""
+        """Return whether something that is lent out may lie in shared memory."""
         return self._arena is not None and bool(self._lent)
 
     def leave_shared_memory(self) -> None:
-        """Make what is lent out the memory of this process alone, which is a fork. Local.
-
-        Another thread may have held the lock when the process was forked; there is none here.
-        """
+        """Make what is lent out the memory of this process alone, which is a fork."""
+        # Without the lock: another thread may have held it at the fork, and there is none here.
         for memory in self._lent:
             memory.leave_arena()
 
@@ -132,16 +119,7 @@ class Pool:
 
 
 class _Memory:
-    """Memory that is lent again and again.
-
-    Parameters
-    ----------
-    size : int
-        Bytes.
-    address : int
-    arena : Arena, optional
-        Where it is from.
-    """
+    """Memory that is lent repeatedly."""
 
     def __init__(self, size: int, address: int, arena: Arena | None = None) -> None:
         self.size = size
@@ -151,7 +129,7 @@ class _Memory:
 
     @classmethod
     def private(cls, size: int) -> _Memory:
-        """Return memory of this process alone. Local."""
+        """Return memory of this process alone."""
         array = np.empty(size + _ALIGNMENT, np.uint8)
         start: int = array.ctypes.data
         memory = cls(size, start + -start % _ALIGNMENT)
@@ -159,18 +137,18 @@ class _Memory:
         return memory
 
     def leave_arena(self) -> None:
-        """Go on as memory of this process alone. Local."""
+        """Become memory of this process alone."""
         if self._arena is not None:
             self._arena.leave(self.address, self.size)
 
     def end(self) -> None:
-        """Give the memory back. Local."""
+        """Give the memory back."""
         if self._arena is not None:
             self._arena.give_back(self.address, self.size)
 
 
 class _Lease:
-    """What all views of an array refer to in the end. NumPy keeps it alive as their base."""
+    """The base of all views of an array, which NumPy keeps alive as long as any of them."""
 
     __slots__ = ("_memory", "_returned")
 
@@ -189,13 +167,13 @@ def _array_at_function() -> Any:
 
 
 def _array_at(address: int, shape: tuple[int, ...], dtype: np.dtype, owner: object) -> np.ndarray:
-    """Return an array in memory that lives as long as `owner`. Local."""
+    """Return an array in memory that lives as long as `owner`."""
     bytes_there = _Bytes(address, math.prod(shape) * dtype.itemsize, owner)
     return np.asarray(bytes_there).view(dtype).reshape(shape)
 
 
 class _Bytes:
-    """Memory as NumPy takes it, and what keeps it alive."""
+    """Memory as NumPy takes it, and the object that keeps it alive."""
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self._owner = owner

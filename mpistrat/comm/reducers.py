@@ -32,24 +32,10 @@ _UFUNCS = {
 
 
 def combine(op: ReduceOp, pieces: np.ndarray) -> np.ndarray:
-    """Return the reduction of the rows of `pieces`, element by element. Local.
-
-    Neighbours in rank order combine first, ``(0, 1), (2, 3), ...``, then neighbouring pairs,
-    and so on; a row without a neighbour waits. So the bits of an element depend on the number
-    of rows and the element's values alone. Overflow gives inf, without a warning, as in MPI.
-
-    Parameters
-    ----------
-    op : ReduceOp
-        MEAN divides by the number of rows.
-    pieces : numpy.ndarray
-        Shape ``(size, n)``, the part of rank r in row r. Overwritten.
-
-    Returns
-    -------
-    numpy.ndarray
-        Shape ``(n,)``, in the dtype and memory of `pieces`.
-    """
+    """Return the reduction of the rows of `pieces`, element by element, in their memory."""
+    # Neighbours in rank order combine first, (0, 1), (2, 3), ..., then neighbouring pairs, and so
+    # on; a row without a neighbour waits. So the bits of an element depend on the number of rows
+    # and the element's values alone. Overflow gives inf, without a warning, as in MPI.
     size, step = len(pieces), 1
     with np.errstate(all="ignore"):
         while step < size:
@@ -74,7 +60,7 @@ def _multiply_complex(target: np.ndarray, other: np.ndarray) -> None:
 
 
 def divide(buffer: np.ndarray, size: int) -> None:
-    """Divide `buffer` by the number of ranks, in place; complex numbers part by part. Local."""
+    """Divide `buffer` by the number of ranks, in place; complex numbers part by part."""
     with np.errstate(all="ignore"):
         for part in (buffer.real, buffer.imag) if buffer.dtype.kind == "c" else (buffer,):
             np.true_divide(part, size, out=part)
@@ -90,18 +76,13 @@ def _unify_nan(result: np.ndarray) -> None:
 
 
 MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}
-"""What the numbers are reduced by on their way."""
+"""The reduction between ranks, before a division."""
 
 
 class MpiReducer:
-    """Leaves the order of the operands to the MPI library.
+    """Reduces by the MPI library, which selects the order of the operands."""
 
-    It may depend on the size of the message and on where the ranks run.
-
-    Parameters
-    ----------
-    transport : Transport
-    """
+    # The order may depend on the size of the message and on where the ranks run.
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -146,42 +127,22 @@ _BYTES_PER_SLICE = 64 * 2**10
 
 
 def plan_blocks(num_elements: int, itemsize: int, size: int) -> list[slice]:
-    """Divide a buffer into the blocks that are reduced one after the other. Local.
-
-    Parameters
-    ----------
-    num_elements : int
-        Length of the buffer.
-    itemsize : int
-        Bytes per element.
-    size : int
-        Number of ranks.
-
-    Returns
-    -------
-    list of slice
-        One behind the other, none of them empty.
-    """
+    """Divide a buffer into the blocks that are reduced one after the other."""
     return cut(num_elements, max(max(_BYTES_PER_BLOCK, size * _BYTES_PER_SLICE) // itemsize, 1))
 
 
 def slice_lengths(num_elements: int, size: int) -> list[int]:
-    """Return how many elements of a block each rank reduces, in rank order. Local."""
+    """Return how many elements of a block each rank reduces, in rank order."""
     slices = (slice_of_rank(num_elements, size, rank) for rank in range(size))
     return [each.stop - each.start for each in slices]
 
 
 class ReduceScatterReducer:
-    """Combines the elements of all ranks in a fixed tree in rank order.
+    """Combines the elements of all ranks in a fixed tree, by reduce-scatter and all-gather."""
 
-    The bits of a result depend on the number of ranks and the values alone, because nothing but
-    the element itself enters into it. Messages of 16-bit floats travel as they are, both ways, and
-    are summed in float32. Large ones go in blocks, so that a few MiB of memory suffice.
-
-    Parameters
-    ----------
-    transport : Transport
-    """
+    # The bits of a result depend on the number of ranks and the values alone. Messages of 16-bit
+    # floats travel as they are, both ways, and are summed in float32. Large ones go in blocks, so
+    # that a few MiB of memory suffice.
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -195,11 +156,9 @@ class ReduceScatterReducer:
         split()
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
-        """Reduce each array of `message`, before this returns. **Collective**.
-
-        The all-gather cannot be left to the wait: ranks may wait for several reductions in
-        different orders, but must come to collectives in one.
-        """
+        """Reduce each array of `message`, before this returns. **Collective**."""
+        # The all-gather cannot be left to the wait: ranks may wait for several reductions in
+        # different orders, but must make collectives in one order.
         self.all_reduce(op, message)
         return bool
 

@@ -1,4 +1,4 @@
-"""Shared memory of a node: its ranks, and their arena for results."""
+"""Shared memory of a node: sequences of steps, and an arena for results."""
 
 from __future__ import annotations
 
@@ -18,28 +18,22 @@ from mpistrat.native import native_library
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HALF_BYTES", "ROUND_BYTES", "Arena", "Lane", "NodeMemory", "open_node_memory"]
+__all__ = ["HALF_BYTES", "ROUND_BYTES", "Arena", "NodeMemory", "StepSequence", "open_node_memory"]
 
 _MAP_FIXED = 0x10  # of <linux/mman.h>; the module mmap does not name it
 
 
 class Arena:
-    """Hands out whole pages of shared memory.
-
-    Parameters
-    ----------
-    memory : numpy.ndarray
-        The part of it that is for the results of this rank, in whole pages, as bytes.
-    """
+    """Hands out whole pages of shared memory."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self._memory = memory
         self._base: int = memory.ctypes.data
         self._free = [(0, memory.size)]
-        """Where free parts begin and end; sorted, and no two of them touch."""
+        """Start and stop of the free parts; sorted, and no two of them touch."""
 
     def take(self, num_bytes: int) -> int | None:
-        """Return the address of as many bytes, ``None`` where none are left. Local."""
+        """Return the address of `num_bytes` bytes, ``None`` where they are not left."""
         length = _whole_pages(num_bytes)
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= length:
@@ -48,7 +42,7 @@ class Arena:
         return None
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Take back what was handed out. Local."""
+        """Take back what was handed out."""
         start = address - self._base
         stop = start + _whole_pages(num_bytes)
         i = bisect.bisect(self._free, (start, stop))
@@ -60,10 +54,8 @@ class Arena:
         self._free.insert(i, (start, stop))
 
     def leave(self, address: int, num_bytes: int) -> None:
-        """Make what was handed out the memory of this process alone, as it is. Local.
-
-        For a process of one thread, such as a fork: others would see it empty for a moment.
-        """
+        """Make what was handed out the memory of this process alone, with its content."""
+        # Only in a process of one thread, such as a fork: others would see it empty for a moment.
         content = ctypes.string_at(address, num_bytes)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
@@ -90,40 +82,23 @@ def _mmap() -> Any:
 HALF_BYTES = 2**20
 """The largest block of a reduction. Pages that no reduction needs are never touched."""
 
-ARENA_BYTES = 2**26
-"""What each rank has for results. More of them come from elsewhere, and have to be copied out."""
+_ARENA_BYTES = 2**26
+"""Of each rank, for results. Others come from elsewhere, and have to be copied out."""
 
 ROUND_BYTES = 2**14
-"""What may travel with a round."""
+"""How much may travel with a round."""
 
 _ROUND_HEAD = 64
 _PAGE = mmap.PAGESIZE
-_ROUND_LANE_BYTES = 2 * ROUND_BYTES + _PAGE
-_BACKGROUND_START = _ROUND_LANE_BYTES + _PAGE + 2 * HALF_BYTES
+_ROUND_SEQUENCE_BYTES = 2 * ROUND_BYTES + _PAGE
+_BACKGROUND_START = _ROUND_SEQUENCE_BYTES + _PAGE + 2 * HALF_BYTES
 _ARENA_START = -(-(_BACKGROUND_START + _PAGE + 2 * HALF_BYTES) // _PAGE) * _PAGE
-_BYTES_PER_RANK = _ARENA_START + ARENA_BYTES
+_BYTES_PER_RANK = _ARENA_START + _ARENA_BYTES
 _TOKEN_BYTES = 16
 
 
-class Lane:
-    """One sequence of steps of all ranks in shared memory, as ``native/lanes.c`` takes it.
-
-    Parameters
-    ----------
-    rank : int
-        Of this process.
-    half : int
-        Bytes of each half.
-    lines : list of int
-        Where the line of each rank begins.
-    arena, arena_bytes : int
-        Where memory for results begins behind the line of each rank, and its length.
-
-    Attributes
-    ----------
-    pointer : int
-        The address of the C structure, valid as long as this object.
-    """
+class StepSequence:
+    """One sequence of steps of all ranks in shared memory, as ``native/sequences.c`` takes it."""
 
     def __init__(
         self, rank: int, half: int, lines: list[int], arena: int = 0, arena_bytes: int = 0
@@ -131,27 +106,11 @@ class Lane:
         head = [len(lines), rank, 0, half, arena, arena_bytes]
         self._structure = np.array([*head, *lines], np.int64)
         self.pointer: int = self._structure.ctypes.data
+        """The address of the C structure, valid as long as this object."""
 
 
 class NodeMemory:
-    """Shared memory of the ranks of one node.
-
-    Parameters
-    ----------
-    memory : numpy.ndarray
-        All of it, uint8, zero, and mapped by every rank.
-    rank, size : int
-        Of this process among those that share it.
-    library
-        The compiled module.
-
-    Attributes
-    ----------
-    rounds, reductions, background : Lane
-        For what goes on at the same time.
-    arena : Arena
-        Memory for results of the reductions of this rank.
-    """
+    """Shared memory of the ranks of one node."""
 
     def __init__(self, memory: np.ndarray, rank: int, size: int, library: Any) -> None:
         self.rank = rank
@@ -160,37 +119,39 @@ class NodeMemory:
         self._memory = memory
         self._base: int = memory.ctypes.data
         lines = [self._base + each * _BYTES_PER_RANK for each in range(size)]
-        self.rounds = Lane(rank, _ROUND_HEAD + ROUND_BYTES, lines)
+        # One sequence for each kind of work that goes on at the same time.
+        self.rounds = StepSequence(rank, _ROUND_HEAD + ROUND_BYTES, lines)
         self.reductions, self.background = (
-            Lane(rank, HALF_BYTES, [line + start for line in lines], _ARENA_START - start, length)
-            for start, length in ((_ROUND_LANE_BYTES, ARENA_BYTES), (_BACKGROUND_START, 0))
+            StepSequence(
+                rank, HALF_BYTES, [line + start for line in lines], _ARENA_START - start, length
+            )
+            for start, length in ((_ROUND_SEQUENCE_BYTES, _ARENA_BYTES), (_BACKGROUND_START, 0))
         )
         start = rank * _BYTES_PER_RANK + _ARENA_START
-        self.arena = Arena(memory[start : start + ARENA_BYTES])
+        self.arena = Arena(memory[start : start + _ARENA_BYTES])
+        """Memory for results of the reductions of this rank."""
 
     def view(self, address: int, num_bytes: int) -> np.ndarray:
-        """Return a part of the memory, which shall change with it. Local."""
+        """Return a view of a part of the memory."""
         start = address - self._base
         return self._memory[start : start + num_bytes]
 
 
 def open_node_memory(comm: MPI.Comm) -> NodeMemory | None:
-    """Return memory that all ranks of `comm` share, ``None`` where that is not to be had.
-
-    **Collective** over `comm`, whose ranks are on one node. It is None on all ranks, or on none.
-    """
+    """Return memory that all ranks of `comm`, on one node, share, if possible. **Collective**."""
     library = native_library()
     made = None
     num_bytes = _BYTES_PER_RANK * comm.size
     if comm.rank == 0 and library is not None:
         with contextlib.suppress(OSError, AttributeError):  # Linux has memfd_create
-            made = _Made.new(num_bytes)
+            made = _MemoryFile.new(num_bytes)
+    # Another rank may see another /proc, as in a container: the token proves the file.
     place: tuple[str, bytes] | None = comm.bcast(made and (made.path, made.token))
     memory = None
     if place is not None and library is not None:
         with contextlib.suppress(OSError, ValueError):
             memory = _mapped(*place, num_bytes)
-    is_shared = all(comm.allgather(memory is not None))
+    is_shared = all(comm.allgather(memory is not None))  # on all ranks, or on none
     if made is not None:
         made.close()
     if not is_shared or memory is None or library is None:
@@ -200,8 +161,8 @@ def open_node_memory(comm: MPI.Comm) -> NodeMemory | None:
     return NodeMemory(memory, comm.rank, comm.size, library)
 
 
-class _Made:
-    """The file behind the memory, as long as others may still open it."""
+class _MemoryFile:
+    """The file behind the memory, open as long as other ranks may map it."""
 
     def __init__(self, handle: int, token: bytes) -> None:
         self._handle = handle
@@ -209,7 +170,7 @@ class _Made:
         self.token = token
 
     @classmethod
-    def new(cls, num_bytes: int) -> _Made:
+    def new(cls, num_bytes: int) -> _MemoryFile:
         made = cls(os.memfd_create("mpistrat"), secrets.token_bytes(_TOKEN_BYTES))
         os.truncate(made._handle, num_bytes)
         os.pwrite(made._handle, made.token, 0)

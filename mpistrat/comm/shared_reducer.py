@@ -8,14 +8,14 @@ from collections.abc import Callable
 import numpy as np
 
 from mpistrat.comm.packing import Message
-from mpistrat.comm.shared_memory import Lane, NodeMemory
+from mpistrat.comm.shared_memory import NodeMemory, StepSequence
 from mpistrat.comm.transport import Occupancy
 from mpistrat.options import ReduceOp
 from mpistrat.system.threads import Background
 
 __all__ = ["SharedMemoryReducer", "compiled_function"]
 
-# As native/lanes.c numbers them.
+# As native/sequences.c numbers them.
 _ARITHMETIC = ("f4", "f8", "u1", "u2", "u4", "u8")
 _ORDER = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
 _FUNCTIONS = {
@@ -29,17 +29,14 @@ _FUNCTIONS = {
 
 @functools.lru_cache
 def compiled_function(op: ReduceOp, dtype: np.dtype) -> tuple[int, int] | None:
-    """Return the number of a function of ``native/lanes.c``, ``None`` where there is none. Local.
-
-    Also the bytes of the numbers that MEAN divides: complex ones are two.
-    """
+    """Return the number of a compiled function and the bytes of its numbers, if there is one."""
     kind, itemsize = dtype.kind, dtype.itemsize
     if op is ReduceOp.MEAN:
         op = ReduceOp.SUM
         if kind not in "fc":
             return None
     if kind == "c" and op is ReduceOp.SUM:
-        kind, itemsize = "f", itemsize // 2  # the parts are added one by one
+        kind, itemsize = "f", itemsize // 2  # parts are added one by one; MEAN divides each
     if kind == "i" and op in (ReduceOp.SUM, ReduceOp.PROD):
         kind = "u"
     number = _FUNCTIONS.get((op, f"{kind}{itemsize}"))
@@ -52,19 +49,7 @@ _SMALL_BYTES = 2**15
 
 
 class SharedMemoryReducer:
-    """Reduces messages in `memory`. Every element is combined in rank order, by one rank for all.
-
-    Parameters
-    ----------
-    memory : NodeMemory
-    occupancy : Occupancy
-        Entered while this rank waits for the others.
-
-    Attributes
-    ----------
-    sizes : tuple of int
-        The bytes of a block, and up to which every rank reduces all of it. Equal on all ranks.
-    """
+    """Reduces messages in `memory`, each element in rank order, by one rank for all."""
 
     min_bytes = 0
 
@@ -72,23 +57,26 @@ class SharedMemoryReducer:
         self._memory = memory
         self._occupancy = occupancy
         self.sizes = (_BLOCK_BYTES, _SMALL_BYTES // memory.size)
-        self._board = functools.partial(memory.library.reduce_board, memory.reductions.pointer)
+        """Bytes of a block, and up to which every rank reduces all of it; equal on all ranks."""
+        self._contribute = functools.partial(
+            memory.library.reduce_contribute, memory.reductions.pointer
+        )
         self._background = Background("mpistrat-reductions")
         self._attached: Message | None = None
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
-        """Return whether the compiled code reduces `dtype` by `op`. Local."""
+        """Return whether the compiled code reduces `dtype` by `op`."""
         return compiled_function(op, dtype) is not None
 
     def attach(self, message: Message) -> None:
-        """Copy in what others need of the first block of `message`. Local."""
-        self._board(*self.sizes, message.sources, message.targets)
+        """Copy in what others need of the first block of `message`."""
+        self._contribute(*self.sizes, message.sources, message.targets)
         self._attached = message
 
     def detach(self) -> None:
-        """Take back what was attached last. Local."""
+        """Withdraw what was attached last."""
         if self._attached is not None and self._attached.num_bytes:
-            self._memory.library.reduce_unboard(self._memory.reductions.pointer)
+            self._memory.library.reduce_withdraw(self._memory.reductions.pointer)
         self._attached = None
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
@@ -103,7 +91,7 @@ class SharedMemoryReducer:
         self.all_reduce(op, message)
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
-        """Have a thread reduce each array of `message`; return what waits for it."""
+        """Have a thread reduce each array of `message`; return the function that waits for it."""
         end = self._background.submit(lambda: self._reduce(self._memory.background, op, message))
 
         def wait() -> None:
@@ -113,19 +101,19 @@ class SharedMemoryReducer:
         return wait
 
     def drain(self) -> None:
-        """Wait for what the thread does. Local."""
+        """Wait for the thread to be idle."""
         with self._occupancy:
             self._background.drain()
 
     def _reduce(
-        self, lane: Lane, op: ReduceOp, message: Message, is_attached: bool = False
+        self, sequence: StepSequence, op: ReduceOp, message: Message, is_attached: bool = False
     ) -> None:
         function = compiled_function(op, message.dtype)
         assert function is not None
         number, itemsize = function
         divisor = self._memory.size if op is ReduceOp.MEAN else 1
         self._memory.library.reduce(
-            lane.pointer,
+            sequence.pointer,
             number,
             divisor,
             itemsize,

@@ -1,4 +1,4 @@
-"""Transports: the protocol that moves arrays, and a world of one."""
+"""Transport protocol: moves arrays between ranks; also a world of one rank."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ __all__ = [
 
 
 class Reducer(Protocol):
-    """Reduces messages over the ranks of one transport.
+    """Reduces messages of equal dtype and lengths on all ranks. All methods are **Collective**."""
 
-    Every method is **Collective**, with messages of equal dtype and lengths on all ranks. MEAN
-    divides by the number of ranks.
-    """
+    # MEAN divides by the number of ranks.
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Write the reductions to the targets of `message`, on every rank."""
@@ -42,15 +40,14 @@ class Reducer(Protocol):
 
 
 class Occupancy:
-    """Context manager around what waits for the data of other ranks, where nothing can be raised.
+    """Reentrant context manager of waits for data: true while any thread is inside."""
 
-    True while any thread of this process is inside. It can be entered several times.
-    """
+    # Inside, nothing can be raised: `failures` asks before it ends this process.
 
     __slots__ = ("_calls",)
 
     def __init__(self) -> None:
-        # A list, because threads may come and leave at the same time: a sum could lose one.
+        # A list, because threads enter and exit at the same time: a counter could lose one.
         self._calls: list[None] = []
 
     def __enter__(self) -> None:
@@ -73,28 +70,28 @@ class Round(Protocol):
 
     @property
     def start(self) -> Callable[[], object]:
-        """Contributes `send`. Local."""
+        """Contributes `send`."""
 
     @property
     def done(self) -> Callable[[], bool]:
-        """Tells whether every rank has started this round. Local."""
+        """Tells whether every rank has started this round."""
 
     @property
     def meet(self) -> Callable[[int, int], int]:
-        """Brings two numbers and their complements, and asks for some 100 us for the end. Local.
+        """Contributes two numbers and their complements, and polls for some 100 us.
 
-        Returns 0 if not all ranks have come, 2 if all have and brought the same, else 1.
+        Returns 0 if ranks are missing, 2 if all have contributed the same, else 1.
         """
 
 
 class Piggyback(Round, Protocol):
-    """A round that has room for a few numbers: a small reduction costs no message of its own."""
+    """A round with room for a few numbers: a small reduction needs no message for itself."""
 
     room: int
     """How many bytes may travel with a round."""
 
     def attach(self, source: np.ndarray) -> None:
-        """Have `source` travel with the next round. Local."""
+        """Have `source` travel with the next round."""
 
     def result(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
         """Return what writes the reduction of numbers that came with the last round to an array."""
@@ -107,29 +104,26 @@ class NodeReducer(Reducer, Protocol):
     """Below, a message is reduced faster by MPI."""
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
-        """Return whether it can reduce `dtype` by `op`, MEAN included. Local."""
+        """Return whether it can reduce `dtype` by `op`, MEAN included."""
 
     def attach(self, message: Message) -> None:
-        """Do of `all_reduce` what can be done before the ranks agree on it. Local.
-
-        If they do, the same message must be reduced next; else it must be taken back by `detach`
-        before this rank agrees on anything else.
-        """
+        """Do the part of `all_reduce` that needs no agreement of the ranks yet."""
+        # If they agree, the same message must be reduced next; else `detach` must withdraw it
+        # before this rank agrees on anything else.
 
     def detach(self) -> None:
-        """Take back what was attached last, if it was not reduced. Local."""
+        """Withdraw what was attached last, if it was not reduced."""
 
     def drain(self) -> None:
-        """Wait for every reduction that was begun. Local."""
+        """Wait for every reduction that was started."""
 
 
 class Transport(Protocol):
-    """One group of ranks that moves bytes.
+    """One group of ranks that moves bytes."""
 
-    Every method but `round` and `abort` is **Collective**: all ranks call it with buffers of
-    the same dtype and length (`all_gather` apart). Nothing is checked here: the epoch layer
-    has proved the agreement before.
-    """
+    # Every method but `round` and `abort` is collective: all ranks call it with buffers of the
+    # same dtype and length (`all_gather` apart). Nothing is checked here, because `agreement` has
+    # proved that all ranks make the same call.
 
     rank: int
     size: int
@@ -140,25 +134,22 @@ class Transport(Protocol):
 
     @property
     def node(self) -> NodeReducer | None:
-        """What reduces in the memory that ranks of a node share, where there is some. Local."""
+        """The reducer in the memory that ranks of a node share, if there is one."""
 
     @property
     def piggyback(self) -> Piggyback | None:
-        """The rounds that `round` has returned last, where they have room for numbers. Local."""
+        """The round that `round` has returned last, if it has room for numbers."""
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
-        """Write the reduction of `source` over ranks to `target`, which may be the same array.
-
-        MEAN is not known here.
-        """
+        """Reduce `source` over ranks, not by MEAN, to `target`, which may be the same array."""
 
     def start_all_reduce(
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
     ) -> Callable[[], object]:
-        """Begin `all_reduce`, and return the function that waits for its end. Local."""
+        """Begin `all_reduce`, and return the function that waits for its end."""
 
     def drain(self) -> None:
-        """Wait for every reduction that was begun."""
+        """Wait for every reduction that was started."""
 
     def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
         """Replace `buffer` on `root` by its reduction over ranks."""
@@ -176,17 +167,16 @@ class Transport(Protocol):
         """Do `all_gather` for `root` alone; ``None`` on the other ranks."""
 
     def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Send each rank its ``counts[rank]`` elements of the 1-d `buffer`, in rank order.
+        """Send each rank its ``counts[rank]`` elements of `buffer`; return those sent to this one.
 
-        Returns what all ranks have sent to this one, one behind the other. `counts` are equal
-        on all ranks.
+        Both are 1-d and in rank order. `counts` are equal on all ranks.
         """
 
     def round(self, num_words: int) -> Round:
         """Return a new round of `num_words` words. Collective like the rest, but not waiting."""
 
     def abort(self, exit_code: int) -> None:
-        """End every process of the job. Local."""
+        """End every process of the job."""
 
 
 _MASK = 2**64 - 1
@@ -201,7 +191,7 @@ class SoloRound:
         self.done: Callable[[], bool] = lambda: True
 
     def meet(self, first: int, second: int) -> int:
-        """Bring two numbers: all ranks, this one, have come and brought the same. Local."""
+        """Contribute two numbers, which are those of all ranks."""
         self.send[:] = first, _MASK - first, second, _MASK - second
         return 2
 
@@ -219,45 +209,45 @@ class SoloTransport:
         self.occupancy = Occupancy()
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy `source` to `target`. Local."""
+        """Copy `source` to `target`."""
         if target is not source:
             np.copyto(target, source)
 
     def start_all_reduce(
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
     ) -> Callable[[], object]:
-        """Copy `source` to `target`. Local."""
+        """Copy `source` to `target`."""
         self.all_reduce(op, source, target)
         return bool
 
     def drain(self) -> None:
-        """Do nothing: nothing is under way. Local."""
+        """Do nothing: nothing is under way."""
 
     def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
-        """Leave `buffer` as it is. Local."""
+        """Leave `buffer` as it is."""
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
-        """Leave `buffer` as it is. Local."""
+        """Leave `buffer` as it is."""
 
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
-        """Leave `buffers` as they are. Local."""
+        """Leave `buffers` as they are."""
 
     def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Return a copy of `part`. Local."""
+        """Return a copy of `part`."""
         return np.array(part)
 
     def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
-        """Return a copy of `part`. Local."""
+        """Return a copy of `part`."""
         return np.array(part)
 
     def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Return a copy of `buffer`. Local."""
+        """Return a copy of `buffer`."""
         return np.array(buffer)
 
     def round(self, num_words: int) -> SoloRound:
-        """Return a round that is done at once. Local."""
+        """Return a round that is done at once."""
         return SoloRound(num_words)
 
     def abort(self, exit_code: int) -> None:
-        """End this process. Local."""
+        """End this process."""
         os._exit(exit_code)

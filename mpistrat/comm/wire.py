@@ -33,24 +33,9 @@ _NARROW = ("float16", "bfloat16")
 
 @functools.lru_cache
 def wire_dtype(op: ReduceOp, dtype: np.dtype, asked: str | None = None) -> np.dtype:
-    """Return the dtype in which arrays of `dtype` travel to be reduced by `op`. Local.
-
-    float16 and bfloat16 travel as float32; integers under MEAN as float64; bool under MIN and
-    MAX as uint8.
-
-    Parameters
-    ----------
-    op : ReduceOp
-    dtype : numpy.dtype
-    asked : str, optional
-        `CommunicationOptions.wire_dtype`, for floats under SUM and MEAN. 16-bit floats then
-        travel as they are, whichever is asked for.
-
-    Raises
-    ------
-    TypeError
-        If `dtype` cannot be reduced by `op`.
-    """
+    """Return the dtype in which arrays of `dtype` travel to be reduced by `op`."""
+    # `asked` is `CommunicationOptions.wire_dtype`, for floats under SUM and MEAN. 16-bit floats
+    # then travel as they are, whichever is asked for; otherwise as float32.
     if asked is not None and op in (ReduceOp.SUM, ReduceOp.MEAN):
         if is_narrow(dtype):
             return _native(dtype)
@@ -81,7 +66,7 @@ def wire_dtype(op: ReduceOp, dtype: np.dtype, asked: str | None = None) -> np.dt
 
 @functools.lru_cache
 def result_dtype(op: ReduceOp, dtype: np.dtype) -> np.dtype:
-    """Return the dtype of the result: the array's, but float64 for MEAN of integers. Local."""
+    """Return the dtype of the result: the array's, but float64 for MEAN of integers."""
     if op is ReduceOp.MEAN and dtype.char in _INTEGERS:
         return np.dtype(np.float64)
     return _native(dtype)
@@ -89,17 +74,17 @@ def result_dtype(op: ReduceOp, dtype: np.dtype) -> np.dtype:
 
 @functools.lru_cache
 def is_narrow(dtype: np.dtype) -> bool:
-    """Return whether `dtype` is a 16-bit float, which is too narrow to add up in. Local."""
+    """Return whether `dtype` is a 16-bit float, which is too narrow to add up in."""
     return dtype.name in _NARROW
 
 
 def is_floating(dtype: np.dtype) -> bool:
-    """Return whether `dtype` is one of the real floats that are known here. Local."""
+    """Return whether `dtype` is one of the real floats that are known here."""
     return dtype.char in _FLOATS or is_narrow(dtype)
 
 
 def accumulator_dtype(wire: np.dtype) -> np.dtype:
-    """Return the dtype in which what travels as `wire` is added up. Local."""
+    """Return the dtype in which what travels as `wire` is added up."""
     return np.dtype(np.float32) if is_narrow(wire) else wire
 
 
@@ -124,7 +109,7 @@ _CHUNK = 2**14
 
 
 def cast(array: np.ndarray, dtype: np.dtype, copy: bool = False) -> np.ndarray:
-    """Return `array` in C order, rounded to `dtype`; overflow gives inf, as in MPI. Local."""
+    """Return `array` in C order, rounded to `dtype`; overflow gives inf, as in MPI."""
     if array.dtype == dtype and array.flags.c_contiguous and not copy:
         return array
     result = np.empty(array.shape, dtype)
@@ -133,7 +118,7 @@ def cast(array: np.ndarray, dtype: np.dtype, copy: bool = False) -> np.ndarray:
 
 
 def cast_into(target: np.ndarray, array: np.ndarray) -> None:
-    """Overwrite `target` with `array`, rounded to its dtype; overflow gives inf. Local."""
+    """Overwrite `target` with `array`, rounded to its dtype; overflow gives inf."""
     if target.dtype == array.dtype:
         target[...] = array
         return
@@ -153,7 +138,7 @@ def _is_wide(dtype: np.dtype) -> bool:
 
 
 def _chunks(target: np.ndarray, array: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield 1-d parts of both, in native byte order; what is written to the first stays."""
+    """Yield 1-d parts of both, in native byte order; writes to the first are kept."""
     with np.nditer(
         [target, array],
         ["external_loop", "buffered", "zerosize_ok"],
@@ -185,25 +170,18 @@ def _widened() -> np.ndarray:
 _SIGNED = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
 
 _PART = 2**17
-"""Elements at a time, so that what is made of them besides stays in the cache."""
+"""Elements at a time, for the same reason."""
 
 
 def is_reordered(op: ReduceOp, dtype: np.dtype) -> bool:
-    """Return whether numbers of `dtype` travel as integers under `op`. Local."""
+    """Return whether numbers of `dtype` travel as integers under `op`."""
     return dtype in _SIGNED and op in (ReduceOp.MIN, ReduceOp.MAX)
 
 
 def as_ordered_integers(op: ReduceOp, buffer: Array) -> Array:
-    """Rewrite the floats of `buffer` in place, and return it as integers to reduce. Local.
-
-    Other dtypes, and `longdouble`, for which there is no integer, stay as they are.
-
-    Parameters
-    ----------
-    op : ReduceOp
-    buffer : array
-        In C order, on the host or the device.
-    """
+    """Rewrite the floats of `buffer` in place, and return it as integers to reduce."""
+    # MPI does not define MIN and MAX of NaN; integers are ordered everywhere alike.
+    # Other dtypes, and longdouble, for which there is no integer, stay as they are.
     if not is_reordered(op, buffer.dtype):
         return buffer
     keys = buffer.view(_SIGNED[buffer.dtype])
@@ -215,7 +193,7 @@ def as_ordered_integers(op: ReduceOp, buffer: Array) -> Array:
 
 
 def as_floats(op: ReduceOp, keys: Array, dtype: np.dtype) -> Array:
-    """Turn what `as_ordered_integers` returned back in place; return it as `dtype`. Local."""
+    """Reverse `as_ordered_integers` in place, and return the numbers as `dtype`."""
     if keys.dtype == dtype:
         return keys
     for part in _parts(keys):

@@ -1,1 +1,1 @@
-"""Failures: who notices, who is told, and how a job ends."""
+"""Failures: who notices one, how it is reported, and how a job ends."""

@@ -1,4 +1,4 @@
-"""Channels over MPI communicators: opened without hanging, one for each communicator."""
+"""Connect a communicator: its channel, and everything that watches it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import EpochTimeoutError
-from mpistrat.failures.flight_dumps import on_end_of_job, on_epoch_error
-from mpistrat.failures.logs import speak_on, take_lines
+from mpistrat.failures.flight_dumps import on_channel_failure, on_end_of_job
+from mpistrat.failures.logs import forward_over, take_lines
 from mpistrat.failures.monitor import Question
-from mpistrat.failures.peers import meet
-from mpistrat.failures.shutdown import watch
-from mpistrat.failures.watchdog import watch_data
+from mpistrat.failures.peers import connect_peers
+from mpistrat.failures.shutdown import register_channel
+from mpistrat.failures.watchdog import start_watchdog
 from mpistrat.mpi.world import attached, detach, started_world, world_size
 
 if TYPE_CHECKING:
@@ -25,31 +25,25 @@ _POLL_S = 0.0002
 
 
 def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
-    """Return the channel of the ranks of `comm`, a fresh one after an epoch error.
-
-    **Collective** over `comm`. The channel works on a private duplicate, which lives as long as
-    the communicator.
-
-    Raises
-    ------
-    EpochTimeoutError
-        If some ranks do not come within `timeout_s` seconds.
-    """
+    """Return the channel of `comm`, a fresh one after an `EpochError`. **Collective**."""
     from mpi4py import MPI
 
     from mpistrat.comm.mpi_transport import MpiTransport
 
     def make() -> Channel:
         channel = Channel(MpiTransport(_duplicate(comm, timeout_s)), timeout_s)
-        channel.on_failure = on_epoch_error
+        channel.on_failure = on_channel_failure
         if channel.size > 1:
-            handlers = {"log": take_lines, "told": _hear_of_end}
-            meet(channel, {ask: functools.partial(do, channel) for ask, do in handlers.items()})
-        speak_on(channel)
-        watch(channel, MPI.Is_finalized, world_size())
-        watch_data(channel)
+            handlers = {"log": take_lines, "end": _note_end_of_job}
+            connect_peers(
+                channel, {ask: functools.partial(do, channel) for ask, do in handlers.items()}
+            )
+        forward_over(channel)
+        register_channel(channel, MPI.Is_finalized, world_size())
+        start_watchdog(channel)
         return channel
 
+    # The channel works on a private duplicate, which lives as long as the communicator.
     channel: Channel = attached(comm, "channel", make)
     if channel.closed is not None:
         detach(comm, "channel")
@@ -58,23 +52,16 @@ def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
 
 
 def open_last_channel(grace_s: float) -> Channel | None:
-    """Return a channel of all ranks, for a rank that fails before it has any.
-
-    It matches the one that the other ranks open for their first strategy. ``None`` where this
-    process is alone. **Collective**, but gives up after `grace_s` seconds.
-
-    Raises
-    ------
-    EpochTimeoutError
-        If the other ranks do not come.
-    """
+    """Return a channel of all ranks for one that fails before it has any. **Collective**."""
+    # It matches the one that the other ranks open for their first strategy. They may never make
+    # one, so this gives up after `grace_s` seconds.
     comm = started_world()
     return None if comm is None else open_channel(comm, grace_s)
 
 
-def _hear_of_end(channel: Channel, question: Question) -> dict[str, Any]:
-    """Leave a record before another rank ends this process too. Local, any thread."""
-    on_end_of_job(channel, int(question["teller"]))
+def _note_end_of_job(channel: Channel, question: Question) -> dict[str, Any]:
+    """Leave a record before another rank ends this process too, from any thread."""
+    on_end_of_job(channel, int(question["sender"]))
     channel.is_reported = True
     return {}
 

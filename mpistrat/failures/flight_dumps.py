@@ -1,8 +1,7 @@
-"""When flight records are dumped: on SIGUSR2, on an error, and at an end that is not healthy.
+"""Flight dumps: flight records written on SIGUSR2, on an error, or at an unhealthy end.
 
-A folder for the dumps has to be named (``MPISTRAT_FLIGHT_DIR``) before anything is written on
-errors. A signal is a question in itself: without the setting, its answer goes to the working
-folder.
+On errors they are written only to a folder that is set (``MPISTRAT_FLIGHT_DIR``). A signal asks
+for them, so without the setting they go to the working folder.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.failures.process_state import own
+from mpistrat.failures.process_state import process
 from mpistrat.system import exit_hooks
 from mpistrat.system.callsite import UNKNOWN_PLACE, failure_site
 from mpistrat.system.exit_hooks import Phase
@@ -35,181 +34,32 @@ from mpistrat.version import __version__
 __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
-    "channel_part",
-    "document",
     "dump",
     "install",
+    "on_channel_failure",
     "on_end_of_job",
-    "on_epoch_error",
-    "path_for",
-    "write",
 ]
+
+_logger = logging.getLogger("mpistrat")
 
 FORMAT = "mpistrat-flight"
 FORMAT_VERSION = 1
 _MAX_FRAMES = 30
-
-
-def path_for(path: str | os.PathLike[str], rank: int) -> Path:
-    """Return the file of `rank` that `path` means. Local.
-
-    Parameters
-    ----------
-    path : path
-        A folder, or a file name with ``{rank}`` in it.
-    rank : int
-
-    Raises
-    ------
-    TypeError
-        If it is no path.
-    ValueError
-        If it names one file, which the ranks would write in turn.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"dump_flight_record: path must be a str or a path, not {path!r}.")
-    text = os.fspath(path)
-    if "{rank}" in text:
-        return Path(text.replace("{rank}", str(rank)))
-    if text.endswith(".json") or os.path.isfile(text):
-        raise ValueError(
-            f"dump_flight_record: {text!r} names one file, but each rank writes its own. Give a "
-            "folder, or put {rank} into the name, as in 'flight.{rank}.json'."
-        )
-    return Path(text) / f"flight.rank{rank}.json"
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Write the document to `path`, whole or not at all, making folders that miss. Local."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
-
-
-def document(
-    channels: Sequence[dict[str, Any]],
-    rank: int,
-    world_size: int,
-    library: str | None,
-    reason: str,
-    asked_by: str,
-) -> dict[str, Any]:
-    """Return the record of `channels` in JSON values. Local, from any thread.
-
-    Parameters
-    ----------
-    channels : sequence of dict
-        Each as `channel_part` returns it.
-    rank, world_size : int
-        Of this process in the world.
-    library : str or None
-        Name and version of the MPI library.
-    reason : str
-        Why the record is dumped.
-    asked_by : str
-        The module that has the record dumped. Its part of the stack is not shown.
-    """
-    return {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "reason": reason,
-        "rank": rank,
-        "size": world_size,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "program": sys.argv[0] if sys.argv else "",
-        "versions": _versions(),
-        "mpi_library": library,
-        "wall_clock_ns": time.time_ns(),
-        "monotonic_ns": time.monotonic_ns(),
-        "stack": _main_stack((__name__, asked_by)),
-        "channels": list(channels),
-    }
-
-
-def _versions() -> dict[str, str]:
-    from importlib import metadata  # takes longer than the rest of this module
-
-    found = {"mpistrat": __version__, "python": platform.python_version()}
-    for package in ("numpy", "mpi4py"):
-        found[package] = metadata.version(package)
-    return found
-
-
-def _main_stack(hidden: Sequence[str]) -> list[str]:
-    """Return where the main thread is, innermost last, but for the frames of modules `hidden`."""
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    if innermost is None:
-        return []
-    # The dump itself is on top where the main thread makes it.
-    shown = [
-        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
-        for frame, line in traceback.walk_stack(innermost)
-        if frame.f_globals.get("__name__") not in hidden
-    ]
-    return shown[:_MAX_FRAMES][::-1]
-
-
-def channel_part(
-    channel: dict[str, Any], members: Sequence[int], entries: Iterable[FlightEntry]
-) -> dict[str, Any]:
-    """Return the part on one channel, of which `Channel.describe` says `channel`. Local."""
-    part = {"members": rank_spans(members)} | channel
-    return part | {"entries": [_entry(each) for each in list(entries)]}
-
-
-def _entry(entry: FlightEntry) -> dict[str, Any]:
-    kind, name, owner, *details = entry.signature
-    details_given = [detail for detail in details if detail != ()]
-    site, function = _format_device(entry.place)
-    return {
-        "number": entry.number,
-        "kind": kind,
-        "name": name,
-        "strategy": owner,
-        "details": [*filter(None, [entry.words]), *map(format_detail, details_given)],
-        **dict(zip(("runs", "merge_calls", "updates", "failures"), entry.counters, strict=True)),
-        "site": site,
-        "function": function,
-        "state": entry.state,
-        "began_ns": entry.began_ns,
-        "agreed_ns": entry.agreed_ns,
-        "ended_ns": entry.ended_ns,
-    }
-
-
-def _format_device(place: Place) -> tuple[str, str]:
-    if place is None:
-        return UNKNOWN_PLACE, ""
-    code, instruction = place
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= instruction < end and number is not None:
-            line = number
-    return f"{os.path.basename(code.co_filename)}:{line}", code.co_name
-
-
-_logger = logging.getLogger("mpistrat")
-
 _DEFAULT_FOLDER = "mpistrat-flight"
 
 
 class _Dumps:
-    """What is to be dumped, and where to.
-
-    Attributes
-    ----------
-    members : dict
-        For each channel the rank in the world of each of its ranks.
-    """
+    """The records to dump, and the folder."""
 
     def __init__(self) -> None:
         self.members: dict[Channel, Sequence[int]] = {}
+        """For each channel the ranks of its members in the world."""
         self.library: str | None = None
         self.folder: str | None = None
         self.has_failed = False
-        self.file_of_leaving: Path | None = None
+        self.exit_dump: Path | None = None
         self.previous_handler: Any = None
-        # Of one thread too: a signal may come while it dumps.
+        # Reentrant: a signal may interrupt a dump of the same thread.
         self.lock = threading.RLock()
 
 
@@ -223,20 +73,7 @@ def install(
     folder: str | None,
     length: int,
 ) -> None:
-    """Have the flight record of `channel` dumped when it is wanted. Local.
-
-    Parameters
-    ----------
-    channel : Channel
-    members : sequence of int
-        The rank in the world of each of its ranks.
-    library : str
-        Name and version of the MPI library.
-    folder : str or None
-        Where dumps go that nobody has asked for; ``None`` for nowhere.
-    length : int
-        How many collectives to keep.
-    """
+    """Dump the flight record of `channel`, of the last `length` collectives, when it is wanted."""
     channel.flight.resize(length)
     _dumps.folder, _dumps.library = folder, library
     if channel in _dumps.members:
@@ -252,51 +89,43 @@ def install(
 
 
 def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked for") -> Path:
-    """Write the record of this rank, and return the path of the file. Local.
-
-    Parameters
-    ----------
-    path : path
-        As `flight_dump.path_for`.
-    channel : Channel
-        Of the strategy that asks: dumped with all others that are watched.
-    reason : str
-    """
+    """Write the record of this rank, and return the path of the file."""
     is_watched = channel in _dumps.members
     members = _dumps.members if is_watched else {channel: range(channel.size)}
-    target = path_for(path, members[channel][channel.rank])
+    target = _path_for(path, members[channel][channel.rank])
     _write(target, members, reason)
     return target
 
 
-def on_epoch_error(error: BaseException) -> None:
-    """Dump the records because the ranks have disagreed, or one did not come. Local."""
+def on_channel_failure(error: BaseException) -> None:
+    """Dump the records because the ranks have disagreed, or one was missing."""
     reason = f"{type(error).__name__}: {error}".split("\n")[0]
     _dump_failure(reason)
 
 
 def on_end_of_job(channel: Channel, rank: int) -> None:
-    """Dump the records because `rank` of `channel` ends this process too. Local, any thread."""
-    if not _dumps.has_failed and _dumps.file_of_leaving is None:
+    """Dump the records because `rank` of `channel` aborts the job, from any thread."""
+    if not _dumps.has_failed and _dumps.exit_dump is None:
         members = _dumps.members.get(channel, range(channel.size))
         _dump_failure(f"rank {members[rank]} ends the job")
 
 
 def _write(target: Path, members: Mapping[Channel, Sequence[int]], reason: str) -> None:
     first = next(iter(members))
-    world_size = own.world_size if members is _dumps.members else first.size
-    parts = [channel_part(each.describe(), members[each], each.flight.entries) for each in members]
+    world_size = process.world_size if members is _dumps.members else first.size
+    parts = [_channel_part(each.describe(), members[each], each.flight.entries) for each in members]
     rank = members[first][first.rank]
-    content = document(parts, rank, world_size, _dumps.library, reason, __name__)
+    content = _document(parts, rank, world_size, _dumps.library, reason)
     with _dumps.lock:
-        write(target, content)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, json.dumps(content, indent=1) + "\n")
 
 
 def _dump_by_itself(folder: str, reason: str) -> Path | None:
-    """Dump where the program has not asked: what goes wrong is told, and not raised."""
+    """Dump where the program has not asked: failures are logged, not raised."""
     first = next(iter(_dumps.members))
     rank = _dumps.members[first][first.rank]
-    target = path_for(os.path.join(folder, "flight.rank{rank}.json"), rank)
+    target = _path_for(os.path.join(folder, "flight.rank{rank}.json"), rank)
     try:
         _write(target, _dumps.members, reason)
     except OSError as error:
@@ -307,7 +136,7 @@ def _dump_by_itself(folder: str, reason: str) -> Path | None:
 
 
 def _can_dump() -> bool:
-    return bool(_dumps.members) and not own.is_fork
+    return bool(_dumps.members) and not process.is_fork
 
 
 def _dump_failure(reason: str) -> None:
@@ -317,23 +146,23 @@ def _dump_failure(reason: str) -> None:
 
 
 def _on_uncaught(failure: exit_hooks.Failure) -> None:
-    # After an epoch error the record is there already, as it was then.
+    # After an `EpochError` there is a record from that moment already.
     if not _dumps.has_failed:
         kind, error, trace = failure
         _dump_failure(f"{kind.__name__} at {failure_site(trace)}: {text_of(error)}".split("\n")[0])
 
 
 def _before_last_round() -> None:
-    # Others may end this process soon. The record goes again if all ends well.
+    # Others may end this process soon. The record is removed again if all ends well.
     if _dumps.folder and not _dumps.has_failed:
-        _dumps.file_of_leaving = _dump_by_itself(_dumps.folder, "left the program")
+        _dumps.exit_dump = _dump_by_itself(_dumps.folder, "left the program")
 
 
 def _after_last_round() -> None:
-    if _dumps.file_of_leaving is not None and all(
+    if _dumps.exit_dump is not None and all(
         not each.pending and each.all_ended_well() for each in _dumps.members
     ):
-        _dumps.file_of_leaving.unlink(missing_ok=True)
+        _dumps.exit_dump.unlink(missing_ok=True)
 
 
 def _listen() -> None:
@@ -344,7 +173,7 @@ def _listen() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if previous_writer != -1:  # an event loop has it, which needs it more
+    if previous_writer != -1:  # an event loop uses it, and needs it more
         signal.set_wakeup_fd(previous_writer)
         signal.signal(signal.SIGUSR2, _handler(_dump_on_signal))
         return
@@ -355,7 +184,7 @@ def _listen() -> None:
 
 
 def _serve_signals(reader: int) -> None:
-    """Dump for each SIGUSR2, whose number Python writes to the pipe the moment it comes."""
+    """Dump for each SIGUSR2, whose number Python writes to the pipe at once."""
     while numbers := os.read(reader, 64):
         if signal.SIGUSR2 in numbers:
             _dump_on_signal()
@@ -376,3 +205,106 @@ def _dump_on_signal() -> None:
     target = _dump_by_itself(_dumps.folder or _DEFAULT_FOLDER, "signal SIGUSR2")
     if target is not None:
         _logger.warning("The flight record is in %s", target.parent)
+
+
+def _path_for(path: str | os.PathLike[str], rank: int) -> Path:
+    """Return the file of `rank` in the folder `path`, or of a name with ``{rank}`` in it."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"dump_flight_record: path must be a str or a path, not {path!r}.")
+    text = os.fspath(path)
+    if "{rank}" in text:
+        return Path(text.replace("{rank}", str(rank)))
+    if text.endswith(".json") or os.path.isfile(text):
+        raise ValueError(
+            f"dump_flight_record: {text!r} names one file, but each rank writes its own. Give a "
+            "folder, or put {rank} into the name, as in 'flight.{rank}.json'."
+        )
+    return Path(text) / f"flight.rank{rank}.json"
+
+
+def _document(
+    channels: Sequence[dict[str, Any]],
+    rank: int,
+    world_size: int,
+    library: str | None,
+    reason: str,
+) -> dict[str, Any]:
+    """Return the record of `channels`, each a `_channel_part`, in JSON values, from any thread."""
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "reason": reason,
+        "rank": rank,
+        "size": world_size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "program": sys.argv[0] if sys.argv else "",
+        "versions": _versions(),
+        "mpi_library": library,
+        "wall_clock_ns": time.time_ns(),
+        "monotonic_ns": time.monotonic_ns(),
+        "stack": _main_stack(),
+        "channels": list(channels),
+    }
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata  # its import takes longer than the rest of this module
+
+    found = {"mpistrat": __version__, "python": platform.python_version()}
+    for package in ("numpy", "mpi4py"):
+        found[package] = metadata.version(package)
+    return found
+
+
+def _main_stack() -> list[str]:
+    """Return the stack of the main thread, innermost last, without frames of this module."""
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None:
+        return []
+    # Where the main thread dumps, its innermost frames are of the dump.
+    shown = [
+        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        for frame, line in traceback.walk_stack(innermost)
+        if frame.f_globals.get("__name__") != __name__
+    ]
+    return shown[:_MAX_FRAMES][::-1]
+
+
+def _channel_part(
+    channel: dict[str, Any], members: Sequence[int], entries: Iterable[FlightEntry]
+) -> dict[str, Any]:
+    """Return the part on one channel, for its `Channel.describe`."""
+    part = {"members": rank_spans(members)} | channel
+    return part | {"entries": [_entry(each) for each in list(entries)]}
+
+
+def _entry(entry: FlightEntry) -> dict[str, Any]:
+    kind, name, owner, *details = entry.signature
+    details_given = [detail for detail in details if detail != ()]
+    site, function = _format_place(entry.place)
+    return {
+        "number": entry.number,
+        "kind": kind,
+        "name": name,
+        "strategy": owner,
+        "details": [*filter(None, [entry.extra]), *map(format_detail, details_given)],
+        **dict(zip(("runs", "merge_calls", "updates", "failures"), entry.counters, strict=True)),
+        "site": site,
+        "function": function,
+        "state": entry.state,
+        "began_ns": entry.began_ns,
+        "agreed_ns": entry.agreed_ns,
+        "ended_ns": entry.ended_ns,
+    }
+
+
+def _format_place(place: Place) -> tuple[str, str]:
+    if place is None:
+        return UNKNOWN_PLACE, ""
+    code, instruction = place
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+    return f"{os.path.basename(code.co_filename)}:{line}", code.co_name

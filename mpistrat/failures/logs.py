@@ -1,4 +1,4 @@
-"""What this process logs and warns of, on its way to one standard error for all ranks."""
+"""Logs and warnings of all ranks, merged by rank 0 into one standard error."""
 
 from __future__ import annotations
 
@@ -31,150 +31,162 @@ __all__ = [
     "LineMerger",
     "LogForwarder",
     "close",
-    "hand_over",
+    "flush",
+    "forward_over",
     "install",
+    "print_last",
     "print_line",
-    "say_last",
-    "speak_on",
     "take_lines",
 ]
 
+_logger = logging.getLogger("mpistrat")
 WINDOW_S = 0.3
-"""How long a line waits for the same line of other ranks."""
+"""How long a line waits for the equal line of other ranks."""
 _LAST_LINES_S = 2 * WINDOW_S
 """How long a rank that ends without further agreement waits for lines of other ranks."""
 _MAX_OPEN = 500
+_MAX_QUEUED = 1000
+_MAX_CHARACTERS = 20_000
+_BATCH_BYTES = 2**18
+_ALONE_S = 10.0
+"""How long rank 0 is not asked again after it did not answer."""
+_TURN_S = 0.0002
+_MAX_TURN_S = 0.2
+"""Ranks with equal lines wait for different times, not to reach rank 0 all at once."""
+_FLUSH_LIMIT_S = 3.0
 
 
-@dataclass(frozen=True)
-class Line:
-    """What one rank has to say, in one line of text or several."""
-
-    text: str
-    channel: Channel
-    """Gives `rank` its meaning."""
-    rank: int
+def install() -> None:
+    """Print the ``mpistrat`` logger to standard error, at the level of the setting."""
+    _logger.addHandler(_Handler())
+    os.register_at_fork(after_in_child=_stop_forwarding)
+    _set_level()
 
 
-@dataclass
-class _Group:
-    line: Line
-    due_s: float
-    ranks: set[int] = field(default_factory=set)
+def forward_over(channel: Channel) -> None:
+    """Forward log lines and warnings to rank 0 of `channel`, unless a larger channel does."""
+    _set_level()
+    if channel.size == 1 or (_output.channel is not None and _output.channel.size > channel.size):
+        return
+    # Lines queued for one rank 0 must not be merged with those for another.
+    flush()
+    _output.channel = channel
+    if _output.forwarder is None:
+        _output.forwarder = LogForwarder(channel)
+    if _shows_warnings_as_python_does():
+        _output.show_warning = warnings.showwarning
+        warnings.showwarning = _show_warning
 
-    def is_complete(self) -> bool:
-        return len(self.ranks) == self.line.channel.size
+
+def take_lines(channel: Channel, question: Question) -> dict[str, Any]:
+    """Accept lines of another rank of `channel`, if this one still can, from any thread."""
+    rank = int(question["sender"])
+    lines = [Line(str(text), channel, rank) for text in question["lines"]]
+    forwarder = _output.forwarder
+    # A sender that no longer waits for the answer has printed the lines itself.
+    if forwarder is None or not question.is_awaited():
+        return {"taken": False}
+    for line in lines:
+        forwarder.put(line)
+    return {"taken": True}
 
 
-class LineMerger:
-    """Prints each line once for all the ranks that say it at about the same time.
+def flush() -> None:
+    """Wait until rank 0 has the lines of this rank."""
+    if _output.forwarder is not None:
+        _output.forwarder.flush(_FLUSH_LIMIT_S, print_all=False)
 
-    What a rank repeats is printed as often as it says it. Not to be shared by threads.
 
-    Parameters
-    ----------
-    print_line : callable
-        Takes the text and the ranks that say it.
-    clock : callable
-        Returns the time in seconds.
-    """
+def close() -> None:
+    """Print all queued lines, and from now on each line at once."""
+    forwarder, _output.forwarder = _output.forwarder, None
+    if forwarder is not None:
+        forwarder.flush(_FLUSH_LIMIT_S, print_all=True)
 
-    def __init__(
-        self,
-        print_line: Callable[[str, Iterable[int]], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._print_line = print_line
-        self._clock = clock
-        self._order: deque[_Group] = deque()
-        self._open: dict[tuple[int, str], list[_Group]] = {}
 
-    def add(self, line: Line) -> None:
-        """Take a line, to be printed when it is due. Local."""
-        same = self._open.setdefault((id(line.channel), line.text), [])
-        group = next((each for each in same if line.rank not in each.ranks), None)
-        if group is None:
-            group = _Group(line, self._clock() + WINDOW_S)
-            same.append(group)
-            self._order.append(group)
-        group.ranks.add(line.rank)
-        if len(self._order) > _MAX_OPEN:
-            self._print_first()
-
-    def due_in_s(self) -> float | None:
-        """Return the time until `print_due` has something to do, ``None`` if never. Local."""
-        if not self._order:
-            return None
-        first = self._order[0]
-        return 0.0 if first.is_complete() else max(0.0, first.due_s - self._clock())
-
-    def print_due(self) -> None:
-        """Print what has waited long enough, or has come from every rank. Local."""
-        while self.due_in_s() == 0:
-            self._print_first()
-
-    def print_all(self) -> None:
-        """Print everything now. Local."""
-        while self._order:
-            self._print_first()
-
-    def _print_first(self) -> None:
-        group = self._order.popleft()
-        key = id(group.line.channel), group.line.text
-        self._open[key].remove(group)
-        if not self._open[key]:
-            del self._open[key]
-        self._print_line(group.line.text, group.ranks)
+def print_last(text: str) -> None:
+    """Print `text`, once for all ranks that print it now, and `close`, from any thread."""
+    _output.put(text)
+    flush()
+    time.sleep(_LAST_LINES_S)
+    close()
 
 
 def print_line(text: str, ranks: Iterable[int] = ()) -> None:
-    """Write `text` to standard error, after the ranks that it is from. Local.
-
-    A text that begins with these ranks is not told them twice.
-    """
+    """Write `text` to standard error, after the names of its ranks, unless it begins with them."""
     who = rank_list(ranks) if ranks else ""
     label = f"{who}: " if who and not text.startswith(f"{who} ") else ""
-    # Where standard error is closed, nobody can be told.
+    # Standard error may be closed.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"mpistrat: {label}{text}\n")
         sys.stderr.flush()
 
 
-_MAX_QUEUED = 1000
-_MAX_CHARACTERS = 20_000
-_BATCH_BYTES = 2**18
-_ALONE_S = 10.0
-"""How long rank 0 is left in peace after it did not answer."""
-_TURN_S = 0.0002
-_MAX_TURN_S = 0.2
-"""The ranks that have all the same to say do not all come to rank 0 in the same moment."""
+class _Output:
+    """The output of this process: its channel and its forwarder."""
+
+    def __init__(self) -> None:
+        self.channel: Channel | None = None
+        self.forwarder: LogForwarder | None = None
+        self.show_warning: Any = None
+
+    def put(self, text: str) -> None:
+        """Print `text` for this rank, now or by the forwarder, from any thread."""
+        channel, forwarder = self.channel, self.forwarder
+        if channel is None:
+            print_line(text)
+        elif forwarder is None:
+            print_line(text, [channel.rank])
+        else:
+            forwarder.put(Line(text, channel, channel.rank))
+
+
+_output = _Output()
+
+
+class _Handler(logging.Handler):
+    """Prints the records of the ``mpistrat`` logger where the program has no handler for them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _has_other_handlers():
+            return
+        try:
+            text = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        _output.put(text)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A log record or warning of one rank, of one line of text or several."""
+
+    text: str
+    channel: Channel
+    """Of whose ranks `rank` is one."""
+    rank: int
 
 
 class LogForwarder:
-    """A queue of lines and the thread that empties it.
+    """A queue of lines, and the thread that prints them or sends them to rank 0."""
 
-    Lines of channels in which this process is rank 0 are printed here, together with those that
-    other ranks send. All others go to rank 0 of their channel; where it does not answer, this
-    rank prints them itself.
-
-    Parameters
-    ----------
-    channel : Channel
-        To say how many lines were dropped.
-    """
+    # Lines of channels in which this process is rank 0 are printed here, merged with those that
+    # other ranks send. All others go to rank 0 of their channel; where it does not answer, this
+    # rank prints them.
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        # Its `put` may be interrupted by a signal whose handler has something to say as well.
+        # Unlike `Queue.put`, its `put` is reentrant: a signal handler may log too.
         self._queue: queue.SimpleQueue[Line | _Mark] = queue.SimpleQueue()
-        self._printer = LineMerger(print_line)
+        self._merger = LineMerger(print_line)
         self._num_dropped = 0
         self._lock = threading.RLock()
         self._alone_until = 0.0
         threading.Thread(target=self._work, name="mpistrat-output", daemon=True).start()
 
     def put(self, line: Line) -> None:
-        """Take a line; drop and count it where too many wait already. Local, any thread."""
+        """Queue a line, from any thread; drop and count it where too many wait."""
         if self._queue.qsize() >= _MAX_QUEUED:
             with self._lock:
                 self._num_dropped += 1
@@ -182,34 +194,26 @@ class LogForwarder:
             self._queue.put(line)
 
     def flush(self, limit_s: float, *, print_all: bool) -> None:
-        """Wait until each line so far is with rank 0, or is printed if that is here. Local.
-
-        Parameters
-        ----------
-        limit_s : float
-            After which it is left to the thread.
-        print_all : bool
-            Whether lines that are printed here no longer wait for those of other ranks.
-        """
+        """Wait until rank 0 has each line so far, and with `print_all` has printed it."""
         mark = _Mark(print_all)
         self._queue.put(mark)
         mark.reached.wait(limit_s)
 
     def _work(self) -> None:
         while True:
-            items = self._take()
-            self._deliver([each for each in items if isinstance(each, Line)])
-            self._printer.print_due()
+            items = self._next_items()
+            self._print_or_send([each for each in items if isinstance(each, Line)])
+            self._merger.print_due()
             for mark in (each for each in items if isinstance(each, _Mark)):
                 if mark.print_all:
-                    self._printer.print_all()
+                    self._merger.print_all()
                 mark.reached.set()
 
-    def _take(self) -> list[Line | _Mark]:
-        """Return what is in the queue, once there is something or a line here is due."""
+    def _next_items(self) -> list[Line | _Mark]:
+        """Return the items of the queue, once there are some or a line here is due."""
         items: list[Line | _Mark] = []
         with contextlib.suppress(queue.Empty):
-            items.append(self._queue.get(timeout=self._printer.due_in_s()))
+            items.append(self._queue.get(timeout=self._merger.due_in_s()))
             while len(items) < _MAX_QUEUED:
                 items.append(self._queue.get_nowait())
         with self._lock:
@@ -219,11 +223,11 @@ class LogForwarder:
             items.append(Line(text, self._channel, self._channel.rank))
         return items
 
-    def _deliver(self, lines: Sequence[Line]) -> None:
+    def _print_or_send(self, lines: Sequence[Line]) -> None:
         for channel, group in itertools.groupby(lines, key=lambda line: line.channel):
             if channel.rank == 0:
                 for line in group:
-                    self._printer.add(line)
+                    self._merger.add(line)
             else:
                 time.sleep(min(channel.rank * _TURN_S, _MAX_TURN_S))
                 for texts in _batches(group):
@@ -234,7 +238,7 @@ class LogForwarder:
     def _reaches_rank_0(self, channel: Channel, texts: Sequence[str]) -> bool:
         if channel.peers is None or time.monotonic() < self._alone_until:
             return False
-        # Whatever goes wrong on the way, the lines are to be printed, and the next ones too.
+        # Whatever goes wrong, these lines and the next ones must be printed.
         with contextlib.suppress(Exception):
             if channel.peers.deliver(texts):
                 return True
@@ -243,7 +247,7 @@ class LogForwarder:
 
 
 class _Mark:
-    """A place in the queue, and whether the thread has come to it."""
+    """A position in the queue, and whether the thread has reached it."""
 
     def __init__(self, print_all: bool) -> None:
         self.print_all = print_all
@@ -264,108 +268,72 @@ def _batches(lines: Iterator[Line]) -> Iterator[list[str]]:
     yield batch
 
 
-_FLUSH_LIMIT_S = 3.0
-_logger = logging.getLogger("mpistrat")
+class LineMerger:
+    """Prints a line once for all ranks that log it at about the same time; not thread-safe."""
+
+    # A line that one rank repeats is printed as often.
+
+    def __init__(
+        self,
+        print_line: Callable[[str, Iterable[int]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._print_line = print_line
+        self._clock = clock
+        self._order: deque[_Group] = deque()
+        self._open: dict[tuple[int, str], list[_Group]] = {}
+
+    def add(self, line: Line) -> None:
+        """Add a line, to be printed when it is due."""
+        same = self._open.setdefault((id(line.channel), line.text), [])
+        group = next((each for each in same if line.rank not in each.ranks), None)
+        if group is None:
+            group = _Group(line, self._clock() + WINDOW_S)
+            same.append(group)
+            self._order.append(group)
+        group.ranks.add(line.rank)
+        if len(self._order) > _MAX_OPEN:
+            self._print_first()
+
+    def due_in_s(self) -> float | None:
+        """Return the time until `print_due` has work, ``None`` if never."""
+        if not self._order:
+            return None
+        first = self._order[0]
+        return 0.0 if first.is_complete() else max(0.0, first.due_s - self._clock())
+
+    def print_due(self) -> None:
+        """Print the lines that have waited long enough, or have come from every rank."""
+        while self.due_in_s() == 0:
+            self._print_first()
+
+    def print_all(self) -> None:
+        """Print everything now."""
+        while self._order:
+            self._print_first()
+
+    def _print_first(self) -> None:
+        group = self._order.popleft()
+        key = id(group.line.channel), group.line.text
+        self._open[key].remove(group)
+        if not self._open[key]:
+            del self._open[key]
+        self._print_line(group.line.text, group.ranks)
 
 
-class _Output:
-    """Where the lines of this process go."""
+@dataclass
+class _Group:
+    line: Line
+    due_s: float
+    ranks: set[int] = field(default_factory=set)
 
-    def __init__(self) -> None:
-        self.channel: Channel | None = None
-        self.courier: LogForwarder | None = None
-        self.show_warning: Any = None
-
-    def say(self, text: str) -> None:
-        """Have `text` printed for this rank. Local, any thread."""
-        channel, courier = self.channel, self.courier
-        if channel is None:
-            print_line(text)
-        elif courier is None:
-            print_line(text, [channel.rank])
-        else:
-            courier.put(Line(text, channel, channel.rank))
+    def is_complete(self) -> bool:
+        return len(self.ranks) == self.line.channel.size
 
 
-_output = _Output()
-
-
-class _Handler(logging.Handler):
-    """Prints the records of the ``mpistrat`` logger where the program has no handler for them."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if _has_other_handlers():
-            return
-        try:
-            text = self.format(record)
-        except Exception:
-            self.handleError(record)
-            return
-        _output.say(text)
-
-
-def install() -> None:
-    """Have the ``mpistrat`` logger print to standard error, at the level of the setting. Local."""
-    _logger.addHandler(_Handler())
-    os.register_at_fork(after_in_child=_speak_alone)
-    _set_level()
-
-
-def speak_on(channel: Channel) -> None:
-    """Have log lines and warnings go through rank 0 of `channel`, if no larger one does it. Local.
-
-    Without a side channel, each rank prints its own lines.
-    """
-    _set_level()
-    if channel.size == 1 or (_output.channel is not None and _output.channel.size > channel.size):
-        return
-    # Equal lines on the way to one rank 0 are not to meet those on the way to another.
-    hand_over()
-    _output.channel = channel
-    if _output.courier is None:
-        _output.courier = LogForwarder(channel)
-    if _shows_warnings_as_python_does():
-        _output.show_warning = warnings.showwarning
-        warnings.showwarning = _show_warning
-
-
-def take_lines(channel: Channel, question: Question) -> dict[str, Any]:
-    """Take lines of another rank of `channel`, if this one still can. Local, any thread."""
-    rank = int(question["teller"])
-    lines = [Line(str(text), channel, rank) for text in question["lines"]]
-    courier = _output.courier
-    # Who has given up waiting for the answer has printed the lines already.
-    if courier is None or not question.is_awaited():
-        return {"taken": False}
-    for line in lines:
-        courier.put(line)
-    return {"taken": True}
-
-
-def hand_over() -> None:
-    """Wait until rank 0 has the lines of this rank. Local."""
-    if _output.courier is not None:
-        _output.courier.flush(_FLUSH_LIMIT_S, print_all=False)
-
-
-def close() -> None:
-    """Print all lines that are here, and from now on each line at once. Local."""
-    courier, _output.courier = _output.courier, None
-    if courier is not None:
-        courier.flush(_FLUSH_LIMIT_S, print_all=True)
-
-
-def say_last(text: str) -> None:
-    """Print `text`, once for all ranks that say it now, and `close`. Local, any thread."""
-    _output.say(text)
-    hand_over()
-    time.sleep(_LAST_LINES_S)
-    close()
-
-
-def _speak_alone() -> None:
-    # A fork has no thread that would empty the queue.
-    _output.courier = None
+def _stop_forwarding() -> None:
+    # A fork lacks the thread that empties the queue.
+    _output.forwarder = None
 
 
 def _set_level() -> None:
@@ -385,8 +353,8 @@ def _has_other_handlers() -> bool:
 
 
 def _shows_warnings_as_python_does() -> bool:
-    """Return whether nobody (pytest, the program) has put something else in the place."""
-    # Python's own name for what `catch_warnings(record=True)` replaces.
+    """Return whether nobody (pytest, the program) has replaced `warnings.showwarning`."""
+    # `catch_warnings(record=True)` replaces this private name of Python.
     record = getattr(warnings, "_showwarnmsg_impl", None)
     is_recorded = record is not None and not isinstance(record, types.FunctionType)
     return warnings.showwarning.__module__ in ("warnings", "_py_warnings") and not is_recorded
@@ -403,4 +371,4 @@ def _show_warning(
     if file is not None:
         _output.show_warning(message, category, filename, lineno, file, line)
         return
-    _output.say(warnings.formatwarning(message, category, filename, lineno, line).rstrip("\n"))
+    _output.put(warnings.formatwarning(message, category, filename, lineno, line).rstrip("\n"))

@@ -1,8 +1,8 @@
-"""The side channel: a thread that answers for its rank while the rank waits or computes.
+"""Monitor: TCP server thread that answers for its rank while the rank waits or computes.
 
-MPI itself cannot say why a rank does not come. So each rank listens on a TCP socket, which the
-system serves even where the rank is busy or stopped. The ranks of a channel also stand in a
-ring: each holds a connection to the next one, and sees it break when that process dies.
+MPI cannot tell why a rank is missing. So each rank listens on a TCP socket, which the system serves
+even where the rank is busy or stopped. The ranks of a channel also form a ring: each holds a
+connection to the next one, which breaks when that process dies.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ __all__ = ["Address", "Handler", "Monitor", "Question", "read_line"]
 _MAX_BYTES = 2**20
 _BACKLOG = 512
 _PATIENCE_S = 1.0
-"""How long a question may take to arrive, once its connection is there."""
+"""How long a question may take to arrive, once it is connected."""
 _MAX_CALLERS = 512
-"""Connections without a question yet: strangers must not use up the files of the process."""
+"""Connections without a question yet: other programs must not use up the file handles."""
 _PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the monitor of a rank can be asked."""
+    """The address of the monitor of a rank."""
 
     host: str
     port: int
     pid: int
 
     def connect(self, limit_s: float) -> socket.socket:
-        """Return a connection. Local."""
+        """Return a connection."""
         here = self.host == socket.gethostname()
         host = "127.0.0.1" if here else self.host
         connection = socket.create_connection((host, self.port), limit_s)
@@ -50,7 +50,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Question:
-    """A request of a peer, as its JSON object has it."""
+    """A request of a peer: a JSON object, and the connection it came over."""
 
     details: dict[str, Any]
     connection: socket.socket
@@ -59,7 +59,7 @@ class Question:
         return self.details[name]
 
     def is_awaited(self) -> bool:
-        """Return whether the peer still waits for the answer. Local."""
+        """Return whether the peer still waits for the answer."""
         self.connection.setblocking(False)
         try:
             return bool(self.connection.recv(1, socket.MSG_PEEK))
@@ -70,12 +70,12 @@ class Question:
 
 
 Handler = Callable[[Question], dict[str, Any]]
-"""Returns the answer to a question, in JSON values. Local, on the monitor's thread."""
+"""Returns the answer to a question, in JSON values; called on the monitor's thread."""
 
 
 @dataclass
 class _Caller:
-    """A connection whose question has not come in full."""
+    """A connection whose question is incomplete."""
 
     connection: socket.socket
     due_s: float
@@ -98,43 +98,43 @@ class Monitor:
         threading.Thread(target=self._serve, name="mpistrat-monitor", daemon=True).start()
 
     def add(self, key: str, handlers: Mapping[str, Handler]) -> None:
-        """Answer questions that come with the secret `key`, by the names of `handlers`. Local."""
+        """Answer questions that come with the secret `key`, by the names of `handlers`."""
         self._handlers[key] = handlers
 
     def watch(self, connection: socket.socket, on_break: Callable[[], None]) -> None:
-        """Have `on_break` called, on the monitor's thread, if the peer's process dies. Local."""
+        """Call `on_break`, on the monitor's thread, if the peer's process dies."""
 
         def read() -> None:
             try:
-                said = connection.recv(16)
+                received = connection.recv(16)
             except OSError:
-                said = b""
+                received = b""
             self._selector.unregister(connection)
             connection.close()
-            if not said:
+            if not received:  # the process ended without `announce_exit`
                 on_break()
 
         self._selector.register(connection, selectors.EVENT_READ, read)
 
-    def say_goodbye(self) -> None:
-        """Tell whoever watches this process that it ends in order. Local."""
+    def announce_exit(self) -> None:
+        """Report to the watchers of this process that it ends normally."""
         for watcher in self._watchers:
             with contextlib.suppress(OSError):
                 watcher.send(b"bye\n")
 
     def _forget(self) -> None:
-        """Close what a fork of this process has no part in."""
+        """Close all connections in a fork of this process."""
         callers = (each.connection for each in self._callers)
         for each in (self._server, *self._watchers, *callers):
             each.close()
 
     def _serve(self) -> None:
         while True:
-            # Whatever comes in, this thread has to be there for the next question.
+            # Whatever it received, this thread must serve the next question.
             with contextlib.suppress(Exception):
                 for key, _ in self._selector.select(_PATIENCE_S if self._callers else None):
                     key.data()
-                self._drop_late()
+                self._drop_overdue()
 
     def _accept(self) -> None:
         try:
@@ -149,7 +149,7 @@ class Monitor:
         self._selector.register(connection, selectors.EVENT_READ, read)
 
     def _read(self, caller: _Caller) -> None:
-        """Take what has come of a question, and answer it once it is whole."""
+        """Receive a part of a question, and answer it once it is complete."""
         try:
             part = caller.connection.recv(65536)
         except BlockingIOError:
@@ -166,8 +166,8 @@ class Monitor:
         self._callers.remove(caller)
         self._selector.unregister(caller.connection)
 
-    def _drop_late(self) -> None:
-        """Close connections that no question has come over."""
+    def _drop_overdue(self) -> None:
+        """Close connections whose question is overdue."""
         now = time.monotonic()
         while self._callers and (self._callers[0].due_s < now or len(self._callers) > _MAX_CALLERS):
             caller = self._callers[0]
@@ -182,11 +182,12 @@ class Monitor:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
                 connection.close()
         except Exception:
-            connection.close()  # nobody of this job
+            connection.close()  # not from a rank of this job
 
     def _reply(self, connection: socket.socket, question: dict[str, Any]) -> Any:
-        """Return the answer to a question, ``None`` where the connection is to be kept."""
+        """Return the answer to a question, ``None`` to keep the connection open."""
         asked = str(question["key"])
+        # In constant time: the port is open to every user of the network.
         found = [h for key, h in list(self._handlers.items()) if hmac.compare_digest(key, asked)]
         if not found:
             raise KeyError("unknown key")
@@ -198,7 +199,7 @@ class Monitor:
 
 
 def read_line(connection: socket.socket) -> bytes:
-    """Return what comes up to a newline or the end, within the connection's limit. Local."""
+    """Return the bytes up to a newline or the end, within the connection's timeout."""
     received = b""
     while not received.endswith(b"\n") and len(received) < _MAX_BYTES:
         part = connection.recv(65536)

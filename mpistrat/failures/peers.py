@@ -1,4 +1,4 @@
-"""The other ranks of a channel, asked over the side channel."""
+"""Peers: the other ranks of a channel, asked through their monitors."""
 
 from __future__ import annotations
 
@@ -17,25 +17,34 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mpistrat.agreement.channel import Channel
+from mpistrat.agreement.channel import Channel, Peers
 from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question, read_line
-from mpistrat.failures.process_state import own
+from mpistrat.failures.process_state import process
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import UNKNOWN_PLACE, is_own_code, site_of
 from mpistrat.system.exit_hooks import is_at_work
 from mpistrat.system.text import rank_list
 
-__all__ = ["JobPeers", "State", "Whereabouts", "describe_whereabouts", "meet", "whereabouts"]
+__all__ = ["MonitorClient", "RankState", "connect_peers"]
 
 _MAX_FRAMES = 4
+_LIMIT_S = 1.5
+"""How long an answer may take."""
+_SHORT_LIMIT_S = 0.3
+"""The same where the answer does not matter."""
+_AT_ONCE = 16
+_POLL_S = 0.5
+"""How often to check whether files are finished."""
+_SETTLE_S = 0.5
+"""How long a broken connection is not reported: a launcher that ends the job is faster."""
 
-Whereabouts = dict[str, Any]
-"""JSON: ``state`` and what `describe_whereabouts` tells about it."""
+_Answer = dict[str, Any]
+"""JSON: the ``state`` of a rank, and details for `_describe_rank_state`."""
 
 
-class State(str, enum.Enum):
-    """What can be said of a rank that others wait for."""
+class RankState(str, enum.Enum):
+    """The state of a rank that others wait for."""
 
     HERE = "waiting here"
     """In the same collective."""
@@ -50,91 +59,16 @@ class State(str, enum.Enum):
     SILENT = "silent"
     """Its process is there but does not answer."""
     GONE = "gone"
-    """Its process has ended without a word."""
+    """Its process has ended without an exit announcement."""
     UNKNOWN = "unknown"
     """It cannot be asked."""
 
 
-def whereabouts(channel: Channel, channels: Sequence[Channel], has_left: bool) -> Whereabouts:
-    """Return what the thread that uses `channel` is doing. Local, from any thread."""
-    now = time.monotonic()
-    frame = sys._current_frames().get(channel.thread)
-    found: Whereabouts = {
-        "sequence": channel.ledger.sequence,
-        "site": site_of(frame),
-        "at_work": is_at_work(),
-    }
-    others = (each for each in channels if each is not channel and each.waiting is not None)
-    waits_elsewhere = next(others, None)
-    if channel.stuck_at is not None:
-        return found | {"state": State.HERE, "site": channel.stuck_at}
-    if channel.waiting is not None:
-        return found | {"state": State.HERE}
-    if has_left:
-        return found | {"state": State.FINISHED}
-    if waits_elsewhere is not None and waits_elsewhere.waiting is not None:
-        what, since = waits_elsewhere.waiting
-        return found | {"state": State.ELSEWHERE, "what": what, "for_s": now - since}
-    stack = [
-        f"{each.filename.rpartition('/')[2]}:{each.lineno} in {each.name}"
-        for each in (traceback.extract_stack(frame) if frame is not None else ())
-        if is_own_code(each.filename)
-    ]
-    late = {
-        "state": State.LATE,
-        "for_s": now - channel.flight.last_agreed_s(),
-        "stack": stack[-_MAX_FRAMES:],
-    }
-    return found | late
+_NEVER_COMES = (RankState.STOPPED, RankState.SILENT, RankState.GONE)
 
 
-def describe_whereabouts(found: Whereabouts) -> str:
-    """Return one line on a rank: its state, and what others must know of it. Local."""
-    state = State(found["state"])
-    if state is State.HERE:
-        return f"{state.value} at {found['site']}"
-    if state is State.ELSEWHERE:
-        what, site = found["what"], found["site"]
-        return f"{state.value}: in {what} at {site}, with other ranks, for {found['for_s']:.0f} s"
-    if state is State.LATE:
-        path = ", called from ".join(reversed(found["stack"])) or found["site"]
-        return f"{state.value}: computing for {found['for_s']:.0f} s, now at {path}"
-    if state is State.FINISHED:
-        place = "" if found["site"] == UNKNOWN_PLACE else f" at {found['site']}"
-        return f"{state.value}: left the program{place}"
-    where = f"process {found['pid']} on {found['host']}" if "pid" in found else "no address"
-    return {
-        State.STOPPED: f"stopped: {where} is suspended (SIGSTOP); SIGCONT lets it go on",
-        State.SILENT: f"silent: {where} does not answer: stopped, or in code that lets no "
-        "other thread run",
-        State.GONE: f"gone: {where} has ended without a word",
-        State.UNKNOWN: f"unknown: {where} cannot be asked",
-    }[state]
-
-
-_LIMIT_S = 1.5
-"""How long an answer may take."""
-_SHORT_LIMIT_S = 0.3
-"""The same where the answer does not matter."""
-_AT_ONCE = 16
-_NEVER_COMES = (State.STOPPED, State.SILENT, State.GONE)
-_TURN_S = 0.5
-"""How often to look whether files are finished."""
-_SETTLE_S = 0.5
-"""How long to wait before a broken connection is news: a launcher that ends the job is faster."""
-
-
-class JobPeers:
-    """The ranks of `channel`, by the addresses of their monitors.
-
-    Parameters
-    ----------
-    channel : Channel
-    key : str
-        The secret of the channel.
-    addresses : sequence of Address
-        In rank order.
-    """
+class MonitorClient(Peers):
+    """Client of the monitors of `channel`, at `addresses` in rank order."""
 
     def __init__(self, channel: Channel, key: str, addresses: Sequence[Address]) -> None:
         self._channel = channel
@@ -142,10 +76,11 @@ class JobPeers:
         self._addresses = addresses
 
     def handlers(self) -> dict[str, Handler]:
-        """Return what answers the questions of the other ranks. Local."""
+        """Return the handlers of the questions of the other ranks."""
 
-        def state(question: Question) -> Whereabouts:
-            return whereabouts(self._channel, own.channels, own.has_left)
+        # The name of a question is its `ask`.
+        def state(question: Question) -> _Answer:
+            return _rank_state(self._channel, process.channels, process.has_left)
 
         def lost(question: Question) -> dict[str, Any]:
             self.note_loss(int(question["lost"]), str(question["what"]))
@@ -155,8 +90,8 @@ class JobPeers:
 
     def ask(
         self, rank: int, ask: str = "state", limit_s: float = _LIMIT_S, **details: Any
-    ) -> Whereabouts:
-        """Return what `rank` says of itself, or what its silence means. Local."""
+    ) -> _Answer:
+        """Return the answer of `rank`, or the meaning of its silence."""
         address = self._addresses[rank]
         place = {"pid": address.pid, "host": address.host}
         try:
@@ -165,124 +100,219 @@ class JobPeers:
                 connection.sendall(json.dumps(question).encode() + b"\n")
                 answer = read_line(connection)
             if answer:
-                found: Whereabouts = json.loads(answer)
+                found: _Answer = json.loads(answer)
                 return found
         except ConnectionError:
-            return place | {"state": State.GONE}
+            return place | {"state": RankState.GONE}
         except TimeoutError:
             is_here = address.host == socket.gethostname()
             suspended = is_here and _is_suspended(address.pid)
-            return place | {"state": State.STOPPED if suspended else State.SILENT}
+            return place | {"state": RankState.STOPPED if suspended else RankState.SILENT}
         except (OSError, ValueError):
             pass
-        return place | {"state": State.UNKNOWN}
+        return place | {"state": RankState.UNKNOWN}
 
     def others(self) -> list[int]:
-        """Return the other ranks. Local."""
+        """Return the other ranks."""
         return [rank for rank in range(len(self._addresses)) if rank != self._channel.rank]
 
-    def ask_all(self, ranks: Iterable[int]) -> dict[int, Whereabouts]:
-        """Return what each of `ranks` says, asked at the same time. Local."""
+    def ask_all(self, ranks: Iterable[int]) -> dict[int, _Answer]:
+        """Return the answer of each of `ranks`, asked at the same time."""
         ranks = list(ranks)
         return dict(zip(ranks, _at_once(self.ask, ranks), strict=True))
 
     def deliver(self, texts: Sequence[str]) -> bool:
-        """Give lines to rank 0 to print, and return whether it took them. Local."""
-        answer = self.ask(0, "log", teller=self._channel.rank, lines=texts)
+        """Send lines to rank 0 to print, and return whether it accepted them."""
+        answer = self.ask(0, "log", sender=self._channel.rank, lines=texts)
         return bool(answer.get("taken"))
 
-    def tell_end_of_job(self, limit_s: float) -> None:
-        """Tell every other rank that this one ends the job for all. Local."""
-        self.tell_all("told", limit_s, teller=self._channel.rank)
+    def report_end_of_job(self, limit_s: float) -> None:
+        """Report to every other rank that this one ends the job."""
+        self._notify_all("end", limit_s, sender=self._channel.rank)
 
-    def tell_all(self, ask: str, limit_s: float = _SHORT_LIMIT_S, **details: Any) -> None:
-        """Tell every other rank something, without insisting. Local."""
+    def _notify_all(self, ask: str, limit_s: float = _SHORT_LIMIT_S, **details: Any) -> None:
+        """Send something to every other rank, whether or not it arrives."""
         _at_once(lambda rank: self.ask(rank, ask, limit_s, **details), self.others())
 
-    def lowest_here(self) -> int:
-        """Return the lowest rank that waits in the same collective as this one. Local."""
+    def lowest_waiting(self) -> int:
+        """Return the lowest rank that waits in the same collective as this one."""
         for rank in range(self._channel.rank):
-            if self.is_here(self.ask(rank)):
+            if self.waits_here(self.ask(rank)):
                 return rank
         return self._channel.rank
 
     def is_root_at_work(self) -> bool:
-        """Return whether rank 0, which writes files for all, must not be ended yet. Local."""
+        """Return whether rank 0 is still finishing a file for all."""
         if self._channel.rank == 0:
             return False
         return bool(self.ask(0).get("at_work"))
 
     def wait_for_work(self) -> None:
-        """Wait until to end the job would lose no file that is being finished. Local."""
+        """Wait until no rank is finishing a file, which the end of the job would lose."""
         while is_at_work() or self.is_root_at_work():
-            time.sleep(_TURN_S)
+            time.sleep(_POLL_S)
 
-    def is_here(self, found: Whereabouts) -> bool:
-        """Return whether an answer says that the rank is in this rank's collective. Local."""
-        is_here: bool = found["state"] == State.HERE
-        return is_here and found["sequence"] == self._channel.ledger.sequence
+    def waits_here(self, found: _Answer) -> bool:
+        """Return whether the rank of an answer waits in the collective of this one."""
+        waits_here: bool = found["state"] == RankState.HERE
+        return waits_here and found["sequence"] == self._channel.ledger.sequence
 
     def describe(self, site: str) -> tuple[list[int], str]:
-        """Return the ranks that others wait for, and a table of all ranks. Local.
-
-        Parameters
-        ----------
-        site : str
-            Where this rank waits.
-        """
+        """Return the ranks that this one, at `site`, waits for, and a table of all."""
         found = self.ask_all(self.others())
-        missing = [rank for rank, each in found.items() if not self.is_here(each)]
+        missing = [rank for rank, each in found.items() if not self.waits_here(each)]
         lines: dict[str, list[int]] = {f"waiting here at {site}": [self._channel.rank]}
         for rank in sorted(found, key=lambda rank: rank not in missing):
-            lines.setdefault(describe_whereabouts(found[rank]), []).append(rank)
+            lines.setdefault(_describe_rank_state(found[rank]), []).append(rank)
         # Those that are missing come first.
         ordered = sorted(lines.items(), key=lambda item: not set(item[1]) & set(missing))
         return missing, "\n".join(f"  {rank_list(ranks)}: {line}" for line, ranks in ordered)
 
     def describe_lost(self) -> str:
-        """Return a table of the ranks whose data will never come, empty without any. Local."""
+        """Return a table of the ranks whose data will never come, empty without any."""
         found = self.ask_all(self.others())
         return "\n".join(
-            f"  {rank_list([rank])}: {describe_whereabouts(each)}"
+            f"  {rank_list([rank])}: {_describe_rank_state(each)}"
             for rank, each in found.items()
             if each["state"] in _NEVER_COMES
         )
 
-    def spread_loss(self, rank: int) -> None:
-        """Tell every rank that the process of `rank` has died. Local, on the monitor's thread."""
+    def report_loss(self, rank: int) -> None:
+        """Report to every rank that the process of `rank` has died, once that is certain."""
 
-        def tell() -> None:
-            if self.ask(rank)["state"] != State.GONE:
+        def report() -> None:
+            if self.ask(rank)["state"] != RankState.GONE:
                 return
             place = self._addresses[rank]
             what = f"gone: process {place.pid} on {place.host} has ended without a word"
             self.note_loss(rank, what)
-            self.tell_all("lost", lost=rank, what=what)
+            self._notify_all("lost", lost=rank, what=what)
 
-        _later(_SETTLE_S, tell)
+        _later(_SETTLE_S, report)
 
     def note_loss(self, rank: int, what: str) -> None:
-        """Have the next collective fail, as `rank` will never come to it. Local, any thread."""
+        """Have the next collective fail, as `rank` will never come to it, from any thread."""
         self._channel.lost.setdefault(rank, what)
 
         def end_if_blocked() -> None:
-            # Inside MPI nothing can be raised. The others are told by their own threads.
+            # Inside MPI nothing can be raised. The other ranks do the same in their own threads.
             if not self._channel.is_moving_data():
                 return
             self.wait_for_work()
             if self._channel.is_moving_data():
-                logs.say_last(f"{rank_list([rank])} is {what}.")
+                logs.print_last(f"{rank_list([rank])} is {what}.")
                 os._exit(1)
 
         _later(settings_at_the_end().exit_grace_s, end_if_blocked)
 
 
-def _at_once(do: Callable[[int], Whereabouts], ranks: Sequence[int]) -> Iterable[Whereabouts]:
-    """Return what `do` returns for each of `ranks`, several of them at the same time."""
+def connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
+    """Connect the monitors of `channel`, and agree on the settings of its ranks. **Collective**."""
+    choices = settings_at_the_end()
+    monitor = _own_monitor() if choices.watch else None
+    address = None if monitor is None else [*vars(monitor.address).values()]
+    key = secrets.token_hex(16) if channel.rank == 0 else ""
+    facts = channel.exchange([address, key, choices.checks])
+    # Ranks that check nothing would leave those that do waiting.
+    channel.checks = any(checks for _, _, checks in facts)
+    # Where sockets are forbidden on any rank, the channel has no peers to ask.
+    if any(address is None for address, _, _ in facts) or monitor is None:
+        return
+    key = facts[0][1]
+    addresses = [Address(*address) for address, _, _ in facts]
+    peers = MonitorClient(channel, key, addresses)
+    monitor.add(key, peers.handlers() | dict(handlers))
+    channel.peers = peers
+    # Every monitor must know the key before a rank asks with it.
+    channel.exchange(None)
+    neighbour = (channel.rank + 1) % channel.size
+    try:
+        connection = addresses[neighbour].connect(_LIMIT_S)
+        connection.sendall(json.dumps({"key": key, "ask": "watch"}).encode() + b"\n")
+    except OSError:
+        return  # it cannot be watched, but it may still be asked
+    monitor.watch(connection, lambda: peers.report_loss(neighbour))
+
+
+def _own_monitor() -> Monitor | None:
+    """Return the monitor of this process, ``None`` where it may have no socket."""
+    if process.monitor is None:
+        with contextlib.suppress(OSError):
+            process.monitor = Monitor()
+    return process.monitor
+
+
+def _rank_state(channel: Channel, channels: Sequence[Channel], has_left: bool) -> _Answer:
+    """Return the state of the thread that uses `channel`, from any thread."""
+    now = time.monotonic()
+    frame = sys._current_frames().get(channel.thread)
+    found: _Answer = {
+        "sequence": channel.ledger.sequence,
+        "site": site_of(frame),
+        "at_work": is_at_work(),
+    }
+    others = (each for each in channels if each is not channel and each.waiting is not None)
+    waits_elsewhere = next(others, None)
+    if channel.stuck_at is not None:
+        return found | {"state": RankState.HERE, "site": channel.stuck_at}
+    if channel.waiting is not None:
+        return found | {"state": RankState.HERE}
+    if has_left:
+        return found | {"state": RankState.FINISHED}
+    if waits_elsewhere is not None and waits_elsewhere.waiting is not None:
+        what, since = waits_elsewhere.waiting
+        return found | {"state": RankState.ELSEWHERE, "what": what, "for_s": now - since}
+    stack = [
+        f"{each.filename.rpartition('/')[2]}:{each.lineno} in {each.name}"
+        for each in (traceback.extract_stack(frame) if frame is not None else ())
+        if is_own_code(each.filename)
+    ]
+    late = {
+        "state": RankState.LATE,
+        "for_s": now - channel.flight.last_agreed_s(),
+        "stack": stack[-_MAX_FRAMES:],
+    }
+    return found | late
+
+
+def _describe_rank_state(found: _Answer) -> str:
+    """Return one line on a rank and its state."""
+    state = RankState(found["state"])
+    if state is RankState.HERE:
+        return f"{state.value} at {found['site']}"
+    if state is RankState.ELSEWHERE:
+        what, site = found["what"], found["site"]
+        return f"{state.value}: in {what} at {site}, with other ranks, for {found['for_s']:.0f} s"
+    if state is RankState.LATE:
+        path = ", called from ".join(reversed(found["stack"])) or found["site"]
+        return f"{state.value}: computing for {found['for_s']:.0f} s, now at {path}"
+    if state is RankState.FINISHED:
+        place = "" if found["site"] == UNKNOWN_PLACE else f" at {found['site']}"
+        return f"{state.value}: left the program{place}"
+    where = f"process {found['pid']} on {found['host']}" if "pid" in found else "no address"
+    return {
+        RankState.STOPPED: f"stopped: {where} is suspended (SIGSTOP); SIGCONT lets it go on",
+        RankState.SILENT: f"silent: {where} does not answer: stopped, or in code that lets no "
+        "other thread run",
+        RankState.GONE: f"gone: {where} has ended without a word",
+        RankState.UNKNOWN: f"unknown: {where} cannot be asked",
+    }[state]
+
+
+def _is_suspended(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"
+
+
+def _at_once(do: Callable[[int], _Answer], ranks: Sequence[int]) -> Iterable[_Answer]:
+    """Return the results of `do` for `ranks`, several of them at the same time."""
     try:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(do, ranks))
-    except RuntimeError:  # the interpreter ends, and starts no thread any more
+    except RuntimeError:  # the interpreter ends, and starts no more threads
         return [do(rank) for rank in ranks]
 
 
@@ -294,50 +324,3 @@ def _later(delay_s: float, do: Callable[[], None]) -> None:
     except RuntimeError:  # as in `_at_once`
         time.sleep(delay_s)
         do()
-
-
-def _is_suspended(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in "Tt"
-
-
-def meet(channel: Channel, handlers: Mapping[str, Handler]) -> None:
-    """Let the ranks of `channel` find each other, and agree on their settings. **Collective**.
-
-    `handlers` answer questions beside those of `JobPeers.handlers`.
-    Where sockets are forbidden on any rank, the channel does without the side channel.
-    """
-    choices = settings_at_the_end()
-    monitor = _own_monitor() if choices.watch else None
-    address = None if monitor is None else [*vars(monitor.address).values()]
-    key = secrets.token_hex(16) if channel.rank == 0 else ""
-    facts = channel.exchange([address, key, choices.checks])
-    # Ranks that check nothing would leave those that do waiting.
-    channel.checks = any(checks for _, _, checks in facts)
-    if any(address is None for address, _, _ in facts) or monitor is None:
-        return
-    key = facts[0][1]
-    addresses = [Address(*address) for address, _, _ in facts]
-    peers = JobPeers(channel, key, addresses)
-    monitor.add(key, peers.handlers() | dict(handlers))
-    channel.peers = peers
-    # Every monitor knows the key before anybody asks with it.
-    channel.exchange(None)
-    neighbour = (channel.rank + 1) % channel.size
-    try:
-        connection = addresses[neighbour].connect(_LIMIT_S)
-        connection.sendall(json.dumps({"key": key, "ask": "watch"}).encode() + b"\n")
-    except OSError:
-        return  # it cannot be watched, but perhaps asked
-    monitor.watch(connection, lambda: peers.spread_loss(neighbour))
-
-
-def _own_monitor() -> Monitor | None:
-    """Return the monitor of this process, ``None`` where it may have no socket. Local."""
-    if own.monitor is None:
-        with contextlib.suppress(OSError):
-            own.monitor = Monitor()
-    return own.monitor

@@ -1,4 +1,4 @@
-"""Process state: what all that watches over this process has in common."""
+"""Process state: the channels, the monitor and the exit of this process."""
 
 from __future__ import annotations
 
@@ -9,41 +9,29 @@ from collections.abc import Callable
 from mpistrat.agreement.channel import Channel
 from mpistrat.failures.monitor import Monitor
 
-__all__ = ["own"]
+__all__ = ["process"]
 
 
-class ProcessState:
-    """What is known of this process.
-
-    Attributes
-    ----------
-    channels : list of Channel
-        Those whose other ranks must hear of the end of this one.
-    world_size : int
-        How many ranks the job has.
-    monitor : Monitor or None
-        What answers for this process, once it is asked to.
-    has_left : bool
-        Whether the main program is over.
-    is_fork : bool
-        Whether it is a fork of a rank, and no rank itself.
-    is_over : callable
-        Returns whether the transport can no longer be used (MPI is finalized).
-    open_channel : callable or None
-        Opens a channel of all ranks for a rank that fails before it has any.
-    abort : callable
-        Ends every process of the job.
-    """
+class _ProcessState:
+    """The state of this process that the modules of this folder share."""
 
     def __init__(self) -> None:
         self.channels: list[Channel] = []
+        """Those whose other ranks must learn of the end of this one."""
         self.world_size = 1
+        """How many ranks the job has."""
         self.monitor: Monitor | None = None
+        """Answers for this process, once it has a channel with other ranks."""
         self.has_left = False
+        """Whether the main program is over."""
         self.is_fork = False
+        """Whether it is a fork of a rank, and no rank itself."""
         self.is_over: Callable[[], bool] = bool
+        """Returns whether the transport can no longer be used (MPI is finalized)."""
         self.open_channel: Callable[[float], Channel | None] | None = None
+        """Opens a channel of all ranks for a rank that fails before it has any."""
         self.abort: Callable[[int], None] = os._exit
+        """Ends every process of the job."""
         self._fork = _Fork()
         os.register_at_fork(
             before=self._before_fork,
@@ -51,12 +39,13 @@ class ProcessState:
             after_in_child=self._become_fork,
         )
 
-    def can_speak(self) -> bool:
-        """Return whether this process may still communicate with other ranks. Local."""
+    def can_communicate(self) -> bool:
+        """Return whether this process may still communicate with other ranks."""
         return not self.is_fork and not self.has_left and not self.is_over()
 
     def _before_fork(self) -> None:
         self._fork.pipe = None
+        # The child copies results that lie in shared memory; until then the parent must not go on.
         if any(channel.pool.lends_shared_memory() for channel in self.channels):
             self._fork.pipe = os.pipe()
 
@@ -64,7 +53,7 @@ class ProcessState:
         if self._fork.pipe is not None:
             read, write = self._fork.pipe
             os.close(write)
-            os.read(read, 1)  # nothing, if the new process has ended
+            os.read(read, 1)  # returns nothing if the new process has ended
             os.close(read)
 
     def _become_fork(self) -> None:
@@ -82,7 +71,7 @@ class _Fork(threading.local):
     """The fork that a thread is making."""
 
     pipe: tuple[int, int] | None = None
-    """What the new process tells the old one by that it has copied what they would share."""
+    """Over which the new process reports that it has copied the memory they would share."""
 
 
-own = ProcessState()
+process = _ProcessState()

@@ -1,4 +1,4 @@
-"""What is printed when a job fails: one traceback, and a line for each other cause."""
+"""Failure report: one traceback for the job, and a line for each other cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_OTHERS = 5
 def describe_failure(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None, site: str
 ) -> tuple[dict[str, Any], str]:
-    """Return what the other ranks must know of a failure, and its traceback. Local."""
+    """Return the facts on a failure for the other ranks, and its traceback as text."""
     # Two ranks fail alike if they disagree about the same, or fail at the same place.
     same = (
         re.sub(r"rank \d+ of", "rank of", text_of(error)) if isinstance(error, EpochError) else site
@@ -35,43 +35,28 @@ def describe_failure(
         "summary": f"{kind.__name__}: {text_of(error)}".split("\n")[0][:300].removesuffix(": "),
         "key": [kind.__name__, same],
     }
-    told = traceback.TracebackException(kind, error, trace)
+    parts = traceback.TracebackException(kind, error, trace)
     if isinstance(error, MpistratError | KeyboardInterrupt):
-        # It says what the user did. Where this package noticed is of no use to them.
-        told.stack[:] = [frame for frame in told.stack if not is_inside(frame.filename)]
-    message = list(told.format_exception_only())
-    lines = list(told.format(chain=False))
+        # Its message says what the user did. Frames of this package would only distract.
+        parts.stack[:] = [frame for frame in parts.stack if not is_inside(frame.filename)]
+    message = list(parts.format_exception_only())
+    lines = list(parts.format(chain=False))
     stack = lines[: -len(message)]
-    if [*stack, *message] != lines:  # a group, whose errors have stacks of their own
+    if [*stack, *message] != lines:  # a group, whose errors have stacks too
         stack, message = lines, []
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         message.append(f"caused by {type(cause).__name__}: {text_of(cause)}\n")
-    # A long message must not hide where it comes from, nor what its first line says.
-    told_lines = _shortened(_lines(message), _MAX_LINES_OF_MESSAGE, _MAX_LINES_OF_MESSAGE // 2)
-    return facts, "\n".join([*_shortened(_lines(stack), _MAX_LINES - len(told_lines)), *told_lines])
+    # A long message must not push out the stack, nor its own first line.
+    shown = _shortened(_lines(message), _MAX_LINES_OF_MESSAGE, _MAX_LINES_OF_MESSAGE // 2)
+    return facts, "\n".join([*_shortened(_lines(stack), _MAX_LINES - len(shown)), *shown])
 
 
 def print_failures(
     reports: Mapping[int, dict[str, Any]], rank: int, size: int, text: str | None, among: str
 ) -> bool:
-    """Print the traceback `text` of this rank if it is the one to speak for all. Local.
-
-    Parameters
-    ----------
-    reports : mapping
-        What is known of the ranks that have ended (`Channel.report`).
-    rank, size : int
-        Of this process among those that report.
-    text : str or None
-    among : str
-        Which ranks of the job the channel is of, where these are not all.
-
-    Returns
-    -------
-    bool
-        Whether it was.
-    """
+    """Print `text`, the traceback of this rank, if it reports for all; return whether it does."""
+    # `reports` are those of `Channel.report`; `among` names the ranks if there are more in the job.
     failed = {other: each for other, each in reports.items() if "failed" in each}
     causes = {other: each for other, each in failed.items() if each["cause"]} or failed
     if text is None or rank != min(causes):

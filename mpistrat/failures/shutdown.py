@@ -1,9 +1,9 @@
-"""How a rank leaves: told to the others, with one traceback for the whole job.
+"""Shutdown: the last rounds of a rank, and one traceback for the whole job.
 
-A rank that returns from the program or dies of an exception takes part in one last round of
-each channel, as ended. Ranks that wait in a collective learn at once that it will not come.
-When all ranks have ended, one of those that failed prints its traceback. A rank that failed
-and finds the others busy elsewhere ends the job after a while.
+A rank that returns from the program or dies of an exception takes part in one last round of each
+channel, as ended, so ranks that wait in a collective learn at once that it is gone. When all ranks
+have ended, one of those that failed prints its traceback. A rank that failed and finds the others
+busy ends the job after a grace period.
 """
 
 from __future__ import annotations
@@ -21,31 +21,250 @@ from mpistrat.agreement.channel import Channel, Status
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.failures import logs
 from mpistrat.failures.logs import print_line
-from mpistrat.failures.process_state import own
+from mpistrat.failures.process_state import process
 from mpistrat.failures.report import describe_failure, print_failures
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system import exit_hooks
 from mpistrat.system.callsite import failure_site
 from mpistrat.system.text import rank_list, text_of
 
-__all__ = ["Interruption", "Parting", "install", "watch"]
+__all__ = ["install", "register_channel"]
+
+_POLL_S = 0.0005
+_TURN_S = 1.0
+_MAX_TURNS = 3
+_SHORT_TURN_S = 0.3
+_SOON_S = 1.0
+_REPORT_S = 1.0
+_ASK_S = 0.3
+"""How long before its limit a rank asks rank 0, which mostly answers at once."""
+_PRINT_S = 0.3
+"""For a launcher to read the last lines: it may drop them where a rank aborts."""
 
 
-class Interruption:
-    """Context manager in which SIGINT raises nothing, but is noted. Local.
+def install(open_channel: Callable[[float], Channel | None], abort: Callable[[int], None]) -> None:
+    """Have uncaught exceptions end the whole job, also before there is a strategy."""
+    # `open_channel` opens a channel of all ranks within some seconds, for a rank that fails before
+    # it has any; `abort` ends the job where the others do not come.
+    process.open_channel, process.abort = open_channel, abort
+    exit_hooks.report_by(_report)
 
-    Attributes
-    ----------
-    is_asked : bool
-        Whether SIGINT has come.
-    """
+
+def register_channel(channel: Channel, is_over: Callable[[], bool], world_size: int) -> None:
+    """Have this process take part in the last rounds of `channel` when it ends."""
+    if not process.channels:
+        exit_hooks.at(exit_hooks.Phase.LAST_ROUND, _at_exit)
+        process.is_over, process.world_size = is_over, world_size
+    process.channels.append(channel)
+
+
+def _at_exit() -> None:
+    if process.can_communicate():
+        place = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "the interpreter"
+        _end("ended (left the program)", place, {}, None)
+    logs.close()
+
+
+def _report(failure: exit_hooks.Failure) -> bool:
+    """Have one rank report a failure for all, and return whether one does."""
+    if not process.channels and process.can_communicate() and process.open_channel is not None:
+        try:
+            process.open_channel(_grace_s())
+        except EpochTimeoutError:
+            exit_hooks.show(failure)
+            sys.stderr.flush()
+            time.sleep(_PRINT_S)
+            process.abort(1)
+    if not process.channels or not process.can_communicate():
+        return getattr(failure.error, "_is_reported_elsewhere", False)
+    sys.stdout.flush()
+    site = failure_site(failure.trace)
+    facts, text = describe_failure(*failure, site)
+    _end(f"ended with {failure.kind.__name__}", site, facts, text)
+    return True
+
+
+def _end(what: str, site: str, facts: dict[str, Any], text: str | None) -> None:
+    with _Interruption() as interruption:
+        _end_on_channels(what, site, facts, text, interruption)
+
+
+def _end_on_channels(
+    what: str, site: str, facts: dict[str, Any], text: str | None, interruption: _Interruption
+) -> None:
+    process.has_left = True
+    # Before the others learn that this rank has ended, so that rank 0 has all lines in the end.
+    logs.flush()
+    # The largest group reports: its rank numbers are those that the user knows.
+    channels = sorted(process.channels, key=lambda channel: -channel.size)
+    stuck = next((channel for channel in channels if channel.stuck_at is not None), None)
+    last_rounds = []
+    for channel in channels:
+        cause = bool(facts.get("cause"))
+        report = channel.report(what, site, ended=True, cause=cause) | facts
+        last_rounds.append(_LastRound(channel, report, stuck is not None))
+    among = channels[0].flight.channel if channels[0].size < process.world_size else ""
+    limit_s = _grace_s() + _extra_s(channels[0], stuck)
+    try:
+        ends_alone = not _others_end(last_rounds, text is not None, limit_s, interruption)
+    except BaseException as error:  # of a signal handler, which interrupts the last round
+        print_line(f"{type(error).__name__} while waiting for other ranks to end: {text_of(error)}")
+        ends_alone = True
+    logs.close()
+    if ends_alone:
+        exit_hooks.finish_work()
+        if any(channel.is_reported for channel in channels):
+            # The rank that reported it ends the job, once the others have left their records.
+            time.sleep(_REPORT_S)
+        else:
+            _print_failures(last_rounds[0], text, among)
+            if text is None:
+                _explain_abort(channels)
+            _report_abort(channels)
+        last_rounds[0].channel.transport.abort(1)
+    has_printed = _print_failures(last_rounds[0], text, among)
+    if has_printed and among:
+        exit_hooks.finish_work()
+        process.abort(1)  # ranks outside its channels would continue and never learn of it
+    for channel in channels:
+        if not channel.pending:
+            channel.transport.drain()
+    if process.monitor is not None:
+        process.monitor.announce_exit()
+
+
+def _others_end(
+    last_rounds: Sequence[_LastRound], has_failed: bool, limit_s: float, interruption: _Interruption
+) -> bool:
+    """Wait for the others, and return whether all have ended in time."""
+    # Only a rank that has failed, is stuck or interrupted has a limit, and not while rank 0 is
+    # finishing a file.
+    since = time.monotonic()
+    is_hurried = is_idle = False
+    # A list, because every last round has to be polled, not only the first that is not done.
+    while [each for each in last_rounds if not each.is_done()]:
+        if interruption.is_asked and not is_hurried:
+            # The others have been interrupted too, and will end soon or never.
+            is_hurried, since = True, time.monotonic()
+        may_abort = has_failed or is_hurried or any(each.is_stuck for each in last_rounds)
+        if any(each.channel.is_reported for each in last_rounds):
+            return False
+        if may_abort and not is_idle and time.monotonic() - since > limit_s - _ASK_S:
+            is_idle = not any(_is_root_at_work(each.channel) for each in last_rounds)
+            if not is_idle:
+                since = time.monotonic() - limit_s + _TURN_S
+        if is_idle and time.monotonic() - since > limit_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+class _LastRound:
+    """The last rounds of this rank on one channel."""
+
+    # `is_stuck`: a round that timed out or was interrupted is still open, on any channel of this
+    # process. It cannot be left, so no other rank learns of the end over MPI; and ranks that are
+    # stuck in different channels would block each other if they continued.
+
+    def __init__(self, channel: Channel, report: dict[str, Any], is_stuck: bool) -> None:
+        self.channel = channel
+        self.reports: dict[int, dict[str, Any]] = {channel.rank: report}
+        """By rank, the `Channel.report` of those known to have ended."""
+        self.is_stuck = is_stuck
+        self._report = report
+        self._is_done = False
+        self._is_begun = False
+
+    def is_done(self) -> bool:
+        """Return whether every rank of the channel is known to have ended."""
+        if self._is_done or self.is_stuck or not self._begin():
+            return self._is_done
+        if not self.channel.round_is_done():
+            return False
+        if self.channel.all_ended_well():
+            self._is_done = True
+            return True
+        # Ranks in different states make one exchange, as after every mixed round.
+        for rank, report in enumerate(self.channel.exchange(self._report)):
+            if report["ended"]:
+                self.reports[rank] = report
+        self._is_done = self.channel.all_ended()
+        if not self._is_done:
+            self._start()
+        return self._is_done
+
+    def _begin(self) -> bool:
+        """Start the first round, once no other thread is in a collective of the channel."""
+        if not self._is_begun and self.channel.lock.acquire(blocking=False):
+            self._is_begun = True
+            # A thread may have left its round open in the meantime.
+            self.is_stuck = self.channel.stuck_at is not None
+            if not self.is_stuck:
+                self._start()
+        return self._is_begun and not self.is_stuck
+
+    def _start(self) -> None:
+        self.channel.start_round(Status.END, 1 if "failed" in self._report else 0)
+
+
+def _print_failures(last_round: _LastRound, text: str | None, among: str) -> bool:
+    channel = last_round.channel
+    return print_failures(last_round.reports, channel.rank, channel.size, text, among)
+
+
+def _is_root_at_work(channel: Channel) -> bool:
+    """Return whether rank 0 is finishing a file, which an abort would lose."""
+    return channel.peers is not None and channel.peers.is_root_at_work()
+
+
+def _explain_abort(channels: Sequence[Channel]) -> None:
+    """Print why this rank aborts the job, though it has caught all errors."""
+    largest = channels[0]
+    if all(channel.stuck_at is None for channel in channels) and largest.peers is not None:
+        _, table = largest.peers.describe("the end of the program")
+        print_line(f"interrupted while ranks were still at work:\n{table}")
+    for channel in channels:
+        if channel.stuck_at is not None and channel.closed is not None:
+            who, why = rank_list([channel.rank]), str(channel.closed).split("\n")[0].rstrip(":")
+            print_line(f"{who} left the program and ends the job, as the ranks have parted. {why}")
+            return
+
+
+def _report_abort(channels: Sequence[Channel]) -> None:
+    """Report the abort, so that ranks that fail with this one print nothing and end at once."""
+    for channel in channels:
+        if channel.peers is not None:
+            # Time enough for them to write their flight records.
+            channel.peers.report_end_of_job(_REPORT_S)
+
+
+def _extra_s(largest: Channel, stuck: Channel | None) -> float:
+    """Return how much longer than the grace period this rank waits before it aborts the job."""
+    # Ranks that are stuck in one round cannot reach each other over MPI. The lowest aborts the job
+    # soon, as nothing more can be agreed. The others give it time to.
+    if stuck is None or stuck.peers is None:
+        return _TURN_S * min(largest.rank, _MAX_TURNS)
+    if stuck.peers.lowest_waiting() < stuck.rank:
+        return _TURN_S
+    # Other groups may be stuck at the same time, each with its lowest rank.
+    soon_s = _SOON_S + _SHORT_TURN_S * min(largest.rank, _MAX_TURNS)
+    return min(0.0, soon_s - _grace_s())
+
+
+def _grace_s() -> float:
+    return settings_at_the_end().exit_grace_s
+
+
+class _Interruption:
+    """Context manager in which SIGINT is noted and raises nothing."""
 
     def __init__(self) -> None:
         self.is_asked = False
+        """Whether SIGINT has come."""
         self._previous: Any = None
 
-    def __enter__(self) -> Interruption:
-        # Only the main thread may change handlers, and only there they run.
+    def __enter__(self) -> _Interruption:
+        # Only the main thread may change handlers, and only it runs them.
         if threading.current_thread() is threading.main_thread():
             previous = signal.getsignal(signal.SIGINT)
             if callable(previous):  # not where the program ignores it
@@ -64,261 +283,3 @@ class Interruption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.is_asked = True
-
-
-class Parting:
-    """The end of this rank on one channel.
-
-    Parameters
-    ----------
-    channel : Channel
-    report : dict
-        What this rank says of its end (`Channel.report`), with ``failed`` if it died of an
-        exception.
-    is_stuck : bool
-        Whether a round that timed out or was interrupted is still open, on any channel of this
-        process. It cannot be left, so the others cannot be told; and ranks that are stuck in
-        different channels would block each other if they went on.
-
-    Attributes
-    ----------
-    is_stuck : bool
-    reports : dict
-        The reports of the ranks that are known to have ended.
-    """
-
-    def __init__(self, channel: Channel, report: dict[str, Any], is_stuck: bool) -> None:
-        self.channel = channel
-        self.reports: dict[int, dict[str, Any]] = {channel.rank: report}
-        self.is_stuck = is_stuck
-        self._report = report
-        self._is_done = False
-        self._is_begun = False
-
-    def is_done(self) -> bool:
-        """Return whether every rank of the channel has ended, as far as known now. Local."""
-        if self._is_done or self.is_stuck or not self._begin():
-            return self._is_done
-        if not self.channel.round_is_done():
-            return False
-        if self.channel.all_ended_well():
-            self._is_done = True
-            return True
-        # Whoever finds the ranks in different states makes one exchange, as everywhere.
-        for rank, report in enumerate(self.channel.exchange(self._report)):
-            if report["ended"]:
-                self.reports[rank] = report
-        self._is_done = self.channel.all_ended()
-        if not self._is_done:
-            self._start()
-        return self._is_done
-
-    def _begin(self) -> bool:
-        """Start the first round, once no other thread is in a collective of the channel."""
-        if not self._is_begun and self.channel.lock.acquire(blocking=False):
-            self._is_begun = True
-            # A thread that comes to its end in a round that has failed leaves it open.
-            self.is_stuck = self.channel.stuck_at is not None
-            if not self.is_stuck:
-                self._start()
-        return self._is_begun and not self.is_stuck
-
-    def _start(self) -> None:
-        self.channel.start_round(Status.END, 1 if "failed" in self._report else 0)
-
-
-_POLL_S = 0.0005
-_TURN_S = 1.0
-_SHORT_TURN_S = 0.3
-_SOON_S = 1.0
-_TELL_S = 1.0
-_ASK_S = 0.3
-"""How long before its patience ends a rank asks rank 0, which mostly answers at once."""
-_PRINT_S = 0.3
-"""What a launcher may need to take up the last lines: it may drop them where a rank aborts."""
-_MAX_TURNS = 3
-
-
-def install(open_channel: Callable[[float], Channel | None], abort: Callable[[int], None]) -> None:
-    """Have uncaught exceptions end the whole job, also before there is a strategy. Local.
-
-    Parameters
-    ----------
-    open_channel : callable
-        Opens and watches a channel of all ranks for a rank that fails before it has any, within
-        some seconds; does nothing where this process is alone.
-    abort : callable
-        Ends every process of the job, where the others do not come.
-    """
-    own.open_channel, own.abort = open_channel, abort
-    exit_hooks.report_by(_report)
-
-
-def watch(channel: Channel, is_over: Callable[[], bool], world_size: int) -> None:
-    """Have this process say farewell on `channel` when it ends. Local.
-
-    Parameters
-    ----------
-    channel : Channel
-    is_over : callable
-        Returns whether the transport can no longer be used (MPI is finalized).
-    world_size : int
-        How many ranks the job has.
-    """
-    if not own.channels:
-        exit_hooks.at(exit_hooks.Phase.LAST_ROUND, _at_exit)
-        own.is_over, own.world_size = is_over, world_size
-    own.channels.append(channel)
-
-
-def _at_exit() -> None:
-    if own.can_speak():
-        place = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "the interpreter"
-        _leave("ended (left the program)", place, {}, None)
-    logs.close()
-
-
-def _report(failure: exit_hooks.Failure) -> bool:
-    """Have one rank tell of what ended this one and others, and return whether it does."""
-    if not own.channels and own.can_speak() and own.open_channel is not None:
-        try:
-            own.open_channel(_grace_s())
-        except EpochTimeoutError:
-            exit_hooks.show(failure)
-            sys.stderr.flush()
-            time.sleep(_PRINT_S)
-            own.abort(1)
-    if not own.channels or not own.can_speak():
-        return getattr(failure.error, "_is_reported_elsewhere", False)
-    sys.stdout.flush()
-    site = failure_site(failure.trace)
-    facts, text = describe_failure(*failure, site)
-    _leave(f"ended with {failure.kind.__name__}", site, facts, text)
-    return True
-
-
-def _grace_s() -> float:
-    return settings_at_the_end().exit_grace_s
-
-
-def _leave(what: str, site: str, facts: dict[str, Any], text: str | None) -> None:
-    with Interruption() as interruption:
-        _part(what, site, facts, text, interruption)
-
-
-def _part(
-    what: str, site: str, facts: dict[str, Any], text: str | None, interruption: Interruption
-) -> None:
-    own.has_left = True
-    # Before the others hear that this rank has ended, so that rank 0 has all lines at the end.
-    logs.hand_over()
-    # The largest group speaks: its rank numbers are those that the user knows.
-    channels = sorted(own.channels, key=lambda channel: -channel.size)
-    stuck = next((channel for channel in channels if channel.stuck_at is not None), None)
-    partings = []
-    for channel in channels:
-        cause = bool(facts.get("cause"))
-        report = channel.report(what, site, ended=True, cause=cause) | facts
-        partings.append(Parting(channel, report, stuck is not None))
-    among = channels[0].flight.channel if channels[0].size < own.world_size else ""
-    limit_s = _grace_s() + _extra_s(channels[0], stuck)
-    try:
-        ends_alone = not _others_end(partings, text is not None, limit_s, interruption)
-    except BaseException as error:  # of a signal's handler: the farewell cannot go on
-        print_line(f"{type(error).__name__} while waiting for other ranks to end: {text_of(error)}")
-        ends_alone = True
-    logs.close()
-    if ends_alone:
-        exit_hooks.finish_work()
-        if any(channel.is_reported for channel in channels):
-            # Whoever told it ends the job for all, once the others have left their records.
-            time.sleep(_TELL_S)
-        else:
-            _print_failures(partings[0], text, among)
-            if text is None:
-                _explain_the_end(channels)
-            _tell_the_others(channels)
-        partings[0].channel.transport.abort(1)
-    has_printed = _print_failures(partings[0], text, among)
-    if has_printed and among:
-        exit_hooks.finish_work()
-        own.abort(1)  # ranks of no channel of this one would go on, and never hear of it
-    for channel in channels:
-        if not channel.pending:
-            channel.transport.drain()
-    if own.monitor is not None:
-        own.monitor.say_goodbye()
-
-
-def _others_end(
-    partings: Sequence[Parting], has_failed: bool, limit_s: float, interruption: Interruption
-) -> bool:
-    """Wait for the others, and return whether all have ended in time. Local.
-
-    Only a rank that has failed, is stuck or interrupted limits its patience, and not while rank 0
-    is at work on what must not be lost.
-    """
-    since = time.monotonic()
-    is_hurried = is_idle = False
-    # A list, because every parting has to be polled, not only the first that is not done.
-    while [parting for parting in partings if not parting.is_done()]:
-        if interruption.is_asked and not is_hurried:
-            # The others have been interrupted too, and come now or never.
-            is_hurried, since = True, time.monotonic()
-        may_abort = has_failed or is_hurried or any(each.is_stuck for each in partings)
-        if any(each.channel.is_reported for each in partings):
-            return False
-        if may_abort and not is_idle and time.monotonic() - since > limit_s - _ASK_S:
-            is_idle = not any(_is_root_at_work(each.channel) for each in partings)
-            if not is_idle:
-                since = time.monotonic() - limit_s + _TURN_S
-        if is_idle and time.monotonic() - since > limit_s:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
-def _print_failures(parting: Parting, text: str | None, among: str) -> bool:
-    channel = parting.channel
-    return print_failures(parting.reports, channel.rank, channel.size, text, among)
-
-
-def _is_root_at_work(channel: Channel) -> bool:
-    """Return whether to end the job now would lose what rank 0 is about to finish. Local."""
-    return channel.peers is not None and channel.peers.is_root_at_work()
-
-
-def _explain_the_end(channels: Sequence[Channel]) -> None:
-    """Say why this rank ends the job, though it has caught all errors. Local."""
-    largest = channels[0]
-    if all(channel.stuck_at is None for channel in channels) and largest.peers is not None:
-        _, table = largest.peers.describe("the end of the program")
-        print_line(f"interrupted while ranks were still at work:\n{table}")
-    for channel in channels:
-        if channel.stuck_at is not None and channel.closed is not None:
-            who, why = rank_list([channel.rank]), str(channel.closed).split("\n")[0].rstrip(":")
-            print_line(f"{who} left the program and ends the job, as the ranks have parted. {why}")
-            return
-
-
-def _tell_the_others(channels: Sequence[Channel]) -> None:
-    """Let ranks that fail with this one be quiet, and end at once. Local."""
-    for channel in channels:
-        if channel.peers is not None:
-            # Time enough for them to leave their flight records.
-            channel.peers.tell_end_of_job(_TELL_S)
-
-
-def _extra_s(largest: Channel, stuck: Channel | None) -> float:
-    """Return how much longer than the grace this rank waits before it ends the job. Local.
-
-    Ranks that are stuck in one round cannot hear of each other over MPI. The lowest ends the job
-    for all, soon: nobody can be told any more. The others wait whether it does.
-    """
-    if stuck is None or stuck.peers is None:
-        return _TURN_S * min(largest.rank, _MAX_TURNS)
-    if stuck.peers.lowest_here() < stuck.rank:
-        return _TURN_S
-    # Other groups may be stuck at the same time, each with a lowest rank of its own.
-    soon_s = _SOON_S + _SHORT_TURN_S * min(largest.rank, _MAX_TURNS)
-    return min(0.0, soon_s - _grace_s())

@@ -1,9 +1,9 @@
-"""Data that does not arrive because a process is stopped: noticed by a thread of each rank.
+"""Watchdog: thread that ends the job where a stopped rank holds up data.
 
 Ranks that have agreed wait for each other's data without a limit, inside the MPI library or in
-shared memory, where nothing can be raised. That may rightly take long. But where it has taken as
-long as ranks wait for an agreement, the others are asked: one that is suspended, or does not
-answer any more, ends the job.
+shared memory, where nothing can be raised. That may rightly take long. After the time limit of an
+agreement the watchdog asks the other ranks, and ends the job if one is suspended or does not
+answer.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.failures import logs
-from mpistrat.failures.flight_dumps import on_epoch_error
+from mpistrat.failures.flight_dumps import on_channel_failure
 from mpistrat.system.callsite import site_of
 
-__all__ = ["watch_data"]
+__all__ = ["start_watchdog"]
 
 _LONGEST_TICK_S = 5.0
 _TICKS = 4
-"""Looks in the time of a limit."""
+"""How often to look within the time limit."""
 
 
 @dataclass
@@ -37,6 +37,7 @@ class _Watched:
     since_s: float = 0.0
 
     def look(self) -> None:
+        """End the job if the same data has been awaited for longer than the limit."""
         number, now = self.channel.ledger.sequence, time.monotonic()
         if not self.channel.is_moving_data():
             self.number = -1
@@ -49,16 +50,13 @@ class _Watched:
 _watched: list[_Watched] = []
 
 
-def watch_data(channel: Channel) -> None:
-    """Have a thread end the job where a stopped rank holds up the data of `channel`. Local.
-
-    Does nothing where the channel has no limit, or no way to ask the other ranks.
-    """
+def start_watchdog(channel: Channel) -> None:
+    """Watch the data of `channel`, if it has a limit and can ask the other ranks."""
     if channel.peers is None or channel.timeout_s is None:
         return
     _watched.append(_Watched(channel, channel.timeout_s))
     if len(_watched) == 1:
-        threading.Thread(target=_watch, name="mpistrat-data-watch", daemon=True).start()
+        threading.Thread(target=_watch, name="mpistrat-watchdog", daemon=True).start()
 
 
 def _watch() -> None:
@@ -69,17 +67,17 @@ def _watch() -> None:
 
 
 def _end_if_stopped(channel: Channel, limit_s: float) -> None:
-    """End this process if a rank will not bring the data that this one waits for."""
+    """End this process if the data that it awaits will never arrive."""
     if channel.peers is None:
         return
     table = channel.peers.describe_lost()
     if not table:
         return
-    channel.peers.wait_for_work()
+    channel.peers.wait_for_work()  # rank 0 may be finishing a file
     if not channel.is_moving_data():
         return
     site = site_of(sys._current_frames().get(channel.thread))
     error = EpochTimeoutError(f"The data awaited at {site} did not come in {limit_s:g} s:\n{table}")
-    on_epoch_error(error)
-    logs.say_last(f"EpochTimeoutError: {error}")
+    on_channel_failure(error)
+    logs.print_last(f"EpochTimeoutError: {error}")
     os._exit(1)

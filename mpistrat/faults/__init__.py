@@ -1,1 +1,1 @@
-"""Faults on purpose: a rank is late, lost or wrong at a collective that is named."""
+"""Fault injection: a rank is late, lost or wrong at a named collective."""

@@ -1,4 +1,4 @@
-"""Faults that wait on a channel for their collective."""
+"""Fault injection: faults that wait on a channel for their collective."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mpistrat.mpi.world import started_world
 from mpistrat.settings import settings
 from mpistrat.system.text import rank_list
 
-__all__ = ["Fault", "Injection", "inject_from_environment", "make_act", "read_fault", "read_faults"]
+__all__ = ["Fault", "Injection", "inject_from_environment", "read_fault", "read_faults"]
 
 _GRAMMAR = (
     "delay:SECONDS, jitter:SECONDS, kill, stop, exhaust, corrupt[:BIT], raise:CLASS, exit[:CODE] "
@@ -37,10 +37,10 @@ _GRAMMAR = (
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, as it was asked for."""
+    """One fault, as specified."""
 
     kind: str
-    """One of the words of the grammar."""
+    """A keyword of the grammar."""
     argument: Any
     """Seconds, bit (``None`` for a sign), exit code or exception; ``None`` for other kinds."""
     rank: int | None
@@ -50,7 +50,7 @@ class Fault:
     seed: int
     """Of the random numbers of jitter."""
     text: str
-    """The words that it was read from, for messages."""
+    """The text that it was read from, for messages."""
 
 
 def _seconds(text: str) -> float:
@@ -125,13 +125,7 @@ _KEYS: dict[str, Callable[[str], int]] = {
 
 
 def read_fault(text: str) -> Fault:
-    """Return the fault that `text` describes. Local.
-
-    Raises
-    ------
-    ValueError
-        For words that are not in the grammar.
-    """
+    """Return the fault that `text` describes, or raise `ValueError`."""
     action, _, place = text.strip().partition("@")
     name, colon, argument = action.partition(":")
     if name not in _KINDS:
@@ -177,13 +171,7 @@ def _read_place(text: str, name: str, kind: _Kind, place: str) -> dict[str, int]
 
 
 def read_faults(text: str) -> tuple[Fault, ...]:
-    """Return the faults that `text` describes, one or several with ``;`` between. Local.
-
-    Raises
-    ------
-    ValueError
-        For words that are not in the grammar.
-    """
+    """Return the faults that `text` describes, with ``;`` between them, or raise `ValueError`."""
     return tuple(read_fault(each) for each in text.split(";") if each.strip())
 
 
@@ -194,8 +182,8 @@ def _refusal(text: str, reason: str) -> ValueError:
 _TOO_MANY_BYTES = 2**62
 
 
-def make_act(fault: Fault, channel: Channel) -> Callable[[], object]:
-    """Return the function that does `fault` to this process, once a call. Local."""
+def _make_act(fault: Fault, channel: Channel) -> Callable[[], object]:
+    """Return the function that makes `fault` happen to this process once."""
     argument = fault.argument
     if fault.kind == "jitter":
         # Each rank draws its own delays, the same ones in every run.
@@ -223,7 +211,7 @@ def _corrupt_next(channel: Channel, bit: int | None) -> None:
     before = channel.on_received
 
     def corrupt(received: Array) -> None:
-        # Lengths and digests travel as integers: a wrong one there is another fault than drift.
+        # Only floats: a wrong integer, a length or digest, would be another fault than drift.
         is_floating = received.dtype.kind in "fc" or is_narrow(received.dtype)
         if not received.size or not is_floating:
             return
@@ -239,7 +227,7 @@ def _corrupt_next(channel: Channel, bit: int | None) -> None:
 
 
 def _exhaust_memory() -> None:
-    """Ask for more memory than any machine can address, as a program does that has run out."""
+    """Allocate more memory than any machine can address, as if memory had run out."""
     np.empty(_TOO_MANY_BYTES, np.uint8)
 
 
@@ -248,7 +236,7 @@ _logger = logging.getLogger("mpistrat")
 _DEADLY = ("kill", "stop", "_exit")
 
 _from_environment: list[Injection] = []
-"""What the setting has injected into the channels of this process so far."""
+"""The injections of the setting into channels of this process."""
 
 
 class Injection:
@@ -289,7 +277,7 @@ class Injection:
         self.fault = fault
         self.is_done = False
         self._channel = channel
-        self._act = make_act(fault, channel)
+        self._act = _make_act(fault, channel)
         self._collective: int | None = None
         if fault.collective is not None:
             self._collective = collectives_before + fault.collective
@@ -329,18 +317,18 @@ class Injection:
         if self._collective is None:
             self._act()
         elif number == self._collective and not self.is_done:
-            # A collective that raised has not taken place: the next one has its number.
+            # A collective that raised has not happened: the next one has its number.
             self.is_done = True
             rank, size = self._channel.rank, self._channel.size
             if self.fault.kind in _DEADLY:
-                close()  # of the lines on their way to rank 0, those of the last moment are lost
+                close()  # or the last lines on their way to rank 0 would be lost
             text = self.fault.text
             _logger.warning("rank %d of %d: %r before collective %d", rank, size, text, number)
             self._act()
 
 
 class _Listeners(list[Injection]):
-    """What a channel with faults calls."""
+    """The `on_collective` callback of a channel with faults."""
 
     def __call__(self, number: int) -> None:
         for injection in tuple(self):
@@ -354,16 +342,8 @@ def _listeners(channel: Channel) -> _Listeners:
 
 
 def inject_from_environment(channel: Channel) -> None:
-    """Inject what the setting ``MPISTRAT_FAULT`` says, once, if all ranks are on `channel`. Local.
-
-    A fault with a number happens once in a process, also where a fresh channel starts to count
-    again.
-
-    Raises
-    ------
-    ValueError
-        If the setting cannot be read, or names a rank that there is not.
-    """
+    """Inject the faults of ``MPISTRAT_FAULT``, once, if all ranks are on `channel`."""
+    # A fault with a number happens once in a process, though a fresh channel counts from 1 again.
     faults = _faults(settings().fault)
     world = started_world() if faults else None
     if world is not None and world.size != channel.size:

@@ -30,7 +30,7 @@ class Launcher:
     name: str
     """``slurm``, ``openmpi``, ``mpich``, ``intel``, ``flux``, ``pals``, ``lsf`` or ``none``."""
     num_tasks: int
-    """How many tasks it started together with this one, as far as it says."""
+    """How many tasks it started together with this one, as far as known."""
     node_name: str | None
     """The node's name where the launcher gives one."""
     task: int = 0
@@ -42,21 +42,15 @@ class Launcher:
     has_only_pmix: bool = False
     """Whether a library can find the other tasks by PMIx and by nothing else."""
     is_inherited: bool = False
-    """Whether the variables are another process's: the connection that they name is not here."""
+    """Whether the variables are those of a parent process, whose connection is not open here."""
 
     @property
     def title(self) -> str:
-        """How people call it."""
+        """Its usual name."""
         return _TITLES[self.name]
 
     def remedy(self, library: str) -> str:
-        """Return what to type so that tasks with the MPI library `library` find each other. Local.
-
-        Parameters
-        ----------
-        library : str
-            What ``MPI_Get_library_version`` says.
-        """
+        """Return how to start tasks so that those of the MPI library `library` find each other."""
         if self.is_inherited:
             return (
                 "Start this process without them: env -u PMI_FD -u PMI_RANK -u PMI_SIZE "
@@ -97,7 +91,7 @@ _SRUN_FLAGS = (
     ("MVAPICH", "--mpi=pmi2", "MVAPICH"),
     ("MPICH", "--mpi=pmi2", "MPICH"),
 )
-"""Mark in the library's version, flag, name. The others are MPICH by descent: it comes last."""
+"""Mark in the library's version, flag, name. MPICH comes last: the others derive from it."""
 
 
 def _srun_flag(library: str) -> tuple[str, str]:
@@ -113,7 +107,7 @@ class _Marks:
 
     name: str
     present: tuple[str, ...]
-    """All of them are set by it, and not all by another one that is asked later."""
+    """It sets all of them, and no launcher further down does."""
     num_tasks: str
     task: str
     local_task: str
@@ -151,7 +145,7 @@ _LAUNCHERS = (
 
 
 def find_launcher(variables: Mapping[str, str] | None = None) -> Launcher:
-    """Return the launcher of this process. Local."""
+    """Return the launcher of this process."""
     variables = environment() if variables is None else variables
     node_name = variables.get("SLURMD_NODENAME")
     for marks in _LAUNCHERS:
@@ -175,10 +169,8 @@ def _number(variables: Mapping[str, str], name: str) -> int | None:
 
 
 def is_one_of_several() -> bool:
-    """Return whether a launcher with a PMI or PMIx connection started this very process. Local.
-
-    A child of a rank inherits the variables, but neither the open connection nor the process id.
-    """
+    """Return whether a launcher with a PMI or PMIx connection started this very process."""
+    # A child of a rank inherits the variables, but neither the open connection nor the process id.
     variables = environment()
     if "PMIX_RANK" in variables and variables.get("SLURM_TASK_PID") == str(os.getpid()):
         return int(variables.get("SLURM_STEP_NUM_TASKS", "1")) > 1
@@ -195,7 +187,7 @@ def _is_connected(variables: Mapping[str, str]) -> bool:
     return True
 
 
-# What a launcher leaves in the environment of its ranks, and must not reach the next launcher.
+# Variables that a launcher sets for its ranks, and that must not reach another launcher.
 _LAUNCHER_PREFIXES = (
     *("PMI_", "PMIX_", "MPI_LOCAL"),
     *("HYDI_", "HYDRA_", "I_MPI_HYDRA_"),
@@ -212,43 +204,27 @@ _PARAMETERS = re.compile(
 
 
 def without_launcher(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return `variables` without those by which a launcher speaks to this process. Local.
-
-    What tunes the MPI library stays.
-
-    Parameters
-    ----------
-    variables : mapping, optional
-        By default those of this process.
-    """
+    """Return `variables`, by default all, without those that a launcher sets for its ranks."""
     own = environment() if variables is None else variables
     return {
         name: value
         for name, value in own.items()
         if not name.startswith(_LAUNCHER_PREFIXES) or _PARAMETERS.match(name)
     } | {
-        # The launcher that has started this process was allowed too.
+        # The launcher of this process was allowed to run as root too.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
 
 
 def mpiexec_program() -> str | None:
-    """Return the mpiexec beside this python, else the one on PATH, else ``None``. Local."""
+    """Return the mpiexec beside this python, else the one on PATH, else ``None``."""
     beside = Path(sys.executable).with_name("mpiexec")
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 def mpiexec(ranks: int, limit_s: float = 60) -> list[str]:
-    """Return the command that starts `ranks` ranks of a program on this machine. Local.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is none.
-    OSError, subprocess.TimeoutExpired
-        If it does not tell its version, within `limit_s` seconds.
-    """
+    """Return the command that starts `ranks` ranks of a program on this machine."""
     program = mpiexec_program()
     if program is None:
         raise FileNotFoundError(f"There is no mpiexec beside {sys.executable} or on PATH.")

@@ -1,8 +1,8 @@
-"""The world of ranks: the only module that touches ``COMM_WORLD``.
+"""MPI world: starts MPI, and maps ranks to nodes; the only user of ``COMM_WORLD``.
 
-A strategy works on a private duplicate of the user's communicator, so that no message of the
-user can meet one of ours. All strategies on one communicator share the duplicate and with it
-one sequence of collectives. After an epoch error the next strategy gets a fresh one.
+A strategy works on a private duplicate of the user's communicator, so that messages of the user
+cannot match ours. All strategies on one communicator share the duplicate and with it one sequence
+of collectives. After an `EpochError` the next strategy gets a fresh one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 _HEAD_START_S = 2.0
-"""How long the other tasks wait for the report of task 0 where each meets an error alone."""
+"""How long the other tasks wait for the report of task 0, where each fails alone."""
 
 _keyval: int | None = None
 """MPI's key of our attribute, made with the first world."""
@@ -48,7 +48,7 @@ _keyval: int | None = None
 
 @dataclass(frozen=True)
 class World:
-    """What a rank knows about the job that it is part of."""
+    """The job of a rank, as far as the rank knows it."""
 
     comm: MPI.Intracomm
     """The communicator that the user gave, or COMM_WORLD."""
@@ -62,7 +62,7 @@ class World:
     node_of_rank: tuple[int, ...]
     """For each rank the number of its node, its place in `hosts`."""
     num_cores: int
-    """How many cores the ranks of this node may use, all of them together."""
+    """How many cores the ranks of this node may use together."""
 
     @property
     def ranks_of_node(self) -> tuple[int, ...]:
@@ -72,17 +72,7 @@ class World:
 
 
 def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
-    """Start MPI if need be, and return the communicator that `comm` means. Local.
-
-    Raises
-    ------
-    TypeError
-        If `comm` is not an mpi4py intracommunicator.
-    ValueError
-        If this rank is not part of it.
-    LaunchError
-        If the launcher started more tasks than MPI sees.
-    """
+    """Start MPI if needed, and return `comm`, checked, or by default COMM_WORLD."""
     launcher = find_launcher()
     if not is_started():
         _start(launcher)
@@ -104,13 +94,7 @@ def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
 
 
 def open_world(comm: MPI.Intracomm | None) -> World:
-    """Return the world of `comm`. **Collective** over `comm`, and starts MPI if need be.
-
-    Raises
-    ------
-    TypeError, ValueError, LaunchError
-        As `communicator`.
-    """
+    """Return the world of `comm`, and start MPI if needed. **Collective** over `comm`."""
     comm = communicator(comm)
     launcher = find_launcher()
     nodes: _Nodes = attached(comm, "node map", lambda: _map_nodes(comm, launcher))
@@ -127,10 +111,8 @@ def open_world(comm: MPI.Intracomm | None) -> World:
 
 
 def started_world() -> MPI.Intracomm | None:
-    """Return COMM_WORLD if this process is one rank of several, else ``None``. Local.
-
-    Starts MPI only in a process that a launcher has started as one of several ranks.
-    """
+    """Return COMM_WORLD if this process is one rank of several, else ``None``."""
+    # Starts MPI only in a process that a launcher has started as one of several ranks.
     if "mpi4py.MPI" not in sys.modules and not is_one_of_several():
         return None
     from mpi4py import MPI
@@ -141,7 +123,7 @@ def started_world() -> MPI.Intracomm | None:
 
 
 def is_started() -> bool:
-    """Return whether this process has started MPI. Local; does not start it."""
+    """Return whether this process has started MPI; does not start it."""
     if "mpi4py.MPI" not in sys.modules:
         return False
     from mpi4py import MPI
@@ -150,10 +132,8 @@ def is_started() -> bool:
 
 
 def _start(launcher: Launcher) -> None:
-    """Start MPI. Raise LaunchError where MPICH would end the process, for want of a connection.
-
-    It does so inside of MPI_Init, so the library is loaded and asked first.
-    """
+    """Start MPI, or raise `LaunchError` where it has no connection to the launcher."""
+    # MPICH would end the process inside MPI_Init, so the library is loaded and asked first.
     if launcher.is_inherited:
         load_library()
         if library_version().startswith("MPICH"):
@@ -169,7 +149,7 @@ def _start(launcher: Launcher) -> None:
                 launcher, "which this MPI library cannot join, because it does not speak PMIx"
             )
     with warnings.catch_warnings():
-        # mpi4py warns of some wrong launchers; what follows finds more, and refuses them.
+        # mpi4py warns of some wrong launchers; `_check_launch` refuses these and others.
         warnings.simplefilter("ignore", RuntimeWarning)
         from mpi4py import MPI
 
@@ -184,13 +164,7 @@ def _start(launcher: Launcher) -> None:
 
 
 def load_library() -> str:
-    """Load the MPI library without starting it; return the file that is linked to it. Local.
-
-    Raises
-    ------
-    ImportError, RuntimeError
-        If there is none.
-    """
+    """Load the MPI library without starting it; return mpi4py's file, which is linked to it."""
     from mpi4py import rc
 
     initialize, finalize = rc.initialize, rc.finalize
@@ -203,7 +177,7 @@ def load_library() -> str:
 
 
 def _has_symbol(file: str, name: str) -> bool:
-    """Return whether the library in `file`, or one that it is linked to, has a function. Local."""
+    """Return whether the library in `file`, or one that it is linked to, has a function."""
     return hasattr(ctypes.CDLL(file), name)
 
 
@@ -220,7 +194,7 @@ def _check_launch(launcher: Launcher) -> None:
 
 
 def _launch_error(launcher: Launcher, what: str) -> LaunchError:
-    """Return the error that each task raises alone, and one of them reports."""
+    """Return the error that each task raises alone, and only task 0 reports."""
     library = library_version().partition(",")[0]
     where = " in this step" if launcher.name == "slurm" else ""
     flag = f" The flag was --mpi={launcher.protocol}." if launcher.protocol else ""
@@ -232,7 +206,7 @@ def _launch_error(launcher: Launcher, what: str) -> LaunchError:
     )
     if launcher.task != 0:
         error._is_reported_elsewhere = True
-        # A launcher may end all others as soon as one has failed, and task 0 has to report first.
+        # A launcher may end all tasks as soon as one has failed, and task 0 has to report first.
         time.sleep(_HEAD_START_S)
     return error
 
@@ -253,7 +227,7 @@ def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> _Nodes:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     lowest = node.bcast(comm.rank)
     node.Free()
-    # Where Slurm names the node it knows best: MPI libraries have taken ranks of one for several.
+    # Slurm's name of the node comes first: MPI libraries have taken one node for several.
     mark: Any = launcher.node_name or lowest
     name = launcher.node_name or MPI.Get_processor_name()
     facts = comm.allgather((mark, name, mask_of_cores(own_cores())))
@@ -275,42 +249,39 @@ def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> _Nodes:
 
 
 def attached(comm: MPI.Intracomm, key: str, make: Callable[[], Any]) -> Any:
-    """Return what is attached to `comm` under `key`, made by `make` the first time.
-
-    MPI's own attribute caching holds it (MPI 4.1, section 7.7), so it goes with the
-    communicator. **Collective** where `make` is.
-    """
+    """Return the object attached to `comm` under `key`, made by `make` the first time."""
+    # MPI's attribute caching holds it (MPI 4.1, section 7.7), so it lives as long as `comm`.
     from mpi4py import MPI
 
     global _keyval
     if _keyval is None:
         _keyval = MPI.Comm.Create_keyval()
-    shelf: Any = comm.Get_attr(_keyval)
-    if shelf is None:
-        shelf = {}
-        comm.Set_attr(_keyval, shelf)
-    if key not in shelf:
-        shelf[key] = make()
-    return shelf[key]
+    attributes: Any = comm.Get_attr(_keyval)
+    if attributes is None:
+        attributes = {}
+        comm.Set_attr(_keyval, attributes)
+    if key not in attributes:
+        attributes[key] = make()
+    return attributes[key]
 
 
 def detach(comm: MPI.Intracomm, key: str) -> None:
-    """Forget what is attached to `comm` under `key`. Local."""
+    """Forget the object attached to `comm` under `key`."""
     if _keyval is not None:
-        shelf: Any = comm.Get_attr(_keyval)
-        if shelf is not None:
-            shelf.pop(key, None)
+        attributes: Any = comm.Get_attr(_keyval)
+        if attributes is not None:
+            attributes.pop(key, None)
 
 
 def library_version() -> str:
-    """Return name and version of the MPI library in one line. Local; loads the library."""
+    """Return name and version of the MPI library in one line; loads the library."""
     from mpi4py import MPI
 
     return " ".join(MPI.Get_library_version().split("\n")[0].rstrip("\0").split())
 
 
 def thread_level() -> str:
-    """Return which threads may call MPI, such as ``"multiple"``. Local; MPI must run."""
+    """Return the thread level of MPI, such as ``"multiple"``; MPI must be started."""
     from mpi4py import MPI
 
     names = ("single", "funneled", "serialized", "multiple")
@@ -319,7 +290,7 @@ def thread_level() -> str:
 
 
 def world_ranks(comm: MPI.Intracomm) -> list[int]:
-    """Return the rank in COMM_WORLD of each rank of `comm`. Local."""
+    """Return the rank in COMM_WORLD of each rank of `comm`."""
     from mpi4py import MPI
 
     own, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
@@ -330,14 +301,14 @@ def world_ranks(comm: MPI.Intracomm) -> list[int]:
 
 
 def world_size() -> int:
-    """Return the number of ranks in COMM_WORLD. Local; starts MPI."""
+    """Return the number of ranks in COMM_WORLD; starts MPI."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.size
 
 
 def abort_world(exit_code: int) -> None:
-    """End every process of the job. Local."""
+    """End every process of the job."""
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Abort(exit_code)

@@ -1,4 +1,4 @@
-"""Libraries that setup.py has compiled from C, where a compiler was at hand."""
+"""Compiled C extension, and other libraries that setup.py builds where there is a compiler."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["find_library", "native_library"]
 
 @functools.lru_cache
 def native_library() -> Any:
-    """Return the compiled module, ``None`` where there is none for today's sources. Local."""
+    """Return the compiled module, ``None`` where there is none for today's sources."""
     try:
         module: Any = importlib.import_module("mpistrat._native")
     except ImportError:
         return None
-    # Python may find that of another installation.
+    # Python may find the module of another installation.
     is_here = Path(module.__file__).parent == Path(__file__).parents[1]
     return module if is_here and _digest() == module.DIGEST else None
 
 
 def _digest() -> str:
-    """Return what tells these sources from others. setup.py computes the same."""
+    """Return the digest of the C sources, as setup.py computes it."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.[ch]")):
         digest.update(path.read_bytes())
@@ -34,23 +34,9 @@ def _digest() -> str:
 
 
 def find_library(folder: Path, stem: str, digest: str) -> str | None:
-    """Return the path of the library `stem` in `folder` that was made from today's source. Local.
-
-    Parameters
-    ----------
-    folder : pathlib.Path
-    stem : str
-        The file's name up to what names the kind of machine. A folder that machines of several
-        kinds share holds libraries for each of them.
-    digest : str
-        What the library holds as ``mpistrat_digest`` if it was made from this source.
-
-    Returns
-    -------
-    str or None
-        None where there is none for this machine and source.
-    """
+    """Return the path of the library `stem` whose ``mpistrat_digest`` is `digest`, if any."""
     made_from = ctypes.c_char * len(digest)
+    # A folder that machines of several kinds share holds a library for each of them.
     for path in sorted(folder.glob(f"{stem}*.so")):
         with contextlib.suppress(OSError, ValueError):
             library = ctypes.CDLL(str(path))

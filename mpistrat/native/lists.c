@@ -1,7 +1,6 @@
-/* Lists of arrays: what they are, and their numbers one behind the other.
+/* Packing of lists of arrays: their description, and their numbers one behind the other.
 
-   A step reduces hundreds of arrays. What Python needs a microsecond for, per array, is done here
-   in a small part of that. */
+   A step reduces hundreds of arrays, and Python would need a microsecond for each. */
 
 #include "native.h"
 
@@ -109,7 +108,7 @@ PyObject *mpistrat_address(PyObject *module, PyObject *array)
     return PyLong_FromVoidPtr(PyArray_DATA((PyArrayObject *)array));
 }
 
-/* addresses(arrays): bytes that hold where the memory of each begins, as C has a list of pointers. */
+/* addresses(arrays): bytes with the address of each array, as a list of pointers in C. */
 PyObject *mpistrat_addresses(PyObject *module, PyObject *arrays)
 {
     (void)module;

@@ -1,4 +1,4 @@
-/* What the parts of the module share. */
+/* Declarations that the parts of the module share. */
 
 #ifndef MPISTRAT_NATIVE_H
 #define MPISTRAT_NATIVE_H
@@ -15,10 +15,10 @@
 
 typedef PyObject *fast_function(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 
-/* lane_calls.c */
+/* sequence_calls.c */
 fast_function mpistrat_call_round_start, mpistrat_call_round_done, mpistrat_call_round_meet,
-    mpistrat_call_round_board, mpistrat_call_round_collect, mpistrat_call_reduce_board,
-    mpistrat_call_reduce_unboard, mpistrat_call_reduce, mpistrat_call_reduce_slice,
+    mpistrat_call_round_contribute, mpistrat_call_round_result, mpistrat_call_reduce_contribute,
+    mpistrat_call_reduce_withdraw, mpistrat_call_reduce, mpistrat_call_reduce_slice,
     mpistrat_call_collect_slices;
 
 /* lists.c */

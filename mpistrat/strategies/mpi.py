@@ -103,14 +103,14 @@ class MPIStrategy(Strategy):
             offer = make_offer(device, world.local_rank)
             if offer is None:
                 check_options(options, DeviceCapabilities(Device("cpu")))
-        ways = _open_devices(channel, world, offer, chosen)
-        if ways.some_have_devices:
+        capabilities = _open_devices(channel, world, offer, chosen)
+        if capabilities.some_have_devices:
             with AllOrNone(channel, "MPIStrategy"):
-                check_options(options, ways)
+                check_options(options, capabilities)
         num_mates = len(world.ranks_of_node)
         if num_mates > world.num_cores and world.local_rank == 0 and not chosen.oversubscribe:
             _warn_of_shared_cores(num_mates, world.num_cores)
-        super().__init__(StrategyExtended(Collectives(channel, ways, options)))
+        super().__init__(StrategyExtended(Collectives(channel, capabilities, options)))
         self._cluster_resolver = ClusterResolver(
             task_id=world.rank,
             num_workers=world.size,

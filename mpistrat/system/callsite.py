@@ -1,4 +1,4 @@
-"""Where in the user's code a call was made."""
+"""Call site: the place in the user's code where a call was made."""
 
 from __future__ import annotations
 
@@ -26,28 +26,26 @@ _TESTING = _PACKAGE + "testing" + os.sep
 
 
 def is_user_code(filename: str) -> bool:
-    """Return whether `filename` is no part of this package, nor of what calls it in turn. Local."""
+    """Return whether `filename` is outside this package and the helpers that call it back."""
     if filename.startswith("<frozen"):
         return False
     return not is_inside(filename) and os.path.basename(filename) != "contextlib.py"
 
 
 def is_inside(filename: str) -> bool:
-    """Return whether `filename` is a part of this package, but for its help with tests. Local."""
+    """Return whether `filename` is a part of this package, `testing` excepted."""
     return filename.startswith(_PACKAGE) and not filename.startswith(_TESTING)
 
 
 def call_site() -> str:
-    """Return ``file.py:LINE`` of the innermost frame of user code. Local.
-
-    The user's own is any file outside this package, Python and its installed packages; where
-    there is none, the innermost frame outside this package.
-    """
+    """Return ``file.py:LINE`` of the innermost frame of user code."""
     return site_of(sys._getframe(1))
 
 
 def site_of(frame: FrameType | None) -> str:
-    """Return `call_site` as seen from `frame`. Local, from any thread."""
+    """Return `call_site` as seen from `frame`, from any thread."""
+    # Frames of Python and installed packages count only where no other file outside this package
+    # is on the stack.
     installed = None
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -61,17 +59,14 @@ def site_of(frame: FrameType | None) -> str:
 
 
 def is_own_code(filename: str) -> bool:
-    """Return whether `filename` is the user's own: no part of this package or Python. Local."""
+    """Return whether `filename` is the user's: no part of this package, Python or packages."""
     return is_user_code(filename) and not is_installed(filename)
 
 
 def failure_site(trace: TracebackType | None) -> str:
-    """Return ``file.py:LINE`` of the innermost frame of user code in a traceback. Local.
-
-    Library code that the user called (NumPy, the standard library) is passed over where a
-    frame of the user's own is known; the user's own is any file that is not in the folder of
-    installed packages or of Python itself.
-    """
+    """Return ``file.py:LINE`` of the innermost frame of user code in a traceback."""
+    # Library code that the user called (NumPy, the standard library) is skipped where a frame of
+    # the user's files is known.
     frames = [frame for frame in traceback.extract_tb(trace) if is_user_code(frame.filename)]
     own = [frame for frame in frames if not is_installed(frame.filename)]
     for frame in reversed(own or frames):
@@ -80,16 +75,9 @@ def failure_site(trace: TracebackType | None) -> str:
 
 
 def ends_program(trace: TracebackType | None) -> bool:
-    """Return whether an exception has ended the program, rather than been reported by it. Local.
-
-    Extension modules report errors that they cannot raise, as where memory is freed, to
-    ``sys.excepthook`` too, and the program goes on.
-
-    Parameters
-    ----------
-    trace : traceback or None
-        What the hook was given; None of a program that could not be compiled.
-    """
+    """Return whether an exception with this `trace` has ended the program."""
+    # Extension modules report errors that they cannot raise, as where memory is freed, to
+    # `sys.excepthook` too, and the program continues. A program that does not compile has no trace.
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     return not frames or any(
         frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
@@ -98,7 +86,7 @@ def ends_program(trace: TracebackType | None) -> bool:
 
 
 def is_installed(filename: str) -> bool:
-    """Return whether `filename` belongs to Python or to a package in its folders. Local."""
+    """Return whether `filename` belongs to Python or to a package in its folders."""
     return (
         "site-packages" in filename
         or "dist-packages" in filename

@@ -1,4 +1,4 @@
-"""The cores of this machine: which this process may use, and what is near to them."""
+"""CPU cores: those that this process may use, and those near a device."""
 
 from __future__ import annotations
 
@@ -19,35 +19,29 @@ _DEVICES = Path("/sys/bus/pci/devices")
 
 
 def own_cores() -> frozenset[int]:
-    """Return the cores that this process may use. Local."""
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use. Local."""
+    """Return how many cores this process may use."""
     return max(len(own_cores()), 1)
 
 
 def mask_of_cores(cores: Iterable[int]) -> int:
-    """Return a number with a bit for each core, which is short to send. Local."""
+    """Return a bit mask of cores, which is short to send."""
     return sum(1 << core for core in frozenset(cores))
 
 
 def cores_of_mask(mask: int) -> frozenset[int]:
-    """Return the cores whose bits are set in `mask`. Local."""
+    """Return the cores whose bits are set in `mask`."""
     return frozenset(core for core in range(mask.bit_length()) if mask >> core & 1)
 
 
 def parse_core_list(text: str) -> frozenset[int]:
-    """Return the cores that a list of Linux names, such as ``"0-3,8"``. Local.
-
-    Raises
-    ------
-    ValueError
-        If it is no such list.
-    """
+    """Return the cores in a list of Linux, such as ``"0-3,8"``."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -56,15 +50,7 @@ def parse_core_list(text: str) -> frozenset[int]:
 
 
 def cores_near_pci(address: str, devices: Path = _DEVICES) -> frozenset[int]:
-    """Return the cores nearest to a PCI device, none where the system does not tell. Local.
-
-    Parameters
-    ----------
-    address : str
-        Such as ``"0000:3B:00.0"``.
-    devices : path
-        Where Linux shows PCI devices.
-    """
+    """Return the cores nearest to a PCI device, such as ``"0000:3B:00.0"``, if known."""
     try:
         return parse_core_list((devices / address.lower() / "local_cpulist").read_text())
     except (OSError, ValueError):

@@ -1,7 +1,10 @@
-"""Exit hooks: what is done when this rank leaves, in phases that have one order.
+"""Exit hooks: the actions of this process at its end, in one ordered list of phases.
 
-A rank that has told the others of its end may be ended by them at any time, and one that is past
-the last round knows that all others have said theirs.
+All code that runs at the end registers here with `at`: this module has the only `sys.excepthook`
+and the only `atexit` function of the package. An uncaught exception first runs FAILED and then the
+report of `report_by`; every end runs the phases from BEFORE_LAST_ROUND on. A rank that has reported
+its end may be ended by the others at any time, and one past its last round knows that all others
+have ended.
 """
 
 from __future__ import annotations
@@ -23,13 +26,13 @@ _logger = logging.getLogger("mpistrat")
 
 
 class Phase(enum.Enum):
-    """When something is done, in this order. Actions of one phase do not depend on each other."""
+    """The phases of the end, in this order. Actions of one phase are independent."""
 
-    FAILED = "an uncaught exception has ended the program, of which no other rank knows yet"
+    FAILED = "an uncaught exception has ended the program, and no other rank knows it yet"
     BEFORE_LAST_ROUND = "the program is over, and the others may end this process once they know"
-    LAST_ROUND = "the others learn of it, and this rank waits for them"
+    LAST_ROUND = "the others learn of the end, and this rank waits for them"
     AFTER_LAST_ROUND = "all ranks have ended, as far as this one knows"
-    BEFORE_ABORT = "in place of the last two: this rank ends the job, and must lose nothing"
+    BEFORE_ABORT = "in place of the last two: this rank aborts the job, and must lose nothing"
 
 
 _AT_EXIT = (Phase.BEFORE_LAST_ROUND, Phase.LAST_ROUND, Phase.AFTER_LAST_ROUND)
@@ -53,16 +56,16 @@ class _Hooks:
         os.register_at_fork(after_in_child=self.clear)
 
     def clear(self) -> None:
-        """Forget all actions: a fork has nothing to say of what it was forked from. Local."""
+        """Remove all actions: a fork is no rank."""
         self.actions = {phase: [] for phase in Phase}
         self.holds = []
 
     def run(self, phase: Phase, *arguments: object) -> None:
-        """Do what is to be done in `phase`, each whatever becomes of the others. Local."""
+        """Run the actions of `phase`, each one even if others fail."""
         for action in tuple(self.actions[phase]):
             try:
                 action(*arguments)
-            except BaseException as failure:  # the others have to hear of the end all the same
+            except BaseException as failure:  # the other actions must run all the same
                 _logger.warning("%s while leaving: %s", type(failure).__name__, failure)
 
 
@@ -70,7 +73,7 @@ _hooks = _Hooks()
 
 
 def at(phase: Phase, action: Callable[..., object]) -> None:
-    """Have `action` called in `phase`: with the `Failure` in `FAILED`, else with nothing. Local."""
+    """Register `action` for `phase`: called with the `Failure` in `FAILED`, else with nothing."""
     if not _hooks.is_registered:
         _hooks.is_registered = True
         atexit.register(_at_exit)
@@ -78,22 +81,22 @@ def at(phase: Phase, action: Callable[..., object]) -> None:
 
 
 def hold_while(is_at_work: Callable[[], bool]) -> None:
-    """Have other ranks not end this process while `is_at_work`, asked from any thread. Local."""
+    """Keep other ranks from ending this process while `is_at_work`, called from any thread."""
     _hooks.holds.append(is_at_work)
 
 
 def is_at_work() -> bool:
-    """Return whether this process has something to finish before it may be ended. Local."""
+    """Return whether this process must finish something before it may be ended."""
     return any(holds() for holds in list(_hooks.holds))
 
 
 def finish_work() -> None:
-    """Have all that must not be lost finished before this rank ends the job. Local."""
+    """Finish everything that must not be lost before this rank aborts the job."""
     _hooks.run(Phase.BEFORE_ABORT)
 
 
 def report_by(report: Callable[[Failure], bool]) -> None:
-    """Have uncaught exceptions told by `report`, or as before where it returns False. Local."""
+    """Have `report` print uncaught exceptions, or Python where it returns False."""
     _hooks.report = report
     if _hooks.previous_hook is None:
         _hooks.previous_hook = sys.excepthook
@@ -101,7 +104,7 @@ def report_by(report: Callable[[Failure], bool]) -> None:
 
 
 def show(failure: Failure) -> None:
-    """Print `failure` as if this package were not there. Local."""
+    """Print `failure` by the previous `sys.excepthook`."""
     _hooks.previous_hook(*failure)
 
 

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and go without a wait."""
+"""Atomic files: complete or absent, and removed without a wait."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ __all__ = ["remove_file", "replace_file", "write_atomically"]
 
 
 def write_atomically(path: str | os.PathLike[str], text: str | Iterable[str]) -> None:
-    """Write `text` to `path`: under a temporary name first, then to disk, then renamed. Local.
-
-    An iterable is written piece by piece, so that a long text is never in memory whole.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written; `path` is then as it was.
-    """
+    """Write `text`, or its pieces, to `path`: complete, or not at all."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -35,37 +27,23 @@ def write_atomically(path: str | os.PathLike[str], text: str | Iterable[str]) ->
 
 
 def replace_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Rename `source` to `target`, which may be there. Local.
-
-    The space of a large file that was there is given back to the system in a thread.
-
-    Raises
-    ------
-    OSError
-        If the system refuses; both are then as they were.
-    """
+    """Rename `source` to `target`, and free the space of an old `target` in a thread."""
     with _freed_in_a_thread(target):
         os.replace(source, target)
 
 
 def remove_file(path: str | os.PathLike[str]) -> None:
-    """Remove a file, whose space is given back to the system in a thread. Local.
-
-    Raises
-    ------
-    OSError
-        If the system refuses.
-    """
+    """Remove a file, and free its space in a thread."""
     with _freed_in_a_thread(path):
         os.unlink(path)
 
 
 @contextlib.contextmanager
 def _freed_in_a_thread(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Keep the file `path` open while its name goes: only the last close frees its space."""
+    """Keep the file `path` open while its name is removed: the last close frees its space."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:  # it is not there, or may not be read: then there is nothing to gain
+    except OSError:  # it is absent or unreadable: there is nothing to gain
         yield
         return
     try:

@@ -14,7 +14,7 @@ __all__ = ["Program", "send_signal"]
 
 
 class _Capture:
-    """A file that a program writes to, and what is in it."""
+    """A file that a program writes to, and its text."""
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile()  # noqa: SIM115
@@ -33,28 +33,7 @@ class _Capture:
 
 
 class Program:
-    """A running program, without input.
-
-    Parameters
-    ----------
-    command : sequence of str
-    variables : mapping
-        Its whole environment.
-    cwd : path, optional
-        Where it starts; by default where this process is.
-    capture : bool
-        Whether its output goes to files of ours, and not where that of this process goes.
-
-    Attributes
-    ----------
-    process : subprocess.Popen
-        The program itself, which may be a launcher of others.
-
-    Raises
-    ------
-    OSError
-        If it cannot be started.
-    """
+    """A running program without input, in a session for itself."""
 
     def __init__(
         self,
@@ -76,20 +55,21 @@ class Program:
                 env=variables,
                 start_new_session=True,
             )
+            """The program itself, which may be a launcher of others."""
         except BaseException:
             self._close()
             raise
 
     def stdout(self) -> str:
-        """Return what the program has printed so far."""
+        """Return the standard output so far."""
         return self._out.text() if self._out else ""
 
     def stderr(self) -> str:
-        """Return what the program has printed to standard error so far."""
+        """Return the standard error so far."""
         return self._err.text() if self._err else ""
 
     def pids(self) -> list[int]:
-        """Return the process ids of the program and all it started, its own first."""
+        """Return the process ids of the program and all its descendants, the program first."""
         found = [self.process.pid]
         parents = dict(_parents())
         for pid in found:
@@ -97,24 +77,12 @@ class Program:
         return found
 
     def kill(self, limit_s: float | None = None) -> None:
-        """Kill the program and all it started at once with SIGKILL, and wait for its end.
-
-        Raises
-        ------
-        subprocess.TimeoutExpired
-            If it is still there after `limit_s` seconds.
-        """
+        """Kill the program and all its descendants with SIGKILL, and wait for its end."""
         send_signal(signal.SIGKILL, self.pids())
         self.wait(limit_s)
 
     def wait(self, limit_s: float | None) -> int:
-        """Wait for the end of the program itself, and return its exit code.
-
-        Raises
-        ------
-        subprocess.TimeoutExpired
-            If it still runs after `limit_s` seconds.
-        """
+        """Wait for the end of the program itself, and return its exit code."""
         code = self.process.wait(limit_s)
         self._close()
         return code
@@ -125,7 +93,7 @@ class Program:
 
 
 def send_signal(sign: signal.Signals, pids: Sequence[int]) -> None:
-    """Send `sign` to those of `pids` that are still there. Local."""
+    """Send `sign` to those of `pids` that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, sign)

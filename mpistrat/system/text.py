@@ -19,7 +19,7 @@ _Value = TypeVar("_Value", bound=Hashable)
 
 
 def readable_size(size_bytes: int) -> str:
-    """Return a size as people write it, in powers of 1024. Local."""
+    """Return a size as people write it, in powers of 1024."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -29,26 +29,26 @@ def readable_size(size_bytes: int) -> str:
 
 
 def readable_time(time_s: float) -> str:
-    """Return a time with three digits, in the unit that suits it. Local."""
+    """Return a time with three digits, in a suitable unit."""
     if time_s >= 1:
         return f"{time_s:.3g} s"
     return f"{time_s * 1e3:.3g} ms" if time_s >= 1e-3 else f"{time_s * 1e6:.3g} us"
 
 
 def ranks_by_value(values: Iterable[tuple[int, _Value]]) -> dict[_Value, list[int]]:
-    """Return which ranks have each value, for pairs of ranks and values. Local."""
+    """Return which ranks have each value, for pairs of ranks and values."""
     ranks: dict[_Value, list[int]] = {}
     for rank, value in values:
         ranks.setdefault(value, []).append(rank)
     return ranks
 
 
-_MAX_SPELLED = 4
+_MAX_ITEMS = 4
 _MAX_CHARACTERS = 120
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 2-5``. Local."""
+    """Return ``rank 3`` or ``ranks 0, 2-5``."""
     spans = rank_spans(ranks)
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
     is_one = len(spans) == 1 and spans[0][0] == spans[0][1]
@@ -56,7 +56,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def rank_spans(ranks: Iterable[int]) -> list[list[int]]:
-    """Return the first and last rank of each run of `ranks`. Local."""
+    """Return the first and last rank of each run of `ranks`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:
@@ -67,7 +67,7 @@ def rank_spans(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def text_of(error: BaseException) -> str:
-    """Return what `error` says, also where its class cannot say it. Local."""
+    """Return the message of `error`, even if its ``__str__`` raises."""
     try:
         return str(error)
     except Exception:
@@ -75,11 +75,11 @@ def text_of(error: BaseException) -> str:
 
 
 def format_detail(detail: object) -> str:
-    """Return a detail of a call in short: arrays as ``float32 (4, 3)``, nests as ``[*]``. Local."""
+    """Return a detail of a call in short: arrays as ``float32 (4, 3)``, nests as ``[*]``."""
     if isinstance(detail, tuple):
         if len(detail) == 2 and isinstance(detail[1], tuple) and isinstance(detail[0], str):
             return f"{detail[0]} {detail[1]}"
-        shown = [format_detail(each) for each in detail[:_MAX_SPELLED]]
+        shown = [format_detail(each) for each in detail[:_MAX_ITEMS]]
         rest = len(detail) - len(shown)
         return ", ".join(shown) + (f" and {rest} more" if rest else "")
     text = str(detail)

@@ -12,15 +12,9 @@ __all__ = ["Background", "in_background"]
 
 
 class Background:
-    """Does what it is given in the order given, in a thread of its own.
+    """Serial executor: calls functions in order, in one thread."""
 
-    Parameters
-    ----------
-    name : str
-        Of the thread.
-    daemon : bool
-        Whether the program may end while something is not done. If not, `close` is to be called.
-    """
+    # The thread of a daemon ends with the program, whatever is not done; otherwise `close` it.
 
     def __init__(self, name: str, daemon: bool = True) -> None:
         self._name = name
@@ -30,26 +24,26 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[[], object]) -> Callable[[], None]:
-        """Have `function` called; return what waits for its end, and raises what it raised."""
+        """Call `function` in the thread; return a function that waits, and raises its error."""
         task = _Task(function)
         if self._thread is None and not self._start():
-            task.run()  # without a thread nothing is lost but time
+            task.run()  # without a thread it only takes longer
             return task.wait
         self._tasks.put(task)
         self._last = task
         return task.wait
 
     def drain(self) -> None:
-        """Wait until everything is done. Local."""
+        """Wait until everything is done."""
         if self._last is not None:
             self._last.wait_for_end()
 
     def is_busy(self) -> bool:
-        """Return whether something is not done. Local, from any thread."""
+        """Return whether a function is pending, from any thread."""
         return self._last is not None and not self._last.is_done()
 
     def close(self) -> None:
-        """Let the thread end once everything is done; nothing may be submitted any more. Local."""
+        """End the thread once everything is done; nothing more may be submitted."""
         if self._thread is not None:
             self._tasks.put(None)
 
@@ -66,7 +60,7 @@ class Background:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task.run()
-            del task  # or what it has raised, and all that refers to, would live on
+            del task  # or its error, and all that refers to, would stay alive
 
 
 class _Task:
@@ -83,7 +77,7 @@ class _Task:
         except BaseException as error:
             self._error = error
         finally:
-            # What the function holds is held no longer than needed.
+            # The objects that the function refers to may be large.
             self._function = None
             self._done.set()
 
@@ -100,7 +94,7 @@ class _Task:
             self._done.wait()
 
     def wait(self) -> None:
-        """Wait for the end, and raise what was raised."""
+        """Wait for the end, and raise the error of the function."""
         self.wait_for_end()
         if self._error is not None:
             raise self._error
@@ -110,7 +104,7 @@ _POLL_S = 0.1
 
 
 class _End:
-    """What the thread sends last."""
+    """The last item from the thread."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
@@ -119,11 +113,9 @@ class _End:
 def in_background(
     elements: Generator[Any, None, None], num_ahead: int
 ) -> Generator[Any, None, None]:
-    """Yield from `elements`, which a thread keeps up to `num_ahead` elements ahead. Local.
-
-    The thread starts with the first element and ends when the iterator is exhausted, closed or
-    forgotten. An exception of `elements` is raised in its place.
-    """
+    """Yield from `elements`, which a thread prefetches, up to `num_ahead` elements ahead."""
+    # The thread starts with the first element and ends when the iterator is exhausted, closed or
+    # garbage collected. An exception of `elements` is raised in its place.
     ready: queue.Queue[Any] = queue.Queue(num_ahead)
     abandoned = threading.Event()
     thread = threading.Thread(

@@ -1,7 +1,7 @@
-"""The flight record: what the last collectives of a channel were, and how each went.
+"""Flight recorder: a ring of the last collectives of a channel, always on.
 
-It is always on, so an entry keeps references and clock readings only. What they mean is formatted
-when the record is dumped.
+An entry keeps references and clock readings only, because each collective makes one. They are
+formatted when the record is dumped.
 """
 
 from __future__ import annotations
@@ -14,26 +14,16 @@ from typing import Any, Protocol
 from mpistrat.system.callsite import is_installed, is_user_code
 from mpistrat.tracing.spans import Recorder
 
-__all__ = ["DEFAULT_LENGTH", "FlightEntry", "FlightRecord", "Place", "State", "users_place"]
+__all__ = ["FlightEntry", "FlightRecord", "Place", "State", "users_place"]
 
-DEFAULT_LENGTH = 256
+_DEFAULT_LENGTH = 256
 
 Place = tuple[CodeType, int] | None
 """A code object and the offset of an instruction in it: cheap to note, and formatted later."""
 
 
-class Counters(Protocol):
-    """What a rank has done on a channel so far: see `Ledger`."""
-
-    sequence: int
-    runs: int
-    merge_calls: int
-    updates: int
-    failures: int
-
-
 class State:
-    """How far a collective has come on this rank. Plain strings, because they go to JSON."""
+    """How far a collective has come on this rank. Plain strings, as in JSON."""
 
     WAITING = "waiting"
     """This rank waits for the others to agree."""
@@ -47,51 +37,43 @@ class State:
     """The ranks disagreed or did not come, or the call raised after the agreement."""
 
 
-class FlightEntry:
-    """One collective.
+_WAITING = State.WAITING
 
-    Attributes
-    ----------
-    number : int
-        Of the collective on its channel, from 0.
-    counters : tuple of int
-        Calls of run, merge_call and update begun before it, and functions that failed.
-    signature : tuple
-        Kind, name, number of the strategy, and what else the ranks agree on.
-    words : str
-        What they agree on beside it, because it may change with each call.
-    place : tuple or None
-        Where the user's code called it.
-    began_ns, agreed_ns, ended_ns : int
-        Readings of the monotonic clock, 0 for what has not happened.
-    state : str
-        One of `State`.
-    """
+
+class FlightEntry:
+    """One collective."""
 
     __slots__ = (
         "agreed_ns",
         "began_ns",
         "counters",
         "ended_ns",
+        "extra",
         "number",
         "place",
         "signature",
         "state",
-        "words",
     )
 
     number: int
+    """Of the collective on its channel, from 0."""
     counters: tuple[int, int, int, int]
+    """Calls of run, merge_call and update begun before it, and functions that failed."""
     signature: tuple[Any, ...]
-    words: str
+    """Kind, name, number of the strategy, and further details that ranks compare."""
+    extra: str
+    """Text of the number that ranks compare beside it, as it may change with each call."""
     place: Place
+    """The call in the user's code."""
     began_ns: int
     agreed_ns: int
     ended_ns: int
+    """Readings of the monotonic clock like the two before; 0 where not reached."""
     state: str
+    """One of `State`."""
 
     def record_on(self, recorder: Recorder, channel: str, moved: dict[str, Any]) -> None:
-        """Give this collective to a timeline. Local."""
+        """Add this collective to a timeline."""
         kind, name, *_ = self.signature
         facts = {"channel": channel, "number": self.number, "agreed_ns": self.agreed_ns} | moved
         if name is not None:
@@ -100,41 +82,30 @@ class FlightEntry:
 
 
 class FlightRecord:
-    """The last collectives of one channel, in the order in which this rank came to them.
+    """The last collectives of one channel, in the order in which this rank came to them."""
 
-    Parameters
-    ----------
-    length : int
-        How many are kept.
-
-    Attributes
-    ----------
-    entries : deque of FlightEntry
-    channel : str
-        The channel, in words that are equal on its ranks.
-    """
-
-    def __init__(self, length: int = DEFAULT_LENGTH) -> None:
+    def __init__(self, length: int = _DEFAULT_LENGTH) -> None:
         self.entries: deque[FlightEntry] = deque(maxlen=length)
         self.channel = ""
+        """A name of the channel that is equal on its ranks."""
         self._began_s = monotonic_ns() * 1e-9
 
     def last_agreed_s(self) -> float:
-        """Return when the ranks agreed last, by the monotonic clock. Local, from any thread."""
+        """Return when the ranks agreed last, by the monotonic clock, from any thread."""
         for entry in reversed(list(self.entries)):
             if entry.agreed_ns:
                 return entry.agreed_ns * 1e-9
         return self._began_s
 
     def resize(self, length: int) -> None:
-        """Keep `length` collectives from now on. Local."""
+        """Keep `length` collectives from now on."""
         if length != self.entries.maxlen:
             self.entries = deque(self.entries, maxlen=length)
 
     def begin(
-        self, counters: Counters, signature: tuple[Any, ...], words: str, place: Place
+        self, counters: Counters, signature: tuple[Any, ...], extra: str, place: Place
     ) -> FlightEntry:
-        """Add the collective that this rank is about to come to. Local."""
+        """Add the collective that this rank is about to make."""
         entry = FlightEntry()
         entry.began_ns = monotonic_ns()
         entry.agreed_ns = entry.ended_ns = 0
@@ -142,14 +113,29 @@ class FlightRecord:
         entry.number = counters.sequence
         entry.counters = counters.runs, counters.merge_calls, counters.updates, counters.failures
         entry.signature = signature
-        entry.words = words
+        entry.extra = extra
         entry.place = place
         self.entries.append(entry)
         return entry
 
 
+class Counters(Protocol):
+    """The counters of a channel: see `Ledger`."""
+
+    sequence: int
+    runs: int
+    merge_calls: int
+    updates: int
+    failures: int
+
+
+_INSIDE, _INSTALLED, _OWN = range(3)
+_owners: dict[str, int] = {}
+"""The owner of the code in each file. Files are few, so the cache needs no limit."""
+
+
 def users_place(frame: FrameType | None) -> Place:
-    """Return where the user's code is, as `callsite.call_site` finds it from `frame`. Local."""
+    """Return where the user's code is, as `callsite.call_site` finds it from `frame`."""
     installed = None
     while frame is not None:
         code = frame.f_code
@@ -162,12 +148,6 @@ def users_place(frame: FrameType | None) -> Place:
             installed = code, frame.f_lasti
         frame = frame.f_back
     return installed
-
-
-_WAITING = State.WAITING
-_INSIDE, _INSTALLED, _OWN = range(3)
-_owners: dict[str, int] = {}
-"""Whose code a file holds. Files are few, so the cache needs no end."""
 
 
 def _owner(filename: str) -> int:

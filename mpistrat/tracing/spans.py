@@ -1,7 +1,7 @@
-"""Spans of time, recorded where a timeline is wanted, and nothing where not.
+"""Spans of time, recorded only where a timeline is wanted.
 
-Whoever does something that takes time says so with `span`. The recorder writes what it gets to
-a file of this rank from time to time, so that a job that is killed leaves what it can.
+Code that takes time marks itself with `span`. The recorder writes the spans to a file of this rank
+every second, so that a job that is killed leaves a timeline too.
 """
 
 from __future__ import annotations
@@ -29,26 +29,12 @@ _FLUSH_INTERVAL_S = 1.0
 
 
 class Recorder:
-    """Takes the spans of this rank, and appends them to a file as lines of JSON.
-
-    A thread does so every second: a rank that hangs or is killed has written what came before.
-
-    Parameters
-    ----------
-    path : str
-        Overwritten.
-    header : dict
-        The first line.
-
-    Attributes
-    ----------
-    push, pop : callable or None
-        Mark the same ranges for NVIDIA's profilers, where CuPy is in use.
-    """
+    """Appends the spans of this rank to a file, as lines of JSON, in a thread."""
 
     def __init__(self, path: str, header: dict[str, Any]) -> None:
         self.push: Callable[[str], object] | None
         self.pop: Callable[[], object] | None
+        """`push` and `pop` mark the same ranges for NVIDIA's profilers, where CuPy is in use."""
         self.push, self.pop = profiler_marks()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -59,7 +45,7 @@ class Recorder:
         threading.Thread(target=self._flush_often, name="mpistrat-timeline", daemon=True).start()
 
     def _flush_often(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the last flush tells what is wrong
+        with contextlib.suppress(OSError, ValueError):  # the last flush reports errors
             while not self._file.closed:
                 time.sleep(_FLUSH_INTERVAL_S)
                 self.flush()
@@ -67,22 +53,22 @@ class Recorder:
     def add(
         self, category: str, name: str, began_ns: int, ended_ns: int, facts: dict[str, Any]
     ) -> None:
-        """Take a span between two readings of the monotonic clock. Local, from any thread."""
+        """Add a span between two readings of the monotonic clock, from any thread."""
         thread = threading.get_ident()
         self._waiting.append((category, name, began_ns, ended_ns, thread, facts))
 
     def flush(self) -> None:
-        """Write the spans taken so far. Local."""
+        """Write the spans so far."""
         if os.getpid() != self._pid:
             return
         with self._lock:
-            # What other threads append meanwhile stays for the next time.
+            # Spans that other threads append meanwhile wait for the next flush.
             taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
             self._file.writelines(json.dumps(each) + "\n" for each in taken)
             self._file.flush()
 
     def close(self) -> None:
-        """Write what is left, and no more. Local."""
+        """Write the remaining spans, and close the file."""
         self.flush()
         self._file.close()
 
@@ -96,12 +82,12 @@ _NOTHING = contextlib.nullcontext()
 
 
 def active() -> Recorder | None:
-    """Return what takes spans now, ``None`` if nothing does. Local."""
+    """Return the current recorder, if there is one."""
     return _state.recorder
 
 
 def record_on(recorder: Recorder | None) -> None:
-    """Give the spans from now on to `recorder`. Local."""
+    """Record spans on `recorder` from now on."""
     _state.recorder = recorder
 
 
@@ -123,22 +109,13 @@ class _Span:
 
 
 def span(category: str, name: str, **facts: Any) -> AbstractContextManager[None]:
-    """Return a context manager around something that takes time. Local.
-
-    Parameters
-    ----------
-    category : str
-        ``run``, ``merge_call``, ``update``, ``optimizer``, ``data`` or ``checkpoint``.
-    name : str
-    **facts
-        JSON values that the timeline shows too.
-    """
+    """Return a context manager that records a span, with `facts` in JSON values."""
     recorder = _state.recorder
     return _NOTHING if recorder is None else _Span(recorder, category, name, facts)
 
 
 def mark(name: str) -> Callable[[], object] | None:
-    """Begin a range for NVIDIA's profilers, and return what ends it, if there are any. Local."""
+    """Begin a range for NVIDIA's profilers, if any; return the function that ends it."""
     recorder = _state.recorder
     if recorder is None or recorder.push is None:
         return None
@@ -147,7 +124,7 @@ def mark(name: str) -> Callable[[], object] | None:
 
 
 def spanned(category: str, name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Return a decorator that puts a `span` around each call of a function. Local."""
+    """Return a decorator that puts a `span` around each call of a function."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         @functools.wraps(function)

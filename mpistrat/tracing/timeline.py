@@ -1,4 +1,4 @@
-"""The recording of a timeline: begun by the first strategy, put together when all have left."""
+"""Timeline of a job: recording starts with the first strategy, and rank 0 merges all parts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,12 @@ __all__ = ["start"]
 _logger = logging.getLogger("mpistrat")
 
 _PATIENCE_S = 3.0
-"""How long rank 0 looks for parts that a shared file system does not show yet."""
+"""How long rank 0 waits for parts that a shared file system does not show yet."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def start(path: str, rank: int, size: int) -> None:
-    """Record spans from now on, for the timeline `path`. Local; does nothing the second time.
-
-    Each rank writes a part of its own. Rank 0 puts them together after all have left.
-
-    Raises
-    ------
-    OSError
-        If this rank cannot write its part.
-    """
+    """Record spans from now on, for the timeline `path`; does nothing the second time."""
     if spans.active() is not None:
         return
     # The program may change its folder.
@@ -51,7 +43,7 @@ def start(path: str, rank: int, size: int) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            # If this job is killed, no older one shall be taken for it.
+            # If this job is killed, the timeline of an older one must not pass for its own.
             target.unlink(missing_ok=True)
         recorder = spans.Recorder(str(part_of(target, rank)), header)
     except OSError as error:
@@ -63,11 +55,11 @@ def start(path: str, rank: int, size: int) -> None:
     session = _Session(target, rank, size, recorder)
     exit_hooks.at(exit_hooks.Phase.FAILED, lambda failure: session.flush())
     exit_hooks.at(exit_hooks.Phase.BEFORE_LAST_ROUND, session.flush)
-    exit_hooks.at(exit_hooks.Phase.AFTER_LAST_ROUND, session.put_together)
+    exit_hooks.at(exit_hooks.Phase.AFTER_LAST_ROUND, session.merge)
 
 
 def _clock() -> str:
-    """Return what is equal on ranks that read the same monotonic clock. Local."""
+    """Return an identifier of the monotonic clock, equal on ranks that share it."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -84,14 +76,14 @@ class _Session:
         self._recorder = recorder
 
     def flush(self) -> None:
-        """Write what is recorded so far. Local."""
+        """Write the spans so far."""
         try:
             self._recorder.flush()
         except OSError as error:
             self._complain(f"cannot be written: {error.strerror or error}")
 
-    def put_together(self) -> None:
-        """End the recording, and on rank 0 put the parts of all ranks together. Local."""
+    def merge(self) -> None:
+        """End the recording, and on rank 0 merge the parts of all ranks."""
         self.flush()
         spans.record_on(None)
         if self._rank != 0:

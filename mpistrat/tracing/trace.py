@@ -16,10 +16,7 @@ from mpistrat.system.files import write_atomically
 __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
-    "ClockFit",
-    "Meeting",
     "Part",
-    "Span",
     "events",
     "fit_clock",
     "fit_clocks",
@@ -29,203 +26,21 @@ __all__ = [
     "write_trace",
 ]
 
-Meeting = tuple[int, int]
-"""When a rank came to a collective, and when it knew that all agreed; nanoseconds."""
-
-_MIN_WINDOW_NS = 5 * 10**9
-_MAX_WINDOWS = 64
-
-
-@dataclass(frozen=True)
-class ClockFit:
-    """How far the clock of a rank is ahead of the reference."""
-
-    times_ns: Sequence[float]
-    """On the rank's clock, where the offset is known."""
-    offsets_ns: Sequence[float]
-    """The offset there; linear between, constant before and after."""
-    error_ns: float
-    """How wrong the best of the offsets can be at most; infinite where nothing is known."""
-
-    def offset_at(self, time_ns: float) -> float:
-        """Return what to subtract from `time_ns` of this rank. Local."""
-        if not self.times_ns:
-            return 0.0
-        after = bisect.bisect_left(self.times_ns, time_ns)
-        if after == 0:
-            return self.offsets_ns[0]
-        if after == len(self.times_ns):
-            return self.offsets_ns[-1]
-        t0, t1 = self.times_ns[after - 1], self.times_ns[after]
-        a, b = self.offsets_ns[after - 1], self.offsets_ns[after]
-        return a + (b - a) * (time_ns - t0) / (t1 - t0)
-
-
-def fit_clock(
-    reference: Mapping[Any, Meeting], own: Mapping[Any, Meeting], is_same: bool
-) -> ClockFit:
-    """Return the offset of a rank's clock from that of the reference rank. Local.
-
-    Parameters
-    ----------
-    reference, own : mapping
-        The collectives that each of the two has agreed on.
-    is_same : bool
-        Whether both ranks read one clock, because they run on one node. The offset is then 0,
-        unless the collectives prove otherwise.
-    """
-    common = sorted((own[key], reference[key]) for key in own.keys() & reference.keys())
-    windows = [_fit_window(window) for window in _windows(common)]
-    if is_same and all(low <= 0 <= high for _, _, low, high in windows):
-        return ClockFit((), (), 0.0)
-    if not windows:
-        return ClockFit((), (), float("inf"))
-    error_ns = min(max(high - offset, offset - low) for _, offset, low, high in windows)
-    return ClockFit(
-        [time for time, _, _, _ in windows], [offset for _, offset, _, _ in windows], error_ns
-    )
-
-
-def _windows(
-    common: Sequence[tuple[Meeting, Meeting]],
-) -> list[list[tuple[Meeting, Meeting]]]:
-    """Return the meetings in spans of time so short that the clocks hardly drift."""
-    if not common:
-        return []
-    began_ns, ended_ns = common[0][0][0], common[-1][0][0]
-    width_ns = max(_MIN_WINDOW_NS, (ended_ns - began_ns) // _MAX_WINDOWS + 1)
-    windows: dict[int, list[tuple[Meeting, Meeting]]] = {}
-    for pair in common:
-        windows.setdefault((pair[0][0] - began_ns) // width_ns, []).append(pair)
-    return list(windows.values())
-
-
-def _fit_window(
-    window: Sequence[tuple[Meeting, Meeting]],
-) -> tuple[float, float, float, float]:
-    """Return time, offset, and the bounds between which the offset must lie."""
-    low = max(own_began - agreed for (own_began, _), (_, agreed) in window)
-    high = min(own_agreed - began for (_, own_agreed), (began, _) in window)
-    # All learn of the agreement at about the same time: the bounds alone would be lopsided
-    # where one rank is always late.
-    likely = statistics.median(own_agreed - agreed for (_, own_agreed), (_, agreed) in window)
-    offset = min(max(likely, low), high) if low <= high else (low + high) / 2
-    time_ns = statistics.fmean(own_agreed for (_, own_agreed), _ in window)
-    return time_ns, offset, low, high
-
-
 FORMAT = "mpistrat-timeline-part"
 FORMAT_VERSION = 1
-
-
-class Span(NamedTuple):
-    """Something that took time on one rank."""
-
-    category: str
-    """``collective``, or what `mpistrat.tracing.spans.span` was given."""
-    name: str
-    began_ns: int
-    """By the clock of the rank's node."""
-    ended_ns: int
-    thread: int
-    facts: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Part:
-    """The spans of one rank."""
-
-    path: Path
-    header: dict[str, Any]
-    """Rank, size, host, process and clock."""
-
-    @classmethod
-    def open(cls, path: Path) -> Part:
-        """Return the part in the file `path`. Local.
-
-        Raises
-        ------
-        ValueError
-            If it is no such file.
-        OSError
-            If it cannot be read.
-        """
-        with open(path, encoding="utf-8") as file:
-            header = _parsed(file.readline())
-        if not isinstance(header, dict) or header.get("format") != FORMAT:
-            raise ValueError(f"{path} is no part of a timeline.")
-        if header.get("format_version") != FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has version {header.get('format_version')} of the format; this is for "
-                f"version {FORMAT_VERSION}."
-            )
-        return cls(path, header)
-
-    @property
-    def rank(self) -> int:
-        """The rank in the world."""
-        return int(self.header["rank"])
-
-    def spans(self) -> Iterator[Span]:
-        """Yield the spans in the order in which they ended. Local."""
-        with open(self.path, encoding="utf-8") as file:
-            next(file, None)
-            for line in file:
-                fields = _parsed(line)
-                if isinstance(fields, list) and len(fields) == len(Span._fields):
-                    yield Span(*fields)
-
-
-def part_of(path: Path, rank: int) -> Path:
-    """Return where `rank` writes its part of the timeline `path`. Local."""
-    return path.with_name(f"{path.name}.rank{rank}.part")
-
-
-def parts_of(path: Path) -> list[Path]:
-    """Return the parts of the timeline `path` that are there, in rank order. Local."""
-    found = path.parent.glob(f"{path.name}.rank*.part")
-    return sorted(found, key=lambda each: (len(each.name), each.name))
-
-
-def _parsed(line: str) -> Any:
-    """Return the JSON in `line`, ``None`` where a killed rank has written half of it."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
+_MIN_WINDOW_NS = 5 * 10**9
+_MAX_WINDOWS = 64
 _WAITING = "waiting for ranks"
 _MOVING = "moving data"
-
 _NS_PER_US = 1000
 
-
-def fit_clocks(parts: Sequence[Part]) -> dict[int, ClockFit]:
-    """Return how the clock of each rank stands to that of the first one. Local."""
-    reference = parts[0]
-    meetings = _meetings(reference)
-    return {
-        part.rank: fit_clock(
-            meetings, _meetings(part), part.header["clock"] == reference.header["clock"]
-        )
-        for part in parts
-    }
-
-
-def _meetings(part: Part) -> dict[tuple[str, int], Meeting]:
-    return {
-        (span.facts["channel"], span.facts["number"]): (span.began_ns, span.facts["agreed_ns"])
-        for span in part.spans()
-        if span.category == "collective" and span.facts["agreed_ns"]
-    }
+_Meeting = tuple[int, int]
+"""When a rank came to a collective, and when it knew that all agreed, in ns."""
 
 
 def write_trace(path: Path, parts: Sequence[Part]) -> None:
-    """Write the trace of `parts` to `path`, whole or not at all. Local.
-
-    The spans are read twice and never held together, because a job has many.
-    """
+    """Write the trace of `parts` to `path`, complete or not at all."""
+    # The spans are read twice and never held in memory together, because a job has many.
     fits = fit_clocks(parts)
     write_atomically(path, _texts(events(parts, fits), metadata(parts, fits)))
 
@@ -240,8 +55,8 @@ def _texts(all_events: Iterator[dict[str, Any]], facts: dict[str, Any]) -> Itera
     yield "\n]}\n"
 
 
-def metadata(parts: Sequence[Part], fits: Mapping[int, ClockFit]) -> dict[str, Any]:
-    """Return what the trace says of itself: its ranks, and how well their clocks agree. Local."""
+def metadata(parts: Sequence[Part], fits: Mapping[int, _ClockFit]) -> dict[str, Any]:
+    """Return the header of the trace: its ranks, and how well their clocks agree."""
     size = parts[0].header["size"]
     return {
         "format": "mpistrat-timeline",
@@ -264,11 +79,9 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def events(parts: Sequence[Part], fits: Mapping[int, ClockFit]) -> Iterator[dict[str, Any]]:
-    """Yield the events of the trace: names of the rows, then the spans of rank after rank. Local.
-
-    Times are microseconds since the first rank's part was opened, on that rank's clock.
-    """
+def events(parts: Sequence[Part], fits: Mapping[int, _ClockFit]) -> Iterator[dict[str, Any]]:
+    """Yield the events of the trace: names of the rows, then the spans of rank after rank."""
+    # Times are microseconds since the first rank's part was opened, on that rank's clock.
     zero_ns = parts[0].header["monotonic_ns"]
     for part in parts:
         rank, host = part.rank, part.header["host"]
@@ -308,3 +121,162 @@ def _pieces(span: Span) -> Iterator[tuple[str, str, int, int, dict[str, Any]]]:
     yield _WAITING, "wait", span.began_ns, agreed_ns or span.ended_ns, number
     if agreed_ns:
         yield _MOVING, "move", agreed_ns, span.ended_ns, number
+
+
+class Span(NamedTuple):
+    """A span of time on one rank."""
+
+    category: str
+    """``collective``, or what `mpistrat.tracing.spans.span` was given."""
+    name: str
+    began_ns: int
+    """By the clock of the rank's node."""
+    ended_ns: int
+    thread: int
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The spans of one rank."""
+
+    path: Path
+    header: dict[str, Any]
+    """Rank, size, host, process and clock."""
+
+    @classmethod
+    def open(cls, path: Path) -> Part:
+        """Return the part in the file `path`, or raise `ValueError` if it is none."""
+        with open(path, encoding="utf-8") as file:
+            header = _parsed(file.readline())
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            raise ValueError(f"{path} is no part of a timeline.")
+        if header.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has version {header.get('format_version')} of the format; this is for "
+                f"version {FORMAT_VERSION}."
+            )
+        return cls(path, header)
+
+    @property
+    def rank(self) -> int:
+        """The rank in the world."""
+        return int(self.header["rank"])
+
+    def spans(self) -> Iterator[Span]:
+        """Yield the spans in the order in which they ended."""
+        with open(self.path, encoding="utf-8") as file:
+            next(file, None)
+            for line in file:
+                fields = _parsed(line)
+                if isinstance(fields, list) and len(fields) == len(Span._fields):
+                    yield Span(*fields)
+
+
+def part_of(path: Path, rank: int) -> Path:
+    """Return where `rank` writes its part of the timeline `path`."""
+    return path.with_name(f"{path.name}.rank{rank}.part")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return the parts of the timeline `path` that are there, in rank order."""
+    found = path.parent.glob(f"{path.name}.rank*.part")
+    return sorted(found, key=lambda each: (len(each.name), each.name))
+
+
+def _parsed(line: str) -> Any:
+    """Return the JSON in `line`, ``None`` where a killed rank has written it in part."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True)
+class _ClockFit:
+    """How far the clock of a rank is ahead of the reference."""
+
+    times_ns: Sequence[float]
+    """On the rank's clock, where the offset is known."""
+    offsets_ns: Sequence[float]
+    """The offset there; linear between, constant before and after."""
+    error_ns: float
+    """The largest possible error of the best offset; infinite where none is known."""
+
+    def offset_at(self, time_ns: float) -> float:
+        """Return what to subtract from `time_ns` of this rank."""
+        if not self.times_ns:
+            return 0.0
+        after = bisect.bisect_left(self.times_ns, time_ns)
+        if after == 0:
+            return self.offsets_ns[0]
+        if after == len(self.times_ns):
+            return self.offsets_ns[-1]
+        t0, t1 = self.times_ns[after - 1], self.times_ns[after]
+        a, b = self.offsets_ns[after - 1], self.offsets_ns[after]
+        return a + (b - a) * (time_ns - t0) / (t1 - t0)
+
+
+def fit_clocks(parts: Sequence[Part]) -> dict[int, _ClockFit]:
+    """Return the offset of each rank's clock from that of the first one."""
+    reference = parts[0]
+    meetings = _meetings(reference)
+    return {
+        part.rank: fit_clock(
+            meetings, _meetings(part), part.header["clock"] == reference.header["clock"]
+        )
+        for part in parts
+    }
+
+
+def _meetings(part: Part) -> dict[tuple[str, int], _Meeting]:
+    return {
+        (span.facts["channel"], span.facts["number"]): (span.began_ns, span.facts["agreed_ns"])
+        for span in part.spans()
+        if span.category == "collective" and span.facts["agreed_ns"]
+    }
+
+
+def fit_clock(
+    reference: Mapping[Any, _Meeting], own: Mapping[Any, _Meeting], is_same: bool
+) -> _ClockFit:
+    """Return the offset of a rank's clock from that of the reference rank, by collective."""
+    common = sorted((own[key], reference[key]) for key in own.keys() & reference.keys())
+    windows = [_fit_window(window) for window in _windows(common)]
+    # Ranks of one node read one clock, unless the collectives prove otherwise.
+    if is_same and all(low <= 0 <= high for _, _, low, high in windows):
+        return _ClockFit((), (), 0.0)
+    if not windows:
+        return _ClockFit((), (), float("inf"))
+    error_ns = min(max(high - offset, offset - low) for _, offset, low, high in windows)
+    return _ClockFit(
+        [time for time, _, _, _ in windows], [offset for _, offset, _, _ in windows], error_ns
+    )
+
+
+def _windows(
+    common: Sequence[tuple[_Meeting, _Meeting]],
+) -> list[list[tuple[_Meeting, _Meeting]]]:
+    """Return the meetings in spans of time so short that the clocks hardly drift."""
+    if not common:
+        return []
+    began_ns, ended_ns = common[0][0][0], common[-1][0][0]
+    width_ns = max(_MIN_WINDOW_NS, (ended_ns - began_ns) // _MAX_WINDOWS + 1)
+    windows: dict[int, list[tuple[_Meeting, _Meeting]]] = {}
+    for pair in common:
+        windows.setdefault((pair[0][0] - began_ns) // width_ns, []).append(pair)
+    return list(windows.values())
+
+
+def _fit_window(
+    window: Sequence[tuple[_Meeting, _Meeting]],
+) -> tuple[float, float, float, float]:
+    """Return time, offset, and the bounds between which the offset must lie."""
+    low = max(own_began - agreed for (own_began, _), (_, agreed) in window)
+    high = min(own_agreed - began for (_, own_agreed), (began, _) in window)
+    # All learn of the agreement at about the same time: the bounds alone would be lopsided
+    # where one rank is always late.
+    likely = statistics.median(own_agreed - agreed for (_, own_agreed), (_, agreed) in window)
+    offset = min(max(likely, low), high) if low <= high else (low + high) / 2
+    time_ns = statistics.fmean(own_agreed for (_, own_agreed), _ in window)
+    return time_ns, offset, low, high

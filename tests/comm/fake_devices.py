@@ -31,16 +31,16 @@ def to_device(array):
 
 
 @dataclass(frozen=True, eq=False)
-class Ways(DeviceCapabilities):
-    """The ways of a strategy whose device is the host."""
+class FakeCapabilities(DeviceCapabilities):
+    """The capabilities of a strategy whose device is the host."""
 
     def is_on_device(self, array):
         return isinstance(array, OnDevice)
 
 
-def ways_of(name):
-    """Return ways of which AUTO takes the one with `name`."""
-    return Ways(
+def capabilities_of(name):
+    """Return capabilities of which AUTO takes the one with `name`."""
+    return FakeCapabilities(
         Device("cpu"),
         LateCopier(),
         why_not_mpi="MPI is not proved" if name == "staged" else "",

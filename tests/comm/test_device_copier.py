@@ -62,7 +62,7 @@ def test_a_buffer_is_kept_until_it_has_been_read(cuda):
     copier.begin()
     buffer = copier.buffer(4, np.dtype("f4"))
     done = copier.put(np.zeros(4, np.float32), buffer)
-    assert [source is buffer for _, source in copier._leaving] == [True]
+    assert [source is buffer for _, source in copier._under_way] == [True]
     done.synchronize()
     copier.put(np.zeros(4, np.float32), copier.buffer(4, np.dtype("f4")))
-    assert [source is buffer for _, source in copier._leaving] == [False]
+    assert [source is buffer for _, source in copier._under_way] == [False]

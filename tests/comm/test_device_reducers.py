@@ -1,4 +1,4 @@
-"""The ways of device arrays give what the host gives, bit for bit."""
+"""The reducers of device arrays give what the host gives, bit for bit."""
 
 import logging
 
@@ -11,7 +11,7 @@ from mpistrat.comm import device_reducers
 from mpistrat.comm.wire import wire_dtype
 from mpistrat.mpi.world import open_world
 from mpistrat.strategies.devices import open_device_capabilities
-from tests.comm.fake_devices import WAYS, OnDevice, Ways, to_device, ways_of
+from tests.comm.fake_devices import WAYS, FakeCapabilities, OnDevice, capabilities_of, to_device
 from tests.helpers import as_bytes
 from tests.tree_reduction import values_of
 
@@ -29,7 +29,7 @@ def collectives(request, strategy):
 
 def with_ways(strategy, name):
     collectives = strategy.extended.collectives
-    collectives.capabilities = ways_of(name)
+    collectives.capabilities = capabilities_of(name)
     return collectives
 
 
@@ -153,7 +153,7 @@ def test_in_shared_memory_parts_change_no_bit(strategy, rank, dtype):
 def test_in_a_world_of_one_nothing_moves(monkeypatch):
     collectives = ms.OneDeviceStrategy().extended.collectives
     for way in ("mpi", "staged"):
-        monkeypatch.setattr(collectives, "capabilities", ways_of(way))
+        monkeypatch.setattr(collectives, "capabilities", capabilities_of(way))
         arrays = nest(0, Op.SUM)
         found = reduced(collectives, Op.SUM, [to_device(each) for each in arrays])
         assert_same(found, [np.ascontiguousarray(each).reshape(each.shape) for each in arrays])
@@ -235,22 +235,26 @@ def test_staged_is_the_same_as_mpi_for_host_arrays(strategy, counts, rank):
 
 
 def test_without_a_gpu_nothing_is_open(strategy):
-    ways = open_device_capabilities(open_world(None), Device("cpu"), None)
-    assert ways.places([np.ones(3), to_device(np.ones(3))]) == ()
-    assert (ways.copier, ways.link, ways.why_not_mpi) == (None, None, "")
-    assert ways == strategy.extended.collectives.capabilities
+    capabilities = open_device_capabilities(open_world(None), Device("cpu"), None)
+    assert capabilities.places([np.ones(3), to_device(np.ones(3))]) == ()
+    assert (capabilities.copier, capabilities.link, capabilities.why_not_mpi) == (None, None, "")
+    assert capabilities == strategy.extended.collectives.capabilities
 
 
 def test_where_some_ranks_have_no_gpu_all_know(strategy, rank, size, others):
-    ways = open_device_capabilities(
+    capabilities = open_device_capabilities(
         open_world(None), Device("gpu") if others else Device("cpu"), True
     )
-    assert ways.copier is None
-    assert ways.why_not_mpi == ways.why_not_nccl == f"there is no GPU on rank {size - 1}"
+    assert capabilities.copier is None
+    assert (
+        capabilities.why_not_mpi
+        == capabilities.why_not_nccl
+        == f"there is no GPU on rank {size - 1}"
+    )
 
 
 def test_stand_ins_are_told_from_host_arrays(strategy):
-    ways = ways_of("staged")
-    assert isinstance(ways, Ways)
+    capabilities = capabilities_of("staged")
+    assert isinstance(capabilities, FakeCapabilities)
     assert isinstance(to_device(np.ones(2)), OnDevice)
-    assert ways.places([np.ones(2), to_device(np.ones(2))]) == (False, True)
+    assert capabilities.places([np.ones(2), to_device(np.ones(2))]) == (False, True)

@@ -1,4 +1,4 @@
-"""The ways of device arrays, on GPUs."""
+"""The reducers of device arrays, on GPUs."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,10 @@ pytestmark = [
 
 @pytest.fixture(params=["AUTO", "NCCL", "MPI", "STAGED"])
 def options(request, gpus):
-    ways = gpus.extended.collectives.capabilities
-    why_not = {"NCCL": ways.why_not_nccl, "MPI": ways.why_not_mpi}.get(request.param)
+    capabilities = gpus.extended.collectives.capabilities
+    why_not = {"NCCL": capabilities.why_not_nccl, "MPI": capabilities.why_not_mpi}.get(
+        request.param
+    )
     options = ms.CommunicationOptions(implementation=ms.CommunicationImplementation[request.param])
     if why_not:
         with pytest.raises(ValueError, match="Use AUTO"):

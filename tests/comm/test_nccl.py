@@ -1,4 +1,4 @@
-"""What is asked of NCCL, on streams that do everything as late as they may."""
+"""NCCL: the calls of its reducer, on streams that do everything as late as they may."""
 
 import ctypes
 import types

@@ -1,4 +1,4 @@
-"""Arrays into messages and out again, reduced by stand-ins for every way to reduce a message."""
+"""Packing of arrays into messages and back, with a fake for each reducer."""
 
 import numpy as np
 import pytest

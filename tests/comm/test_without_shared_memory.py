@@ -80,7 +80,7 @@ def copy_of_the_package(folder, reason):
         elif reason == "damaged":
             library.write_text("no library")
     if reason == "compiled from another source":
-        with open(copy / "mpistrat/native/lanes.c", "a") as file:
+        with open(copy / "mpistrat/native/sequences.c", "a") as file:
             file.write("/* newer than the library */\n")
     return copy
 

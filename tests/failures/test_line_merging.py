@@ -117,4 +117,4 @@ def test_a_closed_standard_error_is_no_error(monkeypatch, tmp_path):
     file.close()
     for broken in (file, None):
         monkeypatch.setattr("sys.stderr", broken)
-        print_line("nobody hears this", [0])
+        print_line("standard error is closed", [0])

@@ -1,4 +1,4 @@
-"""The level of the logger, and who prints where a program is alone."""
+"""Log level, and output of a program that runs alone."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def tell():
 """
 
 
-def told(tmp_path, program, **variables):
+def printed_lines(tmp_path, program, **variables):
     """Return the standard error of `program`, run alone."""
     script = tmp_path / "program.py"
     script.write_text(PROGRAM + program)
@@ -46,7 +46,9 @@ def test_a_bad_level_is_an_error_that_names_the_good_ones(text):
 def test_the_setting_is_the_level_of_the_logger(tmp_path, level):
     shown = LEVELS[LEVELS.index(level or "WARNING") :]
     variables = {} if level is None else {"MPISTRAT_LOG": level.lower()}
-    assert told(tmp_path, "tell()", **variables) == [f"mpistrat: {each} line" for each in shown]
+    assert printed_lines(tmp_path, "tell()", **variables) == [
+        f"mpistrat: {each} line" for each in shown
+    ]
 
 
 @pytest.mark.launches
@@ -62,13 +64,13 @@ def test_the_setting_is_the_level_of_the_logger(tmp_path, level):
 )
 @pytest.mark.parametrize("level", ["", "log.setLevel(logging.WARNING)\n"])
 def test_where_the_program_has_a_handler_nothing_is_printed_twice(tmp_path, configure, level):
-    lines = told(tmp_path, f"{configure}\n{level}tell()")
+    lines = printed_lines(tmp_path, f"{configure}\n{level}tell()")
     assert lines == [f"mine {each} line" for each in LEVELS[2:]]
 
 
 @pytest.mark.launches
 def test_a_handler_of_others_is_none_for_this_logger(tmp_path):
-    lines = told(
+    lines = printed_lines(
         tmp_path,
         "log.addHandler(logging.NullHandler())\n"
         'logging.getLogger("other").addHandler(logging.StreamHandler())\n'
@@ -81,7 +83,9 @@ def test_a_handler_of_others_is_none_for_this_logger(tmp_path):
 
 @pytest.mark.launches
 def test_a_traceback_belongs_to_its_line(tmp_path):
-    lines = told(tmp_path, 'try:\n    1 / 0\nexcept ZeroDivisionError:\n    log.exception("oh")')
+    lines = printed_lines(
+        tmp_path, 'try:\n    1 / 0\nexcept ZeroDivisionError:\n    log.exception("oh")'
+    )
     assert lines[:2] == ["mpistrat: oh", "Traceback (most recent call last):"]
     assert lines[-1] == "ZeroDivisionError: division by zero"
 
@@ -89,7 +93,7 @@ def test_a_traceback_belongs_to_its_line(tmp_path):
 @pytest.mark.launches
 def test_warnings_of_a_program_alone_are_left_to_python(tmp_path):
     assert (
-        told(
+        printed_lines(
             tmp_path,
             "original = warnings.showwarning\nms.OneDeviceStrategy()\n"
             "assert warnings.showwarning is original",

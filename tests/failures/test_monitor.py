@@ -1,4 +1,4 @@
-"""The monitor: its own are answered, and strangers keep nobody waiting."""
+"""Monitor: answers to ranks of the job, and none to others, who block no rank."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.comm.transport import SoloTransport
 from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Monitor, read_line
-from mpistrat.failures.peers import JobPeers, State
+from mpistrat.failures.peers import MonitorClient, RankState
 
 KEY = "0123"
 LIMIT_S = 20
@@ -20,31 +20,31 @@ LIMIT_S = 20
 @pytest.fixture(scope="module")
 def monitor():
     monitor, channel = Monitor(), Channel(SoloTransport(), None)
-    handlers = JobPeers(channel, KEY, [monitor.address]).handlers()
+    handlers = MonitorClient(channel, KEY, [monitor.address]).handlers()
     monitor.add(KEY, handlers | {"log": functools.partial(logs.take_lines, channel)})
     return monitor
 
 
-def say(monitor, words):
-    """Return a connection over which `words` were sent."""
+def send(monitor, message):
+    """Return a connection over which `message` was sent."""
     connection = monitor.address.connect(LIMIT_S)
-    connection.sendall(words)
+    connection.sendall(message)
     return connection
 
 
 def ask(monitor, **question):
-    with say(monitor, json.dumps(question).encode() + b"\n") as connection:
+    with send(monitor, json.dumps(question).encode() + b"\n") as connection:
         return json.loads(read_line(connection) or "null")
 
 
 def test_the_state_of_the_rank(monitor):
     found = ask(monitor, key=KEY, ask="state")
-    assert (found["state"], found["sequence"]) == (State.LATE, 0)
+    assert (found["state"], found["sequence"]) == (RankState.LATE, 0)
     assert "test_monitor.py" in found["site"]
 
 
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\n",
@@ -57,23 +57,23 @@ def test_the_state_of_the_rank(monitor):
         '{"key": "\u00e9", "ask": "state"}\n'.encode(),
         b'{"key": "0124", "ask": "state"}\n',
         b'{"key": "0123"}\n',
-        b'{"key": "0123", "ask": "log", "teller": [], "lines": 3}\n',
+        b'{"key": "0123", "ask": "log", "sender": [], "lines": 3}\n',
         b"x" * 2**21,
     ],
 )
-def test_what_strangers_say_is_not_answered_and_does_no_harm(monitor, words):
+def test_what_strangers_say_is_not_answered_and_does_no_harm(monitor, message):
     try:
-        with say(monitor, words) as connection:
+        with send(monitor, message) as connection:
             assert read_line(connection) == b""
     except ConnectionError:
         pass  # it was closed before all was sent
-    assert ask(monitor, key=KEY, ask="state")["state"] == State.LATE
+    assert ask(monitor, key=KEY, ask="state")["state"] == RankState.LATE
 
 
 def test_silent_strangers_keep_nobody_waiting_and_are_closed(monitor):
-    strangers = [say(monitor, words) for words in [b"", b"half a "] * 20]
+    strangers = [send(monitor, message) for message in [b"", b"half a "] * 20]
     began = time.monotonic()
-    assert ask(monitor, key=KEY, ask="state")["state"] == State.LATE
+    assert ask(monitor, key=KEY, ask="state")["state"] == RankState.LATE
     assert time.monotonic() - began < 0.9
     for each in strangers:
         each.settimeout(LIMIT_S)
@@ -82,17 +82,17 @@ def test_silent_strangers_keep_nobody_waiting_and_are_closed(monitor):
 
 
 def test_a_question_may_come_in_parts(monitor):
-    words = json.dumps({"key": KEY, "ask": "state"}).encode() + b"\n"
-    with say(monitor, words[:9]) as connection:
+    message = json.dumps({"key": KEY, "ask": "state"}).encode() + b"\n"
+    with send(monitor, message[:9]) as connection:
         time.sleep(0.1)
-        connection.sendall(words[9:])
-        assert json.loads(read_line(connection))["state"] == State.LATE
+        connection.sendall(message[9:])
+        assert json.loads(read_line(connection))["state"] == RankState.LATE
 
 
 def test_who_asks_without_an_end_of_line(monitor):
-    with say(monitor, json.dumps({"key": KEY, "ask": "state"}).encode()) as connection:
+    with send(monitor, json.dumps({"key": KEY, "ask": "state"}).encode()) as connection:
         connection.shutdown(socket.SHUT_WR)
-        assert json.loads(read_line(connection))["state"] == State.LATE
+        assert json.loads(read_line(connection))["state"] == RankState.LATE
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -100,20 +100,20 @@ def test_lines_are_delivered_or_not(monitor, answers):
     asked = []
 
     def take(question):
-        asked.append((question["teller"], question["lines"], question.is_awaited()))
+        asked.append((question["sender"], question["lines"], question.is_awaited()))
         return {"taken": answers}
 
     monitor.add("0567", {"log": take})
-    peers = JobPeers(Channel(SoloTransport(), None), "0567", [monitor.address])
+    peers = MonitorClient(Channel(SoloTransport(), None), "0567", [monitor.address])
     assert peers.deliver(["one", "two"]) is answers
     assert asked == [(0, ["one", "two"], True)]
 
 
 def test_lines_are_not_delivered_to_nobody(monitor):
     channel = Channel(SoloTransport(), None)
-    assert not JobPeers(channel, "a wrong key", [monitor.address]).deliver(["one"])
+    assert not MonitorClient(channel, "a wrong key", [monitor.address]).deliver(["one"])
     with socket.create_server(("", 0)) as closed:
         nobody = Address(monitor.address.host, closed.getsockname()[1], monitor.address.pid)
-    assert not JobPeers(channel, KEY, [nobody]).deliver(["one"])
+    assert not MonitorClient(channel, KEY, [nobody]).deliver(["one"])
     # Without a queue there is nothing that takes lines.
-    assert not JobPeers(channel, KEY, [monitor.address]).deliver(["one"])
+    assert not MonitorClient(channel, KEY, [monitor.address]).deliver(["one"])

@@ -1,4 +1,4 @@
-"""Faults on purpose: their grammar, and what those that leave the process alive do."""
+"""Fault injection: the grammar, and the faults that leave the process alive."""
 
 import itertools
 import time

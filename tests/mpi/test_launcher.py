@@ -1,4 +1,4 @@
-"""What launchers say to their ranks, and how a rank starts a new world."""
+"""Launchers: the variables they set, and how a rank starts a new world."""
 
 import os
 import sys
@@ -81,7 +81,7 @@ JSRUN = {"JSM_NAMESPACE_SIZE": "3", "JSM_NAMESPACE_RANK": "2", "JSM_NAMESPACE_LO
         ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "3", "SLURM_MPI_TYPE": "pmi2"}, "slurm"),
         (OPEN_MPI, "openmpi"),
         (HYDRA, "mpich"),
-        # mpiexec inside of a step of Slurm, such as that of its own proxies
+        # mpiexec inside of a step of Slurm, such as that of its proxies
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "2", **HYDRA}, "mpich"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "2", **OPEN_MPI}, "openmpi"),
         ({**HYDRA, "I_MPI_HYDRA_PMI_CONNECT": "alltoall"}, "intel"),

@@ -1,4 +1,4 @@
-"""What is compiled for lists of arrays does as NumPy does."""
+"""Compiled functions for lists of arrays agree with NumPy."""
 
 import sys
 

@@ -325,7 +325,7 @@ assert sum(counts) == sum(3 + 2 * each for each in range(size)), counts
         """
 def free_memory():
     try:
-        raise OSError("told, and no more")
+        raise OSError("reported, and no more")
     except OSError:
         sys.excepthook(*sys.exc_info())  # as Cython does where an object is freed
 if rank == 1:

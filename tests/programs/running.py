@@ -63,7 +63,7 @@ class Case:
 
 
 LAUNCHERS = re.compile(
-    # Open MPI puts its own words between two lines of dashes, and its runtime's in brackets.
+    # Open MPI puts its messages between two lines of dashes, and its runtime's in brackets.
     r"^-{60,}\n.*?(^-{60,}\n|\Z)|^={60,}\n.*?^={60,}\n|^(\[|Abort\(|YOUR APPLICATION).*\n?",
     re.MULTILINE | re.DOTALL,
 )
@@ -134,15 +134,15 @@ def end_processes(folder: Path):
                 os.kill(pid, signal.SIGKILL)
 
 
-def check_words(case, text: str, head: str = PRELUDE):
+def check_output(case, text: str, head: str = PRELUDE):
     """Assert that `text`, said of the program after `head`, holds all that is expected."""
     lines = (head + case.program).split("\n")
     marks = ((re.search(r"#> (\w+)$", line), i) for i, line in enumerate(lines, 1))
     places = {match[1]: f"program.py:{number}" for match, number in marks if match}
-    for words in case.expected:
+    for text_part in case.expected:
         for name, place in places.items():
-            words = words.replace(f"<{name}>", place)
-        assert words in text, f"{words!r} is not in:\n{text}"
+            text_part = text_part.replace(f"<{name}>", place)
+        assert text_part in text, f"{text_part!r} is not in:\n{text}"
 
 
 def check(case, done: Finished):
@@ -158,4 +158,4 @@ def check(case, done: Finished):
     assert done.after_s < limit_s, f"{done.after_s:.1f} s:\n{done.all_text}"
     assert done.text.count("\n") < 40, done.all_text
     assert done.text.count("Traceback") <= 1, done.all_text
-    check_words(case, done.text, PRELUDE + MARKS)
+    check_output(case, done.text, PRELUDE + MARKS)

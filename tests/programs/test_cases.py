@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.programs.cases import CASES, DISAGREEMENTS
-from tests.programs.running import catch_each, check, check_words, run_case
+from tests.programs.running import catch_each, check, check_output, run_case
 
 pytestmark = pytest.mark.launches
 
@@ -56,9 +56,9 @@ def caught(tmp_path_factory):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("case", DISAGREEMENTS, ids=str)
-def test_a_disagreement_is_told_on_every_rank_which_can_go_on(caught, case):
+def test_a_disagreement_is_reported_on_every_rank_which_can_continue(caught, case):
     assert len(set(caught[case.name])) == 1
-    check_words(case, caught[case.name][0])
+    check_output(case, caught[case.name][0])
 
 
 @pytest.mark.parametrize("cases", [CASES, DISAGREEMENTS])

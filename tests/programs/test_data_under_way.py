@@ -141,7 +141,7 @@ def begin():
     handles.append(replica.start_all_reduce("sum", np.full(3_000_000, rank, np.float32)))
 strategy.run(begin)
 kept = strategy.reduce("max", np.full(100_000, rank))
-tell, told = os.pipe()
+reader, writer = os.pipe()
 pid = os.fork()
 if pid == 0:
     try:
@@ -153,13 +153,13 @@ check(300)
 assert (handles[0].wait() == size * last // 2).all()
 assert (kept == last).all()
 kept[:] = 6
-os.write(told, b"x")
+os.write(writer, b"x")
 assert os.waitpid(pid, 0)[1] == 7 << 8
 assert (kept == 6).all()
 check(5)
 """
 CHILDREN = {
-    "compute": "kept[:50_000] = 5; handles.clear(); os.read(tell, 1); print(kept[-2:].sum())",
+    "compute": "kept[:50_000] = 5; handles.clear(); os.read(reader, 1); print(kept[-2:].sum())",
     "reduce": """
         try:
             strategy.reduce("sum", 1)

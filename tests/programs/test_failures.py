@@ -263,7 +263,7 @@ strategy.reduce("sum", 1)
     assert text.endswith("RuntimeError: main thread")
 
 
-def test_an_error_without_words_is_told_all_the_same(tmp_path):
+def test_an_error_without_text_is_reported_too(tmp_path):
     text = fail(
         tmp_path,
         """

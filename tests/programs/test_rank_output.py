@@ -111,7 +111,7 @@ def test_what_is_logged_at_the_very_end_is_printed(tmp_path):
         3,
     )
     done = [f"mpistrat: rank {rank}: {rank} is done" for rank in range(3)]
-    # What runs before the farewell still goes through rank 0.
+    # What runs before the last round still goes through rank 0.
     assert sorted(lines) == [*done, "mpistrat: ranks 0-2: in the exit"]
 
 
@@ -190,10 +190,10 @@ strategy.reduce("sum", 1)
     assert sorted(lines[1:]) == [f"mpistrat: rank {rank}: is there anybody?" for rank in (1, 2)]
 
 
-def test_last_words_are_said_once(tmp_path):
+def test_last_lines_are_printed_once(tmp_path):
     lines = lines_of(
         tmp_path,
-        'if rank != 1:\n    logs.say_last("rank 1 is gone.")\n    os._exit(1)\ntime.sleep(60)\n',
+        'if rank != 1:\n    logs.print_last("rank 1 is gone.")\n    os._exit(1)\ntime.sleep(60)\n',
         4,
         code=1,
     )

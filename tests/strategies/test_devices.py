@@ -50,26 +50,28 @@ def asked(name):
     ],
 )
 def test_the_way_and_the_reason(name, no_mpi, no_nccl, dtype, way, why):
-    ways = DeviceCapabilities(GPU, why_not_mpi=no_mpi, why_not_nccl=no_nccl)
-    assert choose_way(asked(name), Op.SUM, np.dtype(dtype), ways) == (Way[way], why)
+    capabilities = DeviceCapabilities(GPU, why_not_mpi=no_mpi, why_not_nccl=no_nccl)
+    assert choose_way(asked(name), Op.SUM, np.dtype(dtype), capabilities) == (Way[way], why)
 
 
 def test_what_cannot_be_had_is_refused_with_the_reason():
-    ways = DeviceCapabilities(GPU, why_not_mpi="it is off.", why_not_nccl="ranks 0-1 share one GPU")
+    capabilities = DeviceCapabilities(
+        GPU, why_not_mpi="it is off.", why_not_nccl="ranks 0-1 share one GPU"
+    )
     with pytest.raises(ValueError, match=r"NCCL reduces .* ranks 0-1 share one GPU. Use AUTO"):
-        check_options(asked("NCCL"), ways)
+        check_options(asked("NCCL"), capabilities)
     with pytest.raises(ValueError, match=r"(?s)MPI gives device memory .* it is off.*Use AUTO or"):
-        check_options(asked("MPI"), ways)
+        check_options(asked("MPI"), capabilities)
     for name in ("AUTO", "STAGED", "SHARED"):
-        check_options(asked(name), ways)
+        check_options(asked(name), capabilities)
 
 
 def test_on_the_host_only_nccl_is_refused():
-    ways = DeviceCapabilities(Device("cpu"))
+    capabilities = DeviceCapabilities(Device("cpu"))
     with pytest.raises(ValueError, match="the replica computes on the host"):
-        check_options(asked("NCCL"), ways)
+        check_options(asked("NCCL"), capabilities)
     for name in ("AUTO", "MPI", "STAGED", "SHARED"):
-        check_options(asked(name), ways)
+        check_options(asked(name), capabilities)
 
 
 @pytest.mark.parametrize("answer", Answer)

@@ -1,4 +1,4 @@
-"""The phases in which a process leaves: their order, whatever was registered first."""
+"""Exit hooks: the order of the phases, whatever was registered first."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A thread does one thing after the other, and whoever waits learns how it went."""
+"""Serial executor: functions run in order, and the waiting thread gets their errors."""
 
 import gc
 import os
@@ -133,8 +133,8 @@ def test_a_fork_has_no_part_in_what_is_under_way(background):
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        told = pipe.read()
+        message = pipe.read()
     os.waitpid(child, 0)
     gate.set()
     pending()
-    assert "fork" in told
+    assert "fork" in message

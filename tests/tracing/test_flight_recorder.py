@@ -1,4 +1,4 @@
-"""What the flight record says while the program runs."""
+"""Flight recorder: its content while the program runs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Clocks laid upon each other by the collectives that two ranks have in common."""
+"""Clock fit of two ranks, by the collectives that they have in common."""
 
 import math
 

@@ -52,7 +52,7 @@ class TestKmeans:
         squares = ((points[:, None] - found) ** 2).sum(axis=2).min(axis=1)
         assert last_number(resumed) == pytest.approx(squares.mean(), rel=1e-5)
 
-    def test_clusters_without_points_begin_anew(self, tmp_path):
+    def test_clusters_without_points_begin_again(self, tmp_path):
         # The first rows, which begin as centres, are all the same.
         data = tmp_path / "table.h5"
         corners = np.array([[0, 0], [0, 0], [0, 0], [0, 8], [8, 0], [0, 8], [8, 0]], float)

@@ -25,7 +25,7 @@ def configuration_of(folder):
 def processes_of(folder):
     """Return the ids of the daemons in `folder`, and of the steps and tasks of their jobs.
 
-    All of them have been told the configuration by a variable, and no other process has.
+    All of them know the configuration by a variable, and no other process has.
     """
     mark = f"SLURM_CONF={configuration_of(folder)}\0".encode()
     found = []

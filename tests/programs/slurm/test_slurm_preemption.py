@@ -1,4 +1,4 @@
-"""A job that is told to go saves, queues itself again, and goes on where it stopped."""
+"""Preemption by Slurm: a job saves, queues itself again, and resumes where it stopped."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests import ROOT
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 EPOCHS = 30
-"""So many that the first run is not through with them before it is told to go."""
+"""So many that the first run is not through with them before it is preempted."""
 
 CHECKPOINTS = "runs/digits/checkpoint-*.h5"
 
@@ -32,10 +32,10 @@ def submit(cluster, tmp_path):
 
 def is_task(pid):
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:  # it has ended meanwhile
         return False
-    return b"python" in words[0] and b"jobs/train_digits.py" in words
+    return b"python" in arguments[0] and b"jobs/train_digits.py" in arguments
 
 
 class Job:
@@ -138,7 +138,7 @@ def check_it_saved(job, reason):
 
 
 def check_it_goes_on(job, *changes):
-    """Check that a `job` that is queued again goes on where it was, after some `changes`."""
+    """Check that a `job` that is queued again resumes where it was, after some `changes`."""
     newest = job.checkpoint()
     time.sleep(1.5)  # a node does not start a job in the second in which it has ended it
     # Slurm would let it wait for two minutes.

@@ -1,12 +1,12 @@
-/* The functions of lanes.c as Python calls them.
+/* Python's calls of the functions of sequences.c.
 
-   Lanes and words are given by their addresses, numbers that are reduced as arrays. The callers
-   (comm/node.py, comm/rounds.py, comm/shared.py) are trusted with dtypes and lengths; what is
-   checked here is what would read or write elsewhere. What may wait lets other threads run. */
+   Sequences and words are given by their addresses, numbers that are reduced as arrays. The callers
+   in comm/ are trusted with dtypes and lengths; the checks here prevent reads and writes elsewhere.
+   Functions that may wait let other threads run. */
 
 #include "native.h"
 
-#include "lanes.h"
+#include "sequences.h"
 
 #include <string.h>
 
@@ -40,18 +40,18 @@ static PyArrayObject *as_array(PyObject *object)
 
 /* ---- rounds ---- */
 
-/* round_start(lane, words) */
+/* round_start(seq, words) */
 PyObject *mpistrat_call_round_start(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
     int64_t given[2];
     if (!take_count(num_args, 2, "round_start") || !take_integers(args, 2, given))
         return NULL;
-    mpistrat_round_start((struct lane *)given[0], (const uint64_t *)given[1]);
+    mpistrat_round_start((struct sequence *)given[0], (const uint64_t *)given[1]);
     Py_RETURN_NONE;
 }
 
-/* round_done(lane, largest, turns) -> bool */
+/* round_done(seq, largest, turns) -> bool */
 PyObject *mpistrat_call_round_done(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -59,11 +59,11 @@ PyObject *mpistrat_call_round_done(PyObject *module, PyObject *const *args, Py_s
     if (!take_count(num_args, 3, "round_done") || !take_integers(args, 3, given))
         return NULL;
     return PyBool_FromLong(
-        mpistrat_round_done((struct lane *)given[0], (uint64_t *)given[1], given[2]));
+        mpistrat_round_done((struct sequence *)given[0], (uint64_t *)given[1], given[2]));
 }
 
-/* round_meet(lane, words, largest, turns, first, second) -> int: fill the words with both numbers
-   and their complements, round_start and round_done. 0: not all have come; 2: all brought the same */
+/* round_meet(seq, words, largest, turns, first, second) -> int: fill the words with both numbers
+   and their complements, round_start and round_done. 0: some ranks are missing; 2: all are equal */
 PyObject *mpistrat_call_round_meet(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -74,15 +74,15 @@ PyObject *mpistrat_call_round_meet(PyObject *module, PyObject *const *args, Py_s
     uint64_t second = PyLong_AsUnsignedLongLong(args[5]);
     if (PyErr_Occurred())
         return NULL;
-    struct lane *lane = (struct lane *)given[0];
+    struct sequence *seq = (struct sequence *)given[0];
     uint64_t *words = (uint64_t *)given[1], *largest = (uint64_t *)given[2];
     const uint64_t own[4] = {first, ~first, second, ~second};
     memcpy(words, own, sizeof own);
-    mpistrat_round_start(lane, words);
-    if (!mpistrat_round_done(lane, largest, SOON)) {
-        int done; /* a rank that is late may need what another thread of this one does */
+    mpistrat_round_start(seq, words);
+    if (!mpistrat_round_done(seq, largest, SOON)) {
+        int done; /* a late rank may need another thread of this one */
         Py_BEGIN_ALLOW_THREADS
-        done = mpistrat_round_done(lane, largest, given[3]);
+        done = mpistrat_round_done(seq, largest, given[3]);
         Py_END_ALLOW_THREADS
         if (!done)
             return PyLong_FromLong(0);
@@ -90,32 +90,34 @@ PyObject *mpistrat_call_round_meet(PyObject *module, PyObject *const *args, Py_s
     return PyLong_FromLong(memcmp(largest, own, sizeof own) == 0 ? 2 : 1);
 }
 
-/* round_board(lane, source) */
-PyObject *mpistrat_call_round_board(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+/* round_contribute(seq, source) */
+PyObject *mpistrat_call_round_contribute(PyObject *module, PyObject *const *args,
+                                         Py_ssize_t num_args)
 {
     (void)module;
-    int64_t lane;
-    if (!take_count(num_args, 2, "round_board") || !take_integers(args, 1, &lane))
+    int64_t seq;
+    if (!take_count(num_args, 2, "round_contribute") || !take_integers(args, 1, &seq))
         return NULL;
     PyArrayObject *source = as_array(args[1]);
     if (source == NULL)
         return NULL;
-    mpistrat_round_board((struct lane *)lane, PyArray_BYTES(source), PyArray_NBYTES(source));
+    mpistrat_round_contribute((struct sequence *)seq, PyArray_BYTES(source),
+                              PyArray_NBYTES(source));
     Py_RETURN_NONE;
 }
 
-/* round_collect(lane, function, divisor, itemsize, target) */
-PyObject *mpistrat_call_round_collect(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+/* round_result(seq, function, divisor, itemsize, target) */
+PyObject *mpistrat_call_round_result(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
     int64_t given[4];
-    if (!take_count(num_args, 5, "round_collect") || !take_integers(args, 4, given))
+    if (!take_count(num_args, 5, "round_result") || !take_integers(args, 4, given))
         return NULL;
     PyArrayObject *target = as_array(args[4]);
     if (target == NULL)
         return NULL;
     const struct arithmetic how = {given[1], given[2], given[3]};
-    mpistrat_round_collect((struct lane *)given[0], how, PyArray_BYTES(target),
+    mpistrat_round_result((struct sequence *)given[0], how, PyArray_BYTES(target),
                            PyArray_NBYTES(target));
     Py_RETURN_NONE;
 }
@@ -159,38 +161,40 @@ static int take_message(PyObject *sources, PyObject *targets, struct piece *room
     return 1;
 }
 
-/* reduce_board(lane, block, small, sources, targets) */
-PyObject *mpistrat_call_reduce_board(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+/* reduce_contribute(seq, block, small, sources, targets) */
+PyObject *mpistrat_call_reduce_contribute(PyObject *module, PyObject *const *args,
+                                          Py_ssize_t num_args)
 {
     (void)module;
     int64_t given[3];
     struct piece room[FEW];
     struct message message;
-    if (!take_count(num_args, 5, "reduce_board") || !take_integers(args, 3, given) ||
+    if (!take_count(num_args, 5, "reduce_contribute") || !take_integers(args, 3, given) ||
         !take_message(args[3], args[4], room, &message))
         return NULL;
     message.block = given[1];
     message.small = given[2];
     Py_BEGIN_ALLOW_THREADS
-    mpistrat_reduce_board((struct lane *)given[0], message);
+    mpistrat_reduce_contribute((struct sequence *)given[0], message);
     Py_END_ALLOW_THREADS
     if (message.pieces != room)
         PyMem_Free((void *)message.pieces);
     Py_RETURN_NONE;
 }
 
-/* reduce_unboard(lane) */
-PyObject *mpistrat_call_reduce_unboard(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+/* reduce_withdraw(seq) */
+PyObject *mpistrat_call_reduce_withdraw(PyObject *module, PyObject *const *args,
+                                        Py_ssize_t num_args)
 {
     (void)module;
-    int64_t lane;
-    if (!take_count(num_args, 1, "reduce_unboard") || !take_integers(args, 1, &lane))
+    int64_t seq;
+    if (!take_count(num_args, 1, "reduce_withdraw") || !take_integers(args, 1, &seq))
         return NULL;
-    mpistrat_reduce_unboard((struct lane *)lane);
+    mpistrat_reduce_withdraw((struct sequence *)seq);
     Py_RETURN_NONE;
 }
 
-/* reduce(lane, function, divisor, itemsize, block, small, boarded, sources, targets) */
+/* reduce(seq, function, divisor, itemsize, block, small, contributed, sources, targets) */
 PyObject *mpistrat_call_reduce(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -204,14 +208,14 @@ PyObject *mpistrat_call_reduce(PyObject *module, PyObject *const *args, Py_ssize
     message.block = given[4];
     message.small = given[5];
     Py_BEGIN_ALLOW_THREADS
-    mpistrat_reduce((struct lane *)given[0], how, message, (int)given[6]);
+    mpistrat_reduce((struct sequence *)given[0], how, message, (int)given[6]);
     Py_END_ALLOW_THREADS
     if (message.pieces != room)
         PyMem_Free((void *)message.pieces);
     Py_RETURN_NONE;
 }
 
-/* reduce_slice(lane, function, owners, source, num_bytes) -> (address, bytes) of the slice */
+/* reduce_slice(seq, function, owners, source, num_bytes) -> (address, bytes) of the slice */
 PyObject *mpistrat_call_reduce_slice(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -219,13 +223,13 @@ PyObject *mpistrat_call_reduce_slice(PyObject *module, PyObject *const *args, Py
     if (!take_count(num_args, 5, "reduce_slice") || !take_integers(args, 5, given))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    mpistrat_reduce_slice((struct lane *)given[0], given[1], given[2], (const char *)given[3],
+    mpistrat_reduce_slice((struct sequence *)given[0], given[1], given[2], (const char *)given[3],
                           given[4], slice);
     Py_END_ALLOW_THREADS
     return Py_BuildValue("(LL)", (long long)slice[0], (long long)slice[1]);
 }
 
-/* collect_slices(lane, owners, target, num_bytes) */
+/* collect_slices(seq, owners, target, num_bytes) */
 PyObject *mpistrat_call_collect_slices(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -233,7 +237,7 @@ PyObject *mpistrat_call_collect_slices(PyObject *module, PyObject *const *args, 
     if (!take_count(num_args, 4, "collect_slices") || !take_integers(args, 4, given))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    mpistrat_collect_slices((struct lane *)given[0], given[1], (char *)given[2], given[3]);
+    mpistrat_collect_slices((struct sequence *)given[0], given[1], (char *)given[2], given[3]);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

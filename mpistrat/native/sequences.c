@@ -1,18 +1,19 @@
-/* Collectives of the ranks of one node in memory that they share. See comm/node.py.
+/* Shared-memory collectives of the ranks of one node. comm/shared_memory.py makes the memory.
 
-   A lane is one sequence of steps. Each rank has a line in it: a counter of the steps that it has
-   come to, which only this rank writes, and two halves for data, used in turn. Who has come to step
-   k has left step k - 1, so a half is free again as soon as every rank has come to the step after
-   the one that used it. The counter is written with release and read with acquire order: whoever
-   sees a step of another rank sees all that the rank wrote before.
+   A sequence is a series of steps that all ranks go through. Each rank has a line in it: a counter
+   of the steps at which it has arrived, which only this rank writes, and two halves for data, used
+   in turn. A rank that has arrived at step k has left step k - 1, so a half is free again as soon
+   as every rank has arrived at the step after the one that used it. The counter is written with
+   release and read with acquire order: a rank that sees a step of another rank sees all that the
+   other wrote before.
 
    Each rank also has an arena in this memory, for results. If those of a message lie there on all
    ranks, each rank writes its slice of them to all arenas, and nobody has to copy them out.
 
-   No function keeps state outside of its lane. What can wait without end (reduce) is to be called
-   only when every rank has agreed to call it. */
+   No function keeps state outside of its sequence. A function that can wait without end (reduce)
+   may be called only when every rank has agreed to call it. */
 
-#include "lanes.h"
+#include "sequences.h"
 
 #include <sched.h>
 #include <string.h>
@@ -21,16 +22,16 @@ enum { GOAL = 64, LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, WO
 
 /* ---- waiting ---- */
 
-static void come(struct lane *lane)
+static void arrive(struct sequence *seq)
 {
-    lane->step++;
-    __atomic_store_n((int64_t *)lane->line[lane->own], lane->step, __ATOMIC_RELEASE);
+    seq->step++;
+    __atomic_store_n((int64_t *)seq->line[seq->own], seq->step, __ATOMIC_RELEASE);
 }
 
-static int all_have_come(const struct lane *lane)
+static int all_have_arrived(const struct sequence *seq)
 {
-    for (int64_t q = 0; q < lane->size; q++)
-        if (__atomic_load_n((int64_t *)lane->line[q], __ATOMIC_ACQUIRE) < lane->step)
+    for (int64_t q = 0; q < seq->size; q++)
+        if (__atomic_load_n((int64_t *)seq->line[q], __ATOMIC_ACQUIRE) < seq->step)
             return 0;
     return 1;
 }
@@ -49,36 +50,36 @@ static void relax(int64_t turn)
 #endif
 }
 
-static void wait_for_all(const struct lane *lane)
+static void wait_for_all(const struct sequence *seq)
 {
-    for (int64_t turn = 0; !all_have_come(lane); turn++)
+    for (int64_t turn = 0; !all_have_arrived(seq); turn++)
         relax(turn);
 }
 
-static char *half_of(const struct lane *lane, int64_t rank, int64_t use)
+static char *half_of(const struct sequence *seq, int64_t rank, int64_t use)
 {
-    return lane->line[rank] + LINE_HEAD + (use & 1) * lane->half;
+    return seq->line[rank] + LINE_HEAD + (use & 1) * seq->half;
 }
 
 /* ---- rounds: the largest of a few words ---- */
 
-/* Bring `words` to the next round. */
-void mpistrat_round_start(struct lane *lane, const uint64_t *words)
+/* Contribute `words` to the next round. */
+void mpistrat_round_start(struct sequence *seq, const uint64_t *words)
 {
-    memcpy(half_of(lane, lane->own, lane->step + 1), words, WORDS * sizeof *words);
-    come(lane);
+    memcpy(half_of(seq, seq->own, seq->step + 1), words, WORDS * sizeof *words);
+    arrive(seq);
 }
 
-/* Look up to `turns` times whether every rank has come; then write the largest of each word. */
-int mpistrat_round_done(const struct lane *lane, uint64_t *largest, int64_t turns)
+/* Look up to `turns` times whether all ranks have arrived; then write the largest of each word. */
+int mpistrat_round_done(const struct sequence *seq, uint64_t *largest, int64_t turns)
 {
-    for (int64_t turn = 0; !all_have_come(lane); turn++) {
+    for (int64_t turn = 0; !all_have_arrived(seq); turn++) {
         if (turn + 1 >= turns)
             return 0;
         relax(turn);
     }
-    for (int64_t q = 0; q < lane->size; q++) {
-        const uint64_t *words = (const uint64_t *)half_of(lane, q, lane->step);
+    for (int64_t q = 0; q < seq->size; q++) {
+        const uint64_t *words = (const uint64_t *)half_of(seq, q, seq->step);
         for (int i = 0; i < WORDS; i++)
             if (q == 0 || words[i] > largest[i])
                 largest[i] = words[i];
@@ -112,7 +113,7 @@ typedef void combine_function(char *total, const char *other, int64_t num_bytes)
     COMBINE(min_##NAME, TYPE, b[i] < a[i] ? b[i] : a[i]) \
     COMBINE(max_##NAME, TYPE, b[i] > a[i] ? b[i] : a[i])
 
-/* Unsigned arithmetic wraps, and gives the bits of signed sums and products too. */
+/* Signed overflow is undefined in C. Unsigned arithmetic wraps, with the same bits. */
 SUM_AND_PROD(f4, float)
 SUM_AND_PROD(f8, double)
 SUM_AND_PROD(u1, uint8_t)
@@ -129,7 +130,7 @@ MIN_AND_MAX(u2, uint16_t)
 MIN_AND_MAX(u4, uint32_t)
 MIN_AND_MAX(u8, uint64_t)
 
-/* By number: comm/node.py gives them the same ones. */
+/* By number: comm/shared_reducer.py numbers them in the same order. */
 static combine_function *const combine_functions[] = {
     sum_f4, sum_f8, sum_u1, sum_u2, sum_u4, sum_u8,
     prod_f4, prod_f8, prod_u1, prod_u2, prod_u4, prod_u8,
@@ -159,7 +160,7 @@ static void divide(char *total, int64_t num_bytes, int64_t itemsize, int64_t div
 
 /* ---- reductions ---- */
 
-/* A place in a sequence of pieces. */
+/* A position in the pieces of a message. */
 struct place {
     const struct piece *piece;
     int64_t offset;
@@ -212,7 +213,8 @@ static const char *next_of(struct place *from, char *room, int64_t num_bytes)
 }
 
 /* Where slice `number` of `owners` in a block begins, at a multiple of GRAIN. The ranks below
-   `owners` have one each; those behind have none, and begin at the end. */
+   `owners` have one each; the others have none, and begin at the end. A grain is a cache line, so
+   that no two ranks write to the same one. */
 static int64_t slice_start(int64_t num_bytes, int64_t owners, int64_t number)
 {
     int64_t grains = (num_bytes + GRAIN - 1) / GRAIN;
@@ -222,16 +224,16 @@ static int64_t slice_start(int64_t num_bytes, int64_t owners, int64_t number)
 
 /* Reduce bytes [start, stop) of a block, in rank order. Those of this rank are read at `in`, those
    of the others in their halves. The results go to `out`, and to this rank's half if `shares`. */
-static void reduce_range(const struct lane *lane, const struct arithmetic *how, int64_t use,
+static void reduce_range(const struct sequence *seq, const struct arithmetic *how, int64_t use,
                          int64_t start, int64_t stop, struct place in, struct place out, int shares)
 {
     combine_function *combine = combine_functions[how->function];
     char total[CHUNK] __attribute__((aligned(64))), room[CHUNK] __attribute__((aligned(64)));
     for (int64_t at = start; at < stop; at += CHUNK) {
         int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
-        for (int64_t q = 0; q < lane->size; q++) {
-            const char *part = q == lane->own ? next_of(&in, room, num_bytes)
-                                              : half_of(lane, q, use) + at;
+        for (int64_t q = 0; q < seq->size; q++) {
+            const char *part = q == seq->own ? next_of(&in, room, num_bytes)
+                                              : half_of(seq, q, use) + at;
             if (q == 0)
                 memcpy(total, part, num_bytes);
             else
@@ -241,206 +243,210 @@ static void reduce_range(const struct lane *lane, const struct arithmetic *how, 
             divide(total, num_bytes, how->itemsize, how->divisor);
         copy_out(&out, total, num_bytes);
         if (shares)
-            memcpy(half_of(lane, lane->own, use) + at, total, num_bytes);
+            memcpy(half_of(seq, seq->own, use) + at, total, num_bytes);
     }
 }
 
-/* A few numbers may travel with the words of a round. Bring them to the next one. */
-void mpistrat_round_board(struct lane *lane, const char *source, int64_t num_bytes)
+/* A few numbers may travel with the words of a round. Contribute them to the next one. */
+void mpistrat_round_contribute(struct sequence *seq, const char *source, int64_t num_bytes)
 {
-    memcpy(half_of(lane, lane->own, lane->step + 1) + ROUND_HEAD, source, num_bytes);
+    memcpy(half_of(seq, seq->own, seq->step + 1) + ROUND_HEAD, source, num_bytes);
 }
 
-/* Reduce what all ranks have brought to the round that is done. */
-void mpistrat_round_collect(struct lane *lane, struct arithmetic how, char *target,
-                            int64_t num_bytes)
+/* Reduce what all ranks have contributed to the round that is done. */
+void mpistrat_round_result(struct sequence *seq, struct arithmetic how, char *target,
+                           int64_t num_bytes)
 {
-    char *own = half_of(lane, lane->own, lane->step) + ROUND_HEAD;
+    char *own = half_of(seq, seq->own, seq->step) + ROUND_HEAD;
     const struct piece piece = {own, target, num_bytes};
-    reduce_range(lane, &how, lane->step, ROUND_HEAD, ROUND_HEAD + num_bytes,
+    reduce_range(seq, &how, seq->step, ROUND_HEAD, ROUND_HEAD + num_bytes,
                  (struct place){&piece, 0}, (struct place){&piece, 0}, 0);
 }
 
 /* ---- reductions: results in arenas ---- */
 
-static int64_t *goal_of(const struct lane *lane, int64_t rank)
+static int64_t *goal_of(const struct sequence *seq, int64_t rank)
 {
-    return (int64_t *)(lane->line[rank] + GOAL);
+    return (int64_t *)(seq->line[rank] + GOAL);
 }
 
-/* Tell the others, with the next step, where in its arena this rank wants the results: -1 if they
-   are several, or elsewhere. */
-static void tell_goal(struct lane *lane, const struct message *message)
+/* Publish, with the next step, where in its arena this rank wants the results: -1 if they are
+   several, or elsewhere. */
+static void publish_goal(struct sequence *seq, const struct message *message)
 {
     int64_t goal = -1;
-    if (message->num_pieces == 1 && lane->arena_bytes > 0) {
-        int64_t offset = message->pieces->target - (lane->line[lane->own] + lane->arena);
-        if (offset >= 0 && offset + message->total <= lane->arena_bytes)
+    if (message->num_pieces == 1 && seq->arena_bytes > 0) {
+        int64_t offset = message->pieces->target - (seq->line[seq->own] + seq->arena);
+        if (offset >= 0 && offset + message->total <= seq->arena_bytes)
             goal = offset;
     }
-    *goal_of(lane, lane->own) = goal;
+    *goal_of(seq, seq->own) = goal;
 }
 
-/* Whether all ranks want them there. To be asked between the two steps of a first block. */
-static int all_have_goals(const struct lane *lane)
+/* Whether all ranks want them there. Valid between the two steps of a first block. */
+static int all_have_goals(const struct sequence *seq)
 {
-    for (int64_t q = 0; q < lane->size; q++)
-        if (*goal_of(lane, q) < 0)
+    for (int64_t q = 0; q < seq->size; q++)
+        if (*goal_of(seq, q) < 0)
             return 0;
     return 1;
 }
 
-/* Reduce bytes [start, stop) of a block that begins `done` bytes into the message, for all ranks. */
-static void reduce_range_for_all(const struct lane *lane, const struct arithmetic *how, int64_t use,
-                                 int64_t done, int64_t start, int64_t stop, struct place in)
+/* Reduce bytes [start, stop) of a block, `done` bytes into the message, for all ranks. */
+static void reduce_range_for_all(const struct sequence *seq, const struct arithmetic *how,
+                                 int64_t use, int64_t done, int64_t start, int64_t stop,
+                                 struct place in)
 {
     for (int64_t at = start; at < stop; at += CHUNK) {
         int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
         char total[CHUNK];
         const struct piece piece = {0, total, num_bytes};
-        reduce_range(lane, how, use, at, at + num_bytes, in, (struct place){&piece, 0}, 0);
+        reduce_range(seq, how, use, at, at + num_bytes, in, (struct place){&piece, 0}, 0);
         skip(&in, num_bytes);
-        for (int64_t q = 0; q < lane->size; q++)
-            memcpy(lane->line[q] + lane->arena + *goal_of(lane, q) + done + at, total, num_bytes);
+        for (int64_t q = 0; q < seq->size; q++)
+            memcpy(seq->line[q] + seq->arena + *goal_of(seq, q) + done + at, total, num_bytes);
     }
 }
 
 /* ---- reductions: blocks ---- */
 
-/* What a rank does for a block before it waits for the others: copy in what they need of it, and
-   come. `in` is at the block, and then behind it. Returns where the slice of this rank begins. */
-static struct place bring_block(struct lane *lane, struct place *in, int64_t num_bytes,
-                                int64_t small, int boarded)
+/* Copy in what the others need of a block, and arrive. `in` moves behind the block. Returns where
+   the slice of this rank begins. */
+static struct place contribute_block(struct sequence *seq, struct place *in, int64_t num_bytes,
+                                     int64_t small, int contributed)
 {
-    int64_t size = num_bytes > small ? lane->size : 1; /* of small blocks, all need everything */
-    int64_t number = num_bytes > small ? lane->own : 1;
+    int64_t size = num_bytes > small ? seq->size : 1; /* of small blocks, all need all */
+    int64_t number = num_bytes > small ? seq->own : 1;
     int64_t start = slice_start(num_bytes, size, number);
     int64_t stop = slice_start(num_bytes, size, number + 1);
     struct place slice = *in;
-    if (boarded) {
+    if (contributed) {
         if (num_bytes > small)
             skip(&slice, start);
         skip(in, num_bytes);
         return slice;
     }
-    char *own = half_of(lane, lane->own, lane->step / 2);
+    char *own = half_of(seq, seq->own, seq->step / 2);
     copy_in(in, own, start);
     if (num_bytes > small)
         slice = *in;
     skip(in, stop - start);
     copy_in(in, own + stop, num_bytes - stop);
-    come(lane);
+    arrive(seq);
     return slice;
 }
 
-/* Do for the first block of a reduction what needs no other rank. If the ranks then meet elsewhere,
-   the reduction finds that all have come. */
-void mpistrat_reduce_board(struct lane *lane, struct message message)
+/* Do the part of a reduction's first block that needs no other rank. If the ranks then agree in a
+   round, the reduction finds that all have arrived. */
+void mpistrat_reduce_contribute(struct sequence *seq, struct message message)
 {
     struct place in = {message.pieces, 0};
     int64_t num_bytes = message.total < message.block ? message.total : message.block;
-    tell_goal(lane, &message);
+    publish_goal(seq, &message);
     if (num_bytes > 0)
-        bring_block(lane, &in, num_bytes, message.small, 0);
+        contribute_block(seq, &in, num_bytes, message.small, 0);
 }
 
-/* Take back what mpistrat_reduce_board has done, as the ranks have not agreed: nobody has used it. */
-void mpistrat_reduce_unboard(struct lane *lane)
+/* Withdraw what mpistrat_reduce_contribute has brought. The ranks have not agreed, so no rank has
+   used it. */
+void mpistrat_reduce_withdraw(struct sequence *seq)
 {
-    lane->step--;
-    __atomic_store_n((int64_t *)lane->line[lane->own], lane->step, __ATOMIC_RELEASE);
+    seq->step--;
+    __atomic_store_n((int64_t *)seq->line[seq->own], seq->step, __ATOMIC_RELEASE);
 }
 
-/* Copy out the slices of the other ranks; `out` is at the block, and then behind it. */
-static void collect_block(const struct lane *lane, int64_t use, struct place *out,
+/* Copy out the slices of the other ranks. `out` moves behind the block. */
+static void collect_block(const struct sequence *seq, int64_t use, struct place *out,
                           int64_t num_bytes)
 {
-    for (int64_t q = 0; q < lane->size; q++) {
-        int64_t from = slice_start(num_bytes, lane->size, q);
-        int64_t to = slice_start(num_bytes, lane->size, q + 1);
-        if (q == lane->own)
+    for (int64_t q = 0; q < seq->size; q++) {
+        int64_t from = slice_start(num_bytes, seq->size, q);
+        int64_t to = slice_start(num_bytes, seq->size, q + 1);
+        if (q == seq->own)
             skip(out, to - from);
         else
-            copy_out(out, half_of(lane, q, use) + from, to - from);
+            copy_out(out, half_of(seq, q, use) + from, to - from);
     }
 }
 
 /* Reduce the concatenation of pieces over the ranks; results go to the targets of the pieces.
 
-   Each block is two steps. Between them all that is needed of it lies in the halves; after them,
-   its results do, or they are where they shall be already. `boarded` says that
-   mpistrat_reduce_board was called with the same message. */
-void mpistrat_reduce(struct lane *lane, struct arithmetic how, struct message message, int boarded)
+   Each block is two steps. Between them its sources lie in the halves; after them its results do,
+   unless they are at their targets already. `contributed` says that mpistrat_reduce_contribute was
+   called with the same message. */
+void mpistrat_reduce(struct sequence *seq, struct arithmetic how, struct message message,
+                     int contributed)
 {
     struct place in = {message.pieces, 0}, out = {message.pieces, 0};
     int for_all = 0;
-    if (!boarded)
-        tell_goal(lane, &message);
+    if (!contributed)
+        publish_goal(seq, &message);
     for (int64_t done = 0; done < message.total; done += message.block) {
         int64_t left = message.total - done;
         int64_t num_bytes = left < message.block ? left : message.block;
-        int64_t use = lane->step / 2;
-        struct place own_in = bring_block(lane, &in, num_bytes, message.small, boarded && !done);
+        int64_t use = seq->step / 2;
+        int is_in = contributed && done == 0;
+        struct place own_in = contribute_block(seq, &in, num_bytes, message.small, is_in);
         struct place own_out = out;
-        wait_for_all(lane);
+        wait_for_all(seq);
         if (num_bytes <= message.small) {
-            come(lane); /* nobody waits for this step */
-            reduce_range(lane, &how, use, 0, num_bytes, own_in, own_out, 0);
+            arrive(seq); /* nobody waits for this step */
+            reduce_range(seq, &how, use, 0, num_bytes, own_in, own_out, 0);
             skip(&out, num_bytes);
             continue;
         }
-        int64_t start = slice_start(num_bytes, lane->size, lane->own);
-        int64_t stop = slice_start(num_bytes, lane->size, lane->own + 1);
+        int64_t start = slice_start(num_bytes, seq->size, seq->own);
+        int64_t stop = slice_start(num_bytes, seq->size, seq->own + 1);
         if (done == 0)
-            for_all = all_have_goals(lane);
+            for_all = all_have_goals(seq);
         if (for_all) {
-            reduce_range_for_all(lane, &how, use, done, start, stop, own_in);
+            reduce_range_for_all(seq, &how, use, done, start, stop, own_in);
             skip(&out, num_bytes);
-            come(lane); /* nobody waits for it but the last one */
+            arrive(seq); /* only the end of the last block waits for it */
             continue;
         }
         skip(&own_out, start);
-        reduce_range(lane, &how, use, start, stop, own_in, own_out, 1);
-        come(lane);
-        wait_for_all(lane);
-        collect_block(lane, use, &out, num_bytes);
+        reduce_range(seq, &how, use, start, stop, own_in, own_out, 1);
+        arrive(seq);
+        wait_for_all(seq);
+        collect_block(seq, use, &out, num_bytes);
     }
     if (for_all)
-        wait_for_all(lane);
+        wait_for_all(seq);
 }
 
 /* The same for one block in two calls, so that the caller can reduce the slice further, with other
    nodes, in between. Only the first `owners` ranks have slices. `slice` gets the address of that of
    this rank and its length in bytes. */
-void mpistrat_reduce_slice(struct lane *lane, int64_t function, int64_t owners, const char *source,
-                           int64_t num_bytes, int64_t slice[2])
+void mpistrat_reduce_slice(struct sequence *seq, int64_t function, int64_t owners,
+                           const char *source, int64_t num_bytes, int64_t slice[2])
 {
     const struct arithmetic how = {function, 1, 0};
-    int64_t use = lane->step / 2;
-    char *own = half_of(lane, lane->own, use);
-    int64_t start = slice_start(num_bytes, owners, lane->own);
-    int64_t stop = slice_start(num_bytes, owners, lane->own + 1);
+    int64_t use = seq->step / 2;
+    char *own = half_of(seq, seq->own, use);
+    int64_t start = slice_start(num_bytes, owners, seq->own);
+    int64_t stop = slice_start(num_bytes, owners, seq->own + 1);
     memcpy(own, source, num_bytes);
-    come(lane);
-    wait_for_all(lane);
+    arrive(seq);
+    wait_for_all(seq);
     const struct piece there = {source + start, own + start, stop - start};
     if (stop > start)
-        reduce_range(lane, &how, use, start, stop, (struct place){&there, 0},
+        reduce_range(seq, &how, use, start, stop, (struct place){&there, 0},
                      (struct place){&there, 0}, 0);
     slice[0] = (int64_t)(own + start);
     slice[1] = stop - start;
 }
 
-void mpistrat_collect_slices(struct lane *lane, int64_t owners, char *target, int64_t num_bytes)
+void mpistrat_collect_slices(struct sequence *seq, int64_t owners, char *target, int64_t num_bytes)
 {
     const struct piece piece = {0, target, num_bytes};
     struct place out = {&piece, 0};
-    int64_t use = (lane->step - 1) / 2;
-    come(lane);
-    wait_for_all(lane);
+    int64_t use = (seq->step - 1) / 2;
+    arrive(seq);
+    wait_for_all(seq);
     for (int64_t q = 0; q < owners; q++) {
         int64_t from = slice_start(num_bytes, owners, q);
         int64_t to = slice_start(num_bytes, owners, q + 1);
-        copy_out(&out, half_of(lane, q, use) + from, to - from);
+        copy_out(&out, half_of(seq, q, use) + from, to - from);
     }
 }

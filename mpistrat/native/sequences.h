@@ -1,0 +1,50 @@
+/* Shared-memory collectives of the ranks of one node: see sequences.c. */
+
+#ifndef MPISTRAT_SEQUENCES_H
+#define MPISTRAT_SEQUENCES_H
+
+#include <stdint.h>
+
+struct sequence {
+    int64_t size, own;            /* ranks, and the number of this one */
+    int64_t step;                 /* steps at which this rank has arrived */
+    int64_t half;                 /* bytes of each half */
+    int64_t arena, arena_bytes;   /* memory of each rank for results: offset from its line, length */
+    char *line[];                 /* of each rank: counter and goal, halves from LINE_HEAD on */
+};
+
+/* A part of what is reduced. */
+struct piece {
+    const char *source;
+    char *target;
+    int64_t num_bytes;
+};
+
+/* How numbers are combined: the number of a function, and what floats of a size are divided by. */
+struct arithmetic {
+    int64_t function, divisor, itemsize;
+};
+
+/* What is reduced: `num_pieces` pieces, `total` bytes, in blocks of `block` bytes (at most a half).
+   Of blocks up to `small` bytes, every rank reduces everything. */
+struct message {
+    const struct piece *pieces;
+    int64_t num_pieces, total, block, small;
+};
+
+void mpistrat_round_start(struct sequence *seq, const uint64_t *words);
+int mpistrat_round_done(const struct sequence *seq, uint64_t *largest, int64_t turns);
+void mpistrat_round_contribute(struct sequence *seq, const char *source, int64_t num_bytes);
+void mpistrat_round_result(struct sequence *seq, struct arithmetic how, char *target,
+                           int64_t num_bytes);
+
+void mpistrat_reduce_contribute(struct sequence *seq, struct message message);
+void mpistrat_reduce_withdraw(struct sequence *seq);
+void mpistrat_reduce(struct sequence *seq, struct arithmetic how, struct message message,
+                     int contributed);
+
+void mpistrat_reduce_slice(struct sequence *seq, int64_t function, int64_t owners,
+                           const char *source, int64_t num_bytes, int64_t slice[2]);
+void mpistrat_collect_slices(struct sequence *seq, int64_t owners, char *target, int64_t num_bytes);
+
+#endif
