@@ -249,6 +249,10 @@ def test_variable_created_in_scope_knows_strategies_apart(strategy, variable):
     assert not strategy.extended.variable_created_in_scope(foreign)
     assert other.extended.variable_created_in_scope(foreign)
     assert not copy.deepcopy(strategy).extended.variable_created_in_scope(variable)
+    outside, default = ms.Variable(1.0), ms.get_strategy()
+    assert not strategy.extended.variable_created_in_scope(outside)
+    assert default.extended.variable_created_in_scope(outside)
+    assert not default.extended.variable_created_in_scope(variable)
 
 
 @pytest.mark.parametrize(
