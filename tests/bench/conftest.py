@@ -2,4 +2,4 @@
 
 from tests.helpers import serial
 
-collect_ignore = serial("test_measure.py")
+collect_ignore = serial("test_data_files.py", "test_measure.py")

@@ -11,6 +11,8 @@ collect_ignore = serial(
     "test_object_graph.py",
     "test_restore.py",
     "test_security.py",
+    "test_share_out.py",
     "test_state_json.py",
     "test_validation.py",
+    "test_writer.py",
 )
