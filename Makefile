@@ -35,15 +35,15 @@ train: $(VENV)/.jobs data/digits.h5  ## train on the digits with RANKS ranks; AR
 test: test-serial test-quick  ## run the serial tests, 3 ranks, and one launch for each kind of failure
 	+$(MAKE) test-3 ARGS="-q -m 'not thorough'"
 
-test-serial: $(VENV)/.test  ## run what needs no other rank, and the suite at one rank, on two cores
+test-serial: $(VENV)/.test  ## run pure code, and what needs ranks on one, without mpiexec
 	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile --with-mpi -m "not launches and not slurm and not slow" $(ARGS)
 
 test-quick: $(VENV)/.test  ## run one launch for each kind of failure
 	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile -m quick $(ARGS)
 
-test-full: test-1 test-2 test-3 test-4 test-launch  ## run the suite at 1, 2, 3 and 4 ranks, and all launches
+test-full: test-serial test-1 test-2 test-3 test-4 test-launch  ## run all but test-slow and test-slurm
 
-test-%: $(VENV)/.test  ## run the suite at so many ranks, as in make test-3
+test-%: $(VENV)/.test  ## run under mpiexec what needs ranks, on so many, as in make test-3
 	$(LAUNCH) -n $* --limit 900 -- -m pytest --with-mpi -p no:cacheprovider $(ARGS)
 
 test-launch: $(VENV)/.test  ## run the tests that start MPI programs of their own

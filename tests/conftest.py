@@ -2,7 +2,7 @@
 
 ``pytest`` alone runs everything in one process. Under mpiexec every rank runs the same tests
 together, those marked ``launches`` or ``slurm`` aside, because they start their ranks themselves,
-and on several ranks those of pure code, which do not depend on the number.
+and those of pure code, which do not depend on the number.
 Ranks other than 0 print only when a test fails there.
 """
 
@@ -13,9 +13,9 @@ import pytest
 from hypothesis import settings
 
 from mpistrat.testing.launch import rank_and_size
-from tests.helpers import CountingTransport, serial
+from tests.helpers import CountingTransport, outside_mpiexec
 
-collect_ignore = serial(
+collect_ignore = outside_mpiexec(
     "test_arrays.py",
     "test_docs.py",
     "test_docstrings.py",

@@ -10,14 +10,9 @@ from mpistrat.testing.launch import rank_and_size
 _WORLD = rank_and_size()
 
 
-def outside_mpiexec(*patterns):
-    """Return the patterns of files that are left out under mpiexec, for `collect_ignore_glob`."""
-    return [] if _WORLD is None else list(patterns)
-
-
-def serial(*files):
-    """Return the files of tests of pure code, which are left out on several ranks."""
-    return [] if _WORLD is None or _WORLD[1] == 1 else list(files)
+def outside_mpiexec(*files):
+    """Return the files, or patterns of files, whose tests are left out under mpiexec."""
+    return [] if _WORLD is None else list(files)
 
 
 class CountingTransport:

@@ -56,34 +56,6 @@ def test_replica_context_inside_run(strategy, rank, size):
         _ = kept.replica_id_in_sync_group
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda s: s.run(lambda: 1),
-        lambda s: s.scope().__enter__(),
-        lambda s: s.reduce("sum", 1),
-        lambda s: s.extended.reduce_to("sum", 1, "cpu:0"),
-        lambda s: s.extended.call_for_each_replica(lambda: 1),
-        lambda s: s.extended.update(None, lambda v: v),
-    ],
-    ids=["run", "scope", "reduce", "reduce_to", "call_for_each_replica", "update"],
-)
-def test_cross_replica_calls_inside_run_point_to_merge_call(strategy, call):
-    def fn():
-        with pytest.raises(ms.errors.ContextError, match="merge_call"):
-            call(strategy)
-
-    strategy.run(fn)
-
-
-def test_gather_inside_run_points_to_all_gather(strategy):
-    def fn():
-        with pytest.raises(ms.errors.ContextError, match="all_gather"):
-            strategy.gather([1], 0)
-
-    strategy.run(fn)
-
-
 def test_merge_call_switches_contexts_and_back(strategy, rank):
     def merge_fn(strategy_given, per_replica, text, *, factor):
         assert strategy_given is strategy
@@ -173,6 +145,8 @@ def test_cluster_resolver_and_flags(strategy, rank, size):
     assert strategy.extended.should_save_summary is (rank == 0)
     assert len(strategy.extended.worker_devices) == size
     assert str(rank) in repr(strategy)
+    assert ms.OneDeviceStrategy().cluster_resolver.num_workers == 1
+    assert ms.get_strategy().cluster_resolver is None
 
 
 def test_a_replica_context_of_another_strategy_is_refused(strategy, size):

@@ -4,12 +4,11 @@ import enum
 import inspect
 import re
 
-import pytest
-
 import mpistrat as ms
 
 # Their members communicate nothing by nature.
 PASSIVE = (enum.Enum, BaseException)
+SAID = re.compile(r"\b[Cc]ollective\b|\b[Ll]ocal\b")
 
 
 def public_functions():
@@ -34,11 +33,8 @@ def public_methods(path, cls):
             yield f"{path}.{name}", member
 
 
-FUNCTIONS = dict(public_functions())
-
-
-@pytest.mark.parametrize("path", sorted(FUNCTIONS))
-def test_each_public_function_says_collective_or_local(path):
-    text = inspect.getdoc(FUNCTIONS[path])
-    assert text, f"{path} has no docstring"
-    assert re.search(r"\*\*Collective\*\*|\b[Cc]ollective\b|\b[Ll]ocal\b|\*\*Local\*\*", text), path
+def test_each_public_function_says_collective_or_local():
+    functions = dict(public_functions())
+    assert {"mpistrat.MPIStrategy.run", "mpistrat.data.Dataset.batch"} <= functions.keys()
+    texts = {path: inspect.getdoc(function) or "" for path, function in functions.items()}
+    assert [path for path, text in texts.items() if not SAID.search(text)] == []

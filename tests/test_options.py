@@ -1,8 +1,6 @@
 import pytest
 
 import mpistrat as ms
-from mpistrat.mpi.launcher import find_launcher
-from mpistrat.settings import Settings
 from mpistrat.strategies.reductions import Place, format_device, parse_place
 
 
@@ -24,32 +22,6 @@ def test_bad_options():
             ms.CommunicationOptions(**arguments)
     with pytest.raises(NotImplementedError):
         ms.InputOptions(experimental_place_dataset_on_device=True)
-
-
-def test_settings():
-    assert Settings.parse({"HOME": "/"}) == Settings()
-    assert Settings.parse({"MPISTRAT_TIMEOUT_S": "2.5"}).timeout_s == 2.5
-    assert Settings.parse({"MPISTRAT_TIMEOUT_S": "none"}).timeout_s is None
-    for bad in ({"MPISTRAT_TIMEOUT": "1"}, {"MPISTRAT_TIMEOUT_S": "-1"}):
-        with pytest.raises(ValueError, match="MPISTRAT_TIMEOUT"):
-            Settings.parse(bad)
-
-
-@pytest.mark.parametrize(
-    ("variables", "name", "num_tasks"),
-    [
-        ({}, "none", 1),
-        ({"PMI_RANK": "0", "HYDI_CONTROL_FD": "7"}, "mpich", 1),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "openmpi", 2),
-        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "slurm", 4),
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, "none", 1),
-        ({"FLUX_TASK_RANK": "0"}, "flux", 1),
-        ({"PALS_RANKID": "0"}, "pals", 1),
-    ],
-)
-def test_launchers(variables, name, num_tasks):
-    launcher = find_launcher(variables)
-    assert (launcher.name, launcher.num_tasks) == (name, num_tasks)
 
 
 @pytest.mark.parametrize(

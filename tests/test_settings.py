@@ -24,10 +24,20 @@ def test_what_can_be_read(name, text, value):
     assert getattr(Settings.parse({f"MPISTRAT_{name.upper()}": text}), name) == value
 
 
+def test_other_variables_are_no_settings():
+    assert Settings.parse({"HOME": "/"}) == Settings()
+
+
+def test_an_unknown_name_is_an_error():
+    with pytest.raises(ValueError, match="Unknown setting MPISTRAT_TIMEOUT='1'.*MPISTRAT_CHECKS"):
+        Settings.parse({"MPISTRAT_TIMEOUT": "1"})
+
+
 @pytest.mark.parametrize(
     ("name", "text", "remedy"),
     [
         ("TIMEOUT_S", "soon", "a number of seconds above 0, or none"),
+        ("TIMEOUT_S", "-1", "a number of seconds above 0, or none"),
         ("TIMEOUT_S", "0", "a number of seconds above 0, or none"),
         ("WAIT_NOTICE_S", "-1", "a number of seconds, at least 0"),
         ("EXIT_GRACE_S", "nan", "a number of seconds, at least 0"),

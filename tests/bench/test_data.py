@@ -3,13 +3,10 @@
 import json
 import math
 
-import h5py
-import numpy as np
 import pytest
 
 from mpistrat.bench import data
 from mpistrat.bench.benchmark import Choices
-from mpistrat.bench.data import FILES, write_files
 
 NUM_EXAMPLES = 1100
 
@@ -37,28 +34,3 @@ def test_all_ranks_get_equal_figures_that_have_places_in_tables(strategy, monkey
     for table in data.BENCHMARK.tables:
         for row in json.loads(json.dumps(findings.tables[table.key])):
             assert all(column.format(row) not in ("", "-") for column in table.columns)
-
-
-@pytest.mark.parametrize("num_distinct", [NUM_EXAMPLES, 320])
-def test_both_files_hold_the_same_examples(tmp_path, monkeypatch, num_distinct):
-    monkeypatch.setattr(data, "_NUM_DISTINCT", num_distinct)
-    write_files(tmp_path, NUM_EXAMPLES)
-    images = {}
-    for name in FILES:
-        with h5py.File(tmp_path / f"{name}.h5") as file:
-            images[name] = file["image"][()]
-            assert file["label"].shape == (NUM_EXAMPLES,)
-            assert file["image"].compression == ("gzip" if name == "gzip" else None)
-    np.testing.assert_array_equal(*images.values())
-    assert len(np.unique(images["gzip"].reshape(NUM_EXAMPLES, -1), axis=0)) == num_distinct
-
-
-def test_the_loader_reads_from_all_of_the_file(tmp_path):
-    write_files(tmp_path, NUM_EXAMPLES)
-    path = tmp_path / "gzip.h5"
-    examples = data._Examples(path)
-    with h5py.File(path) as file:
-        for number in (0, len(examples) - 1):
-            row = number * NUM_EXAMPLES // len(examples)
-            np.testing.assert_array_equal(examples[number][0], file["image"][row])
-    assert (len(examples) - 1) * NUM_EXAMPLES // len(examples) == NUM_EXAMPLES - 1

@@ -1,8 +1,8 @@
-"""Which of these tests one rank runs for all."""
+"""Tests of pure code, which run once, outside of mpiexec."""
 
-from tests.helpers import serial
+from tests.helpers import outside_mpiexec
 
-collect_ignore = serial(
+collect_ignore = outside_mpiexec(
     "test_checkpoint.py",
     "test_directory.py",
     "test_generators.py",
@@ -11,6 +11,8 @@ collect_ignore = serial(
     "test_object_graph.py",
     "test_restore.py",
     "test_security.py",
+    "test_share_out.py",
     "test_state_json.py",
     "test_validation.py",
+    "test_writer.py",
 )

@@ -84,6 +84,9 @@ def test_an_error_on_every_rank_and_the_older_file_intact(
         for _ in range(2 if trouble is not removed_folder else 1):
             with pytest.raises(ms.errors.CheckpointError, match=f"cannot be written: {words}"):
                 save(2)
+        if trouble is full_disk:  # nor is a file lost that would have been replaced
+            with pytest.raises(ms.errors.CheckpointError, match=f"cannot be written: {words}"):
+                checkpoint.write(older)
     strategy.extended.collectives.gather_json(None)
     assert manager.checkpoints == [older]
     with strategy.scope():

@@ -214,32 +214,3 @@ def test_leftovers_of_dead_writers_are_removed(make, tmp_path):
         assert foreign.name in left
         assert socket.gethostname().split(".")[0] in next(n for n in left if "-8" in n)
     assert steps(make()) == [8]
-
-
-FILLS_THE_DISK = """
-import resource, signal, sys
-import numpy as np
-import mpistrat as ms
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-small, large = ms.Variable(np.ones(10)), ms.Variable(np.ones(200_000))
-path = ms.Checkpoint(small=small).write(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-for _ in range(2):
-    try:
-        ms.Checkpoint(small=small, large=large).write(path)
-    except ms.errors.CheckpointError as error:
-        print(error)
-ms.Checkpoint(small=small).restore(path).assert_consumed()
-print("goes on")
-"""
-
-
-@pytest.mark.launches
-def test_a_full_disk_is_an_error_and_the_program_goes_on(tmp_path):
-    command = [sys.executable, "-c", FILLS_THE_DISK, str(tmp_path / "run.h5")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert done.stdout.count("cannot be written: File too large") == 2
-    assert done.stdout.endswith("goes on\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["run.h5"]

@@ -1,5 +1,5 @@
-"""Which of these tests one rank runs for all."""
+"""Tests of pure code, which run once, outside of mpiexec."""
 
-from tests.helpers import serial
+from tests.helpers import outside_mpiexec
 
-collect_ignore_glob = serial("test_*.py")
+collect_ignore_glob = outside_mpiexec("test_*.py")

@@ -12,7 +12,9 @@ def test_sum_and_mean_over_replicas(strategy, rank, size):
     assert (total == triangle(size)).all()
     mean = strategy.reduce(ms.ReduceOp.MEAN, value)
     np.testing.assert_allclose(mean, (size - 1) / 2)
-    assert strategy.reduce("sum", rank) == triangle(size)
+    number = strategy.reduce("sum", rank)
+    assert isinstance(number, np.ndarray | np.generic)
+    assert number == triangle(size)
 
 
 def test_min_max_prod_and_nests(strategy, rank, size):
@@ -85,32 +87,6 @@ def test_strided_read_only_and_fortran_arrays(strategy, size):
         assert (value == before).all()
         assert total.flags.writeable
         assert not np.shares_memory(total, value)
-
-
-@pytest.mark.parametrize(
-    ("op", "value", "axis", "error"),
-    [
-        ("foo", 1, None, ValueError),
-        (3, 1, None, TypeError),
-        (ms.VariableAggregation.SUM, 1, None, TypeError),
-        ("sum", 1, 0, ValueError),
-        ("sum", np.ones(2), 1, ValueError),
-        ("sum", np.ones(2), -2, ValueError),
-        ("sum", np.ones(2), 0.0, TypeError),
-        ("sum", np.ones((2, 2)), (0, 0), ValueError),
-        ("sum", np.ones((2, 2)), (0, "1"), TypeError),
-        ("sum", "text", None, TypeError),
-        ("sum", None, None, TypeError),
-        ("sum", np.array(["a"]), None, TypeError),
-        ("max", np.ones(2, complex), None, TypeError),
-    ],
-)
-def test_bad_arguments_on_all_ranks_leave_the_strategy_usable(
-    strategy, size, op, value, axis, error
-):
-    with pytest.raises(error):
-        strategy.reduce(op, value, axis=axis)
-    assert strategy.reduce("sum", 1) == size
 
 
 def test_mirrored_values(strategy):

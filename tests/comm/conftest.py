@@ -1,8 +1,8 @@
-"""Which of these tests one rank runs for all."""
+"""Tests of pure code, which run once, outside of mpiexec."""
 
-from tests.helpers import serial
+from tests.helpers import outside_mpiexec
 
-collect_ignore = serial(
+collect_ignore = outside_mpiexec(
     "test_casts.py",
     "test_mpi_buffers.py",
     "test_ordered_keys.py",

@@ -49,7 +49,10 @@ def test_reductions(strategy, rank, size, limit, op, shape, dtype):
         np.testing.assert_array_equal(reduced, expected)
 
 
-@pytest.mark.parametrize("dtype", ["f8", "i2", "c16", "?"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["i2", "c16", *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in ("f8", "?"))],
+)
 def test_gathers_of_different_lengths(strategy, rank, size, limit, dtype):
     for lengths in (
         [3] * size,

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.comm.wire import as_floats, as_ordered_integers
@@ -9,6 +9,7 @@ from mpistrat.options import ReduceOp
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
+@settings(max_examples=30)
 @given(values=st.lists(st.floats(width=32), min_size=1, max_size=20))
 def test_integers_have_the_order_of_numpy(op, dtype, values):
     floats = np.array(values, dtype)

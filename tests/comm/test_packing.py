@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.comm.pack_plan import plan_reduction
@@ -113,6 +113,7 @@ def check(op, each, way, bytes_per_pack=2**25, start=False):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=30)
 @given(call=calls(), start=st.booleans())
 def test_packing_is_not_to_be_seen_in_the_results(way, call, start):
     op, each, bytes_per_pack = call

@@ -9,9 +9,9 @@ import pytest
 
 from mpistrat.arrays import Device
 from mpistrat.data.distributed import distribute
-from tests.helpers import serial
+from tests.helpers import outside_mpiexec
 
-collect_ignore = serial(
+collect_ignore = outside_mpiexec(
     "test_dataset.py",
     "test_distributed_dataset.py",
     "test_order.py",

@@ -42,7 +42,7 @@ def test_a_bad_level_is_an_error_that_names_the_good_ones(text):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("level", [None, *LEVELS])
+@pytest.mark.parametrize("level", [None, "DEBUG", "ERROR"])
 def test_the_setting_is_the_level_of_the_logger(tmp_path, level):
     shown = LEVELS[LEVELS.index(level or "WARNING") :]
     variables = {} if level is None else {"MPISTRAT_LOG": level.lower()}

@@ -97,6 +97,20 @@ def test_every_launcher_says_how_many_tasks_it_started(variables, name):
     assert found.remedy("MPICH Version: 5.0").endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "none"),
+        ({"PMI_RANK": "0", "HYDI_CONTROL_FD": "7"}, "mpich"),
+        ({"FLUX_TASK_RANK": "0"}, "flux"),
+        ({"PALS_RANKID": "0"}, "pals"),
+    ],
+)
+def test_without_a_number_of_tasks_there_is_one(variables, name):
+    found = find_launcher(variables)
+    assert (found.name, found.num_tasks) == (name, 1)
+
+
 def test_a_batch_script_is_no_task_of_its_job():
     script = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "LSB_JOBID": "1"}
     found = find_launcher(script)

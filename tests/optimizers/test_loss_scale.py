@@ -123,29 +123,6 @@ def test_a_scale_that_changed_unread_is_a_warning(strategy, bad):
     apply(strategy, optimizers[1], variables[1], gradient)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "text"),
-    [
-        ({"initial_scale": 0.5}, "initial_scale"),
-        ({"initial_scale": np.inf}, "initial_scale"),
-        ({"growth_interval": 0}, "growth_interval"),
-        ({"growth_factor": 1.0}, "growth_factor"),
-        ({"backoff_factor": 1.0}, "backoff_factor"),
-    ],
-)
-def test_bad_parameters(strategy, parameters, text):
-    with strategy.scope(), pytest.raises(ValueError, match=text):
-        ms.optimizers.LossScale(**parameters)
-
-
-def test_bad_clipping_and_scale(strategy):
-    with strategy.scope():
-        with pytest.raises(ValueError, match="global_clipnorm"):
-            ms.optimizers.SGD(global_clipnorm=0)
-        with pytest.raises(TypeError, match="LossScale"):
-            ms.optimizers.SGD(loss_scale=1024)
-
-
 def test_clipping_counts_each_row_once(strategy, size):
     with strategy.scope():
         dense = ms.Variable(np.zeros(1), name="dense")

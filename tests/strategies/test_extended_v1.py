@@ -218,8 +218,11 @@ def test_update_non_slot_refuses(strategy, variable):
 
 @pytest.mark.parametrize(
     "value",
-    [lambda rank: np.full((2, 2), rank), lambda rank: np.float32(rank), lambda rank: 1000.0 + rank],
-    ids=["array", "scalar", "number"],
+    [
+        pytest.param(lambda rank: np.full((2, 2), rank), id="array"),
+        pytest.param(lambda rank: np.float32(rank), id="scalar", marks=pytest.mark.thorough),
+        pytest.param(lambda rank: 1000.0 + rank, id="number", marks=pytest.mark.thorough),
+    ],
 )
 def test_value_container(strategy, rank, value):
     container = strategy.run(lambda: value(rank))
@@ -249,6 +252,10 @@ def test_variable_created_in_scope_knows_strategies_apart(strategy, variable):
     assert not strategy.extended.variable_created_in_scope(foreign)
     assert other.extended.variable_created_in_scope(foreign)
     assert not copy.deepcopy(strategy).extended.variable_created_in_scope(variable)
+    outside, default = ms.Variable(1.0), ms.get_strategy()
+    assert not strategy.extended.variable_created_in_scope(outside)
+    assert default.extended.variable_created_in_scope(outside)
+    assert not default.extended.variable_created_in_scope(variable)
 
 
 @pytest.mark.parametrize(

@@ -33,24 +33,6 @@ def test_one_rank_as_destination(strategy, rank, size):
     assert (result == (size - 1) / 2) if rank == last else (result is None)
 
 
-@pytest.mark.parametrize(
-    ("destination", "error"),
-    [
-        (None, ValueError),
-        ([1], TypeError),
-        ("tpu:0", ValueError),
-        ("cpu:1", ValueError),
-        ("gpu:0", ValueError),
-        ("/job:worker/task:99/device:CPU:0", ValueError),
-        ("", ValueError),
-    ],
-)
-def test_bad_destinations(strategy, size, destination, error):
-    with pytest.raises(error):
-        strategy.extended.reduce_to("sum", 1, destination)
-    assert strategy.reduce("sum", 1) == size
-
-
 def test_mirrored_values(strategy, variable):
     mirrored = ms.Mirrored(np.ones(2))
     assert strategy.extended.reduce_to("mean", mirrored, variable).values[0].tolist() == [1, 1]

@@ -56,12 +56,6 @@ def test_variables_and_slices_pass_as_one_value(strategy):
     assert slices_back.values == (slices,)
 
 
-@pytest.mark.parametrize("args", [3, "ab", {"a": 1}, np.ones(2)])
-def test_args_must_be_a_list_or_tuple(strategy, args):
-    with pytest.raises(ValueError, match="list or tuple"):
-        strategy.run(lambda *a: a, args=args)
-
-
 def test_local_results(strategy, rank):
     per_replica = strategy.run(lambda: {"a": rank, "b": [1.0]})
     assert strategy.experimental_local_results(per_replica) == ({"a": rank, "b": [1.0]},)

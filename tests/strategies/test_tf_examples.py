@@ -135,13 +135,6 @@ def test_run_with_all_reduce(strategy, size):
     assert result.values == (triangle(size),)
 
 
-def test_reduce(strategy, size):
-    per_replica = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
-    total = strategy.reduce("SUM", per_replica, axis=None)
-    assert isinstance(total, np.ndarray | np.generic)
-    assert total == triangle(size)
-
-
 def test_reduce_over_replicas_and_over_the_batch(strategy, rank, size):
     losses = strategy.run(lambda: np.arange(4 * rank, 4 * rank + 4))
     over_replicas = [sum(4 * r + i for r in range(size)) for i in range(4)]
@@ -157,37 +150,6 @@ def test_reduce_of_a_last_partial_batch(strategy, size):
     total = float(np.sum(np.arange(num_examples) ** 2.0))
     assert strategy.reduce("sum", losses, axis=0) == total
     assert strategy.reduce("mean", losses, axis=0) == total / num_examples
-
-
-def test_gather(strategy, size):
-    values = strategy.experimental_distribute_values_from_function(
-        lambda context: np.array([[1], [2]], np.int32)
-    )
-    gathered = strategy.gather(values, axis=0)
-    assert gathered.dtype == np.int32
-    assert gathered.tolist() == [[1], [2]] * size
-
-
-@pytest.mark.parametrize(
-    ("axis", "expected"),
-    [
-        (0, lambda size: [[[0, 1, 2], [3, 4, 5]]] * size),
-        (1, lambda size: [[[0, 1, 2], [3, 4, 5]] * size]),
-        (2, lambda size: [[[0, 1, 2] * size, [3, 4, 5] * size]]),
-    ],
-)
-def test_gather_along_each_axis(strategy, size, axis, expected):
-    values = strategy.experimental_distribute_values_from_function(
-        lambda context: np.arange(6).reshape(1, 2, 3)
-    )
-    assert strategy.gather(values, axis=axis).tolist() == expected(size)
-
-
-def test_cluster_resolver(strategy, rank, size):
-    resolver = strategy.cluster_resolver
-    assert (resolver.task_type, resolver.task_id, resolver.num_workers) == ("worker", rank, size)
-    assert ms.OneDeviceStrategy().cluster_resolver.num_workers == 1
-    assert ms.get_strategy().cluster_resolver is None
 
 
 def test_value_context_made_by_hand():
@@ -207,16 +169,6 @@ def test_input_context_made_by_hand():
 
 
 # StrategyExtended
-
-
-def test_variable_created_in_scope(strategy):
-    with strategy.scope():
-        inside = ms.Variable(1.0)
-    outside = ms.Variable(1.0)
-    assert strategy.extended.variable_created_in_scope(inside)
-    assert not strategy.extended.variable_created_in_scope(outside)
-    assert ms.get_strategy().extended.variable_created_in_scope(outside)
-    assert not ms.get_strategy().extended.variable_created_in_scope(inside)
 
 
 def test_colocate_vars_with(strategy):
@@ -324,35 +276,26 @@ def test_local_results_hold_this_ranks_component_alone(strategy, rank):
 # ReplicaContext
 
 
-def test_replica_id(strategy, rank):
-    result = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
-    assert isinstance(result, ms.PerReplica)
-    assert result.values == (rank,)
+def test_all_reduce_and_all_gather(strategy, size):
+    flat, rows = np.array([1, 2, 3]), np.array([[1, 2], [3, 4]])
 
+    def fn():
+        replica = ms.get_replica_context()
+        return {
+            "sum": replica.all_reduce(ms.ReduceOp.SUM, 1.0),
+            "sums": replica.all_reduce("SUM", [1.0, 2.0]),
+            "gathered": replica.all_gather(flat, axis=0),
+            "both": replica.all_gather([flat, rows], axis=0),
+        }
 
-def test_all_reduce(strategy, size):
-    result = strategy.run(lambda: ms.get_replica_context().all_reduce(ms.ReduceOp.SUM, 1.0))
-    assert strategy.experimental_local_results(result) == (size,)
-
-
-def test_all_reduce_of_a_list(strategy, size):
-    result = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", [1.0, 2.0]))
-    assert [type(each) for each in result] == [ms.PerReplica, ms.PerReplica]
-    assert strategy.experimental_local_results(result) == ([size, 2 * size],)
-
-
-def test_all_gather(strategy, size):
-    result = strategy.run(lambda: ms.get_replica_context().all_gather(np.array([1, 2, 3]), axis=0))
-    assert isinstance(result, ms.PerReplica)
-    assert local(strategy, result).tolist() == [1, 2, 3] * size
-
-
-def test_all_gather_of_a_list(strategy, size):
-    values = [np.array([1, 2, 3]), np.array([[1, 2], [3, 4]])]
-    result = strategy.run(lambda: ms.get_replica_context().all_gather(values, axis=0))
-    flat, rows = local(strategy, result)
-    assert flat.tolist() == [1, 2, 3] * size
-    assert rows.tolist() == [[1, 2], [3, 4]] * size
+    result = strategy.run(fn)
+    assert isinstance(result["gathered"], ms.PerReplica)
+    assert [type(each) for each in result["sums"]] == [ms.PerReplica, ms.PerReplica]
+    mine = local(strategy, result)
+    assert mine["sum"] == size
+    assert mine["sums"] == [size, 2 * size]
+    assert mine["gathered"].tolist() == [1, 2, 3] * size
+    assert [each.tolist() for each in mine["both"]] == [[1, 2, 3] * size, [[1, 2], [3, 4]] * size]
 
 
 def test_all_gather_of_different_lengths(strategy, rank, size):
@@ -398,7 +341,12 @@ CROSS_REPLICA_CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CROSS_REPLICA_CALLS.values(), ids=CROSS_REPLICA_CALLS)
+# The context is looked at before the arguments.
+WITH_BAD_ARGUMENTS = {"update of no variable": lambda s, v: s.extended.update(None, lambda v: v)}
+IN_REPLICA_CONTEXT = CROSS_REPLICA_CALLS | WITH_BAD_ARGUMENTS
+
+
+@pytest.mark.parametrize("call", IN_REPLICA_CONTEXT.values(), ids=IN_REPLICA_CONTEXT)
 def test_what_needs_cross_replica_context_points_to_merge_call(strategy, size, call):
     with strategy.scope():
         variable = ms.Variable(1.0)
@@ -427,7 +375,7 @@ def test_what_points_to_merge_call_works_there(strategy, call):
 def test_gather_in_replica_context_points_to_all_gather(strategy):
     def fn():
         with pytest.raises(ContextError, match=r"gather needs the cross-replica.*all_gather\(\)"):
-            strategy.gather(np.ones(1), 0)
+            strategy.gather([1], 0)
 
     strategy.run(fn)
 
@@ -513,13 +461,33 @@ def test_a_replica_context_of_another_replica_cannot_be_made(strategy, rank, siz
     ("call", "error", "message"),
     [
         (lambda s: s.run(lambda x: x, args=3), ValueError, "list or tuple"),
+        (lambda s: s.run(lambda *x: x, args="ab"), ValueError, "list or tuple.*'ab' of type str"),
+        (lambda s: s.run(lambda *x: x, args={"a": 1}), ValueError, "list or tuple.*type dict"),
+        (lambda s: s.run(lambda *x: x, args=np.ones(2)), ValueError, "list or tuple.*type ndarray"),
         (lambda s: s.reduce("median", 1.0), ValueError, "Unknown reduction 'median'"),
         (lambda s: s.reduce(3, 1.0), TypeError, "ReduceOp"),
+        (lambda s: s.reduce(ms.VariableAggregation.SUM, 1), TypeError, "ReduceOp"),
+        (lambda s: s.reduce("sum", "text"), TypeError, "a leaf of the value is 'text'"),
+        (lambda s: s.reduce("sum", None), TypeError, "a leaf of the value is None"),
+        (lambda s: s.reduce("sum", np.array(["a"])), TypeError, "SUM cannot reduce.*<U1"),
+        (lambda s: s.reduce("max", np.ones(2, complex)), TypeError, "MAX cannot.*complex128"),
+        (lambda s: s.reduce("sum", 1, axis=0), ValueError, r"shape \(\)\. Use axis=None"),
+        (lambda s: s.reduce("sum", np.ones((2, 2)), axis=(0, 0)), ValueError, "one axis twice"),
+        (lambda s: s.reduce("sum", np.ones((2, 2)), axis=(0, "1")), TypeError, "an integer"),
         (lambda s: s.reduce("mean", np.ones(2), axis=0.5), TypeError, "axis must be an integer"),
         (lambda s: s.reduce("mean", np.ones(2), axis=1), ValueError, "axis 1 is out of range"),
         (lambda s: s.reduce("mean", np.ones(2), axis=-2), ValueError, "axis -2 is out of range"),
         (lambda s: s.extended.reduce_to("sum", 1, ["cpu:0"]), TypeError, "destinations must be"),
         (lambda s: s.extended.reduce_to("sum", 1, None), ValueError, "destinations is None"),
+        (lambda s: s.extended.reduce_to("sum", 1, "tpu:0"), ValueError, "Unknown device 'tpu:0'"),
+        (lambda s: s.extended.reduce_to("sum", 1, ""), ValueError, "Unknown device ''"),
+        (lambda s: s.extended.reduce_to("sum", 1, "cpu:1"), ValueError, "'cpu:1' is not a device"),
+        (lambda s: s.extended.reduce_to("sum", 1, "gpu:0"), ValueError, "'gpu:0' is not a device"),
+        (
+            lambda s: s.extended.reduce_to("sum", 1, "/job:worker/task:99/device:CPU:0"),
+            ValueError,
+            "on task 99, but the tasks are 0 to",
+        ),
         (
             lambda s: s.extended.reduce_to(ms.VariableAggregation.SUM, 1, "cpu:0"),
             TypeError,
@@ -539,6 +507,11 @@ def test_a_replica_context_of_another_replica_cannot_be_made(strategy, rank, siz
             'Use "cpu:0"',
         ),
         (lambda s: s.gather(np.float32(1), 0), ValueError, "0-d"),
+        (lambda s: s.gather(3.0, 0), ValueError, "0-d"),
+        (lambda s: s.gather(np.array(3.0), 0), ValueError, "0-d"),
+        (lambda s: s.gather(np.ones((2, 2)), 2), ValueError, "axis 2 is out of range"),
+        (lambda s: s.gather(np.ones((2, 2)), -3), ValueError, "axis -3 is out of range"),
+        (lambda s: s.gather(np.ones(2), 0.5), TypeError, "axis must be an integer, not 0.5"),
         (
             lambda s: s.gather(ms.IndexedSlices(np.ones((1, 2)), np.array([0])), 0),
             NotImplementedError,
@@ -567,8 +540,10 @@ def test_assigning_says_which_context_or_aggregation_is_needed(strategy):
     with strategy.scope():
         variable = ms.Variable(1.0, name="weight")
 
+    message = r"'weight'.*aggregation=VariableAggregation.*merge_call"
+
     def fn():
-        with pytest.raises(ValueError, match=r"'weight'.*aggregation=.*merge_call"):
+        with pytest.raises(ValueError, match=message):
             variable.assign(2.0)
 
     strategy.run(fn)

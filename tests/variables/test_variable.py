@@ -98,31 +98,6 @@ def test_a_bad_value_on_one_rank_changes_nothing_on_any(strategy, others, method
     assert variable.values[0].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        (Aggregation.SUM, lambda size: triangle(size)),
-        (Aggregation.MEAN, lambda size: (size - 1) / 2),
-        (Aggregation.ONLY_FIRST_REPLICA, lambda size: 0),
-    ],
-)
-def test_mirrored_writes_in_replica_context_are_merged(strategy, rank, size, aggregation, expected):
-    for method, start in (("assign", 0), ("assign_add", 2), ("assign_sub", 2)):
-        variable = make(strategy, aggregation)
-        result = strategy.run(lambda v, m: getattr(v, m)(float(rank)), args=(variable, method))
-        sign = -1 if method == "assign_sub" else 1
-        assert variable.numpy() == pytest.approx(start + sign * expected(size))
-        assert result.values[0] == variable.numpy()
-
-
-def test_mirrored_write_under_none_in_replica_context_is_refused(strategy, size):
-    variable = make(strategy, Aggregation.NONE)
-    with pytest.raises(ValueError, match="aggregation=VariableAggregation"):
-        strategy.run(lambda: variable.assign(1.0))
-    assert variable.numpy() == 2.0
-    assert strategy.reduce("sum", 1) == size
-
-
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 def test_mirrored_write_in_cross_replica_context_is_never_multiplied(strategy, aggregation):
     variable = make(strategy, aggregation)
@@ -133,12 +108,6 @@ def test_mirrored_write_in_cross_replica_context_is_never_multiplied(strategy, a
         with pytest.raises(ValueError, match="PerReplica"):
             variable.assign(ms.PerReplica(1.0))
     assert variable.numpy() == 0.0
-
-
-def test_writes_in_update_context_are_local(strategy):
-    variable = make(strategy, Aggregation.SUM)
-    strategy.extended.update(variable, lambda v: v.assign_add(1.0))
-    assert variable.numpy() == 3.0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,9 @@
-"""What the digits job does with bad input: one message, a non-zero code, nothing overwritten."""
+"""What the digits job does with bad input: one message, a non-zero code, nothing overwritten.
 
+Four jobs show how one ends; what else is refused, ranks of one job find one after the other.
+"""
+
+import json
 import os
 import re
 import shutil
@@ -9,6 +13,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.testing import launch
+from tests import ROOT
 from tests.programs.jobs.conftest import Job
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(200)]
@@ -24,12 +30,16 @@ def earlier(digits, tmp_path_factory):
     return job
 
 
+def copy_of(earlier, folder):
+    """Return a job whose data may be spoiled and whose folder holds an earlier run."""
+    shutil.copytree(earlier.output.parent, folder / "runs")
+    shutil.copy(earlier.data, folder / "digits.h5")
+    return Job(folder / "digits.h5", folder / "runs" / "digits")
+
+
 @pytest.fixture
 def job(earlier, tmp_path):
-    """Return a job whose data may be spoiled and whose folder holds an earlier run."""
-    shutil.copytree(earlier.output.parent, tmp_path / "runs")
-    shutil.copy(earlier.data, tmp_path / "digits.h5")
-    return Job(tmp_path / "digits.h5", tmp_path / "runs" / "digits")
+    return copy_of(earlier, tmp_path)
 
 
 def assert_refused(job, *options, because, ranks=2):
@@ -44,67 +54,20 @@ def assert_refused(job, *options, because, ranks=2):
     assert job.files() == before
 
 
-def without(path, name):
-    with h5py.File(path, "a") as file:
-        del file[name]
-
-
-def replace(path, name, value):
-    with h5py.File(path, "a") as file:
-        del file[name]
-        file[name] = value
-
-
 def test_a_missing_data_file(job):
     job.data = job.data.with_name("nowhere.h5")
     assert_refused(job, because="nowhere.h5")
 
 
-def test_a_data_file_that_is_not_hdf5(job):
-    job.data.write_bytes(b"image,label\n" * 1000)
-    assert_refused(job, because="is not an HDF5 file")
+def test_a_batch_size_that_is_not_positive(job):
+    assert_refused(job, "--batch-size=0", because="not 0")
 
 
-def test_a_truncated_data_file(job):
-    os.truncate(job.data, job.data.stat().st_size // 2)
-    assert_refused(job, because="truncated")
-
-
-def test_a_missing_field(job):
-    without(job.data, "train/label")
-    assert_refused(job, because="train/label")
-
-
-def test_fields_of_unequal_length(job):
-    replace(job.data, "train/label", np.zeros(1000, np.uint8))
-    assert_refused(job, because="1000")
-
-
-def test_an_empty_data_set(job):
-    replace(job.data, "train/image", np.zeros((0, 8, 8), np.uint8))
-    replace(job.data, "train/label", np.zeros(0, np.uint8))
-    assert_refused(job, because="no examples")
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_batch_size_that_is_not_positive(job, size):
-    assert_refused(job, f"--batch-size={size}", because=f"not {size}")
-
-
-def test_a_batch_size_larger_than_the_data(job):
-    assert_refused(job, "--batch-size", 1438, because="larger than the data")
-
-
-def test_no_epochs(job):
-    assert_refused(job, "--epochs", 0, because="--epochs must be at least 1")
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_an_output_folder_that_cannot_be_written(job, ranks):
+def test_an_output_folder_that_cannot_be_written(job):
     blocker = job.output.parent / "file"
     blocker.write_text("kept")
     job.output = blocker / "digits"
-    assert_refused(job, because=str(job.output), ranks=ranks)
+    assert_refused(job, because=str(job.output), ranks=3)
 
 
 def test_resuming_with_a_checkpoint_of_another_model(job):
@@ -114,15 +77,98 @@ def test_resuming_with_a_checkpoint_of_another_model(job):
     assert_refused(job, "--resume", because="(64, 32)")
 
 
-def test_resuming_with_a_checkpoint_of_part_of_the_model(job):
+def no_hdf5(job):
+    job.data.write_bytes(b"image,label\n" * 1000)
+
+
+def truncated(job):
+    os.truncate(job.data, job.data.stat().st_size // 2)
+
+
+def without_labels(job):
+    with h5py.File(job.data, "a") as file:
+        del file["train/label"]
+
+
+def fewer_labels(job):
+    replace(job.data, "train/label", np.zeros(1000, np.uint8))
+
+
+def no_examples(job):
+    replace(job.data, "train/image", np.zeros((0, 8, 8), np.uint8))
+    replace(job.data, "train/label", np.zeros(0, np.uint8))
+
+
+def replace(path, name, value):
+    with h5py.File(path, "a") as file:
+        del file[name]
+        file[name] = value
+
+
+def part_of_the_model(job):
     with h5py.File(job.output / "checkpoint-2.h5", "a") as file:
         del file["variables/model/layers/2"]
-    assert_refused(job, "--resume", because="model/layers/2/kernel")
 
 
-def test_resuming_with_a_damaged_checkpoint(job):
+def damaged_checkpoint(job):
     os.truncate(job.output / "checkpoint-2.h5", 1000)
-    assert_refused(job, "--resume", because="truncated")
+
+
+def as_it_is(job):
+    pass
+
+
+REFUSED = {
+    "a data file that is not HDF5": (no_hdf5, [], "is not an HDF5 file"),
+    "a truncated data file": (truncated, [], "truncated"),
+    "a missing field": (without_labels, [], "train/label"),
+    "fields of unequal length": (fewer_labels, [], "1000"),
+    "an empty data set": (no_examples, [], "no examples"),
+    "a negative batch size": (as_it_is, ["--batch-size=-1"], "not -1"),
+    "a batch size above the data": (as_it_is, ["--batch-size=1438"], "larger than the data"),
+    "no epochs": (as_it_is, ["--epochs=0"], "--epochs must be at least 1"),
+    "part of the model": (part_of_the_model, ["--resume"], "model/layers/2/kernel"),
+    "a damaged checkpoint": (damaged_checkpoint, ["--resume"], "truncated"),
+}
+ONE_AFTER_THE_OTHER = """
+import json, sys
+sys.path.insert(0, {jobs!r})
+import train_digits
+from mpistrat.testing.launch import rank_and_size
+caught = {{}}
+for name, options in json.loads(sys.argv[1]).items():
+    sys.argv[1:] = options
+    try:
+        train_digits.main()
+    except Exception as error:
+        caught[name] = str(error)
+with open(f"caught-{{rank_and_size()[0]}}.json", "w") as file:
+    json.dump(caught, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def caught(earlier, tmp_path_factory):
+    """Return what each of two ranks catches of each of `REFUSED`, by name, in one job."""
+    folder = tmp_path_factory.mktemp("refused")
+    jobs = {name: copy_of(earlier, folder / str(i)) for i, name in enumerate(REFUSED)}
+    commands = {}
+    for name, (spoil, options, _) in REFUSED.items():
+        spoil(jobs[name])
+        commands[name] = [str(each) for each in jobs[name].command(*options)[1:]]
+    before = {name: job.files() for name, job in jobs.items()}
+    program = ONE_AFTER_THE_OTHER.format(jobs=str(ROOT / "jobs"))
+    done = launch.run(["-c", program, json.dumps(commands)], 2, LIMIT_S, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {name: job.files() for name, job in jobs.items()} == before
+    return [json.loads((folder / f"caught-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_on_every_rank_and_changes_nothing(caught, name):
+    _, _, because = REFUSED[name]
+    for of_rank in caught:
+        assert because in of_rank[name]
 
 
 def test_an_unknown_option_is_explained_once(job):

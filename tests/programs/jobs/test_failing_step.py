@@ -24,17 +24,16 @@ train_digits.main()
 """
 
 
-@pytest.mark.quick("2")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_an_exception_in_step_on_one_rank_ends_the_job(job, tmp_path, ranks):
+@pytest.mark.quick
+def test_an_exception_in_step_on_one_rank_ends_the_job(job, tmp_path):
     program = tmp_path / "sabotaged.py"
     program.write_text(SABOTAGED.format(jobs=str(ROOT / "jobs"), rank=1))
     options = job.command("--epochs", 2)[1:]
-    done = launch.run([program, *options], ranks, limit_s=60)
+    done = launch.run([program, *options], 2, limit_s=60)
     assert done.returncode != 0
     assert done.stderr.count("FloatingPointError: the loss is broken here") == 1, done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr
-    assert f"rank 1 of {ranks} failed at" in done.stderr
+    assert "rank 1 of 2 failed at" in done.stderr
     line = SABOTAGED[: SABOTAGED.index("raise")].count("\n") + 1
     assert f"sabotaged.py:{line}" in done.stderr
     assert not list(job.output.glob("*.png"))
