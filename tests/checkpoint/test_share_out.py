@@ -1,6 +1,6 @@
 """Which rank reads what of a file that several read together."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mpistrat.checkpoint.ranks import share_out
@@ -10,6 +10,7 @@ from mpistrat.checkpoint.ranks import share_out
     st.dictionaries(st.text(), st.integers(0, 2**40)),
     st.sets(st.integers(0, 100), min_size=1).map(sorted),
 )
+@example(dict.fromkeys("abcdefghi", 5), [0, 2, 3])
 def test_each_rank_gets_about_as_many_bytes(sizes, ranks):
     owners = share_out(sizes, ranks)
     assert owners.keys() == sizes.keys()
