@@ -111,13 +111,13 @@ class BackgroundSaver:
         """
         began_s = time.perf_counter()
         gathering = StateCollector(root, _WHAT, path)
-        work = RootWork(gathering.ranks)
+        work = RootWork(gathering.collectives)
         work.attempt(self._snapshot.clear)
         work.attempt_each(self._snapshot.add, gathering.items())
-        with gathering.ranks.all_or_none(_WHAT, path):
+        with gathering.collectives.common_outcome(_WHAT, path):
             _check_copied(work)
         self._path = path
-        if gathering.ranks.rank:
+        if gathering.collectives.rank:
             return
         snapshot, header = self._snapshot, gathering.header(step)
 
@@ -133,7 +133,7 @@ class BackgroundSaver:
         self._wait = self._thread.submit(write)
         self._thread.close()
 
-    def end(self, ranks: Collectives) -> bool:
+    def end(self, collectives: Collectives) -> bool:
         """Wait for the file that is being written; return whether there was one. **Collective**.
 
         Raises
@@ -144,7 +144,7 @@ class BackgroundSaver:
         if self._path is None:
             return False
         path, self._path = self._path, None
-        with ranks.all_or_none(_WHAT, path):
+        with collectives.all_or_none(_WHAT, path):
             if self._wait is not None:
                 wait, self._wait = self._wait, None
                 try:

@@ -10,24 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint.object_graph import PlacedDependent, Tree, find_paths, walk
+from mpistrat.checkpoint.object_graph import PlacedSlot, Tree, slot_paths, walk
 from mpistrat.checkpoint.state_json import join_state, split_state
 from mpistrat.errors import CheckpointError, CheckpointMismatchError
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
 
 __all__ = [
-    "LateChild",
+    "DeferredSlot",
     "Restoration",
     "Shape",
     "Waiting",
-    "attach_children",
+    "attach_slots",
     "check_nothing_waits",
     "check_shapes",
+    "deferred_slots",
     "describe",
-    "fresh_children",
-    "late_children",
-    "make_children",
+    "fresh_slots",
+    "make_slots",
     "shapes_as_json",
     "shapes_from_json",
 ]
@@ -100,7 +100,7 @@ def shapes_from_json(value: Any) -> dict[str, Shape]:
 
 
 @dataclass(frozen=True)
-class LateChild:
+class DeferredSlot:
     """A child that `owner` has for the variable `of`, or will have."""
 
     owner: Trackable
@@ -118,7 +118,7 @@ class LateChild:
         return id(self.owner), self.name, id(self.of)
 
 
-def late_children(tree: Tree) -> dict[str, LateChild]:
+def deferred_slots(tree: Tree) -> dict[str, DeferredSlot]:
     """Return what each variable of `tree` has or will have, by path. Local."""
     own = {id(variable): path for path, variable in reversed(list(tree.variables.items()))}
     found = {}
@@ -127,21 +127,21 @@ def late_children(tree: Tree) -> dict[str, LateChild]:
             dependents = [
                 (owner_path, Dependent(name, None, tree.variables[path])) for path in own.values()
             ]
-            places = {**tree.outside, **find_paths(dependents, tree.variables)[0]}
+            places = {**tree.outside, **slot_paths(dependents, tree.variables)[0]}
             for path, place in places.items():
                 of: Any = place[1].of
                 if place[0] == owner_path and place[1].name == name:
-                    found[path] = LateChild(owner, owner_path, name, of, own.get(id(of)), make)
+                    found[path] = DeferredSlot(owner, owner_path, name, of, own.get(id(of)), make)
     return found
 
 
-def make_children(
-    late: Mapping[str, LateChild], tree: Tree, stored: Collection[str]
+def make_slots(
+    slots: Mapping[str, DeferredSlot], tree: Tree, stored: Collection[str]
 ) -> dict[str, Variable]:
     """Return, by path, new children for what only the file has. **Collective**."""
     made: dict[tuple[int, str, int], Variable] = {}
     by_path = {}
-    for path, each in late.items():
+    for path, each in slots.items():
         if path in stored and path not in tree.variables:
             if each.key not in made:
                 made[each.key] = each.make(each.of)
@@ -149,22 +149,22 @@ def make_children(
     return by_path
 
 
-def attach_children(late: Mapping[str, LateChild], made: Mapping[str, Variable]) -> None:
+def attach_slots(slots: Mapping[str, DeferredSlot], made: Mapping[str, Variable]) -> None:
     """Give the owners the children that have been `made`, as they are. Local."""
     for path, child in {id(child): (path, child) for path, child in made.items()}.values():
-        late[path].owner.on_new_child = None
-        late[path].owner._attach_child(late[path].name, child, of=late[path].of)
+        slots[path].owner.on_new_child = None
+        slots[path].owner._attach_child(slots[path].name, child, of=slots[path].of)
 
 
-def fresh_children(
-    late: Mapping[str, LateChild], tree: Tree, stored: Collection[str]
+def fresh_slots(
+    slots: Mapping[str, DeferredSlot], tree: Tree, stored: Collection[str]
 ) -> dict[str, Variable]:
     """Return the children that the program which wrote the file did not have yet. Local."""
-    owners = {each.owner_path for each in late.values()}
+    owners = {each.owner_path for each in slots.values()}
     owners = {owner for owner in owners if any(each.startswith(f"{owner}/") for each in stored)}
     return {
         path: tree.variables[path]
-        for path, each in late.items()
+        for path, each in slots.items()
         if path in tree.variables
         and path not in stored
         and (each.of_path is None or each.of_path in stored)
@@ -186,7 +186,7 @@ class Restoration:
     """Paths of the objects that have been filled."""
     variables: dict[str, Variable] = field(default_factory=dict)
     """The variables that have been found, by path: later children may belong to them."""
-    waiting: list[PlacedDependent] = field(default_factory=list)
+    waiting: list[PlacedSlot] = field(default_factory=list)
     """Children whose variable has not been found yet."""
     is_partial: bool = False
     """Whether what no object has taken is not missed."""

@@ -86,13 +86,9 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     TypeError, ValueError
         If `directory` is no path.
     """
-    ranks = collectives_for(Tree(), _WHAT)
-    folder = agree_on_path(ranks, _WHAT, directory)
-    found: str | None = None
-    with ranks.all_or_none(_WHAT, folder):
-        if ranks.rank == 0:
-            found = _find_sound(folder)
-    answer: str | None = ranks.broadcast_json(found)
+    collectives = collectives_for(Tree(), _WHAT)
+    folder = agree_on_path(collectives, _WHAT, directory)
+    answer: str | None = collectives.on_root(lambda: _find_sound(folder), _WHAT, folder)
     return answer
 
 

@@ -197,8 +197,8 @@ class CheckpointManager:
         """
         self.wait()
         given = self._step(step)
-        ranks = self._collectives()
-        with ranks.call("CheckpointManager.save") as call:
+        collectives = self._collectives()
+        with collectives.call("CheckpointManager.save") as call:
             number = _checked_step(given)
             call.agree(number)
         path = os.path.join(self._directory, file_name(number))
@@ -212,9 +212,7 @@ class CheckpointManager:
             return path
         save(self._checkpoint, path, number, self._parallel)
         self._retention = planned
-        with ranks.all_or_none("CheckpointManager.save", path):
-            if ranks.rank == 0:
-                _remove_all(surplus)
+        collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)
         return path
 
     def restore_or_initialize(self, init_fn: Callable[[], object] | None = None) -> str | None:
@@ -285,12 +283,7 @@ class CheckpointManager:
 
     def _from_root(self, what: str, look: Callable[[], Any]) -> Any:
         """Return what `look` finds on rank 0, on every rank. **Collective**."""
-        ranks = self._collectives()
-        found = None
-        with ranks.all_or_none(what, self._directory):
-            if ranks.rank == 0:
-                found = look()
-        return ranks.broadcast_json(found)
+        return self._collectives().on_root(look, what, self._directory)
 
     def _collectives(self) -> Collectives:
         tree = walk(self._checkpoint._checkpoint_children())

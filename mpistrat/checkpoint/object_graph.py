@@ -20,14 +20,14 @@ from mpistrat.variables import Variable
 __all__ = [
     "DeviceGeneratorState",
     "GeneratorState",
-    "PlacedDependent",
+    "PlacedSlot",
     "RandomStateState",
     "Stateful",
     "Tree",
     "check_can_hold_state",
-    "find_paths",
     "generator_state",
     "part_of_name",
+    "slot_paths",
     "walk",
 ]
 
@@ -126,13 +126,13 @@ def _as_json(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-PlacedDependent = tuple[str, Dependent]
+PlacedSlot = tuple[str, Dependent]
 """A dependent child, after the path of the object that keeps it."""
 
 
-def find_paths(
-    dependents: Iterable[PlacedDependent], variables: Mapping[str, Any]
-) -> tuple[dict[str, PlacedDependent], dict[str, PlacedDependent]]:
+def slot_paths(
+    dependents: Iterable[PlacedSlot], variables: Mapping[str, Any]
+) -> tuple[dict[str, PlacedSlot], dict[str, PlacedSlot]]:
     """Return `dependents` by path, and those of them whose variable is in no checkpoint. Local.
 
     The latter have the name of their variable in place of its path.
@@ -149,8 +149,8 @@ def find_paths(
         If two would have the same path.
     """
     paths = {id(variable): path for path, variable in reversed(list(variables.items()))}
-    found: dict[str, PlacedDependent] = {}
-    outside: dict[str, PlacedDependent] = {}
+    found: dict[str, PlacedSlot] = {}
+    outside: dict[str, PlacedSlot] = {}
     for prefix, dependent in dependents:
         of: Any = dependent.of
         below = paths.get(id(of))
@@ -201,7 +201,7 @@ class Tree:
     """Objects that may get children later."""
     empty: list[str] = field(default_factory=list)
     """Plain objects without any state below them."""
-    outside: dict[str, PlacedDependent] = field(default_factory=dict)
+    outside: dict[str, PlacedSlot] = field(default_factory=dict)
     """Children of variables that are not in the tree. Their paths have the variables' names."""
 
     def paths(self) -> list[str]:
@@ -212,7 +212,7 @@ class Tree:
 def walk(
     objects: Mapping[str, object],
     prefix: str = "",
-    dependents: Sequence[PlacedDependent] = (),
+    dependents: Sequence[PlacedSlot] = (),
     known: Mapping[str, Variable] | None = None,
 ) -> Tree:
     """Return the state below `objects`, whose names follow `prefix`. Local.
@@ -277,11 +277,11 @@ def _is_leaf(child: object) -> bool:
 class _Walker:
     def __init__(self) -> None:
         self.tree = Tree()
-        self.dependents: list[PlacedDependent] = []
+        self.dependents: list[PlacedSlot] = []
 
-    def take_in(self, dependents: Sequence[PlacedDependent], known: Mapping[str, Variable]) -> None:
+    def take_in(self, dependents: Sequence[PlacedSlot], known: Mapping[str, Variable]) -> None:
         """Visit children that belong to variables, once the paths of these are known."""
-        found, self.tree.outside = find_paths(dependents, {**known, **self.tree.variables})
+        found, self.tree.outside = slot_paths(dependents, {**known, **self.tree.variables})
         for path, (_, dependent) in found.items():
             self.visit(path, dependent.child)
 

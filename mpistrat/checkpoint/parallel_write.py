@@ -21,7 +21,7 @@ import numpy as np
 from mpistrat.arrays import Array, is_on_host
 from mpistrat.checkpoint.collect import RootFile
 from mpistrat.checkpoint.format import digest_of_array
-from mpistrat.checkpoint.ranks import agree_on_shares
+from mpistrat.checkpoint.ranks import Worker, divide_work, this_worker
 from mpistrat.checkpoint.raw_io import (
     BYTES_WORTH_A_THREAD,
     ChecksumPool,
@@ -75,12 +75,12 @@ class ParallelWriting:
     def _reserve(self, item: Item, array: Array, writer: CheckpointWriter) -> None:
         self._offsets[item.path] = writer.reserve(item, array)
 
-    def write(self, ranks: Collectives, what: str) -> None:
+    def write(self, collectives: Collectives, what: str) -> None:
         """Write the large variables. **Collective**.
 
         Parameters
         ----------
-        ranks : Collectives
+        collectives : Collectives
         what : str
             The public function, for messages.
 
@@ -91,28 +91,40 @@ class ParallelWriting:
         """
         own: list[_Room] = []
         self._file.attempt_with(lambda writer: own.append(_Room.of(writer, self._offsets)))
-        room = ranks.broadcast_json(asdict(own[0]) if own else None)
+        room = collectives.broadcast_json(asdict(own[0]) if own else None)
         if room is None:  # rank 0 has failed
             return
-        written = self._write_shares(ranks, what, _Room(**room))
-        reports = ranks.gather_json({name: asdict(each) for name, each in written.items()})
+        reports = self._write_shares(collectives, what, _Room(**room))
         self._file.attempt_with(lambda writer: self._complete(writer, reports))
 
-    def _write_shares(self, ranks: Collectives, what: str, room: _Room) -> dict[str, _Written]:
-        handle = None
-        try:
-            with ranks.all_or_none(what, self._path), explaining(self._path):
-                handle = room.open(must_be_there=ranks.rank == 0)
-            sizes = {name: self._arrays[name].nbytes for name in room.offsets}
-            shares = agree_on_shares(ranks, sizes, handle is not None)
-            with ranks.all_or_none(what, self._path), explaining(self._path):
-                if handle is None:
-                    return {}
-                places = {name: room.offsets[name] for name in shares.own}
-                written = self._write_own(handle, places, shares.num_threads)
-                if ranks.rank:  # rank 0 flushes the file at its end
+    def _write_shares(
+        self, collectives: Collectives, what: str, room: _Room
+    ) -> list[dict[str, dict[str, str]]]:
+        """Return by rank and variable what has been written. **Collective**."""
+        rank = collectives.rank
+        handle: int | None = None
+
+        def open_file() -> Worker | None:
+            nonlocal handle
+            with explaining(self._path):
+                handle = room.open(must_be_there=rank == 0)
+            return None if handle is None else this_worker()
+
+        def write_own() -> dict[str, dict[str, str]]:
+            if handle is None:
+                return {}
+            with explaining(self._path):
+                places = {name: room.offsets[name] for name in work.own}
+                written = self._write_own(handle, places, work.num_threads)
+                if rank:  # rank 0 flushes the file at its end
                     os.fsync(handle)
-                return written
+            return {name: asdict(each) for name, each in written.items()}
+
+        try:
+            workers = collectives.on_all(open_file, what, self._path)
+            sizes = {name: self._arrays[name].nbytes for name in room.offsets}
+            work = divide_work(sizes, workers, rank)
+            return collectives.on_all(write_own, what, self._path)
         finally:
             if handle is not None:
                 os.close(handle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ class BufferLifetime(enum.Enum):
     """Who has the values of a variable, and for how long."""
 
     BRIEF = enum.auto()
-    """Rank 0, until it has been told of the next variable."""
+    """Rank 0, until the next variable comes."""
     LONG = enum.auto()
     """Rank 0, until the end of the save."""
     EVERYWHERE = enum.auto()
@@ -96,7 +97,8 @@ class CheckpointWriter:
     header : Header
     path : path
         The final name, for messages.
-    digests : ChecksumPool
+    stack : contextlib.ExitStack
+        What is closed, in reverse order, before the file is.
 
     Attributes
     ----------
@@ -107,7 +109,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, file: Any, header: Header, path: str | os.PathLike[str], digests: ChecksumPool
+        self, file: Any, header: Header, path: str | os.PathLike[str], stack: contextlib.ExitStack
     ) -> None:
         self._path = path
         for name, value in asdict(header).items():
@@ -116,8 +118,13 @@ class CheckpointWriter:
         self.temporary: str = file.filename
         self.handle: int = file.id.get_vfd_handle()
         self._groups = {name: file.create_group(name) for name in (VARIABLES, STATE)}
-        self._digests = digests
+        self._stack = stack
         self._unfinished: list[tuple[Any, Checksum]] = []
+
+    @functools.cached_property
+    def _digests(self) -> ChecksumPool:
+        """Threads that only a checkpoint of large arrays needs."""
+        return self._stack.enter_context(ChecksumPool())
 
     def add(self, item: Item) -> None:
         """Add one data set, whose values are here. Local.
@@ -201,8 +208,7 @@ def create_checkpoint(path: str | os.PathLike[str], header: Header) -> Iterator[
     with contextlib.ExitStack() as stack:
         with explaining(path):
             file = stack.enter_context(hdf5.create_atomically(path))
-            digests = stack.enter_context(ChecksumPool())
-            writer = CheckpointWriter(file, header, path, digests)
+            writer = CheckpointWriter(file, header, path, stack)
         yield writer
         writer.finish()
         with explaining(path):
