@@ -1,4 +1,4 @@
-"""Rank 0's part of a save, in step with the other ranks whatever it meets."""
+"""Collecting state on rank 0, which stays in step with the other ranks if it fails."""
 
 from __future__ import annotations
 
@@ -33,25 +33,10 @@ class StateCollector:
     Making one is **Collective**: all ranks prove that they have the same objects, and that these
     can be saved.
 
-    Parameters
-    ----------
-    root : Trackable
-    what : str
-        The public function, for messages.
-    path : path
-        The file that is to be written, equal on all ranks.
-    parallel : bool
-        Whether all ranks write, equal on all ranks.
-
     Attributes
     ----------
     collectives : Collectives
     path : str
-
-    Raises
-    ------
-    CheckpointError, TypeError, ValueError
-        On every rank, if objects cannot be saved, differ over ranks, or lack restored values.
     """
 
     def __init__(
@@ -66,7 +51,7 @@ class StateCollector:
             _refuse_differing(self.collectives, what, self.path, tree)
 
     def _check(self, root: Trackable, what: str) -> str:
-        """Take the states of objects, and return the digest of what is to be saved."""
+        """Take the states of objects, and return the digest of all paths."""
         _check_savable(self._tree)
         if self.collectives.rank == 0:  # expect_partial() may have been called there alone
             check_nothing_waits(what, root, self._tree)
@@ -149,7 +134,7 @@ class RootWork:
         self._failure: Exception | None = None
 
     def attempt(self, do: Callable[..., object], *arguments: Any) -> None:
-        """Call `do` on rank 0, unless something has failed before. Local."""
+        """Call `do` on rank 0, unless something has failed before."""
         if self._is_root and self._failure is None:
             try:
                 do(*arguments)
@@ -163,12 +148,12 @@ class RootWork:
             del item  # or the next would come while this one is there
 
     def abandon(self, error: BaseException) -> None:
-        """Do nothing more, because of `error`. Local."""
+        """Do nothing more, because of `error`."""
         if self._failure is None:
             self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
 
     def check(self) -> None:
-        """Raise what went wrong. Local."""
+        """Raise what went wrong."""
         if self._failure is not None:
             raise self._failure
 
@@ -186,16 +171,16 @@ class RootFile(RootWork):
         self._writer = self._context.__enter__()
 
     def attempt_with(self, add: Callable[[CheckpointWriter], object]) -> None:
-        """Call `add` on rank 0 with the writer, unless something has failed before. Local."""
+        """Call `add` on rank 0 with the writer, unless something has failed before."""
         if self._writer is not None:
             self.attempt(add, self._writer)
 
     def write(self, item: Item) -> None:
-        """Write `item` on rank 0. Local."""
+        """Write `item` on rank 0."""
         self.attempt_with(lambda writer: writer.add(item))
 
     def abandon(self, error: BaseException) -> None:
-        """Remove what has been written, because of `error`. Local."""
+        """Remove what has been written, because of `error`."""
         super().abandon(error)
         if self._writer is not None:
             self._writer = None
@@ -205,7 +190,7 @@ class RootFile(RootWork):
                 self._failure = explained
 
     def complete(self) -> None:
-        """Put the file in its place on rank 0, or raise what went wrong. Local."""
+        """Put the file in its place on rank 0, or raise what went wrong."""
         self.check()
         if self._writer is not None:
             self._context.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""What a restore has read, and how it finds its way into the objects, now and later."""
+"""Deferred restoration: values of a file wait until the program makes their objects."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
 
 __all__ = [
-    "DeferredSlot",
     "Restoration",
     "Shape",
-    "Waiting",
     "attach_slots",
     "check_nothing_waits",
     "check_shapes",
@@ -42,11 +40,6 @@ def check_shapes(path: str, tree: Tree, stored: dict[str, Shape]) -> None:
     Variables must have the shape and dtype of the file. Arrays of a ``state_dict()`` must have
     its dtype and number of dimensions, and its lengths but for the first: a history may have
     grown. An array that the object does not have yet, or that is empty there, may become any.
-
-    Raises
-    ------
-    CheckpointMismatchError
-        If shapes or dtypes differ; the message names each array, with both.
     """
     lines = [*_of_variables(tree, stored), *_of_states(tree, stored)]
     if lines:
@@ -85,23 +78,23 @@ def _difference(name: str, stored: Shape, own: Shape) -> str:
 
 
 def describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
-    """Return shape and dtype as messages show them. Local."""
+    """Return shape and dtype as messages show them."""
     return f"{dtype} of shape {shape}"
 
 
 def shapes_as_json(shapes: Mapping[str, Shape]) -> Any:
-    """Return shapes and dtypes as a JSON value. Local."""
+    """Return shapes and dtypes as a JSON value."""
     return [[name, shape, dtype.str] for name, (shape, dtype) in shapes.items()]
 
 
 def shapes_from_json(value: Any) -> dict[str, Shape]:
-    """Return what `shapes_as_json` took apart. Local."""
+    """Return the shapes that `shapes_as_json` converted."""
     return {name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in value}
 
 
 @dataclass(frozen=True)
 class DeferredSlot:
-    """A child that `owner` has for the variable `of`, or will have."""
+    """A slot that `owner` has for the variable `of`, or will have: a momentum, a moment."""
 
     owner: Trackable
     owner_path: str
@@ -119,7 +112,7 @@ class DeferredSlot:
 
 
 def deferred_slots(tree: Tree) -> dict[str, DeferredSlot]:
-    """Return what each variable of `tree` has or will have, by path. Local."""
+    """Return by path the slots that variables of `tree` have or will have, made or not."""
     own = {id(variable): path for path, variable in reversed(list(tree.variables.items()))}
     found = {}
     for owner_path, owner in tree.trackables.items():
@@ -150,7 +143,7 @@ def make_slots(
 
 
 def attach_slots(slots: Mapping[str, DeferredSlot], made: Mapping[str, Variable]) -> None:
-    """Give the owners the children that have been `made`, as they are. Local."""
+    """Attach the slots that have been `made` to their owners, without filling them."""
     for path, child in {id(child): (path, child) for path, child in made.items()}.values():
         slots[path].owner.on_new_child = None
         slots[path].owner._attach_child(slots[path].name, child, of=slots[path].of)
@@ -159,7 +152,7 @@ def attach_slots(slots: Mapping[str, DeferredSlot], made: Mapping[str, Variable]
 def fresh_slots(
     slots: Mapping[str, DeferredSlot], tree: Tree, stored: Collection[str]
 ) -> dict[str, Variable]:
-    """Return the children that the program which wrote the file did not have yet. Local."""
+    """Return the slots that the program which wrote the file had not made yet."""
     owners = {each.owner_path for each in slots.values()}
     owners = {owner for owner in owners if any(each.startswith(f"{owner}/") for each in stored)}
     return {
@@ -192,13 +185,7 @@ class Restoration:
     """Whether what no object has taken is not missed."""
 
     def load_state(self, tree: Tree) -> Callable[[], None]:
-        """Fill the stateful objects of `tree` that the file has; return how to undo it. Local.
-
-        Raises
-        ------
-        CheckpointMismatchError
-            If an object refuses its state; all of them are then as they were.
-        """
+        """Fill the stateful objects of `tree` that the file has; return how to undo it."""
         undo = contextlib.ExitStack()
         for path, stateful in tree.stateful.items():
             if path not in self.state:
@@ -216,19 +203,15 @@ class Restoration:
         return undo.close
 
     def load_variables(self, tree: Tree) -> None:
-        """Assign the variables of `tree` that the file has. Local."""
+        """Assign the variables of `tree` that the file has."""
         for path, variable in tree.variables.items():
             if path in self.arrays:
                 variable._load_value(self.arrays[path])
 
     def take(self, tree: Tree, filled: Iterable[str] = ()) -> None:
-        """Forget what the objects of `tree` have got, and wait for their later children. Local.
+        """Forget what the objects of `tree` have received, and wait for their later children.
 
-        Parameters
-        ----------
-        tree : Tree
-        filled : iterable of str
-            Paths of the variables that have got values that were never here.
+        `filled` are the paths of variables whose values never were in `arrays`.
         """
         for path in tree.paths():
             self.restored.discard(path)  # an object in the place of one that had been filled
@@ -250,11 +233,11 @@ class Restoration:
         self.waiting += [each for path, each in tree.outside.items() if path not in self.restored]
 
     def wait_for_children(self, path: str, trackable: Trackable) -> None:
-        """Fill the children that `trackable` gets from now on. Local."""
+        """Fill each child as soon as `trackable` gets it."""
         trackable.on_new_child = Waiting(self, path)
 
     def fill_new_child(self, prefix: str, name: str, child: object, of: object) -> None:
-        """Fill the `child` that the object at the path `prefix` has got. Local."""
+        """Fill the `child` that has been attached to the object at the path `prefix`."""
         objects = {name: child} if of is None else {}
         dependents = [] if of is None else [(prefix, Dependent(name, child, of))]
         tree = walk(objects, prefix, dependents, self.variables)
@@ -273,7 +256,7 @@ class Restoration:
         return arrays | dict.fromkeys(self.state, "state")
 
     def arrays_below(self, path: str) -> list[str]:
-        """Return the keys of the arrays that belong to the state `path`. Local."""
+        """Return the keys of the arrays that belong to the state `path`."""
         below = f"{path}/"
         return [name.removeprefix(below) for name in self.arrays if name.startswith(below)]
 
@@ -290,7 +273,7 @@ class Waiting:
     prefix: str
 
     def __call__(self, name: str, child: object, of: object) -> None:
-        """Fill `child`. Local."""
+        """Fill `child`."""
         self.restoration.fill_new_child(self.prefix, name, child, of)
 
     def missing_below(self, prefix: str) -> dict[str, tuple[str, str]]:

@@ -1,7 +1,7 @@
-"""Large mirrored variables on their way into one file, from all ranks that see it.
+"""Parallel writing of large mirrored variables into one file, by all ranks that see it.
 
 All ranks hold the same values. So rank 0 makes room in the file, and each rank digests and writes
-some of the variables there, past the HDF5 library, which therefore needs no MPI of its own. No two
+some of the variables there, past the HDF5 library, which therefore needs no MPI. No two
 ranks write to one page of the file: network file systems, where each node keeps pages in memory,
 may lose what one of them has written. The last page of a variable goes through rank 0.
 """
@@ -39,15 +39,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class ParallelWriting:
-    """Takes the state on one rank, and writes this rank's share of the large variables.
-
-    Parameters
-    ----------
-    file : RootFile
-        Takes the rest: the file on rank 0, a stand-in elsewhere.
-    path : str
-        The final name, for messages.
-    """
+    """Writes this rank's share of the large variables, and all else through `file`."""
 
     def __init__(self, file: RootFile, path: str) -> None:
         self._file = file
@@ -76,19 +68,7 @@ class ParallelWriting:
         self._offsets[item.path] = writer.reserve(item, array)
 
     def write(self, collectives: Collectives, what: str) -> None:
-        """Write the large variables. **Collective**.
-
-        Parameters
-        ----------
-        collectives : Collectives
-        what : str
-            The public function, for messages.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, if one cannot write its share. What rank 0 fails at, its file keeps.
-        """
+        """Write the large variables. **Collective**."""
         own: list[_Room] = []
         self._file.attempt_with(lambda writer: own.append(_Room.of(writer, self._offsets)))
         room = collectives.broadcast_json(asdict(own[0]) if own else None)

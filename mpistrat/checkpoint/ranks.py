@@ -1,4 +1,4 @@
-"""Ranks that save and restore together: whose they are, and who does what."""
+"""Ranks of a save or restore: their strategy, their path, the division of their work."""
 
 from __future__ import annotations
 
@@ -32,24 +32,7 @@ __all__ = [
 def agree_on_path(
     collectives: Collectives, what: str, path: str | os.PathLike[str], **switches: bool
 ) -> str:
-    """Return `path` as a string, once all ranks have given the same. **Collective**.
-
-    Parameters
-    ----------
-    collectives : Collectives
-    what : str
-        The public function, for messages.
-    path : path
-    **switches : bool
-        What else must be equal, by the name of the argument.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `checked_path` and `as_bool`, where it is bad on this rank.
-    EpochMismatchError
-        If it is bad on another rank, or differs there.
-    """
+    """Return `path` as a string, once all ranks pass it and the same `switches`. **Collective**."""
     with collectives.call(what) as call:
         checked = checked_path(what, path)
         for name, value in switches.items():
@@ -59,15 +42,7 @@ def agree_on_path(
 
 
 def checked_path(what: str, path: str | os.PathLike[str]) -> str:
-    """Return `path` as a string, exactly as it is. Local.
-
-    Raises
-    ------
-    TypeError
-        If it is neither a string nor a path.
-    ValueError
-        If it is empty, or contains a zero byte.
-    """
+    """Return `path` as a string, unchanged, or raise why it is none."""
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(name, str):
         raise TypeError(f"{what} needs a path as a string or pathlib.Path, not {path!r}.")
@@ -115,7 +90,7 @@ def divide_work(
 
 
 def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
-    """Return which of `ranks` has each variable, so that each has about as many bytes. Local."""
+    """Return which of `ranks` has each variable, so that each has about as many bytes."""
     loads = [(0, rank) for rank in ranks]
     owners = {}
     for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
@@ -134,18 +109,6 @@ def collectives_for(tree: Tree, what: str) -> Collectives:
     """Return the collectives of the strategy of the objects in `tree`. Local.
 
     Where they have none, those of the current strategy, else those of one process without MPI.
-
-    Parameters
-    ----------
-    tree : Tree
-    what : str
-        The public function, for messages.
-
-    Raises
-    ------
-    ContextError
-        If the objects belong to several strategies, or if this is not the cross-replica
-        context of theirs.
     """
     strategy = _strategy_of(tree, what)
     if strategy is None:

@@ -1,4 +1,4 @@
-"""Restore a tree of objects: what is read and checked all ranks assign, or none does."""
+"""Restore of all objects on all ranks, or of none: all is checked before any changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mpistrat.errors import CheckpointCorruptError, _UnmatchedPathsError
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
-__all__ = ["RestoreStatus", "check_nothing_missing", "restore"]
+__all__ = ["RestoreStatus", "restore"]
 
 _logger = logging.getLogger("mpistrat")
 
@@ -101,13 +101,7 @@ class RestoreStatus:
 
 
 def check_nothing_missing(path: str, tree: Tree, stored: set[str]) -> None:
-    """Check that the file `path` with the paths `stored` has every object of `tree`. Local.
-
-    Raises
-    ------
-    CheckpointMismatchError
-        If not; the message names all paths.
-    """
+    """Check that the file `path` with the paths `stored` has every object of `tree`."""
     _raise_unmatched(path, _missing(tree, stored), [])
 
 
@@ -152,13 +146,6 @@ def restore(
     """Fill the objects below `root` from the file `path`. **Collective**.
 
     Everything is read, checked and compared before the first object changes.
-
-    Parameters
-    ----------
-    root : Trackable
-    path : path
-    allow_missing : bool
-        Whether objects that the file does not have may stay as they are.
     """
     began_s = time.perf_counter()
     tree = walk(root._checkpoint_children())

@@ -1,4 +1,4 @@
-"""Read the values of a file and check them, on all ranks of one node that see it.
+"""Parallel reading of a checkpoint, by the ranks of one node, and its broadcast.
 
 Most of the time goes into digests, so each of these ranks reads some of the large variables, and
 keeps them until all are known to be whole. Every byte is read once, by the node of rank 0.
@@ -209,15 +209,6 @@ def broadcast_array(call: CollectiveCall, values: Values, name: str, of: Shape) 
     """Return one of the `values` on every rank.
 
     **Collective** inside of a `call` that has been agreed on.
-
-    Parameters
-    ----------
-    call : CollectiveCall
-    values : Values
-    name : str
-        Equal on all ranks.
-    of : Shape
-        Shape and dtype, equal on all ranks.
     """
     array = values.arrays.pop(name, None)
     found = np.empty(*of) if array is None else array
@@ -261,7 +252,7 @@ class _Piece:
 
 
 def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) -> Iterator[_Piece]:
-    """Yield what `owner` sends, as this rank needs it. Local."""
+    """Yield what `owner` sends, as this rank needs it."""
     for name, variable in variables.items():
         if values.owner(name) != owner:
             continue

@@ -1,4 +1,4 @@
-"""Write a checkpoint file: header, variables and state, one at a time."""
+"""Writer of checkpoint files: header, variables and state, one at a time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def variable_item(
     trainable: bool = False,
     life: BufferLifetime = BufferLifetime.LONG,
 ) -> Item:
-    """Return the item of a variable, or of an array of an object's state. Local."""
+    """Return the item of a variable, or of an array of an object's state."""
     attributes: dict[str, bool | str] = {
         "synchronization": synchronization,
         "aggregation": aggregation,
@@ -84,21 +84,12 @@ def variable_item(
 
 
 def state_item(path: str, state: Any, arrays: Sequence[str] = ()) -> Item:
-    """Return the item of a JSON value with the names of its arrays below `path`. Local."""
+    """Return the item of a JSON value with the names of its arrays below `path`."""
     return Item(STATE, path, np.array(dump_json(state).encode()), {"arrays": arrays})
 
 
 class CheckpointWriter:
     """The content of a checkpoint file that is being written.
-
-    Parameters
-    ----------
-    file : h5py.File
-    header : Header
-    path : path
-        The final name, for messages.
-    stack : contextlib.ExitStack
-        What is closed, in reverse order, before the file is.
 
     Attributes
     ----------
@@ -156,7 +147,7 @@ class CheckpointWriter:
             return offset
 
     def set_digest(self, path: str, digest: str) -> None:
-        """Add the digest of a variable for which there was only room. Local."""
+        """Add the digest of a variable whose values were written by `write_at`."""
         with explaining(self._path):
             write_attribute(self._groups[VARIABLES][path], "digest", digest)
 
@@ -188,7 +179,7 @@ class CheckpointWriter:
         return dataset
 
     def finish(self) -> None:
-        """Write the digests that were not complete before. Local."""
+        """Write the digests that were not complete before."""
         with explaining(self._path):
             for dataset, digester in self._unfinished:
                 write_attribute(dataset, "digest", digester.result())
@@ -197,13 +188,7 @@ class CheckpointWriter:
 
 @contextlib.contextmanager
 def create_checkpoint(path: str | os.PathLike[str], header: Header) -> Iterator[CheckpointWriter]:
-    """Write a checkpoint that appears under `path` once it is complete and on disk. Local.
-
-    Raises
-    ------
-    CheckpointError
-        If the folder or the file cannot be written; `path` is then as it was.
-    """
+    """Write a checkpoint that appears under `path` once it is complete and on disk."""
     header = replace(header, created=header.created or Header.now())
     with contextlib.ExitStack() as stack:
         with explaining(path):
@@ -222,13 +207,7 @@ def _set_attributes(dataset: Any, item: Item) -> None:
 
 @contextlib.contextmanager
 def explaining(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the system and h5py raise into an error with the remedy. Local.
-
-    Raises
-    ------
-    CheckpointError
-        In the place of these.
-    """
+    """Turn errors of the system and of h5py into a `CheckpointError` with the remedy."""
     try:
         yield
     except (OSError, RuntimeError) as reason:  # h5py raises either where the system refuses
