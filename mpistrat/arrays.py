@@ -27,6 +27,7 @@ __all__ = [
     "Array",
     "Device",
     "address_of",
+    "addresses_function",
     "copy_on",
     "count_gpus",
     "current_stream",

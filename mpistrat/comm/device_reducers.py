@@ -34,8 +34,6 @@ __all__ = [
     "DeviceCopier",
     "DirectReducer",
     "StagedReducer",
-    "part_bytes",
-    "plan_parts",
     "solo_capabilities",
 ]
 

@@ -20,7 +20,7 @@ from mpistrat.comm.transport import NodeReducer, Occupancy, Reducer
 from mpistrat.options import ReduceOp
 from mpistrat.settings import settings_at_the_end
 
-__all__ = ["HierarchicalReducer", "share_memory"]
+__all__ = ["share_memory"]
 
 
 class HierarchicalReducer:

@@ -26,7 +26,7 @@ from mpistrat.options import ReduceOp
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NcclLink", "NcclReducer", "connect_nccl", "nccl_knows"]
+__all__ = ["Link", "NcclLink", "NcclReducer", "connect_nccl", "nccl_knows"]
 
 _NUMBERS = ("i1", "u1", "i4", "u4", "i8", "u8", "f4", "f8")
 _TRIED_LENGTH = 1000

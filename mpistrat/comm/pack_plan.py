@@ -13,7 +13,7 @@ from mpistrat.arrays import native
 from mpistrat.comm.wire import as_ordered_integers, is_narrow, result_dtype, wire_dtype
 from mpistrat.options import CommunicationOptions, ReduceOp
 
-__all__ = ["Pack", "Plan", "check_gatherable", "joined", "plan_packs", "plan_reduction"]
+__all__ = ["Pack", "Plan", "check_gatherable", "joined", "plan_reduction"]
 
 _SMALL_BYTES = 2**14
 """Arrays up to this size are copied one behind the other: cheaper than a description of each."""

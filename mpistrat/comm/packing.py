@@ -12,13 +12,7 @@ from mpistrat.comm.pool import Pool
 from mpistrat.comm.wire import as_floats, as_ordered_integers, cast, cast_into
 from mpistrat.native import native_library
 
-__all__ = [
-    "Message",
-    "Single",
-    "describe_function",
-    "pack",
-    "placed_like",
-]
+__all__ = ["Message", "describe_function", "pack", "placed_like"]
 
 
 class Message:

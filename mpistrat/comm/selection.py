@@ -15,14 +15,7 @@ from mpistrat.comm.transport import Reducer, Transport
 from mpistrat.comm.wire import is_narrow
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 
-__all__ = [
-    "check_options",
-    "check_plan",
-    "choose_reducer",
-    "choose_way",
-    "format_options",
-    "is_shareable",
-]
+__all__ = ["check_options", "check_plan", "choose_reducer", "format_options", "is_shareable"]
 
 _AUTO = CommunicationImplementation.AUTO
 _MPI = CommunicationImplementation.MPI

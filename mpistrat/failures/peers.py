@@ -26,7 +26,7 @@ from mpistrat.system.callsite import UNKNOWN_PLACE, is_own_code, site_of
 from mpistrat.system.exit_hooks import is_at_work
 from mpistrat.system.text import rank_list
 
-__all__ = ["MonitorClient", "RankState", "connect_peers"]
+__all__ = ["connect_peers"]
 
 _MAX_FRAMES = 4
 _LIMIT_S = 1.5

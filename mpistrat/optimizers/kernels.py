@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-__all__ = ["ADAM", "SGD", "SGD_MOMENTUM", "SGD_NESTEROV", "Kernel", "c_source", "digest"]
+__all__ = ["ADAM", "SGD", "SGD_MOMENTUM", "SGD_NESTEROV", "Kernel", "digest"]
 
 
 @dataclass(frozen=True, eq=False)

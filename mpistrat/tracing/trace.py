@@ -18,7 +18,6 @@ __all__ = [
     "FORMAT_VERSION",
     "Part",
     "events",
-    "fit_clock",
     "fit_clocks",
     "metadata",
     "part_of",

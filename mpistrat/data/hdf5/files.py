@@ -21,7 +21,7 @@ from mpistrat.data.hdf5.catalog import Catalog, FileEntry, stamp_of
 from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
 from mpistrat.errors import DataError
 
-__all__ = ["FieldAccess", "OpenFiles", "StoredRows"]
+__all__ = ["OpenFiles", "StoredRows"]
 
 _T = TypeVar("_T")
 
