@@ -16,7 +16,7 @@ from mpistrat.agreement.call import AllOrNone, Call
 from mpistrat.agreement.channel import Channel
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
 from mpistrat.collectives.prepared import PreparedReduction, dtype_name
-from mpistrat.comm.device_reducers import DeviceCapabilities, solo_capabilities
+from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.pack_plan import check_gatherable, joined
 from mpistrat.comm.packing import describe_function, placed_like
 from mpistrat.comm.selection import check_options
@@ -204,7 +204,7 @@ class Collectives:
     def solo(cls, device: Device) -> Collectives:
         """Return the collectives of a world of one rank without MPI."""
         return cls(
-            Channel(SoloTransport(), None), solo_capabilities(device), CommunicationOptions()
+            Channel(SoloTransport(), None), DeviceCapabilities.solo(device), CommunicationOptions()
         )
 
     def call(

@@ -12,14 +12,10 @@ import numpy as np
 from mpistrat.arrays import (
     Array,
     Device,
-    copy_on,
-    current_stream,
+    Stream,
     is_on_host,
-    new_stream,
-    on_device,
     on_device_of,
     pinned_empty,
-    record,
 )
 from mpistrat.comm.nccl import Link
 from mpistrat.comm.packing import Message
@@ -34,7 +30,6 @@ __all__ = [
     "DeviceCopier",
     "DirectReducer",
     "StagedReducer",
-    "solo_capabilities",
 ]
 
 _NUM_BUFFERS = 3
@@ -170,33 +165,33 @@ class DeviceCopier:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        with on_device(device):
-            self._fetching, self._putting = new_stream(), new_stream()
+        with device.current():
+            self._fetching, self._putting = Stream.new(), Stream.new()
         self._under_way: list[tuple[Any, np.ndarray]] = []
 
     def buffer(self, size: int, dtype: np.dtype) -> np.ndarray:
         """Return a 1-d array in page-locked memory."""
-        with on_device(self._device):
+        with self._device.current():
             return pinned_empty(size, dtype)
 
     def begin(self) -> None:
         """Have every `fetch` that follows wait for the current stream."""
-        with on_device(self._device):
-            self._fetching.wait_event(record(current_stream()))
+        with self._device.current():
+            self._fetching.wait_event(Stream.current().record())
 
     def fetch(self, target: np.ndarray, source: Array, after: Any = None) -> Any:
         """Begin to copy `source` to the host."""
-        with on_device(self._device):
+        with self._device.current():
             if after is not None:
                 self._fetching.wait_event(after)
-            copy_on(self._fetching, target, source)
-            return record(self._fetching)
+            self._fetching.copy(target, source)
+            return self._fetching.record()
 
     def put(self, target: Array, source: np.ndarray) -> Any:
         """Begin to copy `source` to the device."""
-        with on_device(self._device):
-            copy_on(self._putting, target, source)
-            done = record(self._putting)
+        with self._device.current():
+            self._putting.copy(target, source)
+            done = self._putting.record()
         # The pool of page-locked memory knows no events: what is still read may not go back to it.
         self._under_way = [each for each in self._under_way if not each[0].done]
         self._under_way.append((done, source))
@@ -204,8 +199,8 @@ class DeviceCopier:
 
     def end(self) -> None:
         """Have the current stream wait for every `put`."""
-        with on_device(self._device):
-            current_stream().wait_event(record(self._putting))
+        with self._device.current():
+            Stream.current().wait_event(self._putting.record())
 
 
 @dataclass(frozen=True)
@@ -224,6 +219,13 @@ class DeviceCapabilities:
     link: Link | None = None
     """The communicator of NCCL, where it can be used."""
 
+    @classmethod
+    def solo(cls, device: Device) -> DeviceCapabilities:
+        """Return the capabilities in a world of one rank without MPI."""
+        if device.kind != "gpu":
+            return cls(device)
+        return cls(device, DeviceCopier(device), why_not_nccl="there is one rank without MPI")
+
     @property
     def some_have_devices(self) -> bool:
         """Whether any rank computes on a device, the same on all ranks."""
@@ -240,12 +242,3 @@ class DeviceCapabilities:
     def is_on_device(self, array: Array) -> bool:
         """Return whether `array` lies in the memory of this rank's device."""
         return not is_on_host(array) and bool(array.device.id == self.device.index)
-
-
-def solo_capabilities(device: Device) -> DeviceCapabilities:
-    """Return the capabilities in a world of one rank without MPI."""
-    if device.kind != "gpu":
-        return DeviceCapabilities(device)
-    return DeviceCapabilities(
-        device, DeviceCopier(device), why_not_nccl="there is one rank without MPI"
-    )

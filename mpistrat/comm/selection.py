@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from mpistrat.comm.device_reducers import DeviceCapabilities, DirectReducer, StagedReducer
-from mpistrat.comm.nccl import NcclReducer, nccl_knows
+from mpistrat.comm.nccl import NcclReducer
 from mpistrat.comm.pack_plan import Pack, Plan
 from mpistrat.comm.reducers import MpiReducer, ReduceScatterReducer
 from mpistrat.comm.shared_reducer import compiled_function
@@ -46,7 +46,7 @@ def check_plan(options: CommunicationOptions, plan: Plan) -> None:
     if options.implementation is not _NCCL:
         return
     for pack in plan.packs:
-        if pack.on_device and not nccl_knows(plan.op, pack.wire):
+        if pack.on_device and not NcclReducer.knows(plan.op, pack.wire):
             raise TypeError(
                 f"NCCL cannot reduce arrays of dtype {pack.wire} by {plan.op.name}: it knows "
                 "integers of 8, 32 and 64 bits, floats, and SUM and MEAN of complex numbers. "
@@ -90,7 +90,7 @@ def choose_way(
     if asked is not _AUTO:
         return (_STAGED if asked is _SHARED else asked), f"asked for: {asked.name}"
     why_not_nccl = capabilities.why_not_nccl
-    if not why_not_nccl and not nccl_knows(op, dtype):
+    if not why_not_nccl and not NcclReducer.knows(op, dtype):
         why_not_nccl = f"NCCL knows no {op.name} of {dtype}"
     if not why_not_nccl:
         return _NCCL, "each rank has a GPU of its own"
