@@ -17,7 +17,7 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
 from mpistrat.collectives.prepared import PreparedReduction, dtype_name
 from mpistrat.comm.device_reducers import DeviceCapabilities
-from mpistrat.comm.pack_plan import check_gatherable, joined
+from mpistrat.comm.pack_plan import GatherPlan
 from mpistrat.comm.packing import describe_function, placed_like
 from mpistrat.comm.selection import check_options
 from mpistrat.comm.transport import SoloTransport
@@ -137,20 +137,19 @@ class CollectiveCall(Call):
         self.agree(f"axis {axis}", dtypes, structure)
         # Shapes may differ, so they cannot be part of the signature.
         shapes_of_ranks = self.channel.exchange([np.shape(array) for array in arrays])
-        for shapes in zip(*shapes_of_ranks, strict=True):
-            check_gatherable(self.kind, shapes, axis)
+        plans = [GatherPlan(shapes, axis) for shapes in zip(*shapes_of_ranks, strict=True)]
+        for plan in plans:
+            plan.check(self.kind)
         hosts = [native(np.moveaxis(host_view(array), axis, 0)).reshape(-1) for array in arrays]
         self.note_moved(sum(host.nbytes for host in hosts), "all_gather")
         gathered = [
-            self.channel.transport.all_gather(
-                host, [int(np.prod(shapes[i])) for shapes in shapes_of_ranks]
-            )
-            for i, host in enumerate(hosts)
+            self.channel.transport.all_gather(host, plan.counts)
+            for host, plan in zip(hosts, plans, strict=True)
         ]
         self.show_received(gathered)
         return [
-            placed_like(joined(flat, [shapes[i] for shapes in shapes_of_ranks], axis), arrays[i])
-            for i, flat in enumerate(gathered)
+            placed_like(plan.join(flat), array)
+            for plan, flat, array in zip(plans, gathered, arrays, strict=True)
         ]
 
     def broadcast(self, array: Array, *details: object, root: int = 0) -> Array:

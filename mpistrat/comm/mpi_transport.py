@@ -17,7 +17,7 @@ from mpistrat.comm.hierarchical import share_memory
 from mpistrat.comm.mpi_buffers import in_parts, operator, plan_windows
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
-from mpistrat.comm.shared_memory import ROUND_BYTES, NodeMemory
+from mpistrat.comm.shared_memory import NodeMemory
 from mpistrat.comm.shared_reducer import compiled_function
 from mpistrat.comm.transport import NodeReducer, Occupancy, Piggyback, Round, SoloRound
 from mpistrat.options import ReduceOp
@@ -103,7 +103,7 @@ class _SharedRound:
         self.start = functools.partial(library.round_start, pointer, send)
         self.done = functools.partial(library.round_done, pointer, receive, 1)
         self.meet = functools.partial(library.round_meet, pointer, send, receive, _TURNS)
-        self.room = min(ROUND_BYTES, _ROOM_OF_ALL // node.size)
+        self.room = min(node.ROUND_BYTES, _ROOM_OF_ALL // node.size)
         """How many bytes may travel with a round."""
         self._size = node.size
         self.attach = functools.partial(library.round_contribute, pointer)
