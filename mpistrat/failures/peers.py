@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import os
 import secrets
 import socket
@@ -19,7 +18,7 @@ from typing import Any
 
 from mpistrat.agreement.channel import Channel, Peers
 from mpistrat.failures import logs
-from mpistrat.failures.monitor import Address, Handler, Monitor, Question, read_line
+from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import UNKNOWN_PLACE, CodeOwner, owner_of, site_of
@@ -95,13 +94,9 @@ class MonitorClient(Peers):
         address = self._addresses[rank]
         place = {"pid": address.pid, "host": address.host}
         try:
-            with address.connect(limit_s) as connection:
-                question = {"key": self._key, "ask": ask, **details}
-                connection.sendall(json.dumps(question).encode() + b"\n")
-                answer = read_line(connection)
-            if answer:
-                found: _Answer = json.loads(answer)
-                return found
+            answer = address.ask({"key": self._key, "ask": ask, **details}, limit_s)
+            if answer is not None:
+                return answer
         except ConnectionError:
             return place | {"state": RankState.GONE}
         except TimeoutError:
@@ -227,8 +222,7 @@ def connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     channel.exchange(None)
     neighbour = (channel.rank + 1) % channel.size
     try:
-        connection = addresses[neighbour].connect(_LIMIT_S)
-        connection.sendall(json.dumps({"key": key, "ask": "watch"}).encode() + b"\n")
+        connection = addresses[neighbour].watch(key, _LIMIT_S)
     except OSError:
         return  # it cannot be watched, but it may still be asked
     monitor.watch(connection, lambda: peers.report_loss(neighbour))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from mpistrat.collectives.nested import all_reduce_nest
 from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.comm.wire import is_floating
 from mpistrat.errors import ContextError
-from mpistrat.optimizers.update import Rule, Step, Target
 from mpistrat.options import ReduceOp
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
@@ -35,7 +34,6 @@ __all__ = [
     "settled_beside",
     "split_pairs",
     "sum_over_replicas",
-    "update_rows",
     "variables_in",
 ]
 
@@ -286,17 +284,3 @@ def _add_rows(values: Array, places: Array, added: Array) -> None:
     for start, end in itertools.pairwise([0, *ends]):
         chosen = order[start:end]
         values[rows[chosen]] += added[chosen]
-
-
-def update_rows(
-    update: Callable[..., None], rule: Rule, step: Step, target: Target, gradient: IndexedSlices
-) -> None:
-    """Do `update` on the rows that the coalesced `gradient` names."""
-    # Other rows keep their weight and their slots: momenta do not decay there, and no weight
-    # decay is taken. That is the lazy update of TensorFlow's LazyAdam and PyTorch's SparseAdam.
-    indices = gradient.indices
-    rows = Target(target.weight[indices], [slot[indices] for slot in target.slots])
-    update(rule, step, rows, gradient.values)
-    target.weight[indices] = rows.weight
-    for slot, updated in zip(target.slots, rows.slots, strict=True):
-        slot[indices] = updated

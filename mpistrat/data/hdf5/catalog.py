@@ -24,7 +24,6 @@ __all__ = [
     "check_virtual_sources",
     "read_catalog",
     "resolve_paths",
-    "stamp_of",
 ]
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
@@ -72,7 +71,11 @@ class FileEntry:
     layouts: tuple[_FieldLayout, ...]
     """The layouts of the fields, in the order of `Catalog.names`."""
     stamp: tuple[int, ...]
-    """What `stamp_of` gave before the file was looked at."""
+    """What `_stamp_of` gave before the file was looked at."""
+
+    def has_changed(self) -> bool:
+        """Return whether the file has been written to or replaced since."""
+        return _stamp_of(os.stat(self.path)) != self.stamp
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def resolve_paths(patterns: Sequence[str]) -> list[str]:
     return paths
 
 
-def stamp_of(status: os.stat_result) -> tuple[int, ...]:
+def _stamp_of(status: os.stat_result) -> tuple[int, ...]:
     """Return what changes when a file is written to or replaced."""
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
@@ -135,7 +138,7 @@ def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
     for path in paths:
         with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
             # Before anything is read, so that a change from here on is noticed.
-            stamp = stamp_of(os.stat(path))
+            stamp = _stamp_of(os.stat(path))
             if fields is None and not files:
                 names, structure = nests.flatten(_top_level_names(file, path))
             files.append(_read_entry(file, path, names, stamp))

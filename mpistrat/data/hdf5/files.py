@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpistrat import hdf5
-from mpistrat.data.hdf5.catalog import Catalog, FileEntry, stamp_of
+from mpistrat.data.hdf5.catalog import Catalog, FileEntry
 from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
 from mpistrat.errors import DataError
 
@@ -124,7 +124,7 @@ class _OpenFile:
 
 def _check_unchanged(entry: FileEntry) -> None:
     try:
-        stamp = stamp_of(os.stat(entry.path))
+        has_changed = entry.has_changed()
     except FileNotFoundError:
         raise DataError(
             f"The file {entry.path} has vanished since the data set was made. Files must stay "
@@ -134,7 +134,7 @@ def _check_unchanged(entry: FileEntry) -> None:
         raise DataError(
             f"The file {entry.path} can no longer be reached: {reason.strerror}."
         ) from reason
-    if stamp != entry.stamp:
+    if has_changed:
         raise DataError(_changed(entry.path))
 
 

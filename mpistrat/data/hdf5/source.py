@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat import nests, sharding
+from mpistrat import nests
 from mpistrat.data.hdf5.catalog import Catalog, read_catalog, resolve_paths
 from mpistrat.data.hdf5.chunk_cache import RowCache
 from mpistrat.data.hdf5.reader import Hdf5Reader
@@ -51,9 +51,9 @@ class Hdf5Source:
                 f"AutoShardPolicy.FILE gives each rank files of its own, but there are "
                 f"{num_files} for {size} ranks. Use AutoShardPolicy.DATA."
             )
-        mine = [self.catalog.files[f] for f in sharding.files_of_rank(num_files, size, rank)]
+        mine = self.catalog.files[rank::size]
         source = Hdf5Source([file.path for file in mine], self._fields)
-        source.catalog = dataclasses.replace(self.catalog, files=tuple(mine))
+        source.catalog = dataclasses.replace(self.catalog, files=mine)
         return source
 
     @cached_property
