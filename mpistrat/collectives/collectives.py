@@ -30,11 +30,10 @@ _MAX_PREPARED = 1024
 
 
 class CollectiveCall(Call):
-    """A collective call and the ways in which it can move arrays.
+    """A collective call and the ways in which it can move arrays."""
 
-    Each method agrees before it moves. Arrays may lie on the host or the device; results lie
-    where the array of this rank does, and share memory with nothing.
-    """
+    # Each method agrees before it moves. Arrays may lie on the host or the device; results lie
+    # where the array of this rank does, and share memory with nothing.
 
     def __init__(
         self,
@@ -67,11 +66,9 @@ class CollectiveCall(Call):
         *details: object,
         wires: Sequence[np.dtype] | None = None,
     ) -> PreparedReduction:
-        """Return the reduction for all calls like this one, checked the first time.
-
-        `details` must agree over ranks too. `wires` are what the arrays travel as, where their own
-        dtypes do not decide it.
-        """
+        """Return the reduction for all calls like this one, checked the first time."""
+        # `details` must agree over ranks too. `wires` are what the arrays travel as, where their
+        # own dtypes do not decide it.
         collectives = self._collectives
         if type(self.options) is not CommunicationOptions:
             self._check_options()
@@ -104,11 +101,9 @@ class CollectiveCall(Call):
         structure: object = (),
         wires: Sequence[np.dtype] | None = None,
     ) -> list[Array]:
-        """Reduce each array over ranks, equal to the bit on all of them. **Collective**.
-
-        Dtypes, shapes and the `structure` of the nest that the arrays come from must agree over
-        ranks. For `wires` see `prepare`.
-        """
+        """Reduce each array over ranks, equal to the bit on all of them. **Collective**."""
+        # Dtypes, shapes and the `structure` of the nest that the arrays come from must agree over
+        # ranks. For `wires` see `prepare`.
         return self.prepare(op, arrays, structure, wires=wires).all_reduce(self, arrays)
 
     def start_all_reduce(
@@ -125,11 +120,9 @@ class CollectiveCall(Call):
         return prepared.reduce(self, arrays, root)
 
     def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:
-        """Concatenate each array over ranks, in rank order. **Collective**.
-
-        Dtypes must agree, and shapes but for their length along `axis`; where they do not, every
-        rank raises a `ValueError` and the strategy stays usable.
-        """
+        """Concatenate each array over ranks, in rank order. **Collective**."""
+        # Dtypes must agree, and shapes but for their length along `axis`; where they do not, every
+        # rank raises a `ValueError` and the strategy stays usable.
         for array in arrays:
             if array.dtype.hasobject:
                 raise TypeError(f"{self.kind}: an array of dtype object cannot be sent.")
@@ -153,10 +146,8 @@ class CollectiveCall(Call):
         ]
 
     def broadcast(self, array: Array, *details: object, root: int = 0) -> Array:
-        """Return the `array` of `root` on every rank, in its own memory. **Collective**.
-
-        Shape and dtype must agree over ranks, and `details` too.
-        """
+        """Return the `array` of `root` on every rank, in its own memory. **Collective**."""
+        # Shape and dtype must agree over ranks, and `details` too.
         dtype = np.dtype(array.dtype).newbyteorder("=")
         shape = tuple(array.shape)
         self.agree(f"from rank {root}", (dtype_name(dtype), shape), *details)
@@ -209,22 +200,18 @@ class Collectives:
     def call(
         self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
     ) -> CollectiveCall:
-        """Return the context manager in which the collective `kind` is checked and done.
-
-        `kind` is the name of the public function, `name` that of the variable or object that it
-        is called on.
-        """
+        """Return the context manager in which the collective `kind` is checked and done."""
+        # `kind` is the name of the public function, `name` that of the variable or object that it
+        # is called on.
         if options is None:
             # `wire_dtype` may round a value that the program reduces, not the state of an object.
             options = self.options if name is None else self._lossless_options
         return CollectiveCall(self, kind, name, options)
 
     def all_or_none(self, kind: str, name: str | None = None) -> AllOrNone:
-        """Return a context manager: where its body fails on any rank, it fails on all.
-
-        **Collective** on entry and on exit. The body may do no collective that a failing rank
-        would miss.
-        """
+        """Return a context manager: where its body fails on any rank, it fails on all."""
+        # **Collective** on entry and on exit. The body may do no collective that a failing rank
+        # would miss.
         return AllOrNone(self.channel, kind, name, self.options.timeout_seconds, self.number)
 
     def broadcast(self, array: Array, root: int = 0, kind: str = "broadcast") -> Array:

@@ -29,11 +29,10 @@ _logger = logging.getLogger("mpistrat")
 
 
 class PreparedReduction:
-    """A reduction of arrays of given dtypes and shapes, whose arguments have been checked.
+    """A reduction of arrays of given dtypes and shapes, whose arguments have been checked."""
 
-    Its methods are collective. Each takes the call that it happens in, and arrays of these dtypes
-    and shapes.
-    """
+    # Its methods are collective. Each takes the call that it happens in, and arrays of these dtypes
+    # and shapes.
 
     def __init__(
         self,

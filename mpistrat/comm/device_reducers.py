@@ -205,7 +205,7 @@ class DeviceCopier:
 
 @dataclass(frozen=True)
 class DeviceCapabilities:
-    """What a strategy may do with device memory. The same on all ranks, the objects aside."""
+    """What a strategy may do with device memory, equal on all ranks but for the objects."""
 
     device: Device
     """On which the replica of this rank computes."""

@@ -65,10 +65,8 @@ def plan_reduction(
     on_device: Sequence[bool] = (),
     is_plain: bool = False,
 ) -> Plan:
-    """Return the plan for arrays of the dtypes and shapes `kinds`; `TypeError` where `op` has none.
-
-    `wires` are what the arrays travel as, where their own dtypes do not decide it.
-    """
+    """Return the plan for arrays of the dtypes and shapes `kinds`, which `op` must be able to do."""
+    # `wires` are what the arrays travel as, where their own dtypes do not decide it.
     if wires is None:
         wires = [wire_dtype(op, dtype, options.wire_dtype) for dtype, _ in kinds]
     sizes = [math.prod(shape) for _, shape in kinds]
@@ -121,11 +119,9 @@ def _plan_pack(
 def plan_packs(
     num_bytes: Sequence[int], keys: Sequence[Hashable], bytes_per_pack: int
 ) -> list[list[int]]:
-    """Return the positions of the arrays in each message, every position once.
-
-    Arrays share a message if they have the same key (the dtype that travels), in the order given,
-    up to `bytes_per_pack`. A larger array travels alone.
-    """
+    """Return the positions of the arrays in each message, every position once."""
+    # Arrays share a message if they have the same key (the dtype that travels), in the order given,
+    # up to `bytes_per_pack`. A larger array travels alone.
     packs: list[list[int]] = []
     open_packs: dict[Hashable, tuple[list[int], int]] = {}
     for position, (size, key) in enumerate(zip(num_bytes, keys, strict=True)):

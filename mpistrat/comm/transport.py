@@ -33,10 +33,10 @@ class Reducer(Protocol):
         """Write the reductions to the targets of `message`, on every rank."""
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
-        """Begin `all_reduce`. The function returned ends it, is local, and is called once."""
+        """Begin `all_reduce`, and return the local function that ends it, to be called once."""
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
-        """Write the reductions to the targets on `root`. Elsewhere anything may be in them."""
+        """Write the reductions to the targets on `root`; elsewhere anything may be in them."""
 
 
 class Occupancy:
@@ -165,8 +165,8 @@ class Transport(Protocol):
         """Do `all_gather` for `root` alone; ``None`` on the other ranks."""
 
     def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Send each rank its ``counts[rank]`` elements of `buffer`; return those sent to this one."""
-        # Both are 1-d and in rank order. `counts` are equal on all ranks.
+        """Send each rank its part of `buffer`, and return the parts sent to this one."""
+        # Rank r gets ``counts[r]`` elements. Both are 1-d and in rank order. `counts` are equal on all ranks.
 
     def round(self, num_values: int) -> Round:
         """Return a new round of `num_values` integers, without waiting."""

@@ -135,7 +135,7 @@ _MIN_EXAMPLES_PER_PARTITION = 64
 
 @dataclass(frozen=True)
 class Partitions:
-    """How the partitions of a shuffled pass supply its global batches. Pure arithmetic."""
+    """The arithmetic by which the partitions of a pass supply its global batches."""
 
     count: int
     batch_size: int

@@ -94,10 +94,8 @@ def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> Non
 def check_gradients(
     kind: str, gradients: Sequence[Any], variables: Sequence[Variable], summed: bool
 ) -> list[Any]:
-    """Return each gradient as an array or `IndexedSlices` of its variable's dtype.
-
-    ``None`` stays ``None``. `summed` says whether each replica brings its own gradient.
-    """
+    """Return each gradient as an array or `IndexedSlices` of its variable's dtype."""
+    # ``None`` stays ``None``. `summed` says whether each replica brings its own gradient.
     if all(gradient is None for gradient in gradients):
         names = [variable.name for variable in variables]
         raise ValueError(f"{kind}: every gradient is None (variables {names}).")
@@ -231,10 +229,8 @@ def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict
 def settled_beside(
     pairs: Sequence[tuple[Any, Variable]], written: Sequence[tuple[int, int]]
 ) -> list[Any]:
-    """Return the gradients in C order on the devices of their variables, or coalesced.
-
-    Copies are made of those that lie in `written`, spans of memory that the step changes.
-    """
+    """Return the gradients in C order on the devices of their variables, or coalesced."""
+    # Copies are made of those that lie in `written`, spans of memory that the step changes.
     spans = sorted(written)
     settled = []
     for gradient, variable in pairs:

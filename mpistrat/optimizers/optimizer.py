@@ -228,10 +228,8 @@ class Optimizer(Trackable, abc.ABC):
         )
 
     def _known_step(self, strategy: Any, pairs: Any) -> tuple[PreparedStep | None, list[Any]]:
-        """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients.
-
-        ``(None, [])`` for all that is not known or does not fit, also for what are no pairs.
-        """
+        """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients."""
+        # ``(None, [])`` for all that is not known or does not fit, also for what are no pairs.
         try:
             gradients, variables = zip(*pairs, strict=True)
         except (TypeError, ValueError):
@@ -360,10 +358,8 @@ class Optimizer(Trackable, abc.ABC):
         return {name: functools.partial(zero_slot, name=name) for name in self._rule.kernel.slots}
 
     def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
-        """Add a child, which is the slot `name` of the variable `of` where this is given.
-
-        **Collective** where a restore is waiting for the child, else **Local**.
-        """
+        """Add a child, which is the slot `name` of the variable `of` where this is given."""
+        # **Collective** where a restore is waiting for the child, else **Local**.
         super()._attach_child(name, child, of=of)
         if isinstance(of, Variable) and isinstance(child, Variable):
             self._slots.add(of, name, child)

@@ -275,10 +275,8 @@ def _kernel(kernel: Kernel) -> Any:
 def gradient_factor(
     gradients: Sequence[Any], scale: float, clipnorm: float | None, must_be_finite: bool
 ) -> float | None:
-    """Return what to multiply gradients by, ``None`` where they must be finite and are not.
-
-    The loss has been multiplied by `scale`. Without it, their norm may be `clipnorm`.
-    """
+    """Return what to multiply gradients by, ``None`` where they must be finite and are not."""
+    # The loss has been multiplied by `scale`. Without it, their norm may be `clipnorm`.
     # The summed gradients are equal on all ranks, so the ranks need not agree on the result.
     if clipnorm is None and not must_be_finite:
         return 1 / scale

@@ -25,7 +25,7 @@ _logger = logging.getLogger("mpistrat")
 
 
 class Phase(enum.Enum):
-    """The phases of the end, in this order. Actions of one phase are independent."""
+    """The phases of the end, in this order; actions of one phase are independent."""
 
     FAILED = "an uncaught exception has ended the program, and no other rank knows it yet"
     BEFORE_LAST_ROUND = "the program is over, and the others may end this process once they know"

@@ -23,7 +23,7 @@ Place = tuple[CodeType, int] | None
 
 
 class State:
-    """How far a collective has come on this rank. Plain strings, as in JSON."""
+    """How far a collective has come on this rank, as the strings of a dump."""
 
     WAITING = "waiting"
     """This rank waits for the others to agree."""

@@ -132,7 +132,7 @@ def _stamp_of(status: os.stat_result) -> tuple[int, ...]:
 
 
 def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
-    """Return what `paths` contain. Each file is opened once, and closed."""
+    """Return what `paths` contain, for which each file is opened once."""
     names, structure = nests.flatten(fields)
     files: list[FileEntry] = []
     for path in paths:

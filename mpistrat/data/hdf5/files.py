@@ -87,7 +87,7 @@ class OpenFiles:
         return opened
 
     def _with_room(self, open_it: Callable[[], _T]) -> _T:
-        """Return what `open_it` opens, if need be after closing others. The newest one stays."""
+        """Return what `open_it` opens, if need be after closing all others but the newest."""
         while True:
             try:
                 return open_it()
@@ -146,7 +146,7 @@ def _changed(path: str) -> str:
 
 
 class FieldAccess:
-    """Reads rows of a data set. For one thread at a time."""
+    """Reads rows of a data set, for one thread at a time."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
