@@ -173,7 +173,7 @@ def _accumulate(
 
 
 def _partial(op: ReduceOp, array: Array, along: tuple[int, ...], in_order: bool) -> np.ndarray:
-    """Return the SUM or PROD of this replica; `in_order` makes its bits independent of the layout."""
+    """Return the SUM or PROD of this replica; `in_order` frees its bits from the memory layout."""
     xp, dtype = namespace_of(array), np.dtype(array.dtype)
     if in_order:
         array = xp.asarray(array, dtype=dtype.newbyteorder("="), order="C")

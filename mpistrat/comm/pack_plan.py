@@ -65,7 +65,7 @@ def plan_reduction(
     on_device: Sequence[bool] = (),
     is_plain: bool = False,
 ) -> Plan:
-    """Return the plan for arrays of the dtypes and shapes `kinds`, which `op` must be able to do."""
+    """Return the plan for arrays of the dtypes and shapes `kinds`, which `op` must know."""
     # `wires` are what the arrays travel as, where their own dtypes do not decide it.
     if wires is None:
         wires = [wire_dtype(op, dtype, options.wire_dtype) for dtype, _ in kinds]
