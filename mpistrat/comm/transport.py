@@ -166,8 +166,8 @@ class Transport(Protocol):
 
     def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Send each rank its part of `buffer`, and return the parts sent to this one."""
-        # Rank r gets ``counts[r]`` elements. Both are 1-d and in rank order; `counts` are equal on all
-        # ranks.
+        # Rank r gets ``counts[r]`` elements. Both are 1-d and in rank order. `counts` are equal on
+        # all ranks.
 
     def round(self, num_values: int) -> Round:
         """Return a new round of `num_values` integers, without waiting."""

@@ -21,7 +21,7 @@ from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
 from mpistrat.settings import settings_at_the_end
-from mpistrat.system.callsite import UNKNOWN_PLACE, CodeOwner, owner_of, site_of
+from mpistrat.system.callsite import UNKNOWN_PLACE, CodeOwner, code_owners, site_of
 from mpistrat.system.exit_hooks import is_at_work
 from mpistrat.system.text import rank_list
 
@@ -259,7 +259,7 @@ def _rank_state(channel: Channel, channels: Sequence[Channel], has_left: bool) -
     stack = [
         f"{each.filename.rpartition('/')[2]}:{each.lineno} in {each.name}"
         for each in (traceback.extract_stack(frame) if frame is not None else ())
-        if owner_of(each.filename) is CodeOwner.USER
+        if code_owners[each.filename] is CodeOwner.USER
     ]
     late = {
         "state": RankState.LATE,

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from mpistrat.errors import EpochError, MpistratError
-from mpistrat.system.callsite import CodeOwner, owner_of
+from mpistrat.system.callsite import CodeOwner, code_owners
 from mpistrat.system.text import rank_list, text_of
 
 __all__ = ["describe_failure", "print_failures"]
@@ -39,7 +39,7 @@ def describe_failure(
     if isinstance(error, MpistratError | KeyboardInterrupt):
         # Its message says what the user did. Frames of this package would only distract.
         parts.stack[:] = [
-            frame for frame in parts.stack if owner_of(frame.filename) is not CodeOwner.PACKAGE
+            frame for frame in parts.stack if code_owners[frame.filename] is not CodeOwner.PACKAGE
         ]
     message = list(parts.format_exception_only())
     lines = list(parts.format(chain=False))

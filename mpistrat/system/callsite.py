@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import os
 import sys
 import traceback
@@ -13,8 +12,8 @@ __all__ = [
     "UNKNOWN_PLACE",
     "CodeOwner",
     "call_site",
+    "code_owners",
     "failure_site",
-    "owner_of",
     "site_of",
 ]
 
@@ -33,9 +32,20 @@ class CodeOwner(enum.Enum):
     HELPER = "code between this package and what it calls, such as contextlib"
 
 
-@functools.cache  # the files of a program are few
-def owner_of(filename: str) -> CodeOwner:
-    """Return whose code is in a file, named as in a code object."""
+class _CodeOwners(dict[str, CodeOwner]):
+    """Whose code is in each file, by its name in code objects."""
+
+    # A dict, as it is fast: each collective looks up about ten files. A program has few.
+
+    def __missing__(self, filename: str) -> CodeOwner:
+        owner = self[filename] = _owner_of(filename)
+        return owner
+
+
+code_owners = _CodeOwners()
+
+
+def _owner_of(filename: str) -> CodeOwner:
     if filename.startswith(_PACKAGE) and not filename.startswith(_TESTING):
         return CodeOwner.PACKAGE
     if filename.startswith("<frozen") or os.path.basename(filename) == "contextlib.py":
@@ -59,7 +69,7 @@ def site_of(frame: FrameType | None) -> str:
     # is on the stack.
     installed = None
     while frame is not None:
-        owner = owner_of(frame.f_code.co_filename)
+        owner = code_owners[frame.f_code.co_filename]
         if owner in (CodeOwner.USER, CodeOwner.INSTALLED):
             place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             if owner is CodeOwner.USER:
@@ -76,6 +86,6 @@ def failure_site(trace: TracebackType | None) -> str:
     frames = traceback.extract_tb(trace)
     for owner in (CodeOwner.USER, CodeOwner.INSTALLED):
         for frame in reversed(frames):
-            if owner_of(frame.filename) is owner:
+            if code_owners[frame.filename] is owner:
                 return f"{os.path.basename(frame.filename)}:{frame.lineno}"
     return UNKNOWN_PLACE

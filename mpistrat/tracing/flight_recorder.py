@@ -11,7 +11,7 @@ from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
-from mpistrat.system.callsite import CodeOwner, owner_of
+from mpistrat.system.callsite import CodeOwner, code_owners
 from mpistrat.tracing.spans import Recorder
 
 __all__ = ["FlightEntry", "FlightRecord", "Place", "State", "users_place"]
@@ -138,7 +138,7 @@ def users_place(frame: FrameType | None) -> Place:
     installed = None
     while frame is not None:
         code = frame.f_code
-        owner = owner_of(code.co_filename)
+        owner = code_owners[code.co_filename]
         if owner is _USER:
             return code, frame.f_lasti
         if owner is _INSTALLED and installed is None:

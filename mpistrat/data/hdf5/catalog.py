@@ -23,7 +23,6 @@ __all__ = [
     "FileEntry",
     "check_virtual_sources",
     "read_catalog",
-    "resolve_paths",
 ]
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
@@ -111,7 +110,7 @@ class _ContiguousStorage:
         return True
 
 
-def resolve_paths(patterns: Sequence[str]) -> list[str]:
+def _resolve_paths(patterns: Sequence[str]) -> list[str]:
     """Return the files of paths and glob patterns; those of a pattern sorted by name."""
     paths: list[str] = []
     for pattern in patterns:
@@ -131,8 +130,9 @@ def _stamp_of(status: os.stat_result) -> tuple[int, ...]:
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
-    """Return what `paths` contain, for which each file is opened once."""
+def read_catalog(patterns: Sequence[str], fields: Any) -> Catalog:
+    """Return what the files of paths and glob patterns contain; each is opened once."""
+    paths = _resolve_paths(patterns)
     names, structure = nests.flatten(fields)
     files: list[FileEntry] = []
     for path in paths:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.data.hdf5.catalog import Catalog, read_catalog, resolve_paths
+from mpistrat.data.hdf5.catalog import Catalog, read_catalog
 from mpistrat.data.hdf5.chunk_cache import RowCache
 from mpistrat.data.hdf5.reader import Hdf5Reader
 from mpistrat.data.order import Block, ChunkLayout
@@ -59,7 +59,7 @@ class Hdf5Source:
     @cached_property
     def catalog(self) -> Catalog:
         """What the files contain; the first use opens each of them."""
-        return read_catalog(resolve_paths(self._patterns), self._fields)
+        return read_catalog(self._patterns, self._fields)
 
     @property
     def element_spec(self) -> Any:
