@@ -110,6 +110,8 @@ class StagedReducer:
         return end
 
     def _in_parts(self, message: Message, reduce_part: Callable[[Message], None]) -> None:
+        # A pipeline: while one part is reduced on the host, the next ones are fetched and the one
+        # before is put back. A few buffers are used in turn.
         source, target = message.sources[0].reshape(-1), message.targets[0].reshape(-1)
         parts = plan_parts(source.size, source.itemsize)
         copier = self._copier
@@ -121,6 +123,7 @@ class StagedReducer:
         def fetch(number: int) -> tuple[np.ndarray, _Event]:
             part, round_ = parts[number], len(buffers)
             host = buffers[number % round_][: part.stop - part.start]
+            # The buffer may still be read by the copy that used it last.
             after = puts[number - round_] if number >= round_ else None
             return host, copier.fetch(host, source[part], after)
 

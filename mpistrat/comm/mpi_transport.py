@@ -221,6 +221,7 @@ class MpiTransport:
             elif len(windows) == 1:
                 move(send, _as_parts(gathered, lengths))
             else:
+                # A window holds a slice of each rank's part, and these lie apart in the result.
                 received = np.empty(sum(lengths), part.dtype)
                 move(send, _as_parts(received, lengths))
                 pieces = _split(received, lengths)

@@ -183,7 +183,7 @@ class _Packing:
                     cast_into(narrow, reduced)
                     reduced = narrow
                 results[position] = reduced
-        if self._native is not None:
+        if self._native is not None:  # then all arrays are host arrays
             return results
         return [
             result if isinstance(array, np.ndarray) else placed_like(result, array)

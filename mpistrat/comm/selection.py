@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from mpistrat.comm.device_reducers import DeviceCapabilities, DirectReducer, StagedReducer
@@ -15,7 +13,7 @@ from mpistrat.comm.transport import Reducer, Transport
 from mpistrat.comm.wire import is_narrow
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 
-__all__ = ["check_options", "check_plan", "choose_reducer", "format_options", "is_shareable"]
+__all__ = ["check_options", "check_plan", "choose_reducer", "is_shareable"]
 
 _AUTO = CommunicationImplementation.AUTO
 _MPI = CommunicationImplementation.MPI
@@ -129,15 +127,3 @@ def is_shareable(options: CommunicationOptions, op: ReduceOp, pack: Pack) -> boo
     is_ours = options.deterministic or is_narrow(pack.wire)
     is_known = compiled_function(op, pack.dtype) is not None and not pack.on_device
     return is_known and not is_ours and options.implementation in _SHARING
-
-
-@functools.lru_cache
-def format_options(options: CommunicationOptions) -> str | tuple[()]:
-    """Return what the ranks must agree on before a reduction, empty for the defaults."""
-    default = CommunicationOptions()
-    differing = [
-        f"{name}={getattr(options, name)}"
-        for name in ("bytes_per_pack", "implementation", "deterministic", "wire_dtype")
-        if getattr(options, name) != getattr(default, name)
-    ]
-    return f"with {', '.join(differing)}" if differing else ()

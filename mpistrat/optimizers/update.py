@@ -162,6 +162,7 @@ def update_on_host(rule: Rule, step: Step, target: Target, gradient: np.ndarray)
     if compiled is not None and weight.dtype == dtype:
         compiled(target.memory, [flat_gradient], numbers)
         return
+    # Without compiled code, or for halves, which need wider copies: block by block, in the cache.
     length = min(_BLOCK, weight.size)
     engine: _Engine
     if compiled is None:
