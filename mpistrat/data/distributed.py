@@ -74,7 +74,7 @@ def distribute_from_function(
         own_spec = pipeline.found_spec
     of_ranks = collectives.gather_json(own, kind)
     lengths = [length for length, _, _ in of_ranks]
-    # One rank that never ends is enough: then no rank ends, and nobody need be asked.
+    # One rank whose pass never ends is enough: then none ends, and the ranks need not ask.
     surely_endless = any(length == ENDLESS and certain for length, certain, _ in of_ranks)
     is_certain = surely_endless or all(certain for _, certain, _ in of_ranks)
 
