@@ -26,33 +26,24 @@ from mpistrat.sharding import cut
 __all__ = [
     "Array",
     "Device",
+    "Stream",
     "address_of",
-    "copy_on",
+    "addresses_function",
     "count_gpus",
-    "current_stream",
-    "describe_gpu",
     "elementwise_kernel",
-    "gpu_identity",
     "host_copy",
     "host_view",
     "is_array",
     "is_number",
     "is_on_host",
-    "namespace",
     "namespace_of",
     "native",
     "nccl_library",
-    "new_stream",
-    "on_device",
     "on_device_of",
-    "parse_device",
-    "pci_address",
     "pieces",
     "pinned_empty",
     "place",
     "profiler_marks",
-    "record",
-    "resolve_device",
     "synchronize",
 ]
 
@@ -72,6 +63,102 @@ class Device:
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
 
+    @staticmethod
+    def parse(device: str) -> tuple[str, int | None]:
+        """Return kind and number in the ``device=`` argument of a strategy, ``None`` for any."""
+        if not isinstance(device, str):
+            raise TypeError(f'device must be a string such as "auto" or "gpu:0", not {device!r}.')
+        match = re.fullmatch(r"(auto|cpu|gpu)(?:(?<=cpu):0|(?<=gpu):(\d+))?", device.lower())
+        if match is None:
+            raise ValueError(f'Unknown device {device!r}. Use "auto", "cpu", "gpu" or "gpu:K".')
+        return match[1], int(match[2]) if match[2] else None
+
+    @classmethod
+    def resolve(cls, device: str, local_rank: int) -> Device:
+        """Return the device that the ``device=`` argument of a strategy means on this rank."""
+        kind, index = cls.parse(device)
+        if kind == "cpu":
+            return cls("cpu")
+        num_gpus = count_gpus()
+        if kind == "auto":
+            return cls("gpu", local_rank % num_gpus) if num_gpus else cls("cpu")
+        index = local_rank % max(num_gpus, 1) if index is None else index
+        if index >= num_gpus:
+            raise LaunchError(
+                f"device={device!r} asks for GPU {index}, but cupy sees {num_gpus} GPUs in this "
+                'process. Install cupy and check CUDA_VISIBLE_DEVICES, or use device="cpu".'
+            )
+        return cls("gpu", index)
+
+    def namespace(self) -> Any:
+        """Return the array namespace `xp` of this device, and make the device current."""
+        if self.kind == "gpu":
+            _cupy().cuda.Device(self.index).use()
+            return importlib.import_module("array_api_compat.cupy")
+        return _numpy()
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which this device is the current one."""
+        if self.kind != "gpu":
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = _cupy().cuda.Device(self.index)
+        return context
+
+    def gpu_identity(self) -> str:
+        """Return a text that identifies a GPU within the job."""
+        uuid = bytes(_cupy().cuda.runtime.getDeviceProperties(self.index)["uuid"]).hex()
+        return f"{self.pci_address()} {uuid}"
+
+    def pci_address(self) -> str:
+        """Return the address of a GPU on its bus, such as ``"0000:3B:00.0"``."""
+        return str(_cupy().cuda.Device(self.index).pci_bus_id)
+
+    def describe_gpu(self) -> str:
+        """Return model and memory of a GPU, to be printed."""
+        properties = _cupy().cuda.runtime.getDeviceProperties(self.index)
+        return f"{properties['name'].decode()} {properties['totalGlobalMem'] / 2**30:.0f} GiB"
+
+
+class Stream:
+    """A stream of a device: work that it does in the order in which it was queued."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    @classmethod
+    def new(cls) -> Stream:
+        """Return a stream of the current device that waits for no other stream."""
+        return cls(_cupy().cuda.Stream(non_blocking=True))
+
+    @classmethod
+    def current(cls) -> Stream:
+        """Return the stream on which this thread queues work for the current device."""
+        return cls(_cupy().cuda.get_current_stream())
+
+    @property
+    def pointer(self) -> int:
+        """The stream as C libraries take it."""
+        pointer: int = self._stream.ptr
+        return pointer
+
+    def record(self) -> Any:
+        """Return an event that is done when all work in this stream so far is."""
+        event = _cupy().cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        """Have the work queued from now on wait for `event`."""
+        self._stream.wait_event(event)
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Queue a copy between the host and the device."""
+        # Both arrays must live until it is done, be in C order and of equal length and dtype.
+        runtime = _cupy().cuda.runtime
+        kind = runtime.memcpyDeviceToHost if is_on_host(target) else runtime.memcpyHostToDevice
+        addresses = address_of(target), address_of(source)
+        runtime.memcpyAsync(*addresses, source.nbytes, kind, self.pointer)
+
 
 def _cupy() -> Any:
     return importlib.import_module("cupy")
@@ -88,41 +175,6 @@ def count_gpus() -> int:
         return int(_cupy().cuda.runtime.getDeviceCount())
     except Exception:  # cupy raises its own types for a missing driver, library or device
         return 0
-
-
-def parse_device(device: str) -> tuple[str, int | None]:
-    """Return kind and number in the ``device=`` argument of a strategy, ``None`` for any."""
-    if not isinstance(device, str):
-        raise TypeError(f'device must be a string such as "auto" or "gpu:0", not {device!r}.')
-    match = re.fullmatch(r"(auto|cpu|gpu)(?:(?<=cpu):0|(?<=gpu):(\d+))?", device.lower())
-    if match is None:
-        raise ValueError(f'Unknown device {device!r}. Use "auto", "cpu", "gpu" or "gpu:K".')
-    return match[1], int(match[2]) if match[2] else None
-
-
-def resolve_device(device: str, local_rank: int) -> Device:
-    """Return the device that the ``device=`` argument of a strategy means on this rank."""
-    kind, index = parse_device(device)
-    if kind == "cpu":
-        return Device("cpu")
-    num_gpus = count_gpus()
-    if kind == "auto":
-        return Device("gpu", local_rank % num_gpus) if num_gpus else Device("cpu")
-    index = local_rank % max(num_gpus, 1) if index is None else index
-    if index >= num_gpus:
-        raise LaunchError(
-            f"device={device!r} asks for GPU {index}, but cupy sees {num_gpus} GPUs in this "
-            'process. Install cupy and check CUDA_VISIBLE_DEVICES, or use device="cpu".'
-        )
-    return Device("gpu", index)
-
-
-def namespace(device: Device) -> Any:
-    """Return the array namespace `xp` of `device`, and make the device current."""
-    if device.kind == "gpu":
-        _cupy().cuda.Device(device.index).use()
-        return importlib.import_module("array_api_compat.cupy")
-    return importlib.import_module("array_api_compat.numpy")
 
 
 def namespace_of(array: Array) -> Any:
@@ -208,7 +260,7 @@ def place(array: Array, device: Device) -> Array:
         return host_view(array)
     if not is_on_host(array) and array.device.id == device.index:
         return array
-    return namespace(device).asarray(array)
+    return device.namespace().asarray(array)
 
 
 def synchronize(array: Array) -> None:
@@ -221,51 +273,9 @@ def synchronize(array: Array) -> None:
             _cupy().cuda.get_current_stream().synchronize()
 
 
-def on_device(device: Device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which `device` is the current one."""
-    if device.kind != "gpu":
-        return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = _cupy().cuda.Device(device.index)
-    return context
-
-
 def on_device_of(array: Array) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the device where `array` lies is the current one."""
     return contextlib.nullcontext() if is_on_host(array) else array.device
-
-
-def gpu_identity(device: Device) -> str:
-    """Return a text that identifies a GPU within the job."""
-    uuid = bytes(_cupy().cuda.runtime.getDeviceProperties(device.index)["uuid"]).hex()
-    return f"{pci_address(device)} {uuid}"
-
-
-def pci_address(device: Device) -> str:
-    """Return the address of a GPU on its bus, such as ``"0000:3B:00.0"``."""
-    return str(_cupy().cuda.Device(device.index).pci_bus_id)
-
-
-def describe_gpu(device: Device) -> str:
-    """Return model and memory of a GPU, to be printed."""
-    properties = _cupy().cuda.runtime.getDeviceProperties(device.index)
-    return f"{properties['name'].decode()} {properties['totalGlobalMem'] / 2**30:.0f} GiB"
-
-
-def new_stream() -> Any:
-    """Return a stream of the current device that waits for no other stream."""
-    return _cupy().cuda.Stream(non_blocking=True)
-
-
-def current_stream() -> Any:
-    """Return the stream on which this thread queues work for the current device."""
-    return _cupy().cuda.get_current_stream()
-
-
-def record(stream: Any) -> Any:
-    """Return an event that is done when all work in `stream` so far is."""
-    event = _cupy().cuda.Event(disable_timing=True)
-    event.record(stream)
-    return event
 
 
 def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
@@ -274,14 +284,6 @@ def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(_cupy().cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes).view(
         dtype
     )
-
-
-def copy_on(stream: Any, target: Array, source: Array) -> None:
-    """Queue on `stream` a copy between the host and the device."""
-    # Both arrays must live until it is done, be in C order and of equal length and dtype.
-    runtime = _cupy().cuda.runtime
-    kind = runtime.memcpyDeviceToHost if is_on_host(target) else runtime.memcpyHostToDevice
-    runtime.memcpyAsync(address_of(target), address_of(source), source.nbytes, kind, stream.ptr)
 
 
 def nccl_library() -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 __all__ = [
+    "PullBack",
     "apply_differentiable",
     "host_array",
     "import_torch",

@@ -28,6 +28,12 @@ NAMES = {
     "MPI.Get_library_version": {"mpi/world.py"},
 }
 
+# Rooms that keep the rule on `__all__`; in the end, all of the table.
+EXPORTING_ROOMS = {
+    *("agreement", "arguments", "arrays", "collectives", "comm", "data", "failures", "hdf5"),
+    *("mpi", "native", "optimizers", "pytorch", "settings", "sharding", "system", "tracing"),
+}
+
 MODULES = house.modules()
 GRAPH = house.import_graph(MODULES)
 
@@ -65,6 +71,74 @@ def test_a_floor_rests_on_the_one_below():
     for name, targets in house.folder_graph(GRAPH).items():
         below = [level[room(target)] for target in targets]
         assert level[room(name)] == 1 + max(below, default=-1), name
+
+
+def exported_names(name):
+    """Return the names in the `__all__` of a module."""
+    for node in house.syntax_tree(MODULES[name]).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def names_used_by(path):
+    """Return (module, name) for each name that a file takes from a module of the package."""
+    found, modules = set(), {}
+    for node in nodes_of(path):
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            for alias in node.names:
+                deeper = f"{node.module}.{alias.name}"
+                if deeper in MODULES:
+                    modules[alias.asname or alias.name] = deeper
+                else:
+                    found.add((node.module, alias.name))
+    for node in nodes_of(path):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = modules.get(node.value.id)
+            if module is not None and f"{module}.{node.attr}" not in MODULES:
+                found.add((module, node.attr))
+    return found
+
+
+def public_modules():
+    """Return the modules whose `__all__` is a part of the public interface."""
+    inner = {f"{PACKAGE.name}.{name}" for name in exported_names(PACKAGE.name)} & MODULES.keys()
+    deeper = {f"{name}.{each}" for name in inner for each in exported_names(name)}
+    return {PACKAGE.name} | inner | (deeper & MODULES.keys())
+
+
+@functools.cache
+def used_names():
+    """Return (module, name) for each name that another module takes, or that is public."""
+    taken = {
+        (module, name)
+        for importer, path in MODULES.items()
+        for module, name in names_used_by(path)
+        if module != importer
+    }
+    public = {(module, name) for module in public_modules() for name in exported_names(module)}
+    return taken | public
+
+
+def test_every_exported_name_has_a_user():
+    exported = {
+        (module, name)
+        for module in MODULES
+        if room(module) in EXPORTING_ROOMS
+        for name in exported_names(module)
+    }
+    assert sorted(exported - used_names()) == []
+
+
+def test_every_name_that_is_used_elsewhere_is_exported():
+    hidden = [
+        f"{module}.{name}"
+        for module, name in sorted(used_names())
+        if room(module) in EXPORTING_ROOMS
+        and name not in exported_names(module)
+        and not name.startswith("__")  # such as a module's own __file__
+    ]
+    assert hidden == []
 
 
 def test_there_is_no_circle_among_files():

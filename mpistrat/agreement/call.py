@@ -203,6 +203,7 @@ class CommonOutcome:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # A KeyboardInterrupt or SystemExit ends this rank, which its last round reports.
         if self.channel.closed or (error is not None and not isinstance(error, Exception)):
             return
         call, channel = self._call, self.channel

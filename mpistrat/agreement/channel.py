@@ -1,7 +1,7 @@
 """Channel: one group of ranks, their sequence of collectives, and its agreement.
 
 Before each collective the ranks compare their calls in a *round*: one MAX reduction of four
-words. It shows whether all brought the same digest, and whether some rank brought a refusal (its
+integers. It shows whether all brought the same digest, and whether some rank brought a refusal (its
 arguments are bad) or its end (it left the program) instead. A rank that leaves takes part in one
 last round, so that no rank waits for it in vain.
 """
@@ -35,7 +35,7 @@ __all__ = ["Channel", "Outcome", "Peers", "Status"]
 _logger = logging.getLogger("mpistrat")
 
 _MASK = 2**64 - 1
-_WORDS = struct.Struct("=4Q")
+_VALUES = struct.Struct("=4Q")
 
 
 class Status(enum.IntEnum):
@@ -148,7 +148,7 @@ class Channel:
 
     def start_round(self, status: Status, digest: int) -> None:
         """Bring `status` and `digest` to the next round."""
-        _WORDS.pack_into(self._outgoing, 0, status, _MASK - status, digest, _MASK - digest)
+        _VALUES.pack_into(self._outgoing, 0, status, _MASK - status, digest, _MASK - digest)
         self._round.start()
         self.pending = True
 
@@ -160,7 +160,7 @@ class Channel:
 
     def outcome(self) -> Outcome:
         """Return the result of the round that is done."""
-        largest, smallest, digest, complement = _WORDS.unpack_from(self._incoming)
+        largest, smallest, digest, complement = _VALUES.unpack_from(self._incoming)
         if largest != _MASK - smallest or digest != _MASK - complement or largest == Status.END:
             return Outcome.MIXED
         return Outcome.ALL_CALL if largest == Status.CALL else Outcome.ALL_REFUSE

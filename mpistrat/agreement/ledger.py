@@ -37,7 +37,7 @@ def _digest_of(signature: object) -> int:
 
 @dataclass
 class Ledger:
-    """Counters of one rank on one channel. Ranks that agree have equal ones."""
+    """Counters of one rank on one channel, equal on ranks that agree."""
 
     sequence: int = 0
     """Number of the next collective."""

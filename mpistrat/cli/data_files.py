@@ -18,7 +18,7 @@ from mpistrat.checkpoint.validation import read_attribute
 from mpistrat.cli.output import print_error, print_json, print_line, print_table
 from mpistrat.data.hdf5.catalog import check_virtual_sources
 from mpistrat.data.hdf5.filters import make_decoder
-from mpistrat.data.shuffle import WINDOW_BYTES
+from mpistrat.data.shuffle import WINDOW_BYTES, Partitions
 from mpistrat.errors import DataError
 from mpistrat.system.text import readable_size
 
@@ -168,7 +168,8 @@ def _num_lanes(fields: _Described) -> int:
     widest = fields[_widest(fields)]
     num_rows = widest["shape"][0]
     chunks = sharding.ceil_div(num_rows, widest["rows_per_chunk"])
-    return sharding.count_partitions(chunks, num_rows, _TYPICAL_BATCH, _chunks_in_window(fields))
+    plan = Partitions.plan(chunks, num_rows, _TYPICAL_BATCH, _chunks_in_window(fields))
+    return plan.count
 
 
 def _better_chunks(fields: _Described) -> dict[str, list[int]]:

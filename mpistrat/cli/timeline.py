@@ -14,7 +14,7 @@ from typing import Any
 
 from mpistrat.cli.output import Command, print_error, print_json, print_line, print_table
 from mpistrat.system.text import rank_list
-from mpistrat.tracing.trace import Part, events, fit_clocks, metadata, parts_of
+from mpistrat.tracing.trace import Part, Trace
 
 __all__ = [
     "CATEGORIES",
@@ -239,15 +239,15 @@ def _read(paths: Sequence[Path]) -> tuple[Iterable[Mapping[str, Any]], dict[str,
         (path,) = paths
         if path.exists():
             return _read_trace(path)
-        paths = parts_of(path)
+        paths = Part.paths_of(path)
         if not paths:
             raise ValueError(f"There is no timeline {path}, and no part of it.")
     parts = sorted((Part.open(path) for path in paths), key=lambda part: part.rank)
     for one, other in itertools.pairwise(parts):
         if one.rank == other.rank:
             raise ValueError(f"{one.path} and {other.path} are both of rank {one.rank}.")
-    fits = fit_clocks(parts)
-    return events(parts, fits), metadata(parts, fits)
+    trace = Trace(parts)
+    return trace.events(), trace.metadata()
 
 
 def _read_trace(path: Path) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:

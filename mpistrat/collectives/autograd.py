@@ -71,11 +71,9 @@ def _pull_back_extreme(
 def _pull_back_product(
     call: CollectiveCall, values: Sequence[Array], gradients: Sequence[Array], details: object
 ) -> list[Array]:
-    """Multiply the gradient by the product of the other replicas' values.
-
-    Dividing the product by a value would fail at zeros, so these are counted apart: one zero
-    leaves a gradient to its own replica alone, two leave none.
-    """
+    """Multiply the gradient by the product of the other replicas' values."""
+    # Dividing the product by a value would fail at zeros, so these are counted apart: one zero
+    # leaves a gradient to its own replica alone, two leave none.
     xps = [namespace_of(value) for value in values]
     is_zero = [value == 0 for value in values]
     replaced = [

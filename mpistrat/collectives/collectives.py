@@ -16,8 +16,8 @@ from mpistrat.agreement.call import AllOrNone, Call, CommonOutcome
 from mpistrat.agreement.channel import Channel
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
 from mpistrat.collectives.prepared import PreparedReduction, dtype_name
-from mpistrat.comm.device_reducers import DeviceCapabilities, solo_capabilities
-from mpistrat.comm.pack_plan import check_gatherable, joined
+from mpistrat.comm.device_reducers import DeviceCapabilities
+from mpistrat.comm.pack_plan import GatherPlan
 from mpistrat.comm.packing import describe_function, placed_like
 from mpistrat.comm.selection import check_options
 from mpistrat.comm.transport import SoloTransport
@@ -30,11 +30,10 @@ _MAX_PREPARED = 1024
 
 
 class CollectiveCall(Call):
-    """A collective call and the ways in which it can move arrays.
+    """A collective call and the ways in which it can move arrays."""
 
-    Each method agrees before it moves. Arrays may lie on the host or the device; results lie
-    where the array of this rank does, and share memory with nothing.
-    """
+    # Each method agrees before it moves. Arrays may lie on the host or the device; results lie
+    # where the array of this rank does, and share memory with nothing.
 
     def __init__(
         self,
@@ -68,11 +67,9 @@ class CollectiveCall(Call):
         *details: object,
         wires: Sequence[np.dtype] | None = None,
     ) -> PreparedReduction:
-        """Return the reduction for all calls like this one, checked the first time.
-
-        `details` must agree over ranks too. `wires` are what the arrays travel as, where their own
-        dtypes do not decide it.
-        """
+        """Return the reduction for all calls like this one, checked the first time."""
+        # `details` must agree over ranks too. `wires` are what the arrays travel as, where their
+        # own dtypes do not decide it.
         collectives = self._collectives
         if type(self.options) is not CommunicationOptions:
             self._check_options()
@@ -105,11 +102,9 @@ class CollectiveCall(Call):
         structure: object = (),
         wires: Sequence[np.dtype] | None = None,
     ) -> list[Array]:
-        """Reduce each array over ranks, equal to the bit on all of them. **Collective**.
-
-        Dtypes, shapes and the `structure` of the nest that the arrays come from must agree over
-        ranks. For `wires` see `prepare`.
-        """
+        """Reduce each array over ranks, equal to the bit on all of them. **Collective**."""
+        # Dtypes, shapes and the `structure` of the nest that the arrays come from must agree over
+        # ranks. For `wires` see `prepare`.
         return self.prepare(op, arrays, structure, wires=wires).all_reduce(self, arrays)
 
     def start_all_reduce(
@@ -126,11 +121,9 @@ class CollectiveCall(Call):
         return prepared.reduce(self, arrays, root)
 
     def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:
-        """Concatenate each array over ranks, in rank order. **Collective**.
-
-        Dtypes must agree, and shapes but for their length along `axis`; where they do not, every
-        rank raises a `ValueError` and the strategy stays usable.
-        """
+        """Concatenate each array over ranks, in rank order. **Collective**."""
+        # Dtypes must agree, and shapes but for their length along `axis`; where they do not, every
+        # rank raises a `ValueError` and the strategy stays usable.
         for array in arrays:
             if array.dtype.hasobject:
                 raise TypeError(f"{self.kind}: an array of dtype object cannot be sent.")
@@ -138,27 +131,24 @@ class CollectiveCall(Call):
         self.agree(f"axis {axis}", dtypes, structure)
         # Shapes may differ, so they cannot be part of the signature.
         shapes_of_ranks = self.channel.exchange([np.shape(array) for array in arrays])
-        for shapes in zip(*shapes_of_ranks, strict=True):
-            check_gatherable(self.kind, shapes, axis)
+        plans = [GatherPlan(shapes, axis) for shapes in zip(*shapes_of_ranks, strict=True)]
+        for plan in plans:
+            plan.check(self.kind)
         hosts = [native(np.moveaxis(host_view(array), axis, 0)).reshape(-1) for array in arrays]
         self.note_moved(sum(host.nbytes for host in hosts), "all_gather")
         gathered = [
-            self.channel.transport.all_gather(
-                host, [int(np.prod(shapes[i])) for shapes in shapes_of_ranks]
-            )
-            for i, host in enumerate(hosts)
+            self.channel.transport.all_gather(host, plan.counts)
+            for host, plan in zip(hosts, plans, strict=True)
         ]
         self.show_received(gathered)
         return [
-            placed_like(joined(flat, [shapes[i] for shapes in shapes_of_ranks], axis), arrays[i])
-            for i, flat in enumerate(gathered)
+            placed_like(plan.join(flat), array)
+            for plan, flat, array in zip(plans, gathered, arrays, strict=True)
         ]
 
     def broadcast(self, array: Array, *details: object, root: int = 0) -> Array:
-        """Return the `array` of `root` on every rank, in its own memory. **Collective**.
-
-        Shape and dtype must agree over ranks, and `details` too.
-        """
+        """Return the `array` of `root` on every rank, in its own memory. **Collective**."""
+        # Shape and dtype must agree over ranks, and `details` too.
         dtype = np.dtype(array.dtype).newbyteorder("=")
         shape = tuple(array.shape)
         self.agree(f"from rank {root}", (dtype_name(dtype), shape), *details)
@@ -209,28 +199,24 @@ class Collectives:
     def solo(cls, device: Device) -> Collectives:
         """Return the collectives of a world of one rank without MPI."""
         return cls(
-            Channel(SoloTransport(), None), solo_capabilities(device), CommunicationOptions()
+            Channel(SoloTransport(), None), DeviceCapabilities.solo(device), CommunicationOptions()
         )
 
     def call(
         self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
     ) -> CollectiveCall:
-        """Return the context manager in which the collective `kind` is checked and done.
-
-        `kind` is the name of the public function, `name` that of the variable or object that it
-        is called on.
-        """
+        """Return the context manager in which the collective `kind` is checked and done."""
+        # `kind` is the name of the public function, `name` that of the variable or object that it
+        # is called on.
         if options is None:
             # `wire_dtype` may round a value that the program reduces, not the state of an object.
             options = self.options if name is None else self._lossless_options
         return CollectiveCall(self, kind, name, options)
 
     def all_or_none(self, kind: str, name: str | None = None) -> AllOrNone:
-        """Return a context manager: where its body fails on any rank, it fails on all.
-
-        **Collective** on entry and on exit. The body may do no collective that a failing rank
-        would miss.
-        """
+        """Return a context manager: where its body fails on any rank, it fails on all."""
+        # **Collective** on entry and on exit. The body may do no collective that a failing rank
+        # would miss.
         return AllOrNone(self.channel, kind, name, self.options.timeout_seconds, self.number)
 
     def common_outcome(self, kind: str, name: str | None = None) -> CommonOutcome:

@@ -19,11 +19,10 @@ __all__ = ["all_gather_nest", "all_reduce_nest", "reduce_over_axes", "start_all_
 
 
 def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str = "") -> Any:
-    """Reduce each leaf of `nest` over replicas. **Collective**.
-
-    Of a distributed value it is this rank's component. `IndexedSlices` are concatenated in rank
-    order; MEAN divides their values by the number of replicas. `detail` must agree over ranks too.
-    """
+    """Reduce each leaf of `nest` over replicas. **Collective**."""
+    # Of a distributed value it is this rank's component. `IndexedSlices` are concatenated in rank
+    # order; MEAN divides their values by the number of replicas. `detail` must agree over ranks
+    # too.
     if type(nest) is np.ndarray:  # the shortest way for what is reduced most often
         return call.all_reduce(op, [nest], (_LEAF, detail) if detail else _LEAF)[0]
     if type(nest) in (int, float):
@@ -35,10 +34,8 @@ def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str =
 
 
 def start_all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any) -> Callable[[], Any]:
-    """Begin `all_reduce_nest`, and return the function that ends it. **Collective**.
-
-    `IndexedSlices` are reduced before this returns, because their sizes differ over ranks.
-    """
+    """Begin `all_reduce_nest`, and return the function that ends it. **Collective**."""
+    # `IndexedSlices` are reduced before this returns, because their sizes differ over ranks.
     split = _Split(call.kind, op, nest)
     end = call.start_all_reduce(op, split.arrays, split.signature)
     slices = split.gathered_slices(call)
@@ -176,7 +173,7 @@ def _accumulate(
 
 
 def _partial(op: ReduceOp, array: Array, along: tuple[int, ...], in_order: bool) -> np.ndarray:
-    """Return the SUM or PROD of this replica. `in_order` makes its bits free of the layout."""
+    """Return the SUM or PROD of this replica; `in_order` frees its bits from the memory layout."""
     xp, dtype = namespace_of(array), np.dtype(array.dtype)
     if in_order:
         array = xp.asarray(array, dtype=dtype.newbyteorder("="), order="C")
@@ -187,7 +184,8 @@ def _partial(op: ReduceOp, array: Array, along: tuple[int, ...], in_order: bool)
 def _mean(
     call: CollectiveCall, partials: Sequence[np.ndarray], counts: Sequence[int], details: object
 ) -> list[np.ndarray]:
-    """Return the means. The counts travel behind the sums, in the same message."""
+    """Return the means."""
+    # The counts travel behind the sums, in the same message.
     messages = [
         np.concatenate([partial.reshape(-1), np.array(_digits(count), partial.dtype)])
         for partial, count in zip(partials, counts, strict=True)
@@ -209,10 +207,8 @@ def _mean_on_wire(
     details: object,
     wires: Sequence[np.dtype],
 ) -> list[np.ndarray]:
-    """Return the means, divided before they are narrowed, so that they need not overflow.
-
-    The counts come first, in their own message: a narrow dtype would round them.
-    """
+    """Return the means, divided before they are narrowed, so that they need not overflow."""
+    # The counts come first, in their own message: a narrow dtype would round them.
     totals = call.all_reduce(ReduceOp.SUM, [np.array(count, np.int64) for count in counts], details)
     with np.errstate(invalid="ignore", divide="ignore"):
         shares = [
@@ -246,7 +242,8 @@ def _extreme(
     axes: tuple[tuple[int, ...], ...],
     structure: str,
 ) -> list[np.ndarray]:
-    """MIN and MAX. A rank without elements brings the value that changes nothing."""
+    """Return MIN or MAX over replicas and axes."""
+    # A rank without elements brings the neutral element.
     partials = []
     for array, along in zip(arrays, axes, strict=True):
         wire_dtype(op, np.dtype(array.dtype))

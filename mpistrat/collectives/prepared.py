@@ -18,7 +18,7 @@ from mpistrat.arrays import Array
 from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.pack_plan import plan_reduction
 from mpistrat.comm.packing import Message, pack
-from mpistrat.comm.selection import check_plan, choose_reducer, format_options, is_shareable
+from mpistrat.comm.selection import check_plan, choose_reducer, is_shareable
 from mpistrat.comm.transport import NodeReducer, Piggyback
 from mpistrat.native import native_library
 from mpistrat.options import CommunicationOptions, ReduceOp
@@ -29,11 +29,10 @@ _logger = logging.getLogger("mpistrat")
 
 
 class PreparedReduction:
-    """A reduction of arrays of given dtypes and shapes, whose arguments have been checked.
+    """A reduction of arrays of given dtypes and shapes, whose arguments have been checked."""
 
-    Its methods are collective. Each takes the call that it happens in, and arrays of these dtypes
-    and shapes.
-    """
+    # Its methods are collective. Each takes the call that it happens in, and arrays of these dtypes
+    # and shapes.
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class PreparedReduction:
                 *details,
                 () if wires is None else tuple(dtype_name(wire) for wire in wires),
                 _format_places(on_device),
-                format_options(options),
+                _format_options(options),
             )
         )
         # Kept, because the cache of `CollectiveCall.prepare` knows options by their identity.
@@ -218,3 +217,15 @@ def _format_places(on_device: tuple[bool, ...]) -> str | tuple[()]:
     numbers = [number for number, each in enumerate(on_device) if each]
     which = "" if all(on_device) else f" (arrays {', '.join(map(str, numbers))})"
     return f"in device memory{which}"
+
+
+@functools.lru_cache
+def _format_options(options: CommunicationOptions) -> str | tuple[()]:
+    """Return the options as the ranks agree on them, empty for the defaults."""
+    default = CommunicationOptions()
+    differing = [
+        f"{name}={getattr(options, name)}"
+        for name in ("bytes_per_pack", "implementation", "deterministic", "wire_dtype")
+        if getattr(options, name) != getattr(default, name)
+    ]
+    return f"with {', '.join(differing)}" if differing else ()

@@ -1,1 +1,1 @@
-"""Moving bytes between ranks: transports, the dtype table, packs and the choice among them."""
+"""Communication between ranks: transports, reducers, wire format and packing."""

@@ -12,14 +12,10 @@ import numpy as np
 from mpistrat.arrays import (
     Array,
     Device,
-    copy_on,
-    current_stream,
+    Stream,
     is_on_host,
-    new_stream,
-    on_device,
     on_device_of,
     pinned_empty,
-    record,
 )
 from mpistrat.comm.nccl import Link
 from mpistrat.comm.packing import Message
@@ -34,9 +30,6 @@ __all__ = [
     "DeviceCopier",
     "DirectReducer",
     "StagedReducer",
-    "part_bytes",
-    "plan_parts",
-    "solo_capabilities",
 ]
 
 _NUM_BUFFERS = 3
@@ -117,6 +110,8 @@ class StagedReducer:
         return end
 
     def _in_parts(self, message: Message, reduce_part: Callable[[Message], None]) -> None:
+        # A pipeline: while one part is reduced on the host, the next ones are fetched and the one
+        # before is put back. A few buffers are used in turn.
         source, target = message.sources[0].reshape(-1), message.targets[0].reshape(-1)
         parts = plan_parts(source.size, source.itemsize)
         copier = self._copier
@@ -128,6 +123,7 @@ class StagedReducer:
         def fetch(number: int) -> tuple[np.ndarray, _Event]:
             part, round_ = parts[number], len(buffers)
             host = buffers[number % round_][: part.stop - part.start]
+            # The buffer may still be read by the copy that used it last.
             after = puts[number - round_] if number >= round_ else None
             return host, copier.fetch(host, source[part], after)
 
@@ -172,33 +168,33 @@ class DeviceCopier:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        with on_device(device):
-            self._fetching, self._putting = new_stream(), new_stream()
+        with device.current():
+            self._fetching, self._putting = Stream.new(), Stream.new()
         self._under_way: list[tuple[Any, np.ndarray]] = []
 
     def buffer(self, size: int, dtype: np.dtype) -> np.ndarray:
         """Return a 1-d array in page-locked memory."""
-        with on_device(self._device):
+        with self._device.current():
             return pinned_empty(size, dtype)
 
     def begin(self) -> None:
         """Have every `fetch` that follows wait for the current stream."""
-        with on_device(self._device):
-            self._fetching.wait_event(record(current_stream()))
+        with self._device.current():
+            self._fetching.wait_event(Stream.current().record())
 
     def fetch(self, target: np.ndarray, source: Array, after: Any = None) -> Any:
         """Begin to copy `source` to the host."""
-        with on_device(self._device):
+        with self._device.current():
             if after is not None:
                 self._fetching.wait_event(after)
-            copy_on(self._fetching, target, source)
-            return record(self._fetching)
+            self._fetching.copy(target, source)
+            return self._fetching.record()
 
     def put(self, target: Array, source: np.ndarray) -> Any:
         """Begin to copy `source` to the device."""
-        with on_device(self._device):
-            copy_on(self._putting, target, source)
-            done = record(self._putting)
+        with self._device.current():
+            self._putting.copy(target, source)
+            done = self._putting.record()
         # The pool of page-locked memory knows no events: what is still read may not go back to it.
         self._under_way = [each for each in self._under_way if not each[0].done]
         self._under_way.append((done, source))
@@ -206,13 +202,13 @@ class DeviceCopier:
 
     def end(self) -> None:
         """Have the current stream wait for every `put`."""
-        with on_device(self._device):
-            current_stream().wait_event(record(self._putting))
+        with self._device.current():
+            Stream.current().wait_event(self._putting.record())
 
 
 @dataclass(frozen=True)
 class DeviceCapabilities:
-    """What a strategy may do with device memory. The same on all ranks, the objects aside."""
+    """What a strategy may do with device memory, equal on all ranks but for the objects."""
 
     device: Device
     """On which the replica of this rank computes."""
@@ -225,6 +221,13 @@ class DeviceCapabilities:
     """Why NCCL cannot be used; empty where it can."""
     link: Link | None = None
     """The communicator of NCCL, where it can be used."""
+
+    @classmethod
+    def solo(cls, device: Device) -> DeviceCapabilities:
+        """Return the capabilities in a world of one rank without MPI."""
+        if device.kind != "gpu":
+            return cls(device)
+        return cls(device, DeviceCopier(device), why_not_nccl="there is one rank without MPI")
 
     @property
     def some_have_devices(self) -> bool:
@@ -242,12 +245,3 @@ class DeviceCapabilities:
     def is_on_device(self, array: Array) -> bool:
         """Return whether `array` lies in the memory of this rank's device."""
         return not is_on_host(array) and bool(array.device.id == self.device.index)
-
-
-def solo_capabilities(device: Device) -> DeviceCapabilities:
-    """Return the capabilities in a world of one rank without MPI."""
-    if device.kind != "gpu":
-        return DeviceCapabilities(device)
-    return DeviceCapabilities(
-        device, DeviceCopier(device), why_not_nccl="there is one rank without MPI"
-    )

@@ -14,13 +14,13 @@ from mpistrat.comm.mpi_buffers import operator
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import divide
-from mpistrat.comm.shared_memory import HALF_BYTES, NodeMemory, open_node_memory
+from mpistrat.comm.shared_memory import NodeMemory
 from mpistrat.comm.shared_reducer import SharedMemoryReducer, compiled_function
 from mpistrat.comm.transport import NodeReducer, Occupancy, Reducer
 from mpistrat.options import ReduceOp
 from mpistrat.settings import settings_at_the_end
 
-__all__ = ["HierarchicalReducer", "share_memory"]
+__all__ = ["share_memory"]
 
 
 class HierarchicalReducer:
@@ -60,7 +60,7 @@ class HierarchicalReducer:
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
         source, target, split = message.whole()
-        step = HALF_BYTES
+        step = self._memory.BLOCK_BYTES
         start, goal = address_of(source), address_of(target)
         with self._occupancy:
             for done in range(0, source.nbytes, step):
@@ -119,7 +119,7 @@ def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) 
         return None
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     sizes = comm.allgather(node.size)
-    memory = open_node_memory(node) if max(sizes) > 1 else None
+    memory = NodeMemory.open(node) if max(sizes) > 1 else None
     node.Free()
     is_shared = comm.allreduce(memory is not None, MPI.LAND)
     if not is_shared or memory is None:

@@ -18,7 +18,7 @@ from mpistrat.comm.hierarchical import share_memory
 from mpistrat.comm.mpi_buffers import in_parts, operator
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
-from mpistrat.comm.shared_memory import ROUND_BYTES, NodeMemory
+from mpistrat.comm.shared_memory import NodeMemory
 from mpistrat.comm.shared_reducer import compiled_function
 from mpistrat.comm.transport import NodeReducer, Occupancy, Piggyback, Round, SoloRound
 from mpistrat.mpi.world import library_version
@@ -27,7 +27,7 @@ from mpistrat.options import ReduceOp
 __all__ = ["MpiTransport"]
 
 _MASK = 2**64 - 1
-_WORDS = struct.Struct("=4Q")
+_VALUES = struct.Struct("=4Q")
 
 _POLLS = 200
 """Polls in about 100 us, after which a waiting rank looks at limits and losses too."""
@@ -45,14 +45,14 @@ class _MpiRound:
     start: Callable[[], object]
     done: Callable[[], bool]
 
-    def __init__(self, num_words: int) -> None:
-        self.send = np.zeros(num_words, np.uint64)
-        self.receive = np.zeros(num_words, np.uint64)
+    def __init__(self, num_values: int) -> None:
+        self.send = np.zeros(num_values, np.uint64)
+        self.receive = np.zeros(num_values, np.uint64)
         self._outgoing, self._incoming = self.send.data.cast("B"), self.receive.data.cast("B")
 
     def meet(self, first: int, second: int) -> int:
         """Contribute two numbers, and return the result if it is there within `_POLLS`."""
-        _WORDS.pack_into(self._outgoing, 0, first, _MASK - first, second, _MASK - second)
+        _VALUES.pack_into(self._outgoing, 0, first, _MASK - first, second, _MASK - second)
         self.start()
         done = self.done
         for _ in range(_POLLS):
@@ -69,8 +69,8 @@ class _PersistentRound(_MpiRound):
     # With longer ones, MPICH over TCP ends a rank that has sent to another one that was killed,
     # before this package can report that one.
 
-    def __init__(self, comm: MPI.Intracomm, num_words: int) -> None:
-        super().__init__(num_words)
+    def __init__(self, comm: MPI.Intracomm, num_values: int) -> None:
+        super().__init__(num_values)
         request = comm.Allreduce_init(self.send, self.receive, MPI.MAX)
         self.start = request.Start
         self.done = request.Test
@@ -79,8 +79,8 @@ class _PersistentRound(_MpiRound):
 class _NonblockingRound(_MpiRound):
     """A round over a nonblocking collective, for libraries older than MPI 4.0."""
 
-    def __init__(self, comm: MPI.Intracomm, num_words: int) -> None:
-        super().__init__(num_words)
+    def __init__(self, comm: MPI.Intracomm, num_values: int) -> None:
+        super().__init__(num_values)
         request = MPI.REQUEST_NULL
 
         def start() -> None:
@@ -94,18 +94,18 @@ class _NonblockingRound(_MpiRound):
 class _SharedRound:
     """A round in memory that all ranks share, with room for a few numbers."""
 
-    NUM_WORDS = 4
+    NUM_VALUES = 4
 
     def __init__(self, node: NodeMemory) -> None:
-        self.send = np.zeros(self.NUM_WORDS, np.uint64)
-        self.receive = np.zeros(self.NUM_WORDS, np.uint64)
+        self.send = np.zeros(self.NUM_VALUES, np.uint64)
+        self.receive = np.zeros(self.NUM_VALUES, np.uint64)
         self._rounds = node.rounds  # the C structure lives as long as this object
         pointer, library = node.rounds.pointer, node.library
         send, receive = self.send.ctypes.data, self.receive.ctypes.data
         self.start = functools.partial(library.round_start, pointer, send)
         self.done = functools.partial(library.round_done, pointer, receive, 1)
         self.meet = functools.partial(library.round_meet, pointer, send, receive, _TURNS)
-        self.room = min(ROUND_BYTES, _ROOM_OF_ALL // node.size)
+        self.room = min(node.ROUND_BYTES, _ROOM_OF_ALL // node.size)
         """How many bytes may travel with a round."""
         self._size = node.size
         self.attach = functools.partial(library.round_contribute, pointer)
@@ -225,6 +225,7 @@ class MpiTransport:
             if gathered is None:
                 move(send, None)
             else:
+                # A window holds a slice of each rank's part, and these lie apart in the result.
                 received = np.empty(sum(lengths), part.dtype)
                 move(send, _as_parts(received, lengths))
                 pieces = _split(received, lengths)
@@ -239,17 +240,17 @@ class MpiTransport:
             self.comm.Alltoallv(_as_parts(buffer, counts), _as_parts(received, own_counts))
         return received
 
-    def round(self, num_words: int) -> Round:
+    def round(self, num_values: int) -> Round:
         """Return a new round. **Collective**, without waiting."""
         if self.size == 1:
-            return SoloRound(num_words)
+            return SoloRound(num_values)
         if self._sharing is not None and self._sharing.holds_all:
             self.piggyback = _SharedRound(self._sharing.memory)
             return self.piggyback
         try:
-            return _PersistentRound(self.comm, num_words)
+            return _PersistentRound(self.comm, num_values)
         except NotImplementedError:
-            return _NonblockingRound(self.comm, num_words)
+            return _NonblockingRound(self.comm, num_values)
 
     def abort(self, exit_code: int) -> None:
         """End every process of the job."""

@@ -10,14 +10,10 @@ import numpy as np
 from mpistrat.arrays import (
     Array,
     Device,
+    Stream,
     address_of,
-    current_stream,
-    namespace,
     nccl_library,
-    new_stream,
-    on_device,
     on_device_of,
-    record,
 )
 from mpistrat.comm.packing import Message
 from mpistrat.comm.reducers import MOVES_AS, divide
@@ -26,17 +22,10 @@ from mpistrat.options import ReduceOp
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NcclLink", "NcclReducer", "connect_nccl", "nccl_knows"]
+__all__ = ["Link", "NcclLink", "NcclReducer"]
 
 _NUMBERS = ("i1", "u1", "i4", "u4", "i8", "u8", "f4", "f8")
 _TRIED_LENGTH = 1000
-
-
-def nccl_knows(op: ReduceOp, dtype: np.dtype) -> bool:
-    """Return whether NCCL can reduce what travels as `dtype` by `op`."""
-    if dtype.kind == "c":  # added part by part
-        return dtype.itemsize <= 16 and MOVES_AS[op] is ReduceOp.SUM
-    return f"{dtype.kind}{dtype.itemsize}" in _NUMBERS
 
 
 class Link(Protocol):
@@ -56,13 +45,41 @@ class Link(Protocol):
 class NcclLink:
     """A communicator of NCCL, and the stream on which it works."""
 
+    @classmethod
+    def connect(cls, comm: MPI.Intracomm, device: Device) -> NcclLink | str:
+        """Return a link between the devices of all ranks, or why there is none. **Collective**."""
+        # Nothing is raised, because the other ranks wait. NCCL itself would wait forever where two
+        # ranks share a GPU: the caller has excluded that.
+        own = _attempt(lambda: nccl_library().get_unique_id() if comm.rank == 0 else None)
+        unique = comm.bcast(own)
+        if isinstance(unique, str):
+            return f"rank 0: {unique}"
+        link = _attempt(lambda: cls._try(device, unique, comm.size, comm.rank))
+        failures = comm.allgather(link if isinstance(link, str) else None)
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                return f"rank {rank}: {failure}"
+        connected: NcclLink = link
+        return connected
+
+    @classmethod
+    def _try(cls, device: Device, unique: tuple[int, ...], size: int, rank: int) -> NcclLink:
+        """Return a link that has been tried. **Collective**."""
+        xp = device.namespace()
+        link = cls(device, nccl_library().NcclCommunicator(size, unique, rank), size)
+        numbers = xp.full(_TRIED_LENGTH, rank + 1, dtype=np.int32)
+        link.all_reduce(ReduceOp.SUM, numbers, numbers)()
+        if not bool((numbers == size * (size + 1) // 2).all()):
+            raise RuntimeError("NCCL has returned wrong numbers")
+        return link
+
     def __init__(self, device: Device, communicator: Any, size: int) -> None:
         self.size = size
         self._device = device
         self._communicator = communicator
         self._library = nccl_library()
-        with on_device(device):
-            self._stream = new_stream()
+        with device.current():
+            self._stream = Stream.new()
         self._under_way: list[tuple[Any, Array, Array]] = []
 
     def all_reduce(self, op: ReduceOp, source: Array, target: Array) -> Callable[[], object]:
@@ -78,26 +95,33 @@ class NcclLink:
     ) -> Callable[[], object]:
         library, stream = self._library, self._stream
         dtype = getattr(library, f"NCCL_{source.dtype.name.upper()}")
-        with on_device(self._device):
-            stream.wait_event(record(current_stream()))
+        with self._device.current():
+            stream.wait_event(Stream.current().record())
             function(
                 *(address_of(source), address_of(target), source.size, dtype),
-                *(getattr(library, f"NCCL_{op.name}"), *root, stream.ptr),
+                *(getattr(library, f"NCCL_{op.name}"), *root, stream.pointer),
             )
-            done = record(stream)
+            done = stream.record()
         # CuPy would use the memory again at once, where the user has dropped the handle.
         self._under_way = [entry for entry in self._under_way if not entry[0].done]
         self._under_way.append((done, source, target))
 
         def end() -> None:
-            with on_device(self._device):
-                current_stream().wait_event(done)
+            with self._device.current():
+                Stream.current().wait_event(done)
 
         return end
 
 
 class NcclReducer:
     """Reduces messages by NCCL, without a wait on the host."""
+
+    @staticmethod
+    def knows(op: ReduceOp, dtype: np.dtype) -> bool:
+        """Return whether NCCL can reduce what travels as `dtype` by `op`."""
+        if dtype.kind == "c":  # added part by part
+            return dtype.itemsize <= 16 and MOVES_AS[op] is ReduceOp.SUM
+        return f"{dtype.kind}{dtype.itemsize}" in _NUMBERS
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -129,34 +153,6 @@ def _as_real(array: Array) -> Array:
     """Return the numbers of `array` as a 1-d view, complex ones as two."""
     flat = array.reshape(-1)
     return flat.view(np.dtype(f"f{flat.itemsize // 2}")) if flat.dtype.kind == "c" else flat
-
-
-def connect_nccl(comm: MPI.Intracomm, device: Device) -> NcclLink | str:
-    """Return a link between the devices of all ranks, or why no rank has one. **Collective**."""
-    # Nothing is raised, because the other ranks wait. NCCL itself would wait forever where two
-    # ranks share a GPU: the caller has excluded that.
-    own = _attempt(lambda: nccl_library().get_unique_id() if comm.rank == 0 else None)
-    unique = comm.bcast(own)
-    if isinstance(unique, str):
-        return f"rank 0: {unique}"
-    link = _attempt(lambda: _connect(device, unique, comm.size, comm.rank))
-    failures = comm.allgather(link if isinstance(link, str) else None)
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            return f"rank {rank}: {failure}"
-    connected: NcclLink = link
-    return connected
-
-
-def _connect(device: Device, unique: tuple[int, ...], size: int, rank: int) -> NcclLink:
-    """Return a link that has been tried. **Collective**."""
-    xp = namespace(device)
-    link = NcclLink(device, nccl_library().NcclCommunicator(size, unique, rank), size)
-    numbers = xp.full(_TRIED_LENGTH, rank + 1, dtype=np.int32)
-    link.all_reduce(ReduceOp.SUM, numbers, numbers)()
-    if not bool((numbers == size * (size + 1) // 2).all()):
-        raise RuntimeError("NCCL has returned wrong numbers")
-    return link
 
 
 def _attempt(function: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Packing plan: which arrays travel in one message. Pure code."""
+"""Packing plan: which arrays travel in one message, and how gathered ones are joined."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpistrat.arrays import native
 from mpistrat.comm.wire import as_ordered_integers, is_narrow, result_dtype, wire_dtype
 from mpistrat.options import CommunicationOptions, ReduceOp
 
-__all__ = ["Pack", "Plan", "check_gatherable", "joined", "plan_packs", "plan_reduction"]
+__all__ = ["GatherPlan", "Pack", "Plan", "plan_reduction"]
 
 _SMALL_BYTES = 2**14
 """Arrays up to this size are copied one behind the other: cheaper than a description of each."""
@@ -65,10 +65,8 @@ def plan_reduction(
     on_device: Sequence[bool] = (),
     is_plain: bool = False,
 ) -> Plan:
-    """Return the plan for arrays of the dtypes and shapes `kinds`; `TypeError` where `op` has none.
-
-    `wires` are what the arrays travel as, where their own dtypes do not decide it.
-    """
+    """Return the plan for arrays of the dtypes and shapes `kinds`, which `op` must know."""
+    # `wires` are what the arrays travel as, where their own dtypes do not decide it.
     if wires is None:
         wires = [wire_dtype(op, dtype, options.wire_dtype) for dtype, _ in kinds]
     sizes = [math.prod(shape) for _, shape in kinds]
@@ -121,11 +119,9 @@ def _plan_pack(
 def plan_packs(
     num_bytes: Sequence[int], keys: Sequence[Hashable], bytes_per_pack: int
 ) -> list[list[int]]:
-    """Return the positions of the arrays in each message, every position once.
-
-    Arrays share a message if they have the same key (the dtype that travels), in the order given,
-    up to `bytes_per_pack`. A larger array travels alone.
-    """
+    """Return the positions of the arrays in each message, every position once."""
+    # Arrays share a message if they have the same key (the dtype that travels), in the order given,
+    # up to `bytes_per_pack`. A larger array travels alone.
     packs: list[list[int]] = []
     open_packs: dict[Hashable, tuple[list[int], int]] = {}
     for position, (size, key) in enumerate(zip(num_bytes, keys, strict=True)):
@@ -138,35 +134,47 @@ def plan_packs(
     return packs
 
 
-def check_gatherable(kind: str, shapes: Sequence[Sequence[int]], axis: int) -> None:
-    """Refuse arrays of all ranks, of `shapes` by rank, that do not concatenate along `axis`."""
-    size = len(shapes)
-    for rank, shape in enumerate(shapes):
-        if not shape:
-            raise ValueError(
-                f"{kind}: the value on rank {rank} of {size} is 0-d and has no axis to "
-                "concatenate along. Give it one, for example with numpy.reshape(value, (1,))."
-            )
-        if not -len(shape) <= axis < len(shape):
-            raise ValueError(
-                f"{kind}: axis {axis} is out of range for the array of shape {tuple(shape)} on "
-                f"rank {rank} of {size}. Use an axis in [{-len(shape)}, {len(shape) - 1}]."
-            )
-        if _trailing(shape, axis) != _trailing(shapes[0], axis):
-            raise ValueError(
-                f"{kind}: arrays may differ along axis {axis} only, but the shape is "
-                f"{tuple(shapes[0])} on rank 0 and {tuple(shape)} on rank {rank} of {size}."
-            )
+@dataclass(frozen=True)
+class GatherPlan:
+    """How arrays of all ranks are concatenated to one; their lengths along `axis` may differ."""
+
+    shapes: Sequence[Sequence[int]]
+    """By rank."""
+    axis: int
+
+    def check(self, kind: str) -> None:
+        """Refuse shapes that do not concatenate, in the collective `kind`."""
+        shapes, axis, size = self.shapes, self.axis, len(self.shapes)
+        for rank, shape in enumerate(shapes):
+            if not shape:
+                raise ValueError(
+                    f"{kind}: the value on rank {rank} of {size} is 0-d and has no axis to "
+                    "concatenate along. Give it one, for example with numpy.reshape(value, (1,))."
+                )
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(
+                    f"{kind}: axis {axis} is out of range for the array of shape {tuple(shape)} on "
+                    f"rank {rank} of {size}. Use an axis in [{-len(shape)}, {len(shape) - 1}]."
+                )
+            if _trailing(shape, axis) != _trailing(shapes[0], axis):
+                raise ValueError(
+                    f"{kind}: arrays may differ along axis {axis} only, but the shape is "
+                    f"{tuple(shapes[0])} on rank 0 and {tuple(shape)} on rank {rank} of {size}."
+                )
+
+    @property
+    def counts(self) -> list[int]:
+        """How many elements each rank brings."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    def join(self, flat: np.ndarray) -> np.ndarray:
+        """Return the whole, from the elements of all ranks with the axis moved to the front."""
+        length = sum(shape[self.axis] for shape in self.shapes)
+        whole = flat.reshape(length, *_trailing(self.shapes[0], self.axis))
+        return native(np.moveaxis(whole, 0, self.axis))
 
 
 def _trailing(shape: Sequence[int], axis: int) -> list[int]:
     """Return the shape that remains after the gathered axis has moved to the front."""
     axis %= len(shape)
     return [*shape[:axis], *shape[axis + 1 :]]
-
-
-def joined(flat: np.ndarray, shapes: Sequence[Sequence[int]], axis: int) -> np.ndarray:
-    """Return the arrays of all ranks as one, from their numbers with `axis` moved to the front."""
-    length = sum(shape[axis] for shape in shapes)
-    whole = flat.reshape(length, *_trailing(shapes[0], axis))
-    return native(np.moveaxis(whole, 0, axis))

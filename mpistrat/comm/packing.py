@@ -12,13 +12,7 @@ from mpistrat.comm.pool import Pool
 from mpistrat.comm.wire import as_floats, as_ordered_integers, cast, cast_into
 from mpistrat.native import native_library
 
-__all__ = [
-    "Message",
-    "Single",
-    "describe_function",
-    "pack",
-    "placed_like",
-]
+__all__ = ["Message", "describe_function", "pack", "placed_like"]
 
 
 class Message:
@@ -71,10 +65,8 @@ def _nothing() -> None:
 
 
 def pack(plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) -> _Packing | Single:
-    """Return `arrays`, which `plan` was made for, in the form in which they are reduced.
-
-    They are never written to. `copy` says that the program may write to them before the end.
-    """
+    """Return `arrays`, which `plan` was made for, in the form in which they are reduced."""
+    # They are never written to. `copy` says that the program may write to them before the end.
     if plan.is_single and not copy:
         array, wire = arrays[0], plan.packs[0].wire
         if plan.is_plain:
@@ -191,7 +183,7 @@ class _Packing:
                     cast_into(narrow, reduced)
                     reduced = narrow
                 results[position] = reduced
-        if self._native is not None:
+        if self._native is not None:  # then all arrays are host arrays
             return results
         return [
             result if isinstance(array, np.ndarray) else placed_like(result, array)
@@ -250,11 +242,9 @@ def _is_plain(array: np.ndarray, dtype: np.dtype) -> bool:
 
 
 def describe_function() -> Callable[[Sequence[Array]], bytes | None]:
-    """Return ``describe(arrays)``: bytes, equal for plain arrays of equal dtypes and shapes.
-
-    It returns ``None`` unless all of `arrays` can travel as they lie in host memory; perhaps also
-    then, where nothing is compiled.
-    """
+    """Return ``describe(arrays)``: bytes, equal for plain arrays of equal dtypes and shapes."""
+    # It returns ``None`` unless all of `arrays` can travel as they lie in host memory; perhaps also
+    # then, where nothing is compiled.
     library = native_library()
     if library is None:
         return lambda arrays: None

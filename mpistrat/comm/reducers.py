@@ -12,15 +12,7 @@ from mpistrat.comm.wire import accumulator_dtype, cast
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut, slice_of_rank
 
-__all__ = [
-    "MOVES_AS",
-    "MpiReducer",
-    "ReduceScatterReducer",
-    "combine",
-    "divide",
-    "plan_blocks",
-    "slice_lengths",
-]
+__all__ = ["MOVES_AS", "MpiReducer", "ReduceScatterReducer", "divide"]
 
 _UFUNCS = {
     ReduceOp.SUM: np.add,

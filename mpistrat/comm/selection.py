@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from mpistrat.comm.device_reducers import DeviceCapabilities, DirectReducer, StagedReducer
-from mpistrat.comm.nccl import NcclReducer, nccl_knows
+from mpistrat.comm.nccl import NcclReducer
 from mpistrat.comm.pack_plan import Pack, Plan
 from mpistrat.comm.reducers import MpiReducer, ReduceScatterReducer
 from mpistrat.comm.shared_reducer import compiled_function
@@ -15,14 +13,7 @@ from mpistrat.comm.transport import Reducer, Transport
 from mpistrat.comm.wire import is_narrow
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 
-__all__ = [
-    "check_options",
-    "check_plan",
-    "choose_reducer",
-    "choose_way",
-    "format_options",
-    "is_shareable",
-]
+__all__ = ["check_options", "check_plan", "choose_reducer", "is_shareable"]
 
 _AUTO = CommunicationImplementation.AUTO
 _MPI = CommunicationImplementation.MPI
@@ -53,7 +44,7 @@ def check_plan(options: CommunicationOptions, plan: Plan) -> None:
     if options.implementation is not _NCCL:
         return
     for pack in plan.packs:
-        if pack.on_device and not nccl_knows(plan.op, pack.wire):
+        if pack.on_device and not NcclReducer.knows(plan.op, pack.wire):
             raise TypeError(
                 f"NCCL cannot reduce arrays of dtype {pack.wire} by {plan.op.name}: it knows "
                 "integers of 8, 32 and 64 bits, floats, and SUM and MEAN of complex numbers. "
@@ -97,7 +88,7 @@ def choose_way(
     if asked is not _AUTO:
         return (_STAGED if asked is _SHARED else asked), f"asked for: {asked.name}"
     why_not_nccl = capabilities.why_not_nccl
-    if not why_not_nccl and not nccl_knows(op, dtype):
+    if not why_not_nccl and not NcclReducer.knows(op, dtype):
         why_not_nccl = f"NCCL knows no {op.name} of {dtype}"
     if not why_not_nccl:
         return _NCCL, "each rank has a GPU of its own"
@@ -136,15 +127,3 @@ def is_shareable(options: CommunicationOptions, op: ReduceOp, pack: Pack) -> boo
     is_ours = options.deterministic or is_narrow(pack.wire)
     is_known = compiled_function(op, pack.dtype) is not None and not pack.on_device
     return is_known and not is_ours and options.implementation in _SHARING
-
-
-@functools.lru_cache
-def format_options(options: CommunicationOptions) -> str | tuple[()]:
-    """Return what the ranks must agree on before a reduction, empty for the defaults."""
-    default = CommunicationOptions()
-    differing = [
-        f"{name}={getattr(options, name)}"
-        for name in ("bytes_per_pack", "implementation", "deterministic", "wire_dtype")
-        if getattr(options, name) != getattr(default, name)
-    ]
-    return f"with {', '.join(differing)}" if differing else ()

@@ -18,7 +18,7 @@ from mpistrat.native import native_library
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HALF_BYTES", "ROUND_BYTES", "Arena", "NodeMemory", "StepSequence", "open_node_memory"]
+__all__ = ["Arena", "NodeMemory", "StepSequence"]
 
 _MAP_FIXED = 0x10  # of <linux/mman.h>; the module mmap does not name it
 
@@ -79,20 +79,18 @@ def _mmap() -> Any:
     return function
 
 
-HALF_BYTES = 2**20
-"""The largest block of a reduction. Pages that no reduction needs are never touched."""
+_HALF_BYTES = 2**20
+"""Of a buffer of a reduction. Pages that no reduction needs are never touched."""
 
 _ARENA_BYTES = 2**26
 """Of each rank, for results. Others come from elsewhere, and have to be copied out."""
 
-ROUND_BYTES = 2**14
-"""How much may travel with a round."""
-
+_ROUND_BYTES = 2**14
 _ROUND_HEAD = 64
 _PAGE = mmap.PAGESIZE
-_ROUND_SEQUENCE_BYTES = 2 * ROUND_BYTES + _PAGE
-_BACKGROUND_START = _ROUND_SEQUENCE_BYTES + _PAGE + 2 * HALF_BYTES
-_ARENA_START = -(-(_BACKGROUND_START + _PAGE + 2 * HALF_BYTES) // _PAGE) * _PAGE
+_ROUND_SEQUENCE_BYTES = 2 * _ROUND_BYTES + _PAGE
+_BACKGROUND_START = _ROUND_SEQUENCE_BYTES + _PAGE + 2 * _HALF_BYTES
+_ARENA_START = -(-(_BACKGROUND_START + _PAGE + 2 * _HALF_BYTES) // _PAGE) * _PAGE
 _BYTES_PER_RANK = _ARENA_START + _ARENA_BYTES
 _TOKEN_BYTES = 16
 
@@ -112,6 +110,11 @@ class StepSequence:
 class NodeMemory:
     """Shared memory of the ranks of one node."""
 
+    BLOCK_BYTES = _HALF_BYTES
+    """The largest block of a reduction."""
+    ROUND_BYTES = _ROUND_BYTES
+    """How much may travel with a round."""
+
     def __init__(self, memory: np.ndarray, rank: int, size: int, library: Any) -> None:
         self.rank = rank
         self.size = size
@@ -120,10 +123,10 @@ class NodeMemory:
         self._base: int = memory.ctypes.data
         lines = [self._base + each * _BYTES_PER_RANK for each in range(size)]
         # One sequence for each kind of work that goes on at the same time.
-        self.rounds = StepSequence(rank, _ROUND_HEAD + ROUND_BYTES, lines)
+        self.rounds = StepSequence(rank, _ROUND_HEAD + _ROUND_BYTES, lines)
         self.reductions, self.background = (
             StepSequence(
-                rank, HALF_BYTES, [line + start for line in lines], _ARENA_START - start, length
+                rank, _HALF_BYTES, [line + start for line in lines], _ARENA_START - start, length
             )
             for start, length in ((_ROUND_SEQUENCE_BYTES, _ARENA_BYTES), (_BACKGROUND_START, 0))
         )
@@ -131,34 +134,34 @@ class NodeMemory:
         self.arena = Arena(memory[start : start + _ARENA_BYTES])
         """Memory for results of the reductions of this rank."""
 
+    @classmethod
+    def open(cls, comm: MPI.Comm) -> NodeMemory | None:
+        """Return memory that all ranks of `comm`, on one node, share, if any. **Collective**."""
+        library = native_library()
+        made = None
+        num_bytes = _BYTES_PER_RANK * comm.size
+        if comm.rank == 0 and library is not None:
+            with contextlib.suppress(OSError, AttributeError):  # Linux has memfd_create
+                made = _MemoryFile.new(num_bytes)
+        # Another rank may see another /proc, as in a container: the token proves the file.
+        place: tuple[str, bytes] | None = comm.bcast(made and (made.path, made.token))
+        memory = None
+        if place is not None and library is not None:
+            with contextlib.suppress(OSError, ValueError):
+                memory = _mapped(*place, num_bytes)
+        is_shared = all(comm.allgather(memory is not None))  # on all ranks, or on none
+        if made is not None:
+            made.close()
+        if not is_shared or memory is None or library is None:
+            return None
+        memory[:_TOKEN_BYTES] = 0
+        comm.Barrier()
+        return cls(memory, comm.rank, comm.size, library)
+
     def view(self, address: int, num_bytes: int) -> np.ndarray:
         """Return a view of a part of the memory."""
         start = address - self._base
         return self._memory[start : start + num_bytes]
-
-
-def open_node_memory(comm: MPI.Comm) -> NodeMemory | None:
-    """Return memory that all ranks of `comm`, on one node, share, if possible. **Collective**."""
-    library = native_library()
-    made = None
-    num_bytes = _BYTES_PER_RANK * comm.size
-    if comm.rank == 0 and library is not None:
-        with contextlib.suppress(OSError, AttributeError):  # Linux has memfd_create
-            made = _MemoryFile.new(num_bytes)
-    # Another rank may see another /proc, as in a container: the token proves the file.
-    place: tuple[str, bytes] | None = comm.bcast(made and (made.path, made.token))
-    memory = None
-    if place is not None and library is not None:
-        with contextlib.suppress(OSError, ValueError):
-            memory = _mapped(*place, num_bytes)
-    is_shared = all(comm.allgather(memory is not None))  # on all ranks, or on none
-    if made is not None:
-        made.close()
-    if not is_shared or memory is None or library is None:
-        return None
-    memory[:_TOKEN_BYTES] = 0
-    comm.Barrier()
-    return NodeMemory(memory, comm.rank, comm.size, library)
 
 
 class _MemoryFile:

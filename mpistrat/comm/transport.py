@@ -33,10 +33,10 @@ class Reducer(Protocol):
         """Write the reductions to the targets of `message`, on every rank."""
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
-        """Begin `all_reduce`. The function returned ends it, is local, and is called once."""
+        """Begin `all_reduce`, and return the local function that ends it, to be called once."""
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
-        """Write the reductions to the targets on `root`. Elsewhere anything may be in them."""
+        """Write the reductions to the targets on `root`; elsewhere anything may be in them."""
 
 
 class Occupancy:
@@ -61,12 +61,12 @@ class Occupancy:
 
 
 class Round(Protocol):
-    """A reusable MAX reduction of a few words, started by each rank and then polled."""
+    """A reusable MAX reduction of a few integers, started by each rank and then polled."""
 
     send: np.ndarray
-    """The words of this rank, uint64; to be filled before `start`."""
+    """The values of this rank, uint64; to be filled before `start`."""
     receive: np.ndarray
-    """The largest of each word over all ranks, valid once `done` has returned True."""
+    """The largest of each value over all ranks, valid once `done` has returned True."""
 
     @property
     def start(self) -> Callable[[], object]:
@@ -74,14 +74,12 @@ class Round(Protocol):
 
     @property
     def done(self) -> Callable[[], bool]:
-        """Tells whether every rank has started this round."""
+        """Returns whether every rank has started this round."""
 
     @property
     def meet(self) -> Callable[[int, int], int]:
-        """Contributes two numbers and their complements, and polls for some 100 us.
-
-        Returns 0 if ranks are missing, 2 if all have contributed the same, else 1.
-        """
+        """Contributes two numbers and their complements, and polls for some 100 us."""
+        # Returns 0 if ranks are missing, 2 if all have contributed the same, else 1.
 
 
 class Piggyback(Round, Protocol):
@@ -169,13 +167,12 @@ class Transport(Protocol):
         """Do `all_gather` for `root` alone; ``None`` on the other ranks."""
 
     def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Send each rank its ``counts[rank]`` elements of `buffer`; return those sent to this one.
+        """Send each rank its part of `buffer`, and return the parts sent to this one."""
+        # Rank r gets ``counts[r]`` elements. Both are 1-d and in rank order. `counts` are equal on
+        # all ranks.
 
-        Both are 1-d and in rank order. `counts` are equal on all ranks.
-        """
-
-    def round(self, num_words: int) -> Round:
-        """Return a new round of `num_words` words. Collective like the rest, but not waiting."""
+    def round(self, num_values: int) -> Round:
+        """Return a new round of `num_values` integers, without waiting."""
 
     def abort(self, exit_code: int) -> None:
         """End every process of the job."""
@@ -187,8 +184,8 @@ _MASK = 2**64 - 1
 class SoloRound:
     """A round of one rank."""
 
-    def __init__(self, num_words: int) -> None:
-        self.send = self.receive = np.zeros(num_words, np.uint64)
+    def __init__(self, num_values: int) -> None:
+        self.send = self.receive = np.zeros(num_values, np.uint64)
         self.start: Callable[[], object] = bool
         self.done: Callable[[], bool] = lambda: True
 
@@ -247,9 +244,9 @@ class SoloTransport:
         """Return a copy of `buffer`."""
         return np.array(buffer)
 
-    def round(self, num_words: int) -> SoloRound:
+    def round(self, num_values: int) -> SoloRound:
         """Return a round that is done at once."""
-        return SoloRound(num_words)
+        return SoloRound(num_values)
 
     def abort(self, exit_code: int) -> None:
         """End this process."""

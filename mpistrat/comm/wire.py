@@ -20,7 +20,6 @@ __all__ = [
     "cast_into",
     "is_floating",
     "is_narrow",
-    "is_reordered",
     "result_dtype",
     "wire_dtype",
 ]
@@ -173,7 +172,7 @@ _PART = 2**17
 """Elements at a time, for the same reason."""
 
 
-def is_reordered(op: ReduceOp, dtype: np.dtype) -> bool:
+def _is_reordered(op: ReduceOp, dtype: np.dtype) -> bool:
     """Return whether numbers of `dtype` travel as integers under `op`."""
     return dtype in _SIGNED and op in (ReduceOp.MIN, ReduceOp.MAX)
 
@@ -182,7 +181,7 @@ def as_ordered_integers(op: ReduceOp, buffer: Array) -> Array:
     """Rewrite the floats of `buffer` in place, and return it as integers to reduce."""
     # MPI does not define MIN and MAX of NaN; integers are ordered everywhere alike.
     # Other dtypes, and longdouble, for which there is no integer, stay as they are.
-    if not is_reordered(op, buffer.dtype):
+    if not _is_reordered(op, buffer.dtype):
         return buffer
     keys = buffer.view(_SIGNED[buffer.dtype])
     for part in _parts(keys):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat import sharding
+from mpistrat import nests, sharding
 from mpistrat.arrays import Device
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import (
@@ -18,11 +18,11 @@ from mpistrat.data.distributed_dataset import (
     RankDataset,
     RankPipeline,
 )
-from mpistrat.data.fingerprint import check_same, digest, fingerprint, order_digest
+from mpistrat.data.fingerprint import check_same, digest, order_digest
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.order import ENDLESS, UNKNOWN
 from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.spec import ArraySpec, describe_kinds
+from mpistrat.data.spec import ArraySpec
 from mpistrat.errors import DataError
 from mpistrat.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 
@@ -47,9 +47,7 @@ def distribute(
         pipeline = _checked_pipeline(dataset, kind)
         call.agree()
     policy = dataset.auto_shard_policy
-    with collectives.all_or_none(kind):
-        entries = fingerprint(pipeline, policy)
-    check_same(entries, collectives, kind)
+    check_same(pipeline, policy, collectives, kind)
     with collectives.all_or_none(kind):
         rank_dataset = _rank_dataset(pipeline, policy, collectives.size, collectives.rank)
     return DistributedDataset(rank_dataset, _target(options, device), collectives)
@@ -76,6 +74,7 @@ def distribute_from_function(
         own_spec = pipeline.found_spec
     of_ranks = collectives.gather_json(own, kind)
     lengths = [length for length, _, _ in of_ranks]
+    # One rank whose pass never ends is enough: then none ends, and the ranks need not ask.
     surely_endless = any(length == ENDLESS and certain for length, certain, _ in of_ranks)
     is_certain = surely_endless or all(certain for _, certain, _ in of_ranks)
 
@@ -168,7 +167,7 @@ def _target(options: InputOptions, device: Device) -> Device | None:
 
 def _spec_of_any_rank(spec: Any, collectives: Collectives, kind: str) -> Any:
     """Return `spec`, or that of the first rank that has one. **Collective**."""
-    own = None if spec is None else describe_kinds(spec)
+    own = None if spec is None else _describe_kinds(spec)
     kinds: list[str | None] = collectives.gather_json(own, kind)
     _check_same_kinds(kinds, kind)
     has_spec = [each is not None for each in kinds]
@@ -179,6 +178,16 @@ def _spec_of_any_rank(spec: Any, collectives: Collectives, kind: str) -> Any:
         value = _to_json(spec) if collectives.rank == owner else None
     value = collectives.broadcast_json(value, owner, kind)
     return _from_json(value) if spec is None else spec
+
+
+def _describe_kinds(spec: Any) -> str:
+    """Return structure, dtypes and numbers of dimensions of a nest of specs."""
+    paths, leaves, structure = nests.flatten_with_paths(spec)
+    kinds = [
+        f"{path or 'element'}: {leaf.dtype} of {len(leaf.shape)} dimension(s)"
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    return f"{nests.signature(structure)} with {', '.join(kinds)}"
 
 
 def _check_same_kinds(kinds: list[str | None], kind: str) -> None:

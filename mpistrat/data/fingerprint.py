@@ -19,13 +19,13 @@ from mpistrat.system.text import rank_list, ranks_by_value
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["check_same", "digest", "fingerprint", "order_digest", "position_layout"]
+__all__ = ["check_same", "digest", "order_digest", "position_layout"]
 
 _ORDER_VERSION = 2
 """Raised whenever an unchanged data set gets another order, so that old positions are refused."""
 
 
-def fingerprint(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
+def _fingerprint(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
     """Return all that must be the same on all ranks, one thing an entry."""
     # What arrays, files and generators contain, and what functions do, is not compared.
     return [
@@ -72,8 +72,12 @@ _MAX_SHOWN = 4
 """Different entries that an error shows."""
 
 
-def check_same(entries: Sequence[str], collectives: Collectives, kind: str) -> None:
-    """Make sure that all ranks have the same fingerprint. **Collective**."""
+def check_same(
+    pipeline: Pipeline, policy: AutoShardPolicy, collectives: Collectives, kind: str
+) -> None:
+    """Make sure that all ranks have the same data set. **Collective**."""
+    with collectives.all_or_none(kind):
+        entries = _fingerprint(pipeline, policy)
     # Only digests travel unless they differ.
     if len(set(collectives.gather_json(digest(entries), kind))) == 1:
         return

@@ -152,7 +152,7 @@ class Source(Protocol):
 
 
 class Reader(Protocol):
-    """Turns items into arrays. One per iteration, used by one thread at a time."""
+    """Turns items into arrays, for one iteration and one thread at a time."""
 
     @property
     def lookahead_rows(self) -> int:

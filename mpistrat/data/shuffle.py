@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpistrat import sharding
 from mpistrat.data.order import ENDLESS, Block, ChunkLayout, Order, PassKey, skip_items
 from mpistrat.data.transforms import regroup
+from mpistrat.sharding import ceil_div
 
-__all__ = ["WINDOW_BYTES", "Shuffle"]
+__all__ = ["WINDOW_BYTES", "Partitions", "Shuffle"]
 
 WINDOW_BYTES = 48 * 2**20
 """Size of the window that ``window=None`` means for files. The next one is decoded meanwhile, so
@@ -92,14 +92,14 @@ class Shuffle:
         # a chunk at the border of two belongs to both.
         window = self.window_rows(layout)
         window_pieces = window // layout.rows_per_chunk
-        number = sharding.count_partitions(len(starts), len(rows), batch_size, window_pieces)
-        supply = sharding.partition_lengths(len(rows), batch_size, number)
+        plan = Partitions.plan(len(starts), len(rows), batch_size, window_pieces)
+        supply = plan.lengths(len(rows))
         ends = np.cumsum(supply)
         partitions = [
             _Partition(
                 _partition_blocks(
                     *_cut(starts, lengths, stops, end - count, end),
-                    window // number,
+                    window // plan.count,
                     stream.after(len(starts) + end - count),
                 )
             )
@@ -112,12 +112,64 @@ class Shuffle:
             for first in range(0, num_full, at_a_time)
         ]
         for count, length in groups + [(1, rest)] * bool(rest):
-            bounds = sharding.partition_bounds(length, number)
+            bounds = plan.bounds(length)
             positions = [
                 partition.take(count * (stop - start)).reshape(count, stop - start)
                 for partition, start, stop in zip(partitions, bounds, bounds[1:], strict=False)
             ]
             yield from rows.start + rows.step * np.concatenate(positions, axis=1)
+
+
+_PARTITION_COUNTS = (1, 2, 4, 12, 24, 60, 120, 240, 720, 2520, 5040)
+"""Numbers with many divisors, so that partitions divide evenly over common numbers of ranks."""
+
+_FEW_PARTITIONS = 4
+"""Up to so many partitions, so that a few ranks share the work, two pieces for each are enough."""
+
+_MIN_PIECES_PER_PARTITION = 8
+"""With fewer pieces a partition would mix badly, and too many pieces would be cut in two."""
+
+_MIN_EXAMPLES_PER_PARTITION = 64
+"""In a partition with fewer examples, neighbours would often stay together."""
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """The arithmetic by which the partitions of a pass supply its global batches."""
+
+    count: int
+    batch_size: int
+
+    @classmethod
+    def plan(
+        cls, num_pieces: int, num_examples: int, batch_size: int, window_pieces: int
+    ) -> Partitions:
+        """Return the partitions of a pass over `num_pieces` chunks."""
+        # A partition fills a fixed, contiguous part of every global batch from its own chunks.
+        # Their number L does not depend on the number of ranks N, so the order does not either. A
+        # chunk is needed by one rank where N divides L, by less than two on average where N is
+        # smaller than L, and by about N / L where N is larger: then several ranks share a
+        # partition.
+        limit = min(
+            max(num_pieces // _MIN_PIECES_PER_PARTITION, min(num_pieces // 2, _FEW_PARTITIONS)),
+            num_examples // _MIN_EXAMPLES_PER_PARTITION,
+            batch_size,
+            window_pieces // 2,  # of the pieces in memory at a time a partition needs two to mix
+        )
+        return cls(max(each for each in _PARTITION_COUNTS if each <= max(limit, 1)), batch_size)
+
+    def bounds(self, num_examples: int) -> list[int]:
+        """Return where in a batch of `num_examples` each partition begins, and the end."""
+        return [ceil_div(each * num_examples, self.count) for each in range(self.count + 1)]
+
+    def lengths(self, num_examples: int) -> list[int]:
+        """Return how many examples each partition supplies in a pass of `num_examples`."""
+        num_full, rest = divmod(num_examples, self.batch_size)
+        full, last = self.bounds(self.batch_size), self.bounds(rest)
+        return [
+            num_full * (full[each + 1] - full[each]) + last[each + 1] - last[each]
+            for each in range(self.count)
+        ]
 
 
 class _RandomStream:

@@ -15,7 +15,6 @@ __all__ = [
     "ArraySpec",
     "batched",
     "describe",
-    "describe_kinds",
     "empty_batch",
     "fitted",
     "open_batch",
@@ -134,16 +133,6 @@ def _survives(array: np.ndarray, cast: np.ndarray) -> bool:
         info = np.iinfo(cast.dtype)
         return info.min <= int(array.min()) and int(array.max()) <= info.max
     return bool((cast == array).all())
-
-
-def describe_kinds(spec: Any) -> str:
-    """Return structure, dtypes and numbers of dimensions of a nest of specs."""
-    paths, leaves, structure = nests.flatten_with_paths(spec)
-    kinds = [
-        f"{path or 'element'}: {leaf.dtype} of {len(leaf.shape)} dimension(s)"
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
-    return f"{nests.signature(structure)} with {', '.join(kinds)}"
 
 
 def describe(spec: Any) -> str:

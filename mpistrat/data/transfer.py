@@ -10,18 +10,13 @@ from mpistrat import nests
 from mpistrat.arrays import (
     Array,
     Device,
-    copy_on,
-    current_stream,
+    Stream,
     host_view,
     is_array,
     is_number,
     is_on_host,
-    namespace,
-    new_stream,
-    on_device,
     pinned_empty,
     place,
-    record,
 )
 
 __all__ = ["transfer_to"]
@@ -66,13 +61,13 @@ class _DeviceTransfer:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        with on_device(device):
-            self._stream, self._consumer = new_stream(), current_stream()
+        with device.current():
+            self._stream, self._consumer = Stream.new(), Stream.current()
         self._under_way: list[_Arrival] = []
 
     def begin(self, element: Any) -> Any:
         """Queue copies of the arrays in host memory."""
-        with on_device(self._device):
+        with self._device.current():
             return nests.map_nest(self._begin, element)
 
     def _begin(self, leaf: Any) -> Any:
@@ -85,11 +80,11 @@ class _DeviceTransfer:
             return source
         buffer = pinned_empty(source.size, source.dtype.newbyteorder("="))
         buffer.reshape(source.shape)[...] = source
-        target = namespace(self._device).empty(source.shape, buffer.dtype)
+        target = self._device.namespace().empty(source.shape, buffer.dtype)
         # The program may have given this memory up before what it has queued is done with it.
-        self._stream.wait_event(record(self._consumer))
-        copy_on(self._stream, target, buffer)
-        arrival = _Arrival(target, buffer, record(self._stream))
+        self._stream.wait_event(self._consumer.record())
+        self._stream.copy(target, buffer)
+        arrival = _Arrival(target, buffer, self._stream.record())
         # The pools of memory know no events: what is still copied may not go back to them.
         self._under_way = [each for each in self._under_way if not each.event.done]
         self._under_way.append(arrival)

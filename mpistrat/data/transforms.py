@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat import sharding
 from mpistrat.data.order import (
     ENDLESS,
     UNKNOWN,
@@ -19,6 +18,7 @@ from mpistrat.data.order import (
     function_name,
     skip_items,
 )
+from mpistrat.sharding import ceil_div
 
 __all__ = ["Batch", "Map", "Prefetch", "Repeat", "SameOrder", "Shard", "Skip", "Take", "regroup"]
 
@@ -86,7 +86,7 @@ class Shard:
         """Return how many items leave."""
         if num_items < 0:
             return num_items
-        return sharding.shard_length(num_items, self.num_shards, self.index)
+        return len(range(self.index, num_items, self.num_shards))
 
     def rows(self, rows: range) -> range | None:
         """Return the rows that leave."""
@@ -155,7 +155,9 @@ class Batch:
         """Return how many items leave."""
         if num_items < 0:
             return num_items
-        return sharding.num_batches(num_items, self.batch_size, self.drop_remainder)
+        if self.drop_remainder:
+            return num_items // self.batch_size
+        return ceil_div(num_items, self.batch_size)
 
     def rows(self, rows: range) -> range | None:
         """Return ``None``: batches are no rows."""

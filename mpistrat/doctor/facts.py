@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpistrat.arrays import Device, count_gpus, describe_gpu, nccl_library
+from mpistrat.arrays import Device, count_gpus, nccl_library
 from mpistrat.mpi.launcher import Launcher
 from mpistrat.mpi.world import World
 from mpistrat.settings import environment
@@ -173,7 +173,7 @@ def _look_at_gpus(local_rank: int) -> tuple[Offer | None, tuple[str, ...], str]:
         return None, (), "CuPy is not installed"
     try:
         offer = make_offer("auto", local_rank)
-        names = [describe_gpu(Device("gpu", index)) for index in range(count_gpus())]
+        names = [Device("gpu", index).describe_gpu() for index in range(count_gpus())]
     except Exception as error:  # cupy raises its own types
         return None, (), f"CuPy cannot use a GPU: {error}"
     return offer, tuple(names), "" if names else "CuPy sees no GPU"

@@ -14,7 +14,7 @@ from mpistrat.failures.monitor import Question
 from mpistrat.failures.peers import connect_peers
 from mpistrat.failures.shutdown import register_channel
 from mpistrat.failures.watchdog import start_watchdog
-from mpistrat.mpi.world import attached, detach, started_world, world_size
+from mpistrat.mpi.world import attached, started_world, world_size
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,10 +44,7 @@ def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
         return channel
 
     # The channel works on a private duplicate, which lives as long as the communicator.
-    channel: Channel = attached(comm, "channel", make)
-    if channel.closed is not None:
-        detach(comm, "channel")
-        channel = attached(comm, "channel", make)
+    channel: Channel = attached(comm, "channel", make, lambda known: known.closed is None)
     return channel
 
 

@@ -25,19 +25,7 @@ from mpistrat.system.text import rank_list
 if TYPE_CHECKING:
     from mpistrat.agreement.channel import Channel
 
-__all__ = [
-    "WINDOW_S",
-    "Line",
-    "LineMerger",
-    "LogForwarder",
-    "close",
-    "flush",
-    "forward_over",
-    "install",
-    "print_last",
-    "print_line",
-    "take_lines",
-]
+__all__ = ["close", "flush", "forward_over", "install", "print_last", "print_line", "take_lines"]
 
 _logger = logging.getLogger("mpistrat")
 WINDOW_S = 0.3

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Address", "Handler", "Monitor", "Question", "read_line"]
+__all__ = ["Address", "Handler", "Monitor", "Question"]
 
 _MAX_BYTES = 2**20
 _BACKLOG = 512
@@ -46,6 +46,31 @@ class Address:
         connection = socket.create_connection((host, self.port), limit_s)
         connection.settimeout(limit_s)
         return connection
+
+    def ask(self, question: Mapping[str, Any], limit_s: float) -> dict[str, Any] | None:
+        """Return the answer to `question`, ``None`` where the monitor closes the connection."""
+        with self.connect(limit_s) as connection:
+            connection.sendall(json.dumps(question).encode() + b"\n")
+            answer = read_line(connection)
+        found: dict[str, Any] | None = json.loads(answer) if answer else None
+        return found
+
+    def watch(self, key: str, limit_s: float) -> socket.socket:
+        """Return a connection that breaks when the process dies, and else ends with a message."""
+        connection = self.connect(limit_s)
+        connection.sendall(json.dumps({"key": key, "ask": "watch"}).encode() + b"\n")
+        return connection
+
+
+def read_line(connection: socket.socket) -> bytes:
+    """Return the bytes up to a newline or the end, within the connection's timeout."""
+    received = b""
+    while not received.endswith(b"\n") and len(received) < _MAX_BYTES:
+        part = connection.recv(65536)
+        if not part:
+            break
+        received += part
+    return received
 
 
 @dataclass(frozen=True)
@@ -196,14 +221,3 @@ class Monitor:
             self._watchers.append(connection)
             return None
         return handlers[question["ask"]](Question(question, connection))
-
-
-def read_line(connection: socket.socket) -> bytes:
-    """Return the bytes up to a newline or the end, within the connection's timeout."""
-    received = b""
-    while not received.endswith(b"\n") and len(received) < _MAX_BYTES:
-        part = connection.recv(65536)
-        if not part:
-            break
-        received += part
-    return received

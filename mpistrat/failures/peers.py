@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import os
 import secrets
 import socket
@@ -19,14 +18,14 @@ from typing import Any
 
 from mpistrat.agreement.channel import Channel, Peers
 from mpistrat.failures import logs
-from mpistrat.failures.monitor import Address, Handler, Monitor, Question, read_line
+from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
 from mpistrat.settings import settings_at_the_end
-from mpistrat.system.callsite import UNKNOWN_PLACE, is_own_code, site_of
+from mpistrat.system.callsite import UNKNOWN_PLACE, CodeOwner, code_owners, site_of
 from mpistrat.system.exit_hooks import is_at_work
 from mpistrat.system.text import rank_list
 
-__all__ = ["MonitorClient", "RankState", "connect_peers"]
+__all__ = ["connect_peers"]
 
 _MAX_FRAMES = 4
 _LIMIT_S = 1.5
@@ -95,13 +94,9 @@ class MonitorClient(Peers):
         address = self._addresses[rank]
         place = {"pid": address.pid, "host": address.host}
         try:
-            with address.connect(limit_s) as connection:
-                question = {"key": self._key, "ask": ask, **details}
-                connection.sendall(json.dumps(question).encode() + b"\n")
-                answer = read_line(connection)
-            if answer:
-                found: _Answer = json.loads(answer)
-                return found
+            answer = address.ask({"key": self._key, "ask": ask, **details}, limit_s)
+            if answer is not None:
+                return answer
         except ConnectionError:
             return place | {"state": RankState.GONE}
         except TimeoutError:
@@ -227,8 +222,7 @@ def connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     channel.exchange(None)
     neighbour = (channel.rank + 1) % channel.size
     try:
-        connection = addresses[neighbour].connect(_LIMIT_S)
-        connection.sendall(json.dumps({"key": key, "ask": "watch"}).encode() + b"\n")
+        connection = addresses[neighbour].watch(key, _LIMIT_S)
     except OSError:
         return  # it cannot be watched, but it may still be asked
     monitor.watch(connection, lambda: peers.report_loss(neighbour))
@@ -265,7 +259,7 @@ def _rank_state(channel: Channel, channels: Sequence[Channel], has_left: bool) -
     stack = [
         f"{each.filename.rpartition('/')[2]}:{each.lineno} in {each.name}"
         for each in (traceback.extract_stack(frame) if frame is not None else ())
-        if is_own_code(each.filename)
+        if code_owners[each.filename] is CodeOwner.USER
     ]
     late = {
         "state": RankState.LATE,

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from mpistrat.errors import EpochError, MpistratError
-from mpistrat.system.callsite import is_inside
+from mpistrat.system.callsite import CodeOwner, code_owners
 from mpistrat.system.text import rank_list, text_of
 
 __all__ = ["describe_failure", "print_failures"]
@@ -38,7 +38,9 @@ def describe_failure(
     parts = traceback.TracebackException(kind, error, trace)
     if isinstance(error, MpistratError | KeyboardInterrupt):
         # Its message says what the user did. Frames of this package would only distract.
-        parts.stack[:] = [frame for frame in parts.stack if not is_inside(frame.filename)]
+        parts.stack[:] = [
+            frame for frame in parts.stack if code_owners[frame.filename] is not CodeOwner.PACKAGE
+        ]
     message = list(parts.format_exception_only())
     lines = list(parts.format(chain=False))
     stack = lines[: -len(message)]

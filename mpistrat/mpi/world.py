@@ -27,7 +27,6 @@ __all__ = [
     "abort_world",
     "attached",
     "communicator",
-    "detach",
     "is_started",
     "library_version",
     "load_library",
@@ -248,8 +247,13 @@ def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> _Nodes:
     )
 
 
-def attached(comm: MPI.Intracomm, key: str, make: Callable[[], Any]) -> Any:
-    """Return the object attached to `comm` under `key`, made by `make` the first time."""
+def attached(
+    comm: MPI.Intracomm,
+    key: str,
+    make: Callable[[], Any],
+    is_valid: Callable[[Any], bool] = lambda known: True,
+) -> Any:
+    """Return the object attached to `comm` under `key`, made where there is no valid one."""
     # MPI's attribute caching holds it (MPI 4.1, section 7.7), so it lives as long as `comm`.
     from mpi4py import MPI
 
@@ -260,17 +264,9 @@ def attached(comm: MPI.Intracomm, key: str, make: Callable[[], Any]) -> Any:
     if attributes is None:
         attributes = {}
         comm.Set_attr(_keyval, attributes)
-    if key not in attributes:
+    if key not in attributes or not is_valid(attributes[key]):
         attributes[key] = make()
     return attributes[key]
-
-
-def detach(comm: MPI.Intracomm, key: str) -> None:
-    """Forget the object attached to `comm` under `key`."""
-    if _keyval is not None:
-        attributes: Any = comm.Get_attr(_keyval)
-        if attributes is not None:
-            attributes.pop(key, None)
 
 
 def library_version() -> str:

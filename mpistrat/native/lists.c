@@ -24,23 +24,23 @@ PyObject *mpistrat_describe(PyObject *module, PyObject *arrays)
     (void)module;
     if (!PyList_CheckExact(arrays))
         Py_RETURN_NONE;
-    Py_ssize_t num_words = 0, count = PyList_GET_SIZE(arrays);
+    Py_ssize_t length = 0, count = PyList_GET_SIZE(arrays);
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *array = PyList_GET_ITEM(arrays, i);
         if (!is_plain(array))
             Py_RETURN_NONE;
-        num_words += 1 + PyArray_NDIM((PyArrayObject *)array);
+        length += 1 + PyArray_NDIM((PyArrayObject *)array);
     }
-    PyObject *text = PyBytes_FromStringAndSize(NULL, num_words * (Py_ssize_t)sizeof(npy_intp));
+    PyObject *text = PyBytes_FromStringAndSize(NULL, length * (Py_ssize_t)sizeof(npy_intp));
     if (text == NULL)
         return NULL;
-    npy_intp *word = (npy_intp *)PyBytes_AS_STRING(text);
+    npy_intp *entry = (npy_intp *)PyBytes_AS_STRING(text);
     for (Py_ssize_t i = 0; i < count; i++) {
         PyArrayObject *array = (PyArrayObject *)PyList_GET_ITEM(arrays, i);
         int ndim = PyArray_NDIM(array);
-        *word++ = PyArray_TYPE(array) * 256 + ndim;
-        memcpy(word, PyArray_DIMS(array), ndim * sizeof *word);
-        word += ndim;
+        *entry++ = PyArray_TYPE(array) * 256 + ndim;
+        memcpy(entry, PyArray_DIMS(array), ndim * sizeof *entry);
+        entry += ndim;
     }
     return text;
 }

@@ -1,8 +1,8 @@
 /* Python's calls of the functions of sequences.c.
 
-   Sequences and words are given by their addresses, numbers that are reduced as arrays. The callers
-   in comm/ are trusted with dtypes and lengths; the checks here prevent reads and writes elsewhere.
-   Functions that may wait let other threads run. */
+   Sequences and the values of rounds are given by their addresses, numbers that are reduced as
+   arrays. The callers in comm/ are trusted with dtypes and lengths; the checks here prevent reads
+   and writes elsewhere. Functions that may wait let other threads run. */
 
 #include "native.h"
 
@@ -40,7 +40,7 @@ static PyArrayObject *as_array(PyObject *object)
 
 /* ---- rounds ---- */
 
-/* round_start(seq, words) */
+/* round_start(seq, values) */
 PyObject *mpistrat_call_round_start(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -62,7 +62,7 @@ PyObject *mpistrat_call_round_done(PyObject *module, PyObject *const *args, Py_s
         mpistrat_round_done((struct sequence *)given[0], (uint64_t *)given[1], given[2]));
 }
 
-/* round_meet(seq, words, largest, turns, first, second) -> int: fill the words with both numbers
+/* round_meet(seq, values, largest, turns, first, second) -> int: fill the values with both numbers
    and their complements, round_start and round_done. 0: some ranks are missing; 2: all are equal */
 PyObject *mpistrat_call_round_meet(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
@@ -75,10 +75,10 @@ PyObject *mpistrat_call_round_meet(PyObject *module, PyObject *const *args, Py_s
     if (PyErr_Occurred())
         return NULL;
     struct sequence *seq = (struct sequence *)given[0];
-    uint64_t *words = (uint64_t *)given[1], *largest = (uint64_t *)given[2];
+    uint64_t *values = (uint64_t *)given[1], *largest = (uint64_t *)given[2];
     const uint64_t own[4] = {first, ~first, second, ~second};
-    memcpy(words, own, sizeof own);
-    mpistrat_round_start(seq, words);
+    memcpy(values, own, sizeof own);
+    mpistrat_round_start(seq, values);
     if (!mpistrat_round_done(seq, largest, SOON)) {
         int done; /* a late rank may need another thread of this one */
         Py_BEGIN_ALLOW_THREADS

@@ -18,7 +18,7 @@
 #include <sched.h>
 #include <string.h>
 
-enum { GOAL = 64, LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, WORDS = 4 };
+enum { GOAL = 64, LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, VALUES = 4 };
 
 /* ---- waiting ---- */
 
@@ -61,16 +61,16 @@ static char *half_of(const struct sequence *seq, int64_t rank, int64_t use)
     return seq->line[rank] + LINE_HEAD + (use & 1) * seq->half;
 }
 
-/* ---- rounds: the largest of a few words ---- */
+/* ---- rounds: the largest of a few values ---- */
 
-/* Contribute `words` to the next round. */
-void mpistrat_round_start(struct sequence *seq, const uint64_t *words)
+/* Contribute `values` to the next round. */
+void mpistrat_round_start(struct sequence *seq, const uint64_t *values)
 {
-    memcpy(half_of(seq, seq->own, seq->step + 1), words, WORDS * sizeof *words);
+    memcpy(half_of(seq, seq->own, seq->step + 1), values, VALUES * sizeof *values);
     arrive(seq);
 }
 
-/* Look up to `turns` times whether all ranks have arrived; then write the largest of each word. */
+/* Look up to `turns` times whether all ranks have arrived; then write the largest of each value. */
 int mpistrat_round_done(const struct sequence *seq, uint64_t *largest, int64_t turns)
 {
     for (int64_t turn = 0; !all_have_arrived(seq); turn++) {
@@ -79,10 +79,10 @@ int mpistrat_round_done(const struct sequence *seq, uint64_t *largest, int64_t t
         relax(turn);
     }
     for (int64_t q = 0; q < seq->size; q++) {
-        const uint64_t *words = (const uint64_t *)half_of(seq, q, seq->step);
-        for (int i = 0; i < WORDS; i++)
-            if (q == 0 || words[i] > largest[i])
-                largest[i] = words[i];
+        const uint64_t *values = (const uint64_t *)half_of(seq, q, seq->step);
+        for (int i = 0; i < VALUES; i++)
+            if (q == 0 || values[i] > largest[i])
+                largest[i] = values[i];
     }
     return 1;
 }
@@ -247,7 +247,7 @@ static void reduce_range(const struct sequence *seq, const struct arithmetic *ho
     }
 }
 
-/* A few numbers may travel with the words of a round. Contribute them to the next one. */
+/* A few numbers may travel with the values of a round. Contribute them to the next one. */
 void mpistrat_round_contribute(struct sequence *seq, const char *source, int64_t num_bytes)
 {
     memcpy(half_of(seq, seq->own, seq->step + 1) + ROUND_HEAD, source, num_bytes);

@@ -32,7 +32,7 @@ struct message {
     int64_t num_pieces, total, block, small;
 };
 
-void mpistrat_round_start(struct sequence *seq, const uint64_t *words);
+void mpistrat_round_start(struct sequence *seq, const uint64_t *values);
 int mpistrat_round_done(const struct sequence *seq, uint64_t *largest, int64_t turns);
 void mpistrat_round_contribute(struct sequence *seq, const char *source, int64_t num_bytes);
 void mpistrat_round_result(struct sequence *seq, struct arithmetic how, char *target,

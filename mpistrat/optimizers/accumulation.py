@@ -34,10 +34,9 @@ __all__ = ["GradientAccumulator"]
 
 @dataclass
 class _Counts:
-    """How much has been added: plain numbers, so that a device is not asked in each step.
+    """How much has been added: plain numbers, so that a device is not asked in each step."""
 
-    A checkpoint saves those of rank 0. They are equal on all ranks, because `apply` needs that.
-    """
+    # A checkpoint saves those of rank 0. They are equal on all ranks, because `apply` needs that.
 
     num_gradients: list[int]
     """For each variable."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from mpistrat.collectives.nested import all_reduce_nest
 from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.comm.wire import is_floating
 from mpistrat.errors import ContextError
-from mpistrat.optimizers.update import Rule, Step, Target
 from mpistrat.options import ReduceOp
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
@@ -35,7 +34,6 @@ __all__ = [
     "settled_beside",
     "split_pairs",
     "sum_over_replicas",
-    "update_rows",
     "variables_in",
 ]
 
@@ -96,10 +94,8 @@ def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> Non
 def check_gradients(
     kind: str, gradients: Sequence[Any], variables: Sequence[Variable], summed: bool
 ) -> list[Any]:
-    """Return each gradient as an array or `IndexedSlices` of its variable's dtype.
-
-    ``None`` stays ``None``. `summed` says whether each replica brings its own gradient.
-    """
+    """Return each gradient as an array or `IndexedSlices` of its variable's dtype."""
+    # ``None`` stays ``None``. `summed` says whether each replica brings its own gradient.
     if all(gradient is None for gradient in gradients):
         names = [variable.name for variable in variables]
         raise ValueError(f"{kind}: every gradient is None (variables {names}).")
@@ -233,10 +229,8 @@ def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict
 def settled_beside(
     pairs: Sequence[tuple[Any, Variable]], written: Sequence[tuple[int, int]]
 ) -> list[Any]:
-    """Return the gradients in C order on the devices of their variables, or coalesced.
-
-    Copies are made of those that lie in `written`, spans of memory that the step changes.
-    """
+    """Return the gradients in C order on the devices of their variables, or coalesced."""
+    # Copies are made of those that lie in `written`, spans of memory that the step changes.
     spans = sorted(written)
     settled = []
     for gradient, variable in pairs:
@@ -286,17 +280,3 @@ def _add_rows(values: Array, places: Array, added: Array) -> None:
     for start, end in itertools.pairwise([0, *ends]):
         chosen = order[start:end]
         values[rows[chosen]] += added[chosen]
-
-
-def update_rows(
-    update: Callable[..., None], rule: Rule, step: Step, target: Target, gradient: IndexedSlices
-) -> None:
-    """Do `update` on the rows that the coalesced `gradient` names."""
-    # Other rows keep their weight and their slots: momenta do not decay there, and no weight
-    # decay is taken. That is the lazy update of TensorFlow's LazyAdam and PyTorch's SparseAdam.
-    indices = gradient.indices
-    rows = Target(target.weight[indices], [slot[indices] for slot in target.slots])
-    update(rule, step, rows, gradient.values)
-    target.weight[indices] = rows.weight
-    for slot, updated in zip(target.slots, rows.slots, strict=True):
-        slot[indices] = updated

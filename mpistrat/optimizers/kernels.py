@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-__all__ = ["ADAM", "SGD", "SGD_MOMENTUM", "SGD_NESTEROV", "Kernel", "c_source", "digest"]
+__all__ = ["ADAM", "SGD", "SGD_MOMENTUM", "SGD_NESTEROV", "Kernel", "digest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +68,9 @@ _HEAD = """\
 
 
 def c_source() -> str:
-    """Return a C file with a function ``<kernel>_<dtype character>`` for each kernel and type.
-
-    It updates a list of weights: their number and sizes, the addresses of the gradients, those of
-    each weight and its slots in turn, and the numbers.
-    """
+    """Return a C file with a function ``<kernel>_<dtype character>`` for each kernel and type."""
+    # It updates a list of weights: their number and sizes, the addresses of the gradients, those of
+    # each weight and its slots in turn, and the numbers.
     functions = [
         _functions(kernel, char, c_type)
         for kernel in (SGD, SGD_MOMENTUM, SGD_NESTEROV, ADAM)

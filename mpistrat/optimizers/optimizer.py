@@ -13,7 +13,6 @@ import numpy as np
 
 from mpistrat import context
 from mpistrat.arguments import as_finite, as_real, format_value, is_constant
-from mpistrat.arrays import is_on_host
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.optimizers.gradients import (
     agree_on_gradients,
@@ -25,27 +24,16 @@ from mpistrat.optimizers.gradients import (
     settled_beside,
     split_pairs,
     sum_over_replicas,
-    update_rows,
     variables_in,
 )
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.slots import PreparedStep, PreparedSteps, Slots, zero_slot
-from mpistrat.optimizers.update import (
-    Rule,
-    Step,
-    Target,
-    UpdateAll,
-    gradient_factor,
-    update_of_all,
-    update_on_device,
-    update_on_host,
-)
+from mpistrat.optimizers.update import Rule, Step, Target, UpdateAll, gradient_factor
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.tracing.spans import span
 from mpistrat.trackable import Trackable
-from mpistrat.values import IndexedSlices
 from mpistrat.variables import Variable
 
 __all__ = ["Optimizer"]
@@ -240,10 +228,8 @@ class Optimizer(Trackable, abc.ABC):
         )
 
     def _known_step(self, strategy: Any, pairs: Any) -> tuple[PreparedStep | None, list[Any]]:
-        """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients.
-
-        ``(None, [])`` for all that is not known or does not fit, also for what are no pairs.
-        """
+        """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients."""
+        # ``(None, [])`` for all that is not known or does not fit, also for what are no pairs.
         try:
             gradients, variables = zip(*pairs, strict=True)
         except (TypeError, ValueError):
@@ -325,7 +311,7 @@ class Optimizer(Trackable, abc.ABC):
                     update_all(step, gradients)
                 else:
                     for gradient, target in zip(gradients, targets, strict=True):
-                        self._update(target, gradient, step)
+                        rule.update(step, target, gradient)
                 iterations = self.iterations.storage if known is None else known.iterations
                 iterations += 1
             if self.loss_scale is not None:
@@ -334,15 +320,8 @@ class Optimizer(Trackable, abc.ABC):
     def _update_of_all(self, known: PreparedStep, rule: Rule) -> UpdateAll | None:
         """Return what updates the variables of a step at once, ``None`` where nothing can."""
         if rule not in known.updates:
-            known.updates[rule] = update_of_all(rule, self._targets(known.variables))
+            known.updates[rule] = rule.update_of_all(self._targets(known.variables))
         return known.updates[rule]
-
-    def _update(self, target: Target, gradient: Any, step: Step) -> None:
-        update = update_on_host if is_on_host(target.weight) else update_on_device
-        if isinstance(gradient, IndexedSlices):
-            update_rows(update, self._rule, step, target, gradient)
-        else:
-            update(self._rule, step, target, gradient)
 
     @property
     @abc.abstractmethod
@@ -379,10 +358,8 @@ class Optimizer(Trackable, abc.ABC):
         return {name: functools.partial(zero_slot, name=name) for name in self._rule.kernel.slots}
 
     def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
-        """Add a child, which is the slot `name` of the variable `of` where this is given.
-
-        **Collective** where a restore is waiting for the child, else **Local**.
-        """
+        """Add a child, which is the slot `name` of the variable `of` where this is given."""
+        # **Collective** where a restore is waiting for the child, else **Local**.
         super()._attach_child(name, child, of=of)
         if isinstance(of, Variable) and isinstance(child, Variable):
             self._slots.add(of, name, child)

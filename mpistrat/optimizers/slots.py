@@ -33,11 +33,10 @@ class _Entry:
 
 
 class Slots:
-    """Finds slots by variable and name.
+    """Finds slots by variable and name."""
 
-    A deep copy belongs to the copies of the variables, so a model that is copied together with
-    its optimizer keeps its momenta.
-    """
+    # A deep copy belongs to the copies of the variables, so a model that is copied together with
+    # its optimizer keeps its momenta.
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -72,10 +71,8 @@ class Slots:
 
 
 def zero_slot(variable: Variable, name: str) -> Variable:
-    """Return a new slot: zeros, colocated with `variable`, float32 for the halves.
-
-    **Collective** for the variable of a strategy.
-    """
+    """Return a new slot: zeros, colocated with `variable`, float32 for the halves."""
+    # **Collective** for the variable of a strategy.
     owner = default_strategy() if variable.strategy is None else variable.strategy
     with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
         zeros = np.zeros(variable.shape, slot_dtype(variable.dtype))
@@ -105,10 +102,9 @@ _MAX_STEPS = 64
 
 
 class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
-    """The prepared steps of one optimizer, by the ids of the variables.
+    """The prepared steps of one optimizer, by the ids of the variables."""
 
-    A copy of the optimizer prepares its own.
-    """
+    # A copy of the optimizer prepares its own.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedSteps:
         # The ids are those of the variables that were not copied.

@@ -32,9 +32,6 @@ __all__ = [
     "UpdateAll",
     "gradient_factor",
     "slot_dtype",
-    "update_of_all",
-    "update_on_device",
-    "update_on_host",
 ]
 
 
@@ -48,6 +45,38 @@ class Rule:
 
     All are 1-d arrays of one floating dtype and equal length, constants 0-d ones. `gradient`
     must stay as it is; `scratch` may hold anything."""
+
+    def update(self, step: Step, target: Target, gradient: Any) -> None:
+        """Write to `target` in place; only read `gradient`, in C order or coalesced slices."""
+        if isinstance(gradient, IndexedSlices):
+            self._update_rows(step, target, gradient)
+        elif is_on_host(target.weight):
+            update_on_host(self, step, target, gradient)
+        else:
+            _update_on_device(self, step, target, gradient)
+
+    def _update_rows(self, step: Step, target: Target, gradient: IndexedSlices) -> None:
+        # Other rows keep their weight and their slots: momenta do not decay there, and no weight
+        # decay is taken. That is the lazy update of TensorFlow's LazyAdam and PyTorch's SparseAdam.
+        indices = gradient.indices
+        rows = Target(target.weight[indices], [slot[indices] for slot in target.slots])
+        self.update(step, rows, gradient.values)
+        target.weight[indices] = rows.weight
+        for slot, updated in zip(target.slots, rows.slots, strict=True):
+            slot[indices] = updated
+
+    def update_of_all(self, targets: Sequence[Target]) -> UpdateAll | None:
+        """Return what updates all `targets` in one call, ``None`` where nothing is compiled."""
+        dtype = targets[0].compute_dtype
+        compiled = _compiled_kernel(self.kernel, dtype)
+        if compiled is None or any(target.flat_weight.dtype != dtype for target in targets):
+            return None
+        memory = _Memory(targets)
+
+        def update_all(step: Step, gradients: list[np.ndarray]) -> None:
+            compiled(memory, gradients, (step.keep, step.factor, *step.constants))
+
+        return update_all
 
 
 @dataclass(frozen=True)
@@ -117,21 +146,7 @@ def _flat_real(array: Array) -> Array:
 
 
 UpdateAll = Callable[[Step, list[np.ndarray]], None]
-"""``update_all(step, gradients)`` does `update` for the targets that it was made for."""
-
-
-def update_of_all(rule: Rule, targets: Sequence[Target]) -> UpdateAll | None:
-    """Return what updates all `targets` in one call, ``None`` where nothing is compiled."""
-    dtype = targets[0].compute_dtype
-    compiled = _compiled_kernel(rule.kernel, dtype)
-    if compiled is None or any(target.flat_weight.dtype != dtype for target in targets):
-        return None
-    memory = _Memory(targets)
-
-    def update_all(step: Step, gradients: list[np.ndarray]) -> None:
-        compiled(memory, gradients, (step.keep, step.factor, *step.constants))
-
-    return update_all
+"""``update_all(step, gradients)`` does `Rule.update` for the targets that it was made for."""
 
 
 _BLOCK = 2**15
@@ -147,6 +162,7 @@ def update_on_host(rule: Rule, step: Step, target: Target, gradient: np.ndarray)
     if compiled is not None and weight.dtype == dtype:
         compiled(target.memory, [flat_gradient], numbers)
         return
+    # Without compiled code, or for halves, which need wider copies: block by block, in the cache.
     length = min(_BLOCK, weight.size)
     engine: _Engine
     if compiled is None:
@@ -235,7 +251,7 @@ def _library() -> ctypes.CDLL | None:
     return None if path is None else ctypes.CDLL(path)
 
 
-def update_on_device(rule: Rule, step: Step, target: Target, gradient: Array) -> None:
+def _update_on_device(rule: Rule, step: Step, target: Target, gradient: Array) -> None:
     """Write to `target` in place, as `rule` says; only read `gradient`, in C order."""
     real = _compute_dtype(target.weight.dtype).type
     numbers = [real(value) for value in (step.keep, step.factor, *step.constants)]
@@ -260,10 +276,8 @@ def _kernel(kernel: Kernel) -> Any:
 def gradient_factor(
     gradients: Sequence[Any], scale: float, clipnorm: float | None, must_be_finite: bool
 ) -> float | None:
-    """Return what to multiply gradients by, ``None`` where they must be finite and are not.
-
-    The loss has been multiplied by `scale`. Without it, their norm may be `clipnorm`.
-    """
+    """Return what to multiply gradients by, ``None`` where they must be finite and are not."""
+    # The loss has been multiplied by `scale`. Without it, their norm may be `clipnorm`.
     # The summed gradients are equal on all ranks, so the ranks need not agree on the result.
     if clipnorm is None and not must_be_finite:
         return 1 / scale

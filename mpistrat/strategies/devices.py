@@ -7,18 +7,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpistrat.arrays import (
-    Device,
-    count_gpus,
-    gpu_identity,
-    namespace,
-    nccl_library,
-    parse_device,
-    pci_address,
-    resolve_device,
-)
+from mpistrat.arrays import Device, count_gpus, nccl_library
 from mpistrat.comm.device_reducers import DeviceCapabilities, DeviceCopier
-from mpistrat.comm.nccl import NcclLink, connect_nccl
+from mpistrat.comm.nccl import NcclLink
 from mpistrat.cuda_awareness import Answer, CudaAwareness, cuda_awareness
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import find_launcher
@@ -67,7 +58,7 @@ def prepare_device(device: str) -> None:
     with contextlib.suppress(Exception):  # cupy's are of its own types
         offer = make_offer(device, local_task)
         if offer is not None:
-            namespace(Device("gpu", offer.preferred))
+            Device("gpu", offer.preferred).namespace()
 
 
 def make_offer(device: str, local_rank: int) -> Offer | None:
@@ -83,21 +74,21 @@ def make_offer(device: str, local_rank: int) -> Offer | None:
     Raises
     ------
     TypeError, ValueError, LaunchError
-        As `mpistrat.arrays.resolve_device`.
+        As `mpistrat.arrays.Device.resolve`.
     """
-    found = resolve_device(device, local_rank)
+    found = Device.resolve(device, local_rank)
     if found.kind != "gpu":
         return None
     devices = [Device("gpu", index) for index in range(count_gpus())]
     own = own_cores()
-    near = [cores_near_pci(pci_address(each)) for each in devices]
+    near = [cores_near_pci(each.pci_address()) for each in devices]
     is_near = [bool(cores) and own <= cores for cores in near]
     if not any(is_near):
         is_near = [True] * len(devices)
-    is_fixed = parse_device(device)[1] is not None
+    is_fixed = Device.parse(device)[1] is not None
     nearest = [index for index, yes in enumerate(is_near) if yes]
     return Offer(
-        gpus=tuple(gpu_identity(each) for each in devices),
+        gpus=tuple(each.gpu_identity() for each in devices),
         is_near=tuple(is_near),
         preferred=found.index if is_fixed else nearest[local_rank % len(nearest)],
         is_fixed=is_fixed,
@@ -299,7 +290,7 @@ def _open_nccl(world: World, device: Device, gpus: list[Gpu]) -> tuple[NcclLink 
     if why_not:
         return None, why_not
     key = f"NCCL between {gpus}"
-    link: NcclLink | str = attached(world.comm, key, lambda: connect_nccl(world.comm, device))
+    link: NcclLink | str = attached(world.comm, key, lambda: NcclLink.connect(world.comm, device))
     return (None, link) if isinstance(link, str) else (link, "")
 
 
@@ -308,7 +299,7 @@ def _describe(device: Device) -> Gpu | None:
     if device.kind != "gpu":
         return None
     try:
-        identity = gpu_identity(device)
+        identity = device.gpu_identity()
     except Exception as error:  # the others wait for an answer, whatever happens here
         return Gpu("unknown", 0, f"its GPU cannot be identified: {error!r}")
     try:

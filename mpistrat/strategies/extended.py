@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mpistrat import context, nests
-from mpistrat.arrays import Device, host_view, namespace
+from mpistrat.arrays import Device, host_view
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.nested import all_gather_nest
 from mpistrat.context import call_in_update_context
@@ -77,7 +77,7 @@ class StrategyExtended(ExtendedV1):
     @property
     def xp(self) -> Any:
         """The array namespace of the replica's device: NumPy's or CuPy's. Local."""
-        return namespace(self.device)
+        return self.device.namespace()
 
     @property
     def worker_devices(self) -> tuple[str, ...]:

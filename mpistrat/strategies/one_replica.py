@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpistrat import context
-from mpistrat.arrays import Device, resolve_device
+from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.data.dataset import Dataset
 from mpistrat.errors import ContextError, warn_deprecated
@@ -171,7 +171,7 @@ class OneDeviceStrategy(Strategy):
         if not isinstance(device, str):
             raise TypeError(f'device must be a string such as "cpu:0", not {device!r}.')
         place = parse_place(device, num_tasks=1)
-        own_device = resolve_device(f"{place.kind}:{place.index}", local_rank=0)
+        own_device = Device.resolve(f"{place.kind}:{place.index}", local_rank=0)
         super().__init__(StrategyExtended(Collectives.solo(own_device)))
 
     @property

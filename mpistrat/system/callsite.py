@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import sys
 import traceback
@@ -9,13 +10,10 @@ from types import FrameType, TracebackType
 
 __all__ = [
     "UNKNOWN_PLACE",
+    "CodeOwner",
     "call_site",
-    "ends_program",
+    "code_owners",
     "failure_site",
-    "is_inside",
-    "is_installed",
-    "is_own_code",
-    "is_user_code",
     "site_of",
 ]
 
@@ -25,16 +23,39 @@ _PACKAGE = os.path.abspath(sys.modules[__name__.partition(".")[0]].__path__[0]) 
 _TESTING = _PACKAGE + "testing" + os.sep
 
 
-def is_user_code(filename: str) -> bool:
-    """Return whether `filename` is outside this package and the helpers that call it back."""
-    if filename.startswith("<frozen"):
-        return False
-    return not is_inside(filename) and os.path.basename(filename) != "contextlib.py"
+class CodeOwner(enum.Enum):
+    """Whose code a file contains."""
+
+    USER = "the program"
+    INSTALLED = "Python or an installed package"
+    PACKAGE = "this package, `testing` excepted"
+    HELPER = "code between this package and what it calls, such as contextlib"
 
 
-def is_inside(filename: str) -> bool:
-    """Return whether `filename` is a part of this package, `testing` excepted."""
-    return filename.startswith(_PACKAGE) and not filename.startswith(_TESTING)
+class _CodeOwners(dict[str, CodeOwner]):
+    """Whose code is in each file, by its name in code objects."""
+
+    # A dict, as it is fast: each collective looks up about ten files. A program has few.
+
+    def __missing__(self, filename: str) -> CodeOwner:
+        owner = self[filename] = _owner_of(filename)
+        return owner
+
+
+code_owners = _CodeOwners()
+
+
+def _owner_of(filename: str) -> CodeOwner:
+    if filename.startswith(_PACKAGE) and not filename.startswith(_TESTING):
+        return CodeOwner.PACKAGE
+    if filename.startswith("<frozen") or os.path.basename(filename) == "contextlib.py":
+        return CodeOwner.HELPER
+    is_installed = (
+        "site-packages" in filename
+        or "dist-packages" in filename
+        or filename.startswith((os.path.dirname(os.__file__), "<"))
+    )
+    return CodeOwner.INSTALLED if is_installed else CodeOwner.USER
 
 
 def call_site() -> str:
@@ -48,47 +69,23 @@ def site_of(frame: FrameType | None) -> str:
     # is on the stack.
     installed = None
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if is_user_code(filename):
-            place = f"{os.path.basename(filename)}:{frame.f_lineno}"
-            if not is_installed(filename):
+        owner = code_owners[frame.f_code.co_filename]
+        if owner in (CodeOwner.USER, CodeOwner.INSTALLED):
+            place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            if owner is CodeOwner.USER:
                 return place
             installed = installed or place
         frame = frame.f_back
     return installed or UNKNOWN_PLACE
 
 
-def is_own_code(filename: str) -> bool:
-    """Return whether `filename` is the user's: no part of this package, Python or packages."""
-    return is_user_code(filename) and not is_installed(filename)
-
-
 def failure_site(trace: TracebackType | None) -> str:
     """Return ``file.py:LINE`` of the innermost frame of user code in a traceback."""
     # Library code that the user called (NumPy, the standard library) is skipped where a frame of
     # the user's files is known.
-    frames = [frame for frame in traceback.extract_tb(trace) if is_user_code(frame.filename)]
-    own = [frame for frame in frames if not is_installed(frame.filename)]
-    for frame in reversed(own or frames):
-        return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    frames = traceback.extract_tb(trace)
+    for owner in (CodeOwner.USER, CodeOwner.INSTALLED):
+        for frame in reversed(frames):
+            if code_owners[frame.filename] is owner:
+                return f"{os.path.basename(frame.filename)}:{frame.lineno}"
     return UNKNOWN_PLACE
-
-
-def ends_program(trace: TracebackType | None) -> bool:
-    """Return whether an exception with this `trace` has ended the program."""
-    # Extension modules report errors that they cannot raise, as where memory is freed, to
-    # `sys.excepthook` too, and the program continues. A program that does not compile has no trace.
-    frames = [frame for frame, _ in traceback.walk_tb(trace)]
-    return not frames or any(
-        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
-        for frame in frames
-    )
-
-
-def is_installed(filename: str) -> bool:
-    """Return whether `filename` belongs to Python or to a package in its folders."""
-    return (
-        "site-packages" in filename
-        or "dist-packages" in filename
-        or filename.startswith((os.path.dirname(os.__file__), "<"))
-    )

@@ -6,14 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = [
-    "cores_near_pci",
-    "cores_of_mask",
-    "mask_of_cores",
-    "num_cores",
-    "own_cores",
-    "parse_core_list",
-]
+__all__ = ["cores_near_pci", "cores_of_mask", "mask_of_cores", "num_cores", "own_cores"]
 
 _DEVICES = Path("/sys/bus/pci/devices")
 

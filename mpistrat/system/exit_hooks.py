@@ -14,11 +14,10 @@ import enum
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
-
-from mpistrat.system.callsite import ends_program
 
 __all__ = ["Failure", "Phase", "at", "finish_work", "hold_while", "is_at_work", "report_by", "show"]
 
@@ -26,7 +25,7 @@ _logger = logging.getLogger("mpistrat")
 
 
 class Phase(enum.Enum):
-    """The phases of the end, in this order. Actions of one phase are independent."""
+    """The phases of the end, in this order; actions of one phase are independent."""
 
     FAILED = "an uncaught exception has ended the program, and no other rank knows it yet"
     BEFORE_LAST_ROUND = "the program is over, and the others may end this process once they know"
@@ -112,11 +111,22 @@ def _on_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     failure = Failure(kind, error, trace)
-    if ends_program(trace):
+    if _ends_program(trace):
         _hooks.run(Phase.FAILED, failure)
         if _hooks.report(failure):
             return
     show(failure)
+
+
+def _ends_program(trace: TracebackType | None) -> bool:
+    """Return whether an exception with this `trace` has ended the program."""
+    # Extension modules report errors that they cannot raise, as where memory is freed, to
+    # `sys.excepthook` too, and the program continues. A program that does not compile has no trace.
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    return not frames or any(
+        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
+        for frame in frames
+    )
 
 
 def _at_exit() -> None:

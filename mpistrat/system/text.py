@@ -1,4 +1,4 @@
-"""Text for people: sizes, lists of ranks, short forms of shapes."""
+"""Text formatting: sizes, times, lists of ranks, short forms of shapes."""
 
 from __future__ import annotations
 

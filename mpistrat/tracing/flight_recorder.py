@@ -11,7 +11,7 @@ from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
-from mpistrat.system.callsite import is_installed, is_user_code
+from mpistrat.system.callsite import CodeOwner, code_owners
 from mpistrat.tracing.spans import Recorder
 
 __all__ = ["FlightEntry", "FlightRecord", "Place", "State", "users_place"]
@@ -23,7 +23,7 @@ Place = tuple[CodeType, int] | None
 
 
 class State:
-    """How far a collective has come on this rank. Plain strings, as in JSON."""
+    """How far a collective has come on this rank, as the strings of a dump."""
 
     WAITING = "waiting"
     """This rank waits for the others to agree."""
@@ -129,9 +129,8 @@ class Counters(Protocol):
     failures: int
 
 
-_INSIDE, _INSTALLED, _OWN = range(3)
-_owners: dict[str, int] = {}
-"""The owner of the code in each file. Files are few, so the cache needs no limit."""
+# Looked up once, because each collective compares them.
+_USER, _INSTALLED = CodeOwner.USER, CodeOwner.INSTALLED
 
 
 def users_place(frame: FrameType | None) -> Place:
@@ -139,18 +138,10 @@ def users_place(frame: FrameType | None) -> Place:
     installed = None
     while frame is not None:
         code = frame.f_code
-        owner = _owners.get(code.co_filename)
-        if owner is None:
-            owner = _owners[code.co_filename] = _owner(code.co_filename)
-        if owner == _OWN:
+        owner = code_owners[code.co_filename]
+        if owner is _USER:
             return code, frame.f_lasti
-        if owner == _INSTALLED and installed is None:
+        if owner is _INSTALLED and installed is None:
             installed = code, frame.f_lasti
         frame = frame.f_back
     return installed
-
-
-def _owner(filename: str) -> int:
-    if not is_user_code(filename):
-        return _INSIDE
-    return _INSTALLED if is_installed(filename) else _OWN

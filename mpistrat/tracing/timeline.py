@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 from mpistrat.system import exit_hooks
 from mpistrat.system.text import rank_list
 from mpistrat.tracing import spans
-from mpistrat.tracing.trace import FORMAT, FORMAT_VERSION, Part, part_of, write_trace
+from mpistrat.tracing.trace import Part, Trace
 
 __all__ = ["start"]
 
@@ -20,7 +18,6 @@ _logger = logging.getLogger("mpistrat")
 
 _PATIENCE_S = 3.0
 """How long rank 0 waits for parts that a shared file system does not show yet."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def start(path: str, rank: int, size: int) -> None:
@@ -29,23 +26,12 @@ def start(path: str, rank: int, size: int) -> None:
         return
     # The program may change its folder.
     target = Path(path).absolute()
-    header = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "rank": rank,
-        "size": size,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "clock": _clock(),
-        "wall_clock_ns": time.time_ns(),
-        "monotonic_ns": time.monotonic_ns(),
-    }
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             # If this job is killed, the timeline of an older one must not pass for its own.
             target.unlink(missing_ok=True)
-        recorder = spans.Recorder(str(part_of(target, rank)), header)
+        recorder = spans.Recorder(str(Part.path_of(target, rank)), Part.new_header(rank, size))
     except OSError as error:
         raise OSError(
             f"MPISTRAT_TIMELINE={path!r} cannot be written by rank {rank} of {size}: "
@@ -56,14 +42,6 @@ def start(path: str, rank: int, size: int) -> None:
     exit_hooks.at(exit_hooks.Phase.FAILED, lambda failure: session.flush())
     exit_hooks.at(exit_hooks.Phase.BEFORE_LAST_ROUND, session.flush)
     exit_hooks.at(exit_hooks.Phase.AFTER_LAST_ROUND, session.merge)
-
-
-def _clock() -> str:
-    """Return an identifier of the monotonic clock, equal on ranks that share it."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 class _Session:
@@ -90,14 +68,14 @@ class _Session:
             return
         try:
             parts = self._parts()
-            write_trace(self._target, parts)
+            Trace(parts).write(self._target)
             for part in parts:
                 part.path.unlink(missing_ok=True)
         except (OSError, ValueError) as error:
             self._complain(f"cannot be put together: {error}")
 
     def _parts(self) -> Sequence[Part]:
-        paths = [part_of(self._target, rank) for rank in range(self._size)]
+        paths = [Part.path_of(self._target, rank) for rank in range(self._size)]
         end = time.monotonic() + _PATIENCE_S
         while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
             if time.monotonic() > end:

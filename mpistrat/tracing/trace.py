@@ -5,7 +5,10 @@ from __future__ import annotations
 import bisect
 import json
 import math
+import os
+import socket
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,36 +16,79 @@ from typing import Any, NamedTuple
 
 from mpistrat.system.files import write_atomically
 
-__all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "Part",
-    "events",
-    "fit_clock",
-    "fit_clocks",
-    "metadata",
-    "part_of",
-    "parts_of",
-    "write_trace",
-]
+__all__ = ["Part", "Trace"]
 
-FORMAT = "mpistrat-timeline-part"
-FORMAT_VERSION = 1
+_FORMAT = "mpistrat-timeline-part"
+_FORMAT_VERSION = 1
 _MIN_WINDOW_NS = 5 * 10**9
 _MAX_WINDOWS = 64
 _WAITING = "waiting for ranks"
 _MOVING = "moving data"
 _NS_PER_US = 1000
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 _Meeting = tuple[int, int]
 """When a rank came to a collective, and when it knew that all agreed, in ns."""
 
 
-def write_trace(path: Path, parts: Sequence[Part]) -> None:
-    """Write the trace of `parts` to `path`, complete or not at all."""
+class Trace:
+    """The spans of all `parts`, on the clock of the first one."""
+
     # The spans are read twice and never held in memory together, because a job has many.
-    fits = fit_clocks(parts)
-    write_atomically(path, _texts(events(parts, fits), metadata(parts, fits)))
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._fits = _fit_clocks(parts)
+
+    def write(self, path: Path) -> None:
+        """Write the trace to `path`, complete or not at all."""
+        write_atomically(path, _texts(self.events(), self.metadata()))
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the header of the trace: its ranks, and how well their clocks agree."""
+        size = self._parts[0].header["size"]
+        return {
+            "format": "mpistrat-timeline",
+            "format_version": 1,
+            "size": size,
+            "missing_ranks": sorted({*range(size)} - {part.rank for part in self._parts}),
+            "clocks": [self._clock(part) for part in self._parts],
+        }
+
+    def _clock(self, part: Part) -> dict[str, Any]:
+        fit = self._fits[part.rank]
+        return {
+            "rank": part.rank,
+            "host": part.header["host"],
+            "offset_us": fit.offset_at(part.header["monotonic_ns"]) / _NS_PER_US,
+            "error_us": _finite(fit.error_ns / _NS_PER_US),
+        }
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events: names of the rows, then the spans of rank after rank."""
+        # Times are microseconds since the first rank's part was opened, on that rank's clock.
+        zero_ns = self._parts[0].header["monotonic_ns"]
+        for part in self._parts:
+            rank, host = part.rank, part.header["host"]
+            yield _label("process_name", rank, {"name": f"rank {rank} on {host}"})
+            yield _label("process_sort_index", rank, {"sort_index": rank})
+            threads: dict[int, int] = {}
+            for span in part.spans():
+                row = threads.setdefault(span.thread, len(threads))
+                for name, category, began_ns, ended_ns, facts in _pieces(span):
+                    # One offset for both ends, so that no duration changes.
+                    offset_ns = self._fits[rank].offset_at(began_ns) + zero_ns
+                    yield {
+                        "name": name,
+                        "cat": category,
+                        "ph": "X",
+                        "ts": (began_ns - offset_ns) / _NS_PER_US,
+                        "dur": (ended_ns - began_ns) / _NS_PER_US,
+                        "pid": rank,
+                        "tid": row,
+                        "args": facts,
+                    }
 
 
 def _texts(all_events: Iterator[dict[str, Any]], facts: dict[str, Any]) -> Iterator[str]:
@@ -55,54 +101,8 @@ def _texts(all_events: Iterator[dict[str, Any]], facts: dict[str, Any]) -> Itera
     yield "\n]}\n"
 
 
-def metadata(parts: Sequence[Part], fits: Mapping[int, _ClockFit]) -> dict[str, Any]:
-    """Return the header of the trace: its ranks, and how well their clocks agree."""
-    size = parts[0].header["size"]
-    return {
-        "format": "mpistrat-timeline",
-        "format_version": 1,
-        "size": size,
-        "missing_ranks": sorted({*range(size)} - {part.rank for part in parts}),
-        "clocks": [
-            {
-                "rank": part.rank,
-                "host": part.header["host"],
-                "offset_us": fits[part.rank].offset_at(part.header["monotonic_ns"]) / _NS_PER_US,
-                "error_us": _finite(fits[part.rank].error_ns / _NS_PER_US),
-            }
-            for part in parts
-        ],
-    }
-
-
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
-
-
-def events(parts: Sequence[Part], fits: Mapping[int, _ClockFit]) -> Iterator[dict[str, Any]]:
-    """Yield the events of the trace: names of the rows, then the spans of rank after rank."""
-    # Times are microseconds since the first rank's part was opened, on that rank's clock.
-    zero_ns = parts[0].header["monotonic_ns"]
-    for part in parts:
-        rank, host = part.rank, part.header["host"]
-        yield _label("process_name", rank, {"name": f"rank {rank} on {host}"})
-        yield _label("process_sort_index", rank, {"sort_index": rank})
-        threads: dict[int, int] = {}
-        for span in part.spans():
-            row = threads.setdefault(span.thread, len(threads))
-            for name, category, began_ns, ended_ns, facts in _pieces(span):
-                # One offset for both ends, so that no duration changes.
-                offset_ns = fits[rank].offset_at(began_ns) + zero_ns
-                yield {
-                    "name": name,
-                    "cat": category,
-                    "ph": "X",
-                    "ts": (began_ns - offset_ns) / _NS_PER_US,
-                    "dur": (ended_ns - began_ns) / _NS_PER_US,
-                    "pid": rank,
-                    "tid": row,
-                    "args": facts,
-                }
 
 
 def _label(name: str, rank: int, facts: dict[str, Any]) -> dict[str, Any]:
@@ -149,14 +149,40 @@ class Part:
         """Return the part in the file `path`, or raise `ValueError` if it is none."""
         with open(path, encoding="utf-8") as file:
             header = _parsed(file.readline())
-        if not isinstance(header, dict) or header.get("format") != FORMAT:
+        if not isinstance(header, dict) or header.get("format") != _FORMAT:
             raise ValueError(f"{path} is no part of a timeline.")
-        if header.get("format_version") != FORMAT_VERSION:
+        if header.get("format_version") != _FORMAT_VERSION:
             raise ValueError(
                 f"{path} has version {header.get('format_version')} of the format; this is for "
-                f"version {FORMAT_VERSION}."
+                f"version {_FORMAT_VERSION}."
             )
         return cls(path, header)
+
+    @staticmethod
+    def path_of(timeline: Path, rank: int) -> Path:
+        """Return where `rank` writes its part of `timeline`."""
+        return timeline.with_name(f"{timeline.name}.rank{rank}.part")
+
+    @staticmethod
+    def paths_of(timeline: Path) -> list[Path]:
+        """Return the parts of `timeline` that are there, in rank order."""
+        found = timeline.parent.glob(f"{timeline.name}.rank*.part")
+        return sorted(found, key=lambda each: (len(each.name), each.name))
+
+    @staticmethod
+    def new_header(rank: int, size: int) -> dict[str, Any]:
+        """Return the first line of the part of this process."""
+        return {
+            "format": _FORMAT,
+            "format_version": _FORMAT_VERSION,
+            "rank": rank,
+            "size": size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "clock": _clock(),
+            "wall_clock_ns": time.time_ns(),
+            "monotonic_ns": time.monotonic_ns(),
+        }
 
     @property
     def rank(self) -> int:
@@ -173,15 +199,12 @@ class Part:
                     yield Span(*fields)
 
 
-def part_of(path: Path, rank: int) -> Path:
-    """Return where `rank` writes its part of the timeline `path`."""
-    return path.with_name(f"{path.name}.rank{rank}.part")
-
-
-def parts_of(path: Path) -> list[Path]:
-    """Return the parts of the timeline `path` that are there, in rank order."""
-    found = path.parent.glob(f"{path.name}.rank*.part")
-    return sorted(found, key=lambda each: (len(each.name), each.name))
+def _clock() -> str:
+    """Return an identifier of the monotonic clock, equal on ranks that share it."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _parsed(line: str) -> Any:
@@ -217,7 +240,7 @@ class _ClockFit:
         return a + (b - a) * (time_ns - t0) / (t1 - t0)
 
 
-def fit_clocks(parts: Sequence[Part]) -> dict[int, _ClockFit]:
+def _fit_clocks(parts: Sequence[Part]) -> dict[int, _ClockFit]:
     """Return the offset of each rank's clock from that of the first one."""
     reference = parts[0]
     meetings = _meetings(reference)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mpistrat.cli import main
-from mpistrat.tracing.trace import Part, part_of, parts_of, write_trace
+from mpistrat.tracing.trace import Part, Trace
 
 MS = 1_000_000
 
@@ -34,7 +34,7 @@ def write_part(path, rank, size=3, slow=1, clock="node", shift=0, **header):
         call = {"channel": "ranks 0-2", "number": step, "agreed_ns": agreed, **moved}
         lines.append(json.dumps(["collective", "all_reduce", came, end, 7, call]))
         lines.append(json.dumps(["run", "run", begin, end, 7, {}]))
-    file = part_of(path, rank)
+    file = Part.path_of(path, rank)
     file.write_text("\n".join(lines) + "\n")
     return file
 
@@ -50,8 +50,8 @@ def summary(capsys, *arguments):
 
 
 def trace_of(target):
-    parts = [Part.open(path) for path in parts_of(target)]
-    write_trace(target, parts)
+    parts = [Part.open(path) for path in Part.paths_of(target)]
+    Trace(parts).write(target)
     return json.loads(target.read_text())
 
 
@@ -113,7 +113,7 @@ def test_trace_and_parts_are_summed_up_alike(target, capsys, slow):
 def test_a_part_that_is_broken_off(target, capsys):
     for rank in (0, 2):
         write_part(target, rank)
-    file = part_of(target, 0)
+    file = Part.path_of(target, 0)
     file.write_text(file.read_text()[:-20])
     found = summary(capsys, target)
     assert found["missing_ranks"] == [1]

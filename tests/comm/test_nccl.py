@@ -10,8 +10,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat import arrays
 from mpistrat.arrays import Device
-from mpistrat.comm import nccl
-from mpistrat.comm.nccl import NcclLink, NcclReducer, connect_nccl, nccl_knows
+from mpistrat.comm.nccl import NcclLink, NcclReducer
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from tests.comm.fake_devices import OPS, private_world
@@ -94,7 +93,7 @@ def cuda(monkeypatch, strategy):
     def full(*args, **kwargs):
         return np.full(*args, **kwargs).view(Numbers)
 
-    monkeypatch.setattr(nccl, "namespace", lambda device: types.SimpleNamespace(full=full))
+    monkeypatch.setattr(Device, "namespace", lambda device: types.SimpleNamespace(full=full))
     return cuda
 
 
@@ -120,7 +119,7 @@ def reducer_of(cuda, size):
 def test_the_program_goes_on_and_finds_the_result(
     cuda, rank, size, op, dtype, is_for_all, is_early
 ):
-    if not nccl_knows(op, np.dtype(dtype)):
+    if not NcclReducer.knows(op, np.dtype(dtype)):
         pytest.skip("NCCL does not know it")
     numbers = np.arange(10).reshape(2, 5) % 3
     source, target, dropped = (np.zeros((2, 5), dtype) for _ in range(3))
@@ -146,7 +145,7 @@ def test_the_program_goes_on_and_finds_the_result(
 
 def test_ranks_connect_and_try(cuda, size):
     cuda.nccl = Library()
-    link = connect_nccl(MPI.COMM_WORLD, GPU)
+    link = NcclLink.connect(MPI.COMM_WORLD, GPU)
     assert isinstance(link, NcclLink)
     assert link.size == size
 
@@ -161,4 +160,4 @@ def test_ranks_connect_and_try(cuda, size):
 )
 def test_without_a_link_all_ranks_know_why(cuda, library, why):
     cuda.nccl = library
-    assert connect_nccl(MPI.COMM_WORLD, GPU) == f"rank 0: {why}"
+    assert NcclLink.connect(MPI.COMM_WORLD, GPU) == f"rank 0: {why}"

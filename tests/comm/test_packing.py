@@ -154,6 +154,23 @@ def test_large_arrays_among_others_are_not_copied():
     assert np.shares_memory(message.sources[2], arrays[3])
 
 
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_small_results_do_not_lie_in_the_buffer_of_the_pack(is_plain):
+    arrays = [np.full(shape, number, np.float32) for number, shape in enumerate([(3,), (2, 2), ()])]
+    kinds = [(array.dtype, array.shape) for array in arrays]
+    options = CommunicationOptions()
+    plan = plan_reduction(ReduceOp.SUM, kinds, None, options, is_plain=is_plain)
+    packing = pack(plan, arrays, Pool())
+    (message,) = packing.messages
+    WAYS["whole"].all_reduce(ReduceOp.SUM, message)
+    results = packing.unpack()
+    (buffer,) = message.targets
+    buffer[...] = -1  # as a later reduction does, which gets the same memory
+    for array, result in zip(arrays, results, strict=True):
+        assert not np.shares_memory(result, buffer)
+        np.testing.assert_array_equal(result, 3 * array)
+
+
 @given(call=calls())
 def test_every_array_has_one_place_in_a_plan(call):
     op, each, bytes_per_pack = call

@@ -1,4 +1,4 @@
-"""An order that starts in the middle of a pass is the rest of the whole one."""
+"""An order that starts in the middle of a pass is the rest of the whole one; its arithmetic."""
 
 import itertools
 import time
@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.data.order import ENDLESS, ChunkLayout, Order
-from mpistrat.data.shuffle import Shuffle
+from mpistrat.data.shuffle import Partitions, Shuffle
 from mpistrat.data.sources import GeneratorSource, RangeSource
 from mpistrat.data.spec import ArraySpec
 from mpistrat.data.transforms import Batch, Prefetch, Repeat, Shard, Skip, Take
+from mpistrat.sharding import slice_of_rank
 
 _LIMIT = 60
 """Items compared of an endless pass."""
@@ -87,3 +88,43 @@ def test_a_start_far_away_takes_no_time(transformations):
     block = next(Order(source, transformations).blocks((0,), None, 10**8))
     assert len(block)
     assert time.perf_counter() - begun < 1.0
+
+
+counts = st.integers(0, 10_000)
+sizes = st.integers(1, 1_000)
+
+
+@given(counts, sizes)
+def test_num_batches(num_examples, batch_size):
+    lengths = [
+        len(range(num_examples)[i : i + batch_size]) for i in range(0, num_examples, batch_size)
+    ]
+    assert Batch(batch_size, False).length(num_examples) == len(lengths)
+    assert Batch(batch_size, True).length(num_examples) == lengths.count(batch_size)
+
+
+@given(counts, sizes)
+def test_shards_partition(num_items, size):
+    assert sum(Shard(size, index).length(num_items) for index in range(size)) == num_items
+
+
+@given(counts, sizes, st.integers(0, 500), st.integers(0, 500))
+def test_partitions_supply_each_example_once(num_examples, batch_size, num_pieces, window_pieces):
+    partitions = Partitions.plan(num_pieces, num_examples, batch_size, window_pieces)
+    assert 1 <= partitions.count <= max(batch_size, 1)
+    lengths = partitions.lengths(num_examples)
+    assert len(lengths) == partitions.count
+    assert min(lengths) >= 0
+    assert sum(lengths) == num_examples
+    bounds = partitions.bounds(batch_size)
+    assert bounds[0] == 0
+    assert bounds[-1] == batch_size
+    assert bounds == sorted(bounds)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12, 24])
+def test_partitions_do_not_cross_ranks_where_everything_divides(size):
+    partitions = Partitions.plan(1_000, 100_000, 240, 1_000)
+    bounds = set(partitions.bounds(240))
+    assert partitions.count % size == 0
+    assert all(slice_of_rank(240, size, rank).start in bounds for rank in range(size))

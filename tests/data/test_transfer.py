@@ -8,7 +8,7 @@ import pytest
 import mpistrat as ms
 from mpistrat import arrays, nests
 from mpistrat.arrays import Device, count_gpus, host_view
-from mpistrat.data import Dataset, transfer
+from mpistrat.data import Dataset
 from mpistrat.data.distributed import distribute
 from mpistrat.data.transfer import transfer_to
 from tests.fake_cuda import Cuda
@@ -28,8 +28,7 @@ def cuda(monkeypatch):
 
     monkeypatch.setattr(arrays, "_cupy", lambda: types.SimpleNamespace(cuda=cuda))
     namespace = types.SimpleNamespace(empty=empty, asarray=np.asarray)
-    for module in (arrays, transfer):
-        monkeypatch.setattr(module, "namespace", lambda device: namespace)
+    monkeypatch.setattr(Device, "namespace", lambda device: namespace)
     return cuda
 
 

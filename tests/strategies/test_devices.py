@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat.arrays import Device, parse_device
+from mpistrat.arrays import Device
 from mpistrat.comm.device_reducers import DeviceCapabilities, part_bytes, plan_parts
-from mpistrat.comm.nccl import nccl_knows
+from mpistrat.comm.nccl import NcclReducer
 from mpistrat.comm.pack_plan import plan_reduction
 from mpistrat.comm.selection import check_options, check_plan, choose_way
 from mpistrat.cuda_awareness import Answer, CudaAwareness
@@ -105,7 +105,7 @@ def test_nccl_needs_a_gpu_for_each_rank(gpus, why):
 
 @pytest.mark.parametrize("op", Op)
 def test_what_nccl_knows(op):
-    known = {char for char in "bBhHiIlLqQfdgFDG" if nccl_knows(op, np.dtype(char))}
+    known = {char for char in "bBhHiIlLqQfdgFDG" if NcclReducer.knows(op, np.dtype(char))}
     complexes = set("FD") if op in (Op.SUM, Op.MEAN) else set()
     assert known == set("bBiIlLqQfd") | complexes
 
@@ -249,8 +249,8 @@ def test_shared_gpus_are_refused_with_ranks_and_remedy():
 def test_an_offer_tells_what_is_near(monkeypatch):
     monkeypatch.setattr(devices, "count_gpus", lambda: 4)
     monkeypatch.setattr("mpistrat.arrays.count_gpus", lambda: 4)
-    monkeypatch.setattr(devices, "gpu_identity", lambda device: f"gpu {device.index}")
-    monkeypatch.setattr(devices, "pci_address", lambda device: str(device.index))
+    monkeypatch.setattr(Device, "gpu_identity", lambda device: f"gpu {device.index}")
+    monkeypatch.setattr(Device, "pci_address", lambda device: str(device.index))
     sockets = {"0": {0, 1}, "1": {0, 1}, "2": {2, 3}, "3": set()}
     monkeypatch.setattr(devices, "cores_near_pci", lambda address: sockets[address])
     monkeypatch.setattr(devices, "own_cores", lambda: {2})
@@ -267,12 +267,12 @@ def test_an_offer_tells_what_is_near(monkeypatch):
 
 
 def test_device_arguments():
-    assert parse_device("auto") == ("auto", None)
-    assert parse_device("CPU:0") == parse_device("cpu") == ("cpu", None)
-    assert parse_device("gpu:12") == ("gpu", 12)
+    assert Device.parse("auto") == ("auto", None)
+    assert Device.parse("CPU:0") == Device.parse("cpu") == ("cpu", None)
+    assert Device.parse("gpu:12") == ("gpu", 12)
     for bad in ("", "auto:0", "cpu:1", "gpu:", "gpu:-1", "gpu:x", "tpu"):
         with pytest.raises(ValueError, match="Unknown device"):
-            parse_device(bad)
+            Device.parse(bad)
 
 
 def test_lists_of_cores(tmp_path):

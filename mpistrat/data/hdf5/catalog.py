@@ -23,8 +23,6 @@ __all__ = [
     "FileEntry",
     "check_virtual_sources",
     "read_catalog",
-    "resolve_paths",
-    "stamp_of",
 ]
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
@@ -72,7 +70,11 @@ class FileEntry:
     layouts: tuple[_FieldLayout, ...]
     """The layouts of the fields, in the order of `Catalog.names`."""
     stamp: tuple[int, ...]
-    """What `stamp_of` gave before the file was looked at."""
+    """What `_stamp_of` gave before the file was looked at."""
+
+    def has_changed(self) -> bool:
+        """Return whether the file has been written to or replaced since."""
+        return _stamp_of(os.stat(self.path)) != self.stamp
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class _ContiguousStorage:
         return True
 
 
-def resolve_paths(patterns: Sequence[str]) -> list[str]:
+def _resolve_paths(patterns: Sequence[str]) -> list[str]:
     """Return the files of paths and glob patterns; those of a pattern sorted by name."""
     paths: list[str] = []
     for pattern in patterns:
@@ -123,19 +125,20 @@ def resolve_paths(patterns: Sequence[str]) -> list[str]:
     return paths
 
 
-def stamp_of(status: os.stat_result) -> tuple[int, ...]:
+def _stamp_of(status: os.stat_result) -> tuple[int, ...]:
     """Return what changes when a file is written to or replaced."""
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def read_catalog(paths: Sequence[str], fields: Any) -> Catalog:
-    """Return what `paths` contain. Each file is opened once, and closed."""
+def read_catalog(patterns: Sequence[str], fields: Any) -> Catalog:
+    """Return what the files of paths and glob patterns contain; each is opened once."""
+    paths = _resolve_paths(patterns)
     names, structure = nests.flatten(fields)
     files: list[FileEntry] = []
     for path in paths:
         with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
             # Before anything is read, so that a change from here on is noticed.
-            stamp = stamp_of(os.stat(path))
+            stamp = _stamp_of(os.stat(path))
             if fields is None and not files:
                 names, structure = nests.flatten(_top_level_names(file, path))
             files.append(_read_entry(file, path, names, stamp))

@@ -30,7 +30,7 @@ _ONE = np.int32(1)
 
 
 class ChunkCache:
-    """Decoded chunks, and those being decoded, each in a slot of one array. For one thread."""
+    """Decoded chunks, and those being decoded, each in a slot of one array, for one thread."""
 
     # Chunks are decoded in the order in which they were announced, as far as there are slots that
     # no announced chunk needs.

@@ -34,10 +34,9 @@ _SMALL_FIELD_BLOCK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The chunks of one field over all files, numbered from 0 on.
+    """The chunks of one field over all files, numbered from 0 on."""
 
-    Data without chunks are read in blocks of rows, which are treated as chunks.
-    """
+    # Data without chunks are read in blocks of rows, which are treated as chunks.
 
     rows_of_file: np.ndarray
     """Length of each file."""

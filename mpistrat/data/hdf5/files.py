@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpistrat import hdf5
-from mpistrat.data.hdf5.catalog import Catalog, FileEntry, stamp_of
+from mpistrat.data.hdf5.catalog import Catalog, FileEntry
 from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
 from mpistrat.errors import DataError
 
-__all__ = ["FieldAccess", "OpenFiles", "StoredRows"]
+__all__ = ["OpenFiles", "StoredRows"]
 
 _T = TypeVar("_T")
 
@@ -87,7 +87,7 @@ class OpenFiles:
         return opened
 
     def _with_room(self, open_it: Callable[[], _T]) -> _T:
-        """Return what `open_it` opens, if need be after closing others. The newest one stays."""
+        """Return what `open_it` opens, if need be after closing all others but the newest."""
         while True:
             try:
                 return open_it()
@@ -124,7 +124,7 @@ class _OpenFile:
 
 def _check_unchanged(entry: FileEntry) -> None:
     try:
-        stamp = stamp_of(os.stat(entry.path))
+        has_changed = entry.has_changed()
     except FileNotFoundError:
         raise DataError(
             f"The file {entry.path} has vanished since the data set was made. Files must stay "
@@ -134,7 +134,7 @@ def _check_unchanged(entry: FileEntry) -> None:
         raise DataError(
             f"The file {entry.path} can no longer be reached: {reason.strerror}."
         ) from reason
-    if stamp != entry.stamp:
+    if has_changed:
         raise DataError(_changed(entry.path))
 
 
@@ -146,7 +146,7 @@ def _changed(path: str) -> str:
 
 
 class FieldAccess:
-    """Reads rows of a data set. For one thread at a time."""
+    """Reads rows of a data set, for one thread at a time."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -30,7 +30,7 @@ _CHECKSUM_BYTES = 4
 
 @dataclass(frozen=True)
 class ChunkDecoder:
-    """Decodes the chunks of one data set. Threads may share it."""
+    """Thread-safe decoder of the chunks of one data set."""
 
     filters: tuple[_Decode, ...]
     """One for each filter, in the order in which they were applied."""

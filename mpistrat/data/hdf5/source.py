@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat import nests, sharding
-from mpistrat.data.hdf5.catalog import Catalog, read_catalog, resolve_paths
+from mpistrat import nests
+from mpistrat.data.hdf5.catalog import Catalog, read_catalog
 from mpistrat.data.hdf5.chunk_cache import RowCache
 from mpistrat.data.hdf5.reader import Hdf5Reader
 from mpistrat.data.order import Block, ChunkLayout
@@ -51,15 +51,15 @@ class Hdf5Source:
                 f"AutoShardPolicy.FILE gives each rank files of its own, but there are "
                 f"{num_files} for {size} ranks. Use AutoShardPolicy.DATA."
             )
-        mine = [self.catalog.files[f] for f in sharding.files_of_rank(num_files, size, rank)]
+        mine = self.catalog.files[rank::size]
         source = Hdf5Source([file.path for file in mine], self._fields)
-        source.catalog = dataclasses.replace(self.catalog, files=tuple(mine))
+        source.catalog = dataclasses.replace(self.catalog, files=mine)
         return source
 
     @cached_property
     def catalog(self) -> Catalog:
         """What the files contain; the first use opens each of them."""
-        return read_catalog(resolve_paths(self._patterns), self._fields)
+        return read_catalog(self._patterns, self._fields)
 
     @property
     def element_spec(self) -> Any:
