@@ -78,7 +78,7 @@ class Bars:
 
 
 def is_available() -> bool:
-    """Return whether matplotlib is installed. Local."""
+    """Return whether matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -89,7 +89,7 @@ def is_available() -> bool:
 def draw(
     pictures: Sequence[Lines | Bars], tables: Mapping[str, _Rows], heading: str, path: Path
 ) -> None:
-    """Draw the findings into a PNG. Local.
+    """Draw the findings into a PNG.
 
     Parameters
     ----------
@@ -219,22 +219,22 @@ class Benchmark:
 
 
 def text(title: str, key: str) -> Column:
-    """Return a column of words and whole numbers, ``-`` where a row has none. Local."""
+    """Return a column of words and whole numbers, ``-`` where a row has none."""
     return Column(title, lambda row: str(row[key]) if row.get(key) not in (None, "") else "-")
 
 
 def size(title: str, key: str) -> Column:
-    """Return a column of sizes in bytes, ``-`` where a row has none. Local."""
+    """Return a column of sizes in bytes, ``-`` where a row has none."""
     return Column(title, lambda row: readable_size(row[key]) if key in row else "-")
 
 
 def time(title: str, key: str) -> Column:
-    """Return a column of times and of differences, ``-`` where a row has none. Local."""
+    """Return a column of times and of differences, ``-`` where a row has none."""
     return Column(title, lambda row: _signed_time(row[key]) if key in row else "-")
 
 
 def ratio(title: str, key: str) -> Column:
-    """Return a column of ratios, ``-`` where a row has none. Local."""
+    """Return a column of ratios, ``-`` where a row has none."""
     return Column(title, lambda row: f"{row[key]:.2f}" if key in row else "-")
 
 

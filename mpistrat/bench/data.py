@@ -51,7 +51,7 @@ _NUM_DISTINCT = 320 * _CHUNK
 
 
 def write_files(folder: Path, num_examples: int) -> None:
-    """Write the same images chunked and compressed, and in one piece. Local.
+    """Write the same images chunked and compressed, and in one piece.
 
     Waves of random length and direction in 32 steps of brightness: about as compressible as
     drawings, so that inflating them takes most of the time of a scan.
@@ -98,7 +98,7 @@ _NUM_WORKERS = 2
 
 
 def scan(path: Path) -> None:
-    """Read all batches in the order of the file, by plain slices of h5py. Local.
+    """Read all batches in the order of the file, by plain slices of h5py.
 
     Each batch is kept until the next has come, as in any program that uses it.
     """
@@ -109,7 +109,7 @@ def scan(path: Path) -> None:
 
 
 def fancy_reads(path: Path) -> None:
-    """Read random batches by index arrays, sorted as h5py wants them. Local."""
+    """Read random batches by index arrays, sorted as h5py wants them."""
     with h5py().File(path, "r") as file:
         image, label = file["image"], file["label"]
         order = np.random.default_rng(0).permutation(len(image))[:NUM_FANCY]
@@ -139,7 +139,7 @@ class _Examples:
 
 
 def loader_reads(path: Path) -> Callable[[], None] | None:
-    """Return a pass of a shuffled DataLoader with two workers, ``None`` without PyTorch. Local."""
+    """Return a pass of a shuffled DataLoader with two workers, ``None`` without PyTorch."""
     torch = import_torch()
     if torch is None:
         return None

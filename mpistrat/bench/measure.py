@@ -43,21 +43,21 @@ class Timings:
         self._samples = samples
 
     def median_s(self, name: str) -> float:
-        """Return the median time of the candidate `name`. Local."""
+        """Return the median time of the candidate `name`."""
         return statistics.median(self._samples[name])
 
     def medians(self) -> dict[str, float]:
-        """Return the medians as entries of a row: ``<name>_s``. Local."""
+        """Return the medians as entries of a row: ``<name>_s``."""
         return {f"{name}_s": self.median_s(name) for name in self._samples}
 
     def median_ratio(self, above: str, *below: str) -> float:
-        """Return the median of `above` divided by the sum of `below`. Local."""
+        """Return the median of `above` divided by the sum of `below`."""
         below_s = map(sum, zip(*(self._samples[each] for each in below), strict=True))
         rounds = zip(self._samples[above], below_s, strict=True)
         return statistics.median(first / second for first, second in rounds)
 
     def median_difference_s(self, first: str, second: str) -> float:
-        """Return the median of `first` minus `second`. Local."""
+        """Return the median of `first` minus `second`."""
         rounds = zip(self._samples[first], self._samples[second], strict=True)
         return statistics.median(a - b for a, b in rounds)
 
@@ -140,7 +140,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 
 def describe_machine(world: World) -> dict[str, Any]:
-    """Return what a reader must know to judge a figure, as JSON values. Local."""
+    """Return what a reader must know to judge a figure, as JSON values."""
     variables = environment()
     return {
         "machine": {

@@ -59,7 +59,7 @@ class Loop(Protocol):
         """Make one step. **Collective**."""
 
     def weights(self) -> list[np.ndarray]:
-        """Return kernel and bias of each layer in turn, equal on all ranks. Local."""
+        """Return kernel and bias of each layer in turn, equal on all ranks."""
 
 
 class PackageLoop:
@@ -99,7 +99,7 @@ class PackageLoop:
         self._accuracy.update_state(label, logits.argmax(axis=1))
 
     def weights(self) -> list[np.ndarray]:
-        """Return kernel and bias of each layer in turn. Local."""
+        """Return kernel and bias of each layer in turn."""
         return [variable.value() for variable in self._variables]
 
 
@@ -141,7 +141,7 @@ class HandwrittenLoop:
         self.num_correct += int((logits.argmax(axis=1) == label).sum())
 
     def weights(self) -> list[np.ndarray]:
-        """Return kernel and bias of each layer in turn. Local."""
+        """Return kernel and bias of each layer in turn."""
         return self._weights
 
 
@@ -188,7 +188,7 @@ class DdpLoop:
         self.num_correct += int((logits.argmax(dim=1) == self._label).sum())
 
     def weights(self) -> list[np.ndarray]:
-        """Return kernel and bias of each layer in turn. Local."""
+        """Return kernel and bias of each layer in turn."""
         return [parameter.detach().numpy().T for parameter in self._parameters()]
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Local.
+    """Run one command and return its exit code.
 
     Parameters
     ----------

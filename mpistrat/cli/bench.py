@@ -26,7 +26,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that `run_benchmark` needs. Local."""
+    """Declare the arguments that `run_benchmark` needs."""
     parser.add_argument(
         "--sizes",
         type=int,

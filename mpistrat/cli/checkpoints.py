@@ -1,8 +1,9 @@
-"""``mpistrat diff``: where two checkpoint files differ."""
+"""Checkpoint commands: ``mpistrat inspect``, ``verify`` and ``diff``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -13,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import hdf5
 from mpistrat.checkpoint.deferred import describe
+from mpistrat.checkpoint.format import FORMAT
 from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
+from mpistrat.checkpoint.validation import read_attribute
 from mpistrat.cli import statistics
-from mpistrat.cli.data_files import holds_data, inspect_data
+from mpistrat.cli.data_files import inspect_data
 from mpistrat.cli.output import (
     Command,
     is_terminal,
@@ -27,7 +31,7 @@ from mpistrat.cli.output import (
     tree_labels,
 )
 from mpistrat.cli.statistics import summarize, tell_apart
-from mpistrat.errors import CheckpointError
+from mpistrat.errors import CheckpointError, DataError
 from mpistrat.system.text import readable_size
 
 __all__ = ["DIFF", "INSPECT", "VERIFY"]
@@ -48,7 +52,7 @@ def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    if holds_data(arguments.file):
+    if _is_data_file(arguments.file):
         return inspect_data(arguments)
     note = ""
     try:
@@ -71,6 +75,18 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if note:
         print_error("inspect", note)
     return 0
+
+
+def _is_data_file(path: str) -> bool:
+    """Return whether `path` is an HDF5 file but not a checkpoint."""
+    try:
+        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+            if read_attribute(file, "format") == FORMAT:
+                return False
+            # One of these is left of a checkpoint whose header is damaged.
+            return not {"format_version", "mpistrat_version"} & set(file.attrs)
+    except (DataError, OSError, RuntimeError, UnicodeError):
+        return False
 
 
 def _content(reader: CheckpointReader, with_statistics: bool) -> dict[str, Any]:

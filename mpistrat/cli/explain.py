@@ -59,7 +59,7 @@ class Divergence:
 
 
 def first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[Divergence]:
-    """Return where each communicator's ranks part, the earliest first. Local.
+    """Return where each communicator's ranks part, the earliest first.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[Divergence]:
 
 
 def last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[Act]:
-    """Return what each rank did last and why it dumped, equal ranks together. Local."""
+    """Return what each rank did last and why it dumped, equal ranks together."""
     acts: list[tuple[int, tuple[tuple[str, str], ...]]] = []
     for rank, dump in sorted(dumps.items()):
         entries = [each for channel in dump["channels"] for each in channel["entries"]]

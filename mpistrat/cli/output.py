@@ -45,7 +45,7 @@ _Tree = dict[str, "_Tree"]
 
 
 def tree_labels(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield a label with guide lines, and the path it stands for, groups included. Local."""
+    """Yield a label with guide lines, and the path it stands for, groups included."""
     root: _Tree = {}
     for path in paths:
         node = root
@@ -72,7 +72,7 @@ _NARROWEST = 16
 
 
 def is_terminal() -> bool:
-    """Return whether people read what is printed, rather than programs. Local.
+    """Return whether people read what is printed, rather than programs.
 
     The terminals that launchers make for their tasks have no width, and may end in a file.
     """
@@ -80,7 +80,7 @@ def is_terminal() -> bool:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table. Local.
+    """Print a table.
 
     In a pipe or file each row is one line, neither cut nor folded. On a terminal the widest
     column is folded to make room for the others; where that is not enough, each row is a
@@ -119,17 +119,17 @@ def _fold(console: Console, cell: str, width: int) -> list[str]:
 
 
 def print_line(text: str) -> None:
-    """Print one line. Local."""
+    """Print one line."""
     print(_printable(text, sys.stdout))
 
 
 def print_error(command: str, text: object) -> None:
-    """Print an error message. Local."""
+    """Print an error message."""
     print(f"mpistrat {command}: {_printable(str(text), sys.stderr)}", file=sys.stderr)
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as strict JSON: infinities and NaN become strings. Local."""
+    """Print `value` as strict JSON: infinities and NaN become strings."""
     print(json.dumps(_strict(value), indent=2, allow_nan=False))
 
 

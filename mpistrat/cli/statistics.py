@@ -32,7 +32,7 @@ class _Summary:
 
 
 def summarize(pieces: Iterable[np.ndarray]) -> _Summary:
-    """Return the statistics of flat arrays that come one by one. Local."""
+    """Return the statistics of flat arrays that come one by one."""
     lowest: Any = None
     highest: Any = None
     means: list[tuple[float, int]] = []
@@ -75,7 +75,7 @@ class _Difference:
 
 
 def tell_apart(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> _Difference:
-    """Return how far two arrays are apart, which come in flat pieces of any sizes. Local."""
+    """Return how far two arrays are apart, which come in flat pieces of any sizes."""
     found = _Difference()
     for piece_a, piece_b in _aligned(iter(a), iter(b)):
         bytes_a, bytes_b = (x.view(np.uint8).reshape(x.size, -1) for x in (piece_a, piece_b))
@@ -144,7 +144,7 @@ class _Histogram:
 
 
 def count(pieces: Pieces) -> _Histogram:
-    """Return the histogram of the finite values, of the magnitudes where they are complex. Local.
+    """Return the histogram of the finite values, of the magnitudes where they are complex.
 
     Few integers have a bin each.
     """
@@ -183,7 +183,7 @@ def _edges(low: float | int, high: float | int) -> np.ndarray:
 
 
 def check_can_draw(path: Path) -> None:
-    """Refuse a picture before anything is read. Local.
+    """Refuse a picture before anything is read.
 
     Raises
     ------
@@ -202,7 +202,7 @@ def check_can_draw(path: Path) -> None:
 
 
 def draw(reader: CheckpointReader, path: Path) -> str:
-    """Draw a histogram of each variable into a PNG, and return what is left out. Local.
+    """Draw a histogram of each variable into a PNG, and return what is left out.
 
     Raises
     ------

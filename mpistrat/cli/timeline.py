@@ -68,7 +68,7 @@ class Straggler:
 
 
 def summarize(events: Iterable[Mapping[str, Any]]) -> list[RankTimes]:
-    """Return the times of each rank in the events of a trace, in rank order. Local."""
+    """Return the times of each rank in the events of a trace, in rank order."""
     of_ranks: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
         if event["ph"] == "X":
@@ -84,7 +84,7 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> list[RankTimes]:
 
 
 def find_straggler(times: Sequence[RankTimes]) -> Straggler | None:
-    """Return the rank for which the others waited most, ``None`` if they never did. Local."""
+    """Return the rank for which the others waited most, ``None`` if they never did."""
     slowest = max(times, key=lambda each: each.others_waited_s, default=None)
     if slowest is None or slowest.others_waited_s <= 0:
         return None
@@ -153,7 +153,7 @@ _MAX_INCHES = 40.0
 
 
 def draw(times: Sequence[RankTimes], path: Path) -> None:
-    """Draw a bar for each rank, in pieces by what took the time, into a PNG. Local.
+    """Draw a bar for each rank, in pieces by what took the time, into a PNG.
 
     Raises
     ------

@@ -91,7 +91,7 @@ class CudaAwareness:
 
 
 def judge(device_kind: str, override: bool | None, evidence: Sequence[Evidence]) -> CudaAwareness:
-    """Return the answer before any exchange. Local.
+    """Return the answer before any exchange.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def judge(device_kind: str, override: bool | None, evidence: Sequence[Evidence])
 
 
 def weigh(claimed: CudaAwareness, trials: Sequence[Trial]) -> CudaAwareness:
-    """Return the answer after exchanges were tried. Local.
+    """Return the answer after exchanges were tried.
 
     That a process alone can give device memory to MPI proves nothing of two: it may be a copy
     within the process. That it cannot disproves everything.
@@ -195,7 +195,7 @@ def _evidence(is_claim: bool, words: str) -> Evidence:
 
 
 def read_memory_kinds(kinds: str | None) -> Evidence:
-    """Return what the kinds of memory of a communicator say (MPI 4.1, section 11.4.3). Local.
+    """Return what the kinds of memory of a communicator say (MPI 4.1, section 11.4.3).
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ def read_memory_kinds(kinds: str | None) -> Evidence:
 
 
 def list_switches(variables: Mapping[str, str], names: Iterable[str] = _SWITCHES) -> Evidence:
-    """Return which of the variables `names` switch GPU support on or off. Local."""
+    """Return which of the variables `names` switch GPU support on or off."""
     found = {name: variables[name] for name in names if name in variables}
     if not found:
         return Evidence(False, "no variable switches GPU support on")
@@ -220,7 +220,7 @@ def list_switches(variables: Mapping[str, str], names: Iterable[str] = _SWITCHES
 
 
 def list_libraries(files: Iterable[str]) -> Evidence:
-    """Return which of the loaded `files` are there for device memory alone. Local."""
+    """Return which of the loaded `files` are there for device memory alone."""
     names = sorted({Path(file).name for file in files if _GPU_PARTS.search(Path(file).name)})
     if not names:
         return Evidence(False, "no part of MPI or UCX for CUDA is loaded")
@@ -228,7 +228,7 @@ def list_libraries(files: Iterable[str]) -> Evidence:
 
 
 def loaded_files() -> list[str]:
-    """Return the files that are mapped into this process. Local."""
+    """Return the files that are mapped into this process."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:

@@ -52,7 +52,7 @@ _FROM_OUTSIDE = {"SIGHUP", "SIGINT", "SIGTERM", "SIGKILL"}
 
 
 def exchange_command(device_index: int, memory: str, limit_s: float) -> list[str]:
-    """Return the command of one process of the exchange. Local."""
+    """Return the command of one process of the exchange."""
     return [
         *(sys.executable, "-m", "mpistrat.cuda_awareness"),
         *("--memory", memory, "--device", str(device_index)),
@@ -88,7 +88,7 @@ def try_exchange(
 
 
 def run_trial(command: Sequence[str], limit_s: float) -> Trial:
-    """Run a command that makes the exchange, and return what it has shown. Local.
+    """Run a command that makes the exchange, and return what it has shown.
 
     It raises nothing, whatever the command does, and leaves no process behind.
     """

@@ -59,17 +59,17 @@ class Finding:
 
 
 def ok(topic: str, seen: str) -> Finding:
-    """Return a finding that needs no attention. Local."""
+    """Return a finding that needs no attention."""
     return Finding(topic, Level.OK, seen)
 
 
 def warning(topic: str, seen: str, why: str, remedy: str) -> Finding:
-    """Return a finding that may be meant so. Local."""
+    """Return a finding that may be meant so."""
     return Finding(topic, Level.WARNING, seen, why, remedy)
 
 
 def problem(topic: str, seen: str, why: str, remedy: str) -> Finding:
-    """Return a finding that makes the exit code 1. Local."""
+    """Return a finding that makes the exit code 1."""
     return Finding(topic, Level.PROBLEM, seen, why, remedy)
 
 
@@ -78,7 +78,7 @@ _NAME = re.compile(r"libmpi(ch)?(_(gnu|cray|intel|nvidia|amd|aocc)\w*)?\.so[.\d]
 
 
 def mpi_libraries(files: Iterable[str]) -> list[str]:
-    """Return the MPI libraries among `files`, with links followed. Local."""
+    """Return the MPI libraries among `files`, with links followed."""
     found = (each for each in files if _NAME.fullmatch(os.path.basename(each)))
     return sorted({os.path.realpath(each) for each in found})
 
@@ -133,7 +133,7 @@ class RankFacts:
 
 
 def collect_facts(world: World | None, library: str, launcher: Launcher) -> RankFacts:
-    """Return the facts of this rank. Raises nothing. Local."""
+    """Return the facts of this rank. Raises nothing."""
     variables = environment()
     offer, names, no_gpu = _look_at_gpus(world.local_rank if world else 0)
     return RankFacts(
@@ -209,7 +209,7 @@ def count_allocated_gpus(facts: list[RankFacts]) -> int | None:
 
 
 def _count(text: str) -> int:
-    """Return the number that ``"4"`` is, or how many ``"0,1,3"`` names. Local."""
+    """Return the number that ``"4"`` is, or how many ``"0,1,3"`` names."""
     if text.isdecimal() and "," not in text:
         return int(text)
     return len([part for part in text.split(",") if part.strip()])

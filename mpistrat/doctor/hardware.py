@@ -52,7 +52,7 @@ __all__ = [
 
 
 def by_node(facts: Sequence[RankFacts]) -> list[list[RankFacts]]:
-    """Return the facts of the ranks of each node. Local."""
+    """Return the facts of the ranks of each node."""
     nodes: dict[str, list[RankFacts]] = {}
     for each in facts:
         nodes.setdefault(each.node, []).append(each)
@@ -64,7 +64,7 @@ def _cores_of(node: Sequence[RankFacts]) -> int:
 
 
 def check_cores(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether each rank has a core. Local."""
+    """Return whether each rank has a core."""
     worst = max(by_node(facts), key=lambda node: len(node) / max(_cores_of(node), 1))
     num_cores = _cores_of(worst)
     if len(worst) > num_cores:
@@ -84,7 +84,7 @@ def check_cores(facts: Sequence[RankFacts]) -> Finding:
 
 
 def check_blas_threads(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether NumPy starts more threads than there are cores. Local."""
+    """Return whether NumPy starts more threads than there are cores."""
     for node in by_node(facts):
         num_cores = _cores_of(node)
         share = max(num_cores // len(node), 1)
@@ -128,7 +128,7 @@ _WHY_SHARED = "Ranks on one GPU take turns on it and share its memory; NCCL refu
 
 
 def check_gpus(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether each rank has a GPU of its own, where there are GPUs. Local."""
+    """Return whether each rank has a GPU of its own, where there are GPUs."""
     for node in by_node(facts):
         finding = _too_few(node)
         if finding is not None:
@@ -162,7 +162,7 @@ def check_gpus(facts: Sequence[RankFacts]) -> Finding:
 
 
 def _too_few(node: Sequence[RankFacts]) -> Finding | None:
-    """Return the problem where variables name fewer GPUs than the node has ranks. Local."""
+    """Return the problem where variables name fewer GPUs than the node has ranks."""
     allocated = count_allocated_gpus(list(node))
     has_own = any("SLURM_GPUS_PER_TASK" in each.gpu_variables for each in node)
     if not allocated or allocated >= len(node) or has_own or any(each.offer for each in node):
@@ -190,7 +190,7 @@ def _no_gpus(facts: Sequence[RankFacts]) -> Finding:
 
 
 def check_nccl(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether the GPUs can be connected by NCCL. Local."""
+    """Return whether the GPUs can be connected by NCCL."""
     with_gpu = [each for each in facts if each.offer is not None]
     if not with_gpu:
         return ok("nccl", "not needed without GPUs")
@@ -253,7 +253,7 @@ def collect_cuda_facts(world: World, device: Device, all_have_gpus: bool) -> Cud
 
 
 def has_cuda_part(files: Sequence[str]) -> bool:
-    """Return whether the MPI library of a process, or a part beside it, can use CUDA. Local.
+    """Return whether the MPI library of a process, or a part beside it, can use CUDA.
 
     Parameters
     ----------
@@ -282,7 +282,7 @@ def _names_cuda(file: Path) -> bool:
 
 
 def check_cuda_awareness(facts: CudaFacts) -> Finding:
-    """Return whether MPI is what it is said to be. Local."""
+    """Return whether MPI is what it is said to be."""
     said = "; ".join(facts.claims)
     if facts.is_vouched_for and not facts.has_part:
         return problem(
@@ -370,7 +370,7 @@ def measure_speed(world: World) -> Speed:
 
 
 def check_bandwidth(speed: Speed, num_nodes: int, is_crowded: bool) -> Finding:
-    """Return whether the ranks are as far apart as over a slow network. Local.
+    """Return whether the ranks are as far apart as over a slow network.
 
     Parameters
     ----------

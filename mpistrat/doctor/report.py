@@ -41,7 +41,7 @@ class Report:
         return all(each.level is not Level.PROBLEM for each in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it as JSON values. Local."""
+        """Return all of it as JSON values."""
         return {
             "healthy": self.is_healthy,
             "findings": [asdict(each) | {"level": each.level.value} for each in self.findings],

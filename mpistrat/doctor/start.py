@@ -36,7 +36,7 @@ _ROOM = 64 * 2**20
 
 @contextlib.contextmanager
 def guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
-    """Say what has happened if this process does not come to the end of the block. Local.
+    """Say what has happened if this process does not come to the end of the block.
 
     The first task of each node says so. It is killed where the block takes too long: in there no
     thread of Python runs, and no signal is seen.
@@ -80,7 +80,7 @@ def _orders(launcher: Launcher, limit_s: float) -> dict[str, object]:
 
 
 def look_at_shared_memory(folder: str = "/dev/shm") -> tuple[str, ...]:
-    """Return what keeps MPI from its shared memory and what to type, or nothing. Local."""
+    """Return what keeps MPI from its shared memory and what to type, or nothing."""
     try:
         state = os.statvfs(folder)
     except OSError as error:
@@ -144,7 +144,7 @@ def start() -> Start:
 
 
 def _find_fatal_claim() -> Finding | None:
-    """Return the problem where Open MPI would end the process instead of starting. Local."""
+    """Return the problem where Open MPI would end the process instead of starting."""
     if not list_switches(environment(), ["OMPI_MCA_opal_cuda_support"]).is_claim:
         return None
     load_library()
@@ -176,7 +176,7 @@ def _no_library(text: str) -> Finding:
 
 
 def _try_in_a_child() -> Finding | None:
-    """Start MPI in a child without a launcher; return what speaks against doing so here. Local."""
+    """Start MPI in a child without a launcher; return what speaks against doing so here."""
     child = Program([sys.executable, "-c", _TRY], without_launcher())
     try:
         code = child.wait(_LIMIT_S)

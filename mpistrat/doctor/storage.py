@@ -1,10 +1,11 @@
-"""HDF5 and h5py, and whether files can be written and locked where they shall be."""
+"""Checks of h5py, HDF5 and the folder in which checkpoints are saved."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import importlib
 import json
 import os
 import shlex
@@ -16,34 +17,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpistrat.doctor.facts import Finding, ok, problem, warning
+from mpistrat.cuda_awareness.evidence import loaded_files
+from mpistrat.doctor.facts import Finding, mpi_libraries, ok, problem, warning
+from mpistrat.hdf5 import h5py
 from mpistrat.mpi.launcher import without_launcher
 from mpistrat.settings import environment
 from mpistrat.system.processes import Program
 
-__all__ = ["FolderFacts", "HDF5Facts", "check_folder", "check_hdf5", "probe_folder", "probe_hdf5"]
+__all__ = ["FolderFacts", "check_folder", "check_hdf5", "probe_folder", "probe_hdf5"]
 
 _LIMIT_S = 60.0
+_PROBE = "from mpistrat.doctor.storage import print_hdf5_versions as run; run()"
 _MISSING = "it does not exist"
 _NOWHERE = "the folder that this process works in has been removed"
 
 
 @dataclass(frozen=True)
 class HDF5Facts:
-    """What h5py is built of."""
+    """How h5py was built."""
 
     versions: Mapping[str, Any]
-    """What `hdf5_probe` prints; empty where it failed."""
+    """What `print_hdf5_versions` prints; empty where it failed."""
     error: str = ""
 
 
 def probe_hdf5() -> HDF5Facts:
-    """Load h5py in a child process, and return what it is built of. Local."""
+    """Load h5py in a child process, and return how it was built."""
+    # h5py that was built with another MPI library than mpi4py may end the process.
     variables = without_launcher() | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "MPI4PY_RC_INITIALIZE": "0",
     }
-    child = Program([sys.executable, "-m", "mpistrat.doctor.hdf5_probe"], variables)
+    child = Program([sys.executable, "-c", _PROBE], variables)
     try:
         code = child.wait(_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -56,8 +61,24 @@ def probe_hdf5() -> HDF5Facts:
     return HDF5Facts({}, lines[-1] if code > 0 and lines else f"signal {-code}")
 
 
+def print_hdf5_versions() -> None:
+    """Print as JSON how h5py was built, and which MPI libraries it and mpi4py load."""
+    with contextlib.suppress(ImportError, RuntimeError):
+        importlib.import_module("mpi4py.MPI")  # MPI4PY_RC_INITIALIZE keeps it from starting
+    of_mpi4py = mpi_libraries(loaded_files())
+    module = h5py()
+    versions = {
+        "h5py": module.version.version,
+        "hdf5": module.version.hdf5_version,
+        "is_parallel": bool(module.get_config().mpi),
+        "of_mpi4py": of_mpi4py,
+        "of_h5py": [each for each in mpi_libraries(loaded_files()) if each not in of_mpi4py],
+    }
+    print(json.dumps(versions), flush=True)
+
+
 def check_hdf5(facts: HDF5Facts) -> Finding:
-    """Return whether h5py loads, and with which MPI. Local."""
+    """Return whether h5py loads, and with which MPI."""
     if facts.error:
         return problem(
             "hdf5",
@@ -95,7 +116,7 @@ class FolderFacts:
 
 
 def probe_folder(path: str, node: str) -> FolderFacts:
-    """Write, lock, flush, rename and remove a small file in a folder. Raises nothing. Local."""
+    """Write, lock, flush, rename and remove a small file in a folder. Raises nothing."""
     folder = Path(path)
     try:
         own = FolderFacts(os.path.abspath(path), node)
@@ -125,7 +146,7 @@ def probe_folder(path: str, node: str) -> FolderFacts:
 
 
 def _try_lock(handle: int, name: str) -> str:
-    """Return why a file cannot be locked as HDF5 does, empty where it can. Local."""
+    """Return why a file cannot be locked as HDF5 does, empty where it can."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -150,7 +171,7 @@ def _mend(facts: FolderFacts) -> str:
 
 
 def check_folder(facts: Sequence[FolderFacts]) -> Finding:
-    """Return whether checkpoints can be written to a folder. Local."""
+    """Return whether checkpoints can be written to a folder."""
     for each in facts:
         if each.error:
             return problem(

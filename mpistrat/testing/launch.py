@@ -30,7 +30,7 @@ _RANK_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM
 
 
 def rank_and_size() -> tuple[int, int] | None:
-    """Return rank and size in the world that mpiexec started, ``None`` outside of one. Local."""
+    """Return rank and size in the world that mpiexec started, ``None`` outside of one."""
     variables = settings.environment()
     for rank, size in _RANK_VARIABLES:
         if rank in variables and size in variables:
@@ -39,12 +39,12 @@ def rank_and_size() -> tuple[int, int] | None:
 
 
 def is_open_mpi() -> bool:
-    """Return whether `mpiexec` is that of Open MPI. Local."""
+    """Return whether `mpiexec` is that of Open MPI."""
     return "--oversubscribe" in mpiexec(1)
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a new world: one thread a rank, no old launcher. Local.
+    """Return the environment for a new world: one thread a rank, no old launcher.
 
     Ranks may share cores and GPUs in it, as tests on one machine do.
     """

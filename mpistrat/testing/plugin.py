@@ -52,20 +52,20 @@ class DeadlockReporter:
         faulthandler.register(_SIGNAL, self._stacks)
 
     def start(self, test: str, limit_s: float) -> None:
-        """Give `test` so much time from now. Local."""
+        """Give `test` so much time from now."""
         self.cancel()
         self._timer = threading.Timer(limit_s, self._end, (test, limit_s))
         self._timer.daemon = True
         self._timer.start()
 
     def cancel(self) -> None:
-        """Forget the limit: the test is over. Local."""
+        """Forget the limit: the test is over."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def close(self) -> None:
-        """Leave: nobody asks this rank any more. Local."""
+        """Leave: nobody asks this rank any more."""
         self.cancel()
         self._path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # others are still there
@@ -128,14 +128,14 @@ def shared_tmp_path(strategy: MPIStrategy, tmp_path: Path) -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Get ready to say where the ranks are, where there are several. Local."""
+    """Get ready to say where the ranks are, where there are several."""
     world = rank_and_size()
     if world is not None:
         config.stash[_REPORTER] = DeadlockReporter(*world)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leave. Local."""
+    """Leave."""
     if _REPORTER in config.stash:
         config.stash[_REPORTER].close()
         del config.stash[_REPORTER]
@@ -143,7 +143,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """Take the limit of pytest-timeout over, where there are several ranks. Local."""
+    """Take the limit of pytest-timeout over, where there are several ranks."""
     reporter = item.config.stash.get(_REPORTER, None)
     if reporter is None:
         return None
@@ -153,7 +153,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
-    """Forget the limit. Local."""
+    """Forget the limit."""
     reporter = item.config.stash.get(_REPORTER, None)
     if reporter is None:
         return None

@@ -87,7 +87,7 @@ def measure(choices: Choices) -> Findings:
 
 
 def rank_counts(size: int) -> list[int]:
-    """Return 1, 2, 4, ... below `size`, and `size`. Local."""
+    """Return 1, 2, 4, ... below `size`, and `size`."""
     return [*(1 << k for k in range((size - 1).bit_length())), size]
 
 
@@ -188,7 +188,7 @@ def _constants_row(fitted: Fit) -> Row:
 
 
 def predictions(constants: Constants, has_network: bool) -> list[Row]:
-    """Return what an `all_reduce` takes on many nodes with one rank each. Local.
+    """Return what an `all_reduce` takes on many nodes with one rank each.
 
     Parameters
     ----------

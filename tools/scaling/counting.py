@@ -36,12 +36,12 @@ class MpiCall:
 
     @property
     def work(self) -> Work:
-        """What it asks of a rank by the textbook. Local."""
+        """What it asks of a rank by the textbook."""
         return COLLECTIVES[self.operation](self.num_ranks, self.num_bytes)
 
 
 def total_work(calls: Sequence[MpiCall]) -> Work:
-    """Return the work of all `calls` together. Local."""
+    """Return the work of all `calls` together."""
     return sum((call.work for call in calls), Work())
 
 

@@ -38,7 +38,7 @@ class Constants:
     """A byte of a result of the arithmetic: the inverse of the reduction rate."""
 
     def terms(self, work: Work) -> dict[str, float]:
-        """Return the seconds that each term of the model contributes. Local."""
+        """Return the seconds that each term of the model contributes."""
         prices, amounts = dataclasses.astuple(self), dataclasses.astuple(work)
         return {
             words: price * amount
@@ -46,11 +46,11 @@ class Constants:
         }
 
     def predict_s(self, work: Work) -> float:
-        """Return how long `work` takes. Local."""
+        """Return how long `work` takes."""
         return sum(self.terms(work).values())
 
     def ruling_term(self, work: Work) -> str:
-        """Return the term that takes longest. Local."""
+        """Return the term that takes longest."""
         terms = self.terms(work)
         return max(terms, key=lambda words: terms[words])
 
@@ -66,7 +66,7 @@ class Fit:
 
 
 def fit(samples: Sequence[tuple[Work, float]]) -> Fit:
-    """Find the constants whose predictions have the least relative errors, squared. Local.
+    """Find the constants whose predictions have the least relative errors, squared.
 
     None of them is negative. Relative errors, because times from microseconds to seconds count
     alike.

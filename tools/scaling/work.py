@@ -40,7 +40,7 @@ class Work:
 
 
 def package_all_reduce(num_ranks: int, num_bytes: int) -> Work:
-    """Return the work of one `all_reduce` of this package between nodes with a rank each. Local.
+    """Return the work of one `all_reduce` of this package between nodes with a rank each.
 
     The ranks agree, and the MPI library reduces the array as it lies in memory.
     """
@@ -49,7 +49,7 @@ def package_all_reduce(num_ranks: int, num_bytes: int) -> Work:
 
 
 def all_reduce(num_ranks: int, num_bytes: int) -> Work:
-    """Return the work of ``MPI_Allreduce``. Local.
+    """Return the work of ``MPI_Allreduce``.
 
     Short: recursive doubling. Long: a reduce-scatter by recursive halving and an all-gather by
     recursive doubling (Rabenseifner). Where the number of ranks is no power of two, those beyond
