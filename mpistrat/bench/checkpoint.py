@@ -22,13 +22,10 @@ from mpistrat.bench.benchmark import (
     Bars,
     Benchmark,
     Choices,
+    Column,
     Findings,
     Row,
     Table,
-    ratio,
-    size,
-    text,
-    time,
 )
 from mpistrat.bench.measure import Timings
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
@@ -226,14 +223,14 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                text("what", "what"),
-                size("size", "num_bytes"),
-                time("mpistrat", "ours_s"),
-                text("peer", "peer"),
-                time("its time", "peer_s"),
-                ratio("ratio", "ours_over_peer"),
-                time("digests", "digests_s"),
-                ratio("bound", "digests_over_peer"),
+                Column.text("what", "what"),
+                Column.size("size", "num_bytes"),
+                Column.time("mpistrat", "ours_s"),
+                Column.text("peer", "peer"),
+                Column.time("its time", "peer_s"),
+                Column.ratio("ratio", "ours_over_peer"),
+                Column.time("digests", "digests_s"),
+                Column.ratio("bound", "digests_over_peer"),
             )
         ),
     ),

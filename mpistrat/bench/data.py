@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time as clock
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,6 @@ from mpistrat.bench.benchmark import (
     Findings,
     Row,
     Table,
-    ratio,
-    text,
-    time,
 )
 from mpistrat.bench.measure import Timings, take_turns
 from mpistrat.data import Dataset
@@ -31,19 +28,9 @@ from mpistrat.hdf5 import h5py
 from mpistrat.pytorch import import_torch
 from mpistrat.strategies import MPIStrategy, Strategy
 
-__all__ = [
-    "BATCH_SIZE",
-    "BENCHMARK",
-    "FILES",
-    "NUM_FANCY",
-    "NUM_LOADED",
-    "fancy_reads",
-    "loader_reads",
-    "scan",
-    "write_files",
-]
+__all__ = ["BENCHMARK"]
 
-BATCH_SIZE = 256
+_BATCH_SIZE = 256
 FILES = ("gzip", "contiguous")
 _SIDE, _CHUNK = 32, 64
 _NUM_DISTINCT = 320 * _CHUNK
@@ -90,31 +77,31 @@ def _waves(rng: np.random.Generator, count: int) -> np.ndarray:
     return images
 
 
-NUM_FANCY = 2 * BATCH_SIZE
-"""Examples that `fancy_reads` reads: all of them would take a quarter of a minute."""
+_NUM_FANCY = 2 * _BATCH_SIZE
+"""Examples that `_read_by_index` reads: all of them would take a quarter of a minute."""
 
-NUM_LOADED = 8 * BATCH_SIZE
+_NUM_LOADED = 8 * _BATCH_SIZE
 _NUM_WORKERS = 2
 
 
-def scan(path: Path) -> None:
+def _read_in_order(path: Path) -> None:
     """Read all batches in the order of the file, by plain slices of h5py.
 
     Each batch is kept until the next has come, as in any program that uses it.
     """
     with h5py().File(path, "r") as file:
         image, label = file["image"], file["label"]
-        for first in range(0, len(image), BATCH_SIZE):
-            _batch = image[first : first + BATCH_SIZE], label[first : first + BATCH_SIZE]
+        for first in range(0, len(image), _BATCH_SIZE):
+            _batch = image[first : first + _BATCH_SIZE], label[first : first + _BATCH_SIZE]
 
 
-def fancy_reads(path: Path) -> None:
+def _read_by_index(path: Path) -> None:
     """Read random batches by index arrays, sorted as h5py wants them."""
     with h5py().File(path, "r") as file:
         image, label = file["image"], file["label"]
-        order = np.random.default_rng(0).permutation(len(image))[:NUM_FANCY]
-        for first in range(0, NUM_FANCY, BATCH_SIZE):
-            rows = np.sort(order[first : first + BATCH_SIZE])
+        order = np.random.default_rng(0).permutation(len(image))[:_NUM_FANCY]
+        for first in range(0, _NUM_FANCY, _BATCH_SIZE):
+            rows = np.sort(order[first : first + _BATCH_SIZE])
             image[rows]
             label[rows]
 
@@ -127,14 +114,14 @@ class _Examples:
         self._files: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        return NUM_LOADED
+        return _NUM_LOADED
 
     def __getitem__(self, number: int) -> tuple[Any, Any]:
         file = self._files.get(os.getpid())
         if file is None:
             file = self._files[os.getpid()] = h5py().File(self._path, "r")
         image, label = file["image"], file["label"]
-        row = number * len(image) // NUM_LOADED
+        row = number * len(image) // _NUM_LOADED
         return image[row], label[row]
 
 
@@ -145,7 +132,7 @@ def loader_reads(path: Path) -> Callable[[], None] | None:
         return None
     loader = torch.utils.data.DataLoader(
         _Examples(path),
-        batch_size=BATCH_SIZE,
+        batch_size=_BATCH_SIZE,
         shuffle=True,
         num_workers=_NUM_WORKERS,
         persistent_workers=True,
@@ -201,14 +188,16 @@ def _candidates(
     def alone(call: Callable[[], object]) -> Callable[[], object]:
         return call if rank == 0 else bool
 
-    add(_SCAN, alone(partial(scan, paths["gzip"])))
+    add(_SCAN, alone(partial(_read_in_order, paths["gzip"])))
     add("mpistrat, shuffled, gzip", _pass(strategy, paths["gzip"], is_shuffled=True))
     add("mpistrat, in order, gzip", _pass(strategy, paths["gzip"], is_shuffled=False))
-    add("h5py, sorted index arrays, gzip", alone(partial(fancy_reads, paths["gzip"])), NUM_FANCY)
+    add(
+        "h5py, sorted index arrays, gzip", alone(partial(_read_by_index, paths["gzip"])), _NUM_FANCY
+    )
     loader = loader_reads(paths["gzip"])
     if loader is not None:
-        add(_LOADER, alone(loader), NUM_LOADED)
-    add(_SLICES, alone(partial(scan, paths["contiguous"])))
+        add(_LOADER, alone(loader), _NUM_LOADED)
+    add(_SLICES, alone(partial(_read_in_order, paths["contiguous"])))
     add("mpistrat, shuffled, contiguous", _pass(strategy, paths["contiguous"], is_shuffled=True))
     add("mpistrat, in order, contiguous", _pass(strategy, paths["contiguous"], is_shuffled=False))
     return calls, lengths
@@ -226,7 +215,7 @@ def _pass(strategy: Strategy, path: Path, *, is_shuffled: bool) -> Callable[[], 
 
 def _dataset(path: Path, is_shuffled: bool) -> Dataset:
     dataset = Dataset.from_hdf5(path, ("image", "label"))
-    return (dataset.shuffle(0) if is_shuffled else dataset).batch(BATCH_SIZE)
+    return (dataset.shuffle(0) if is_shuffled else dataset).batch(_BATCH_SIZE)
 
 
 def _share_of_waiting(strategy: Strategy, path: Path) -> float:
@@ -245,12 +234,12 @@ def _share_of_waiting(strategy: Strategy, path: Path) -> float:
     waiting_s = began = 0.0
     for number in range(2 * _NUM_STEPS):
         if number == _NUM_STEPS:  # the first half warms up
-            waiting_s, began = 0.0, clock.perf_counter()
-        asked = clock.perf_counter()
+            waiting_s, began = 0.0, time.perf_counter()
+        asked = time.perf_counter()
         element = batches.get_next()
-        waiting_s += clock.perf_counter() - asked
+        waiting_s += time.perf_counter() - asked
         strategy.run(step, args=element)
-    share = waiting_s / (clock.perf_counter() - began)
+    share = waiting_s / (time.perf_counter() - began)
     batches.close()
     return share
 
@@ -272,15 +261,15 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                text("read by", "what"),
+                Column.text("read by", "what"),
                 Column("examples / s", lambda row: f"{row['examples_per_s']:,.0f}"),
-                time("one pass", "pass_s"),
-                ratio("rate / scan of the same file", "rate_over_scan"),
+                Column.time("one pass", "pass_s"),
+                Column.ratio("rate / scan of the same file", "rate_over_scan"),
             )
         ),
         Table(
             (
-                text("steps", "num_steps"),
+                Column.text("steps", "num_steps"),
                 Column("waiting for data", lambda row: f"{100 * row['waiting']:.1f} %"),
             ),
             _STEPS,

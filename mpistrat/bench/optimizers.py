@@ -12,12 +12,10 @@ from mpistrat.bench.benchmark import (
     Bars,
     Benchmark,
     Choices,
+    Column,
     Findings,
     Row,
     Table,
-    ratio,
-    text,
-    time,
 )
 from mpistrat.bench.measure import take_turns
 from mpistrat.bench.networks import NUM_PARAMETERS, SHAPES, random_arrays
@@ -100,14 +98,14 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                text("optimizer", "optimizer"),
-                text("parameters", "layout"),
-                time("mpistrat", "ours_s"),
-                time("torch fused", "fused_s"),
-                time("torch foreach", "foreach_s"),
-                ratio("ours / fused", "ours_over_fused"),
-                ratio("ours / foreach", "ours_over_foreach"),
-                time("one copy", "copy_s"),
+                Column.text("optimizer", "optimizer"),
+                Column.text("parameters", "layout"),
+                Column.time("mpistrat", "ours_s"),
+                Column.time("torch fused", "fused_s"),
+                Column.time("torch foreach", "foreach_s"),
+                Column.ratio("ours / fused", "ours_over_fused"),
+                Column.ratio("ours / foreach", "ours_over_foreach"),
+                Column.time("one copy", "copy_s"),
             )
         ),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time as clock
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,13 +14,10 @@ from mpistrat.bench.benchmark import (
     Bars,
     Benchmark,
     Choices,
+    Column,
     Findings,
     Row,
     Table,
-    ratio,
-    size,
-    text,
-    time,
 )
 from mpistrat.bench.measure import Timings, take_turns
 from mpistrat.collectives.collectives import Collectives
@@ -88,7 +85,7 @@ def _works(starts: Mapping[str, _Start], collectives: Collectives) -> dict[tuple
     for name in starts:
         length_s = timings.median_s(name)
         num_products = max(1, round(length_s / timings.median_s(_BUSY)))
-        works[name, _IDLE] = partial(clock.sleep, length_s)
+        works[name, _IDLE] = partial(time.sleep, length_s)
         works[name, _BUSY] = partial(_repeat, one_product, num_products)
     return works
 
@@ -139,14 +136,14 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                size("array", "num_bytes"),
-                text("reduction", "library"),
-                text("beside", "beside"),
-                time("reduction alone", "reduction_s"),
-                time("work alone", "work_s"),
-                time("all_or_none", "together_s"),
-                ratio("together / sum", "together_over_sum"),
-                ratio("at best", "best_over_sum"),
+                Column.size("array", "num_bytes"),
+                Column.text("reduction", "library"),
+                Column.text("beside", "beside"),
+                Column.time("reduction alone", "reduction_s"),
+                Column.time("work alone", "work_s"),
+                Column.time("together", "together_s"),
+                Column.ratio("together / sum", "together_over_sum"),
+                Column.ratio("at best", "best_over_sum"),
             )
         ),
     ),

@@ -13,14 +13,11 @@ from mpistrat.bench.benchmark import (
     Bars,
     Benchmark,
     Choices,
+    Column,
     Findings,
     Lines,
     Row,
     Table,
-    ratio,
-    size,
-    text,
-    time,
 )
 from mpistrat.bench.measure import facts_of_last_collective, take_turns
 from mpistrat.bench.networks import SHAPES, random_arrays
@@ -81,15 +78,15 @@ ALLREDUCE = Benchmark(
     (
         Table(
             (
-                size("array", "num_bytes"),
-                time("raw Allreduce", "raw_s"),
-                time("all_reduce", "ours_s"),
-                ratio("times faster", "ratio"),
-                time("above raw", "extra_s"),
-                time("one copy", "copy_s"),
-                ratio("all_reduce / copy", "ours_over_copy"),
-                text("moved by", "implementation"),
-                text("why", "why"),
+                Column.size("array", "num_bytes"),
+                Column.time("raw Allreduce", "raw_s"),
+                Column.time("all_reduce", "ours_s"),
+                Column.ratio("times faster", "ratio"),
+                Column.time("above raw", "extra_s"),
+                Column.time("one copy", "copy_s"),
+                Column.ratio("all_reduce / copy", "ours_over_copy"),
+                Column.text("moved by", "implementation"),
+                Column.text("why", "why"),
             )
         ),
     ),
@@ -184,14 +181,14 @@ GRADIENTS = Benchmark(
     (
         Table(
             (
-                text("gradients", "gradients"),
-                size("all_or_none", "num_bytes"),
-                time("loop of raw Allreduce", "raw_s"),
-                time("one all_reduce", "ours_s"),
-                ratio("times faster", "ratio"),
-                time("one raw, joined", "joined_s"),
-                ratio("all_reduce / joined", "ours_over_joined"),
-                size("memory besides the results", "extra_bytes"),
+                Column.text("gradients", "gradients"),
+                Column.size("together", "num_bytes"),
+                Column.time("loop of raw Allreduce", "raw_s"),
+                Column.time("one all_reduce", "ours_s"),
+                Column.ratio("times faster", "ratio"),
+                Column.time("one raw, joined", "joined_s"),
+                Column.ratio("all_reduce / joined", "ours_over_joined"),
+                Column.size("memory besides the results", "extra_bytes"),
             )
         ),
     ),
@@ -245,11 +242,11 @@ AGREEMENT = Benchmark(
     (
         Table(
             (
-                size("array", "num_bytes"),
-                time("with checks", "checked_s"),
-                time("without", "unchecked_s"),
-                time("cost", "cost_s"),
-                ratio("cost / without", "cost_ratio"),
+                Column.size("array", "num_bytes"),
+                Column.time("with checks", "checked_s"),
+                Column.time("without", "unchecked_s"),
+                Column.time("cost", "cost_s"),
+                Column.ratio("cost / without", "cost_ratio"),
             )
         ),
     ),

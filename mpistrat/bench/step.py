@@ -14,12 +14,10 @@ from mpistrat.bench.benchmark import (
     Bars,
     Benchmark,
     Choices,
+    Column,
     Findings,
     Row,
     Table,
-    ratio,
-    text,
-    time,
 )
 from mpistrat.bench.measure import Timings, take_turns
 from mpistrat.bench.networks import (
@@ -49,10 +47,10 @@ from mpistrat.variables import Variable
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["BENCHMARK", "DdpLoop", "HandwrittenLoop", "Loop", "PackageLoop", "open_ddp_loop"]
+__all__ = ["BENCHMARK"]
 
 
-class Loop(Protocol):
+class _Loop(Protocol):
     """A training loop, data aside: each step learns from the same batch."""
 
     def step(self) -> None:
@@ -262,7 +260,7 @@ def measure(choices: Choices) -> Findings:
     collectives = strategy.extended.collectives
     world = open_world(None)
     batch = random_batch(world.rank, world.size)
-    loops: dict[str, Loop] = {
+    loops: dict[str, _Loop] = {
         "ours": PackageLoop(strategy, batch),
         "hand": HandwrittenLoop(world.comm, batch),
     }
@@ -304,10 +302,10 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                text("loop", "loop"),
-                time("a step", "step_s"),
-                ratio("/ by hand", "over_hand"),
-                ratio("/ mpistrat", "over_ours"),
+                Column.text("loop", "loop"),
+                Column.time("a step", "step_s"),
+                Column.ratio("/ by hand", "over_hand"),
+                Column.ratio("/ mpistrat", "over_ours"),
             )
         ),
     ),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mpistrat.cli import bench, checkpoints, doctor, explain, timeline
 from mpistrat.version import __version__
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["main"]
 
 COMMANDS = (
     checkpoints.INSPECT,

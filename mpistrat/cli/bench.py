@@ -7,12 +7,20 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.cli.output import Command, print_error, print_json, print_line, print_table
+from mpistrat.cli.output import (
+    Command,
+    check_can_draw,
+    check_can_write,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from mpistrat.bench.benchmark import Benchmark, Choices
 
-__all__ = ["COMMAND", "add_options", "run_benchmark"]
+__all__ = ["COMMAND"]
 
 _NAMES = (
     *("agreement", "allreduce", "checkpoint", "data", "gradients", "optimizers"),
@@ -106,14 +114,10 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
 
 def _check_files(arguments: argparse.Namespace) -> None:
     """Refuse what cannot be written before anything is measured."""
-    from mpistrat.bench.benchmark import is_available
-
-    if arguments.plot and not is_available():
-        hint = "Install it with: pip install matplotlib."
-        raise ValueError(f"--plot needs matplotlib, which is not installed. {hint}")
+    if arguments.plot:
+        check_can_draw()
     for path in filter(None, (arguments.output, arguments.plot)):
-        if path.is_dir() or not path.parent.is_dir():
-            raise ValueError(f"{path} cannot be written: its folder must exist, and it be a file.")
+        check_can_write(path)
 
 
 def _print(benchmark: Benchmark, report: dict[str, Any]) -> None:
@@ -141,13 +145,11 @@ def _heading(report: dict[str, Any]) -> str:
 def _write_files(
     benchmark: Benchmark, report: dict[str, Any], arguments: argparse.Namespace
 ) -> None:
-    from mpistrat.bench.benchmark import draw
-
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
     if arguments.plot:
         heading = f"{benchmark.name}: {benchmark.summary}\n{_heading(report)}"
-        draw(benchmark.pictures, report, heading, arguments.plot)
+        benchmark.draw(report, heading, arguments.plot)
 
 
 COMMAND = Command(

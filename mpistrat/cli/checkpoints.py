@@ -19,10 +19,11 @@ from mpistrat.checkpoint.deferred import describe
 from mpistrat.checkpoint.format import FORMAT
 from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
 from mpistrat.checkpoint.validation import read_attribute
-from mpistrat.cli import statistics
 from mpistrat.cli.data_files import inspect_data
 from mpistrat.cli.output import (
     Command,
+    check_can_draw,
+    check_can_write,
     is_terminal,
     print_error,
     print_json,
@@ -30,7 +31,7 @@ from mpistrat.cli.output import (
     print_table,
     tree_labels,
 )
-from mpistrat.cli.statistics import summarize, tell_apart
+from mpistrat.cli.statistics import draw, summarize, tell_apart
 from mpistrat.errors import CheckpointError, DataError
 from mpistrat.system.text import readable_size
 
@@ -57,11 +58,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
     note = ""
     try:
         if arguments.plot:
-            statistics.check_can_draw(arguments.plot)
+            check_can_draw()
+            check_can_write(arguments.plot)
         with open_checkpoint(arguments.file) as reader:
             content = _content(reader, arguments.stats)
             if arguments.plot:
-                note = statistics.draw(reader, arguments.plot)
+                note = draw(reader, arguments.plot)
     except CheckpointError as error:
         print_error("inspect", error)
         return 1 if os.path.isfile(arguments.file) else 2

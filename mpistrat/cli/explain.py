@@ -14,12 +14,12 @@ from mpistrat.failures.flight_dumps import FORMAT, FORMAT_VERSION
 from mpistrat.system.text import rank_list, rank_spans, ranks_by_value
 from mpistrat.tracing.flight_recorder import State
 
-__all__ = ["COMMAND", "Act", "Divergence", "first_divergences", "last_acts"]
+__all__ = ["COMMAND"]
 
 _COUNTERS = ("runs", "merge_calls", "updates", "failures")
 _CAME = (State.AGREED, State.DONE)
 
-Act = tuple[tuple[int, ...], dict[str, str]]
+_Act = tuple[tuple[int, ...], dict[str, str]]
 """Ranks, and what they did last."""
 
 
@@ -39,7 +39,7 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class Divergence:
+class _Divergence:
     """The first collective of a communicator at which its ranks differ."""
 
     members: tuple[int, ...]
@@ -58,7 +58,7 @@ class Divergence:
         return tuple(sorted(rank for group in groups for rank in group.ranks))
 
 
-def first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[Divergence]:
+def _first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[_Divergence]:
     """Return where each communicator's ranks part, the earliest first.
 
     Parameters
@@ -74,7 +74,7 @@ def first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[Divergence]:
     return sorted(found, key=lambda each: each.began_ns)
 
 
-def last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[Act]:
+def _last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[_Act]:
     """Return what each rank did last and why it dumped, equal ranks together."""
     acts: list[tuple[int, tuple[tuple[str, str], ...]]] = []
     for rank, dump in sorted(dumps.items()):
@@ -109,7 +109,7 @@ def _first(
     dumps: Mapping[int, dict[str, Any]],
     members: tuple[int, ...],
     of_ranks: Mapping[int, dict[str, Any]],
-) -> Divergence | None:
+) -> _Divergence | None:
     entries = {
         rank: {each["number"]: each for each in channel["entries"]}
         for rank, channel in of_ranks.items()
@@ -125,7 +125,7 @@ def _first(
         if len(groups) > 1 or _failed_to_agree(here.values()):
             groups.sort(key=lambda group: -len(group.ranks))
             began_ns = min(_wall_ns(dumps[rank], each) for rank, each in here.items())
-            return Divergence(members, number, tuple(groups), began_ns)
+            return _Divergence(members, number, tuple(groups), began_ns)
     return None
 
 
@@ -211,7 +211,7 @@ def _run(arguments: argparse.Namespace) -> int:
     size = next(iter(dumps.values()))["size"]
     missing = [rank for rank in range(size) if rank not in dumps]
     try:
-        found, last = first_divergences(dumps), last_acts(dumps)
+        found, last = _first_divergences(dumps), _last_acts(dumps)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         print_error("explain", f"A flight record is damaged: {type(error).__name__}: {error}.")
         return 2
@@ -290,7 +290,7 @@ def _check(dump: dict[str, Any], file: Path) -> None:
         raise ValueError(f"{file} is damaged: it has channels of ranks that are not in {size}.")
 
 
-def _print(size: int, missing: list[int], found: list[Divergence], last: list[Act]) -> None:
+def _print(size: int, missing: list[int], found: list[_Divergence], last: list[_Act]) -> None:
     if missing:
         print_line(f"There is none of {rank_list(missing)}.")
     for each in found:
@@ -307,7 +307,7 @@ def _print(size: int, missing: list[int], found: list[Divergence], last: list[Ac
     )
 
 
-def _print_divergence(each: Divergence, size: int) -> None:
+def _print_divergence(each: _Divergence, size: int) -> None:
     among = "" if len(each.members) == size else f" among {rank_list(each.members)}"
     print_line(f"\nThe ranks part at collective {each.number}{among}: {_verdict(each)}")
     counters = [
@@ -330,7 +330,7 @@ def _print_divergence(each: Divergence, size: int) -> None:
     )
 
 
-def _verdict(each: Divergence) -> str:
+def _verdict(each: _Divergence) -> str:
     if len(each.groups) == 1:
         return "all came to the same call, and yet they did not agree."
     suspects = each.suspects
@@ -345,7 +345,7 @@ def _short(ranks: tuple[int, ...]) -> str:
 
 
 def _as_json(
-    size: int, missing: list[int], found: list[Divergence], last: list[Act]
+    size: int, missing: list[int], found: list[_Divergence], last: list[_Act]
 ) -> dict[str, Any]:
     return {
         "size": size,

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
@@ -18,6 +19,8 @@ from rich.text import Text
 
 __all__ = [
     "Command",
+    "check_can_draw",
+    "check_can_write",
     "is_terminal",
     "print_error",
     "print_json",
@@ -154,3 +157,20 @@ def _printable(text: str, stream: TextIO) -> str:
     safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     encoding = stream.encoding or "utf-8"
     return safe.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def check_can_draw() -> None:
+    """Raise ValueError where matplotlib is not installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed. Install it with: "
+            "pip install matplotlib."
+        ) from None
+
+
+def check_can_write(path: Path) -> None:
+    """Raise ValueError where `path` cannot be a new file, before any work is done for it."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: its folder must exist, and it be a file.")

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat.checkpoint.reader import CheckpointReader
 
-__all__ = ["check_can_draw", "count", "draw", "summarize", "tell_apart"]
+__all__ = ["draw", "summarize", "tell_apart"]
 
 
 @dataclass(frozen=True)
@@ -180,25 +180,6 @@ def _edges(low: float | int, high: float | int) -> np.ndarray:
         return np.array([low - margin, low + margin])
     # Half of each, because the distance of two floats can be too large for one.
     return np.unique(np.linspace(low / 2, high / 2, _NUM_BINS + 1) * 2)
-
-
-def check_can_draw(path: Path) -> None:
-    """Refuse a picture before anything is read.
-
-    Raises
-    ------
-    ValueError
-        Without matplotlib, or if no file can be written there.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed. Install it with: "
-            "pip install matplotlib."
-        ) from None
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: its folder must exist, and it be a file.")
 
 
 def draw(reader: CheckpointReader, path: Path) -> str:

@@ -12,22 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpistrat.cli.output import Command, print_error, print_json, print_line, print_table
+from mpistrat.cli.output import (
+    Command,
+    check_can_draw,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+)
 from mpistrat.system.text import rank_list
 from mpistrat.tracing.trace import Part, events, fit_clocks, metadata, parts_of
 
-__all__ = [
-    "CATEGORIES",
-    "COMMAND",
-    "COMPUTING",
-    "RankTimes",
-    "Straggler",
-    "draw",
-    "find_straggler",
-    "summarize",
-]
+__all__ = ["COMMAND"]
 
-CATEGORIES = {
+_CATEGORIES = {
     "checkpoint": "checkpoints",
     "data": "waiting for data",
     "wait": "waiting for ranks",
@@ -35,20 +33,20 @@ CATEGORIES = {
 }
 """What is told apart, in words. Time within several belongs to the first; the rest is computing."""
 
-COMPUTING = "computing"
+_COMPUTING = "computing"
 
 _US_PER_S = 1e6
 
 
 @dataclass
-class RankTimes:
+class _RankTimes:
     """The seconds of one rank."""
 
     rank: int
     total_s: float = 0.0
     """From its first span to the end of its last."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By the words of `CATEGORIES`, and for computing."""
+    """By the words of `_CATEGORIES`, and for computing."""
     others_waited_s: float = 0.0
     """How long the other ranks waited because this one came last, all together."""
     times_last: int = 0
@@ -56,18 +54,18 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Straggler:
+class _Straggler:
     """The rank for which the others waited most."""
 
     rank: int
     others_waited_s: float
     cause: str
-    """What it did longer than the others: one of the words of a `RankTimes`."""
+    """What it did longer than the others: one of the words of a `_RankTimes`."""
     longer_s: float
     """How much longer than the median of the others."""
 
 
-def summarize(events: Iterable[Mapping[str, Any]]) -> list[RankTimes]:
+def summarize(events: Iterable[Mapping[str, Any]]) -> list[_RankTimes]:
     """Return the times of each rank in the events of a trace, in rank order."""
     of_ranks: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
@@ -83,7 +81,7 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> list[RankTimes]:
     return list(times.values())
 
 
-def find_straggler(times: Sequence[RankTimes]) -> Straggler | None:
+def find_straggler(times: Sequence[_RankTimes]) -> _Straggler | None:
     """Return the rank for which the others waited most, ``None`` if they never did."""
     slowest = max(times, key=lambda each: each.others_waited_s, default=None)
     if slowest is None or slowest.others_waited_s <= 0:
@@ -91,20 +89,20 @@ def find_straggler(times: Sequence[RankTimes]) -> Straggler | None:
     others = [each for each in times if each is not slowest]
     longer_s = {
         words: slowest.seconds[words] - statistics.median(each.seconds[words] for each in others)
-        for words in (COMPUTING, CATEGORIES["data"], CATEGORIES["checkpoint"])
+        for words in (_COMPUTING, _CATEGORIES["data"], _CATEGORIES["checkpoint"])
     }
     cause = max(longer_s, key=longer_s.__getitem__)
-    return Straggler(slowest.rank, slowest.others_waited_s, cause, longer_s[cause])
+    return _Straggler(slowest.rank, slowest.others_waited_s, cause, longer_s[cause])
 
 
-def _times(rank: int, spans: Sequence[Mapping[str, Any]]) -> RankTimes:
+def _times(rank: int, spans: Sequence[Mapping[str, Any]]) -> _RankTimes:
     """Return the times of one rank, each moment counted once."""
     began_us = min(span["ts"] for span in spans)
     total_us = max(span["ts"] + span["dur"] for span in spans) - began_us
-    order = list(CATEGORIES)
+    order = list(_CATEGORIES)
     steps: list[tuple[float, int, int]] = []
     for span in spans:
-        if span["cat"] in CATEGORIES:
+        if span["cat"] in _CATEGORIES:
             depth = order.index(span["cat"])
             steps += [(span["ts"], depth, 1), (span["ts"] + span["dur"], depth, -1)]
     open_spans = [0] * len(order)
@@ -116,9 +114,9 @@ def _times(rank: int, spans: Sequence[Mapping[str, Any]]) -> RankTimes:
             spent_us[outermost] += time_us - before_us
         open_spans[depth] += change
         before_us = time_us
-    seconds = {CATEGORIES[name]: spent_us[i] / _US_PER_S for i, name in enumerate(order)}
-    seconds[COMPUTING] = (total_us - sum(spent_us)) / _US_PER_S
-    return RankTimes(rank, total_us / _US_PER_S, seconds)
+    seconds = {_CATEGORIES[name]: spent_us[i] / _US_PER_S for i, name in enumerate(order)}
+    seconds[_COMPUTING] = (total_us - sum(spent_us)) / _US_PER_S
+    return _RankTimes(rank, total_us / _US_PER_S, seconds)
 
 
 def _waits(
@@ -142,26 +140,18 @@ def _waits(
 
 
 _COLOURS = {
-    COMPUTING: "#4c9f70",
-    CATEGORIES["move"]: "#3b6fb6",
-    CATEGORIES["wait"]: "#d1495b",
-    CATEGORIES["data"]: "#edae49",
-    CATEGORIES["checkpoint"]: "#7d7d7d",
+    _COMPUTING: "#4c9f70",
+    _CATEGORIES["move"]: "#3b6fb6",
+    _CATEGORIES["wait"]: "#d1495b",
+    _CATEGORIES["data"]: "#edae49",
+    _CATEGORIES["checkpoint"]: "#7d7d7d",
 }
 _INCHES_PER_RANK = 0.3
 _MAX_INCHES = 40.0
 
 
-def draw(times: Sequence[RankTimes], path: Path) -> None:
-    """Draw a bar for each rank, in pieces by what took the time, into a PNG.
-
-    Raises
-    ------
-    ImportError
-        Without matplotlib.
-    OSError
-        If the file cannot be written.
-    """
+def _draw(times: Sequence[_RankTimes], path: Path) -> None:
+    """Draw a bar for each rank, divided by category, into a PNG."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -182,7 +172,7 @@ def draw(times: Sequence[RankTimes], path: Path) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-_COLUMNS = (COMPUTING, *(CATEGORIES[name] for name in ("wait", "move", "data", "checkpoint")))
+_COLUMNS = (_COMPUTING, *(_CATEGORIES[name] for name in ("wait", "move", "data", "checkpoint")))
 _MAX_ROWS = 32
 
 
@@ -210,10 +200,10 @@ def _run(arguments: argparse.Namespace) -> int:
     straggler = find_straggler(times)
     if arguments.plot is not None:
         try:
-            draw(times, arguments.plot)
-        except ImportError:
-            hint = "Install it with: pip install matplotlib."
-            print_error("timeline", f"--plot needs matplotlib, which is not installed. {hint}")
+            check_can_draw()
+            _draw(times, arguments.plot)
+        except ValueError as error:
+            print_error("timeline", error)
             return 2
         except OSError as error:
             print_error("timeline", f"{arguments.plot} cannot be written: {error.strerror}.")
@@ -261,7 +251,9 @@ def _read_trace(path: Path) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]
     return trace["traceEvents"], facts
 
 
-def _print(facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggler | None) -> None:
+def _print(
+    facts: dict[str, Any], times: Sequence[_RankTimes], straggler: _Straggler | None
+) -> None:
     if facts["missing_ranks"]:
         print_line(f"There is no part of {rank_list(facts['missing_ranks'])}.")
     shown = times
@@ -290,7 +282,7 @@ def _row(
     return [rank, *(f"{number:.3f}" for number in numbers)]
 
 
-def _formatted(straggler: Straggler | None) -> str:
+def _formatted(straggler: _Straggler | None) -> str:
     if straggler is None:
         return "No rank waited for another."
     text = (
@@ -303,7 +295,7 @@ def _formatted(straggler: Straggler | None) -> str:
 
 
 def _as_json(
-    facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggler | None
+    facts: dict[str, Any], times: Sequence[_RankTimes], straggler: _Straggler | None
 ) -> dict[str, Any]:
     return {
         "size": facts["size"],

@@ -26,13 +26,11 @@ __all__ = [
     "Evidence",
     "Outcome",
     "Trial",
-    "ask_library",
     "gather_claims",
     "judge",
     "list_libraries",
     "list_switches",
     "loaded_files",
-    "read_memory_kinds",
     "weigh",
 ]
 

@@ -24,7 +24,7 @@ from mpistrat.mpi.world import abort_world, communicator
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["OPERATIONS", "main", "wrong_operations"]
+__all__ = ["main"]
 
 _LENGTHS = (1, 2**10, 2**14, 2**20)
 """Elements of 4 bytes: libraries change their ways between short and long messages."""

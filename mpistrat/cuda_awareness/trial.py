@@ -35,7 +35,7 @@ from mpistrat.system.processes import Program
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["cuda_awareness", "exchange_command", "run_trial", "try_exchange"]
+__all__ = ["cuda_awareness"]
 
 _LIMIT_S = 60.0
 _PATIENCE_S = 5.0

@@ -28,9 +28,6 @@ __all__ = [
     "collect_facts",
     "count_allocated_gpus",
     "mpi_libraries",
-    "ok",
-    "problem",
-    "warning",
 ]
 
 
@@ -57,20 +54,20 @@ class Finding:
     remedy: str = ""
     """What to type."""
 
+    @classmethod
+    def ok(cls, topic: str, seen: str) -> Finding:
+        """Return a finding that needs no attention."""
+        return cls(topic, Level.OK, seen)
 
-def ok(topic: str, seen: str) -> Finding:
-    """Return a finding that needs no attention."""
-    return Finding(topic, Level.OK, seen)
+    @classmethod
+    def warning(cls, topic: str, seen: str, why: str, remedy: str) -> Finding:
+        """Return a finding that may be intended."""
+        return cls(topic, Level.WARNING, seen, why, remedy)
 
-
-def warning(topic: str, seen: str, why: str, remedy: str) -> Finding:
-    """Return a finding that may be meant so."""
-    return Finding(topic, Level.WARNING, seen, why, remedy)
-
-
-def problem(topic: str, seen: str, why: str, remedy: str) -> Finding:
-    """Return a finding that makes the exit code 1."""
-    return Finding(topic, Level.PROBLEM, seen, why, remedy)
+    @classmethod
+    def problem(cls, topic: str, seen: str, why: str, remedy: str) -> Finding:
+        """Return a finding that makes the exit code 1."""
+        return cls(topic, Level.PROBLEM, seen, why, remedy)
 
 
 # Open MPI, MPICH, Intel MPI and MVAPICH are libmpi.so; Cray's name has the compiler in it.

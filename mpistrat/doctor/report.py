@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpistrat.arrays import Device
-from mpistrat.doctor.facts import Finding, Level, RankFacts, collect_facts, ok, problem
+from mpistrat.doctor.facts import Finding, Level, RankFacts, collect_facts
 from mpistrat.doctor.hardware import (
     check_bandwidth,
     check_blas_threads,
@@ -101,10 +101,10 @@ def _check_settings() -> Finding:
     try:
         settings()
     except ValueError as error:
-        return problem(
+        return Finding.problem(
             "settings", str(error), "MPIStrategy() would raise.", "Unset or correct the variable."
         )
-    return ok("settings", "the MPISTRAT_... variables can be read")
+    return Finding.ok("settings", "the MPISTRAT_... variables can be read")
 
 
 def _check_software(facts: list[RankFacts]) -> Finding:
@@ -112,7 +112,7 @@ def _check_software(facts: list[RankFacts]) -> Finding:
     for name in ("versions", "library"):
         others = [each for each in facts if getattr(each, name) != getattr(first, name)]
         if others:
-            return problem(
+            return Finding.problem(
                 "software",
                 f"{rank_list(each.rank for each in others)} (on {others[0].node}) have other "
                 f"versions: {_format(others[0])}, rank 0 has {_format(first)}",
@@ -120,7 +120,7 @@ def _check_software(facts: list[RankFacts]) -> Finding:
                 "Use one environment on all nodes.",
             )
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
-    return ok("software", versions + (" on every rank" if len(facts) > 1 else ""))
+    return Finding.ok("software", versions + (" on every rank" if len(facts) > 1 else ""))
 
 
 def _format(facts: RankFacts) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mpistrat.cuda_awareness.evidence import list_switches, loaded_files
 from mpistrat.doctor import guard
-from mpistrat.doctor.facts import Finding, ok, problem, warning
+from mpistrat.doctor.facts import Finding
 from mpistrat.doctor.hardware import has_cuda_part
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import Launcher, find_launcher, without_launcher
@@ -28,14 +28,14 @@ from mpistrat.mpi.world import (
 from mpistrat.settings import environment
 from mpistrat.system.processes import Program
 
-__all__ = ["Start", "guarded", "look_at_shared_memory", "start"]
+__all__ = ["Start", "start"]
 
 _ROOM = 64 * 2**20
 """Bytes of shared memory that a few ranks need; Open MPI asks for 16 MiB for each."""
 
 
 @contextlib.contextmanager
-def guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
+def _guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
     """Say what has happened if this process does not come to the end of the block.
 
     The first task of each node says so. It is killed where the block takes too long: in there no
@@ -129,17 +129,17 @@ def start() -> Start:
             obstacle = _try_in_a_child()
             if obstacle is not None:
                 return Start(None, launcher, "", (obstacle,))
-        with guarded(launcher, _LIMIT_OF_A_JOB_S):
+        with _guarded(launcher, _LIMIT_OF_A_JOB_S):
             world = open_world(None)
     except LaunchError as error:
         what, _, remedy = str(error).partition(". ")
         why = "MPI ends it." if launcher.is_inherited else "Each task would be a job of its own."
-        finding = problem("launcher", what, why, remedy)
+        finding = Finding.problem("launcher", what, why, remedy)
         return Start(None, launcher, _library(), (finding,))
     except (ImportError, RuntimeError) as error:
         return Start(None, launcher, "", (_no_library(str(error)),))
     library = library_version()
-    findings = (ok("mpi", f"{library.partition(',')[0]}, threads: {thread_level()}"),)
+    findings = (Finding.ok("mpi", f"{library.partition(',')[0]}, threads: {thread_level()}"),)
     return Start(world, launcher, library, (*findings, _describe(world)))
 
 
@@ -150,7 +150,7 @@ def _find_fatal_claim() -> Finding | None:
     load_library()
     if not library_version().startswith("Open MPI") or has_cuda_part(loaded_files()):
         return None
-    return problem(
+    return Finding.problem(
         "cuda-aware",
         "claimed, but not there: OMPI_MCA_opal_cuda_support is set, while this Open MPI has no "
         "code for CUDA",
@@ -167,7 +167,7 @@ def _library() -> str:
 
 
 def _no_library(text: str) -> Finding:
-    return problem(
+    return Finding.problem(
         "mpi",
         f"mpi4py cannot load an MPI library: {text}",
         "MPIStrategy() would raise; programs without it run.",
@@ -193,12 +193,12 @@ def _try_in_a_child() -> Finding | None:
     what = lines[0] if lines else f"exit code {code}" if code > 0 else f"signal {-code}"
     if shared := look_at_shared_memory():
         why, remedy = shared
-        return problem("mpi", f"MPI does not start here: {what}", why, remedy)
+        return Finding.problem("mpi", f"MPI does not start here: {what}", why, remedy)
     return _needs_a_launcher(what)
 
 
 def _needs_a_launcher(what: str) -> Finding:
-    return warning(
+    return Finding.warning(
         "mpi",
         f"MPI does not start without a launcher here: {what}",
         "Some libraries, such as Cray's, never do on a login node.",
@@ -213,8 +213,8 @@ def _describe(world: World) -> Finding:
     where = f"{num_nodes} node{'s' if num_nodes > 1 else ''} ({names})"
     if launcher.name == "none":
         job = " inside of a batch job" if "SLURM_JOB_ID" in environment() else ""
-        return ok("launcher", f"none{job}: one rank on {where}")
+        return Finding.ok("launcher", f"none{job}: one rank on {where}")
     protocol = f" by --mpi={launcher.protocol}" if launcher.protocol else ""
     tasks = f"{launcher.num_tasks} task{'s' if launcher.num_tasks > 1 else ''}"
     seen = f"{launcher.title} started {tasks}, MPI sees {world.size}{protocol}, on {where}"
-    return ok("launcher", seen)
+    return Finding.ok("launcher", seen)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.cuda_awareness.evidence import loaded_files
-from mpistrat.doctor.facts import Finding, mpi_libraries, ok, problem, warning
+from mpistrat.doctor.facts import Finding, mpi_libraries
 from mpistrat.hdf5 import h5py
 from mpistrat.mpi.launcher import without_launcher
 from mpistrat.settings import environment
@@ -80,7 +80,7 @@ def print_hdf5_versions() -> None:
 def check_hdf5(facts: HDF5Facts) -> Finding:
     """Return whether h5py loads, and with which MPI."""
     if facts.error:
-        return problem(
+        return Finding.problem(
             "hdf5",
             f"h5py cannot be loaded: {facts.error}",
             "Data sets and checkpoints are HDF5 files.",
@@ -90,7 +90,7 @@ def check_hdf5(facts: HDF5Facts) -> Finding:
     seen = f"h5py {found['h5py']}, HDF5 {found['hdf5']}"
     if found["of_h5py"]:
         of_mpi4py = ", ".join(found["of_mpi4py"]) or "none"
-        return problem(
+        return Finding.problem(
             "hdf5",
             f"{seen} with MPI: h5py loads {', '.join(found['of_h5py'])}, mpi4py {of_mpi4py}",
             "Two MPI libraries in one process mix up their functions: jobs crash or hang.",
@@ -99,8 +99,8 @@ def check_hdf5(facts: HDF5Facts) -> Finding:
             "pip install --force-reinstall --no-deps --no-binary=h5py h5py",
         )
     if found["is_parallel"]:
-        return ok("hdf5", f"{seen} with MPI, the same library as mpi4py's")
-    return ok("hdf5", f"{seen} without MPI, which is all that mpistrat needs")
+        return Finding.ok("hdf5", f"{seen} with MPI, the same library as mpi4py's")
+    return Finding.ok("hdf5", f"{seen} without MPI, which is all that mpistrat needs")
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def check_folder(facts: Sequence[FolderFacts]) -> Finding:
     """Return whether checkpoints can be written to a folder."""
     for each in facts:
         if each.error:
-            return problem(
+            return Finding.problem(
                 "folder",
                 f"{each.path} cannot be written on {each.node}: {each.error}",
                 "Checkpoints cannot be saved there.",
@@ -183,7 +183,7 @@ def check_folder(facts: Sequence[FolderFacts]) -> Finding:
     switch = environment().get("HDF5_USE_FILE_LOCKING", "").upper()
     for each in facts:
         if each.lock_error and switch not in ("FALSE", "BEST_EFFORT"):
-            return warning(
+            return Finding.warning(
                 "folder",
                 f"{each.path} can be written, but not locked on {each.node}: {each.lock_error}",
                 "HDF5 locks the files that it opens, and may refuse to.",
@@ -191,4 +191,4 @@ def check_folder(facts: Sequence[FolderFacts]) -> Finding:
             )
     where = f" on {len(facts)} nodes" if len(facts) > 1 else ""
     locks = "locks are switched off" if switch == "FALSE" else "locked"
-    return ok("folder", f"{facts[0].path} can be written and renamed in, {locks}{where}")
+    return Finding.ok("folder", f"{facts[0].path} can be written and renamed in, {locks}{where}")

@@ -26,7 +26,7 @@ from mpistrat.mpi.world import started_world
 from mpistrat.settings import settings
 from mpistrat.system.text import rank_list
 
-__all__ = ["Fault", "Injection", "inject_from_environment", "read_fault", "read_faults"]
+__all__ = ["Fault", "Injection", "inject_from_environment", "read_fault"]
 
 _GRAMMAR = (
     "delay:SECONDS, jitter:SECONDS, kill, stop, exhaust, corrupt[:BIT], raise:CLASS, exit[:CODE] "

@@ -19,7 +19,7 @@ import pytest
 from mpistrat.strategies import MPIStrategy
 from mpistrat.testing.launch import rank_and_size
 
-__all__ = ["DeadlockReporter", "shared_tmp_path", "strategy"]
+__all__ = ["shared_tmp_path", "strategy"]
 
 _SIGNAL = signal.SIGRTMIN + 7
 """Asks a rank for its stacks. No MPI library and no launcher uses it."""
@@ -27,7 +27,7 @@ _PATIENCE_S = 1.0
 """How long the ranks have to write them. They need no lock and no interpreter for it."""
 
 
-class DeadlockReporter:
+class _DeadlockReporter:
     """Ends a test that runs too long, and says where each rank of this node is.
 
     The ranks of a node have one parent, and so find a folder in common. Each has a file there,
@@ -109,7 +109,7 @@ def _parent() -> str:
     return f"{pid}-{start_time}"
 
 
-_REPORTER = pytest.StashKey[DeadlockReporter]()
+_REPORTER = pytest.StashKey[_DeadlockReporter]()
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Get ready to say where the ranks are, where there are several."""
     world = rank_and_size()
     if world is not None:
-        config.stash[_REPORTER] = DeadlockReporter(*world)
+        config.stash[_REPORTER] = _DeadlockReporter(*world)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -47,9 +47,7 @@ def test_one_bad_argument_is_the_builtin_error_there_and_a_mismatch_elsewhere(
     assert ms.MPIStrategy().reduce("sum", 1) == size
 
 
-def test_an_exception_caught_on_one_rank_is_an_error_at_the_next_collective(
-    strategy, others, size
-):
+def test_an_exception_caught_on_one_rank_is_an_error_at_the_next_collective(strategy, others, size):
     def fn():
         if not others:
             raise ZeroDivisionError

@@ -8,15 +8,15 @@ to them says what many nodes would take.
 from __future__ import annotations
 
 import dataclasses
-import time as clock
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from mpistrat.bench.benchmark import (
     RESULTS,
-    Bars,
     Benchmark,
     Choices,
     Column,
@@ -24,9 +24,6 @@ from mpistrat.bench.benchmark import (
     Lines,
     Row,
     Table,
-    size,
-    text,
-    time,
 )
 from mpistrat.bench.measure import facts_of_last_collective
 from mpistrat.bench.networks import NUM_PARAMETERS
@@ -105,7 +102,7 @@ def _groups(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
             yield group
         request = comm.Ibarrier()
         while not request.Test():
-            clock.sleep(_POLL_S)
+            time.sleep(_POLL_S)
 
 
 def _split(comm: MPI.Intracomm, color: int, key: int) -> MPI.Intracomm:
@@ -222,24 +219,41 @@ def predictions(constants: Constants, has_network: bool) -> list[Row]:
     return rows
 
 
-def _longest(rows: Sequence[Row]) -> Sequence[Row]:
-    largest = max(row["num_bytes"] for row in rows)
-    return [row for row in rows if row["num_bytes"] == largest]
+@dataclass(frozen=True)
+class _MessageLines(Lines):
+    """Lines of messages over ranks, one for each way, for the longest array."""
+
+    def draw(self, axes: Any, rows: Sequence[Row]) -> None:
+        """Draw them with a linear vertical axis, as messages grow with the logarithm of ranks."""
+        largest = max(row["num_bytes"] for row in rows)
+        by_ranks: dict[int, dict[str, Any]] = {}
+        for row in rows:
+            if row["num_bytes"] == largest:
+                num_ranks = row["num_ranks"]
+                point = by_ranks.setdefault(num_ranks, {"num_ranks": num_ranks})
+                point[row["way"]] = row["messages"]
+        super().draw(axes, list(by_ranks.values()))
+        axes.set_yscale("linear")
 
 
-def _in_columns(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return one row for each number of ranks, for the longest arrays, with a key for each way."""
-    columns: dict[int, dict[str, Any]] = {}
-    for row in _longest(rows):
-        entry = columns.setdefault(row["num_ranks"], {"num_ranks": row["num_ranks"]})
-        entry[row["way"]] = row["messages"]
-    return list(columns.values())
+@dataclass(frozen=True)
+class _TermBars:
+    """Bars of predicted times, each divided into the shares of the model's terms."""
 
+    table: str
+    title: str
+    y_label: str
 
-def _shares(rows: Sequence[Row]) -> Sequence[Row]:
-    return [
-        {**row, **{term: row[f"{term}_s"] / row["predicted_s"] for term in TERMS}} for row in rows
-    ]
+    def draw(self, axes: Any, rows: Sequence[Row]) -> None:
+        """Draw one bar for each prediction."""
+        places, tops = range(len(rows)), [0.0] * len(rows)
+        for term in TERMS:
+            shares = [row[f"{term}_s"] / row["predicted_s"] for row in rows]
+            axes.bar(places, shares, 0.8, bottom=tops, label=term)
+            tops = [top + share for top, share in zip(tops, shares, strict=True)]
+        axes.set_xticks(
+            places, [_place(row) for row in rows], fontsize="small", rotation=30, ha="right"
+        )
 
 
 def _place(row: Row) -> str:
@@ -257,11 +271,11 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                text("ranks", "num_ranks"),
-                size("array", "num_bytes"),
-                text("way", "way"),
-                text("moved by", "implementation"),
-                text("calls of MPI", "mpi_calls"),
+                Column.text("ranks", "num_ranks"),
+                Column.size("array", "num_bytes"),
+                Column.text("way", "way"),
+                Column.text("moved by", "implementation"),
+                Column.text("calls of MPI", "mpi_calls"),
                 Column("messages", lambda row: f"{row['messages']:,.0f}"),
                 Column("bytes sent", lambda row: f"{row['bytes_sent']:,.0f}"),
                 Column("bytes / array", lambda row: f"{row['bytes_over_array']:.2f}"),
@@ -270,8 +284,8 @@ BENCHMARK = Benchmark(
         ),
         Table(
             (
-                time("a call", "call_s"),
-                time("a message", "message_s"),
+                Column.time("a call", "call_s"),
+                Column.time("a message", "message_s"),
                 _rate("sent", "sent_s_per_byte"),
                 _rate("reduced", "reduced_s_per_byte"),
                 Column("error of the fit", lambda row: f"{row['relative_error']:.0%}"),
@@ -281,35 +295,25 @@ BENCHMARK = Benchmark(
         ),
         Table(
             (
-                text("links", "links"),
-                text("nodes", "num_nodes"),
-                size("array", "num_bytes"),
-                time("all_reduce", "predicted_s"),
-                text("what rules", "rules"),
+                Column.text("links", "links"),
+                Column.text("nodes", "num_nodes"),
+                Column.size("array", "num_bytes"),
+                Column.time("all_reduce", "predicted_s"),
+                Column.text("what rules", "rules"),
             ),
             "predictions",
             "One all_reduce with one rank a node, as the model predicts",
         ),
     ),
     (
-        Lines(
+        _MessageLines(
             "num_ranks",
             {way: way for way in _WAYS},
             "ranks",
             "messages",
             title="messages one after the other, for the longest array",
-            rows=_in_columns,
-            is_y_logarithmic=False,
         ),
-        Bars(
-            _place,
-            {term: term for term in TERMS},
-            "share of the time",
-            "predictions",
-            "what rules the predicted times",
-            stacked=True,
-            rows=_shares,
-        ),
+        _TermBars("predictions", "what rules the predicted times", "share of the time"),
     ),
     sizes=(8, 2**20, 2**24),
 )
