@@ -1,4 +1,4 @@
-"""Reading HDF5 files: shuffled batches beside a plain scan and other ways."""
+"""Benchmark of reading HDF5 files: shuffled batches beside a plain scan and other ways."""
 
 from __future__ import annotations
 
@@ -34,15 +34,11 @@ _BATCH_SIZE = 256
 FILES = ("gzip", "contiguous")
 _SIDE, _CHUNK = 32, 64
 _NUM_DISTINCT = 320 * _CHUNK
-"""Further images are the first ones again, because inventing them takes longer than reading."""
+"""Further images repeat the first ones, because generating them takes longer than reading."""
 
 
 def write_files(folder: Path, num_examples: int) -> None:
-    """Write the same images chunked and compressed, and in one piece.
-
-    Waves of random length and direction in 32 steps of brightness: about as compressible as
-    drawings, so that inflating them takes most of the time of a scan.
-    """
+    """Write the same images twice: chunked and compressed, and contiguous."""
     rng = np.random.default_rng(0)
     images = _waves(rng, min(num_examples, _NUM_DISTINCT))
     label = rng.integers(0, 10, num_examples)
@@ -66,6 +62,8 @@ def write_files(folder: Path, num_examples: int) -> None:
 
 
 def _waves(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Return images of waves of random length and direction in 32 steps of brightness."""
+    # About as compressible as drawings: decompression takes most of the time of a scan.
     y, x = np.mgrid[:_SIDE, :_SIDE]
     images = np.empty((count, _SIDE, _SIDE, 3), np.uint8)
     for first in range(0, count, 1000):
@@ -78,25 +76,23 @@ def _waves(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 _NUM_FANCY = 2 * _BATCH_SIZE
-"""Examples that `_read_by_index` reads: all of them would take a quarter of a minute."""
+"""Examples that `_read_by_index` reads: all of them would take 15 seconds."""
 
 _NUM_LOADED = 8 * _BATCH_SIZE
 _NUM_WORKERS = 2
 
 
 def _read_in_order(path: Path) -> None:
-    """Read all batches in the order of the file, by plain slices of h5py.
-
-    Each batch is kept until the next has come, as in any program that uses it.
-    """
+    """Read all batches in the order of the file, by plain slices of h5py."""
     with h5py().File(path, "r") as file:
         image, label = file["image"], file["label"]
         for first in range(0, len(image), _BATCH_SIZE):
+            # Kept until the next batch is read, as in any program that uses it.
             _batch = image[first : first + _BATCH_SIZE], label[first : first + _BATCH_SIZE]
 
 
 def _read_by_index(path: Path) -> None:
-    """Read random batches by index arrays, sorted as h5py wants them."""
+    """Read random batches by index arrays, sorted as h5py requires."""
     with h5py().File(path, "r") as file:
         image, label = file["image"], file["label"]
         order = np.random.default_rng(0).permutation(len(image))[:_NUM_FANCY]
@@ -107,7 +103,7 @@ def _read_by_index(path: Path) -> None:
 
 
 class _Examples:
-    """The map-style data set of a PyTorch program: a file for each worker, an example a read."""
+    """A map-style data set, as in PyTorch programs: one open file per worker."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -126,7 +122,7 @@ class _Examples:
 
 
 def loader_reads(path: Path) -> Callable[[], None] | None:
-    """Return a pass of a shuffled DataLoader with two workers, ``None`` without PyTorch."""
+    """Return a function that reads a shuffled DataLoader, ``None`` without PyTorch."""
     torch = import_torch()
     if torch is None:
         return None
@@ -152,14 +148,11 @@ _NUM_STEPS, _WIDTH = 100, 512
 
 
 def measure(choices: Choices) -> Findings:
-    """Time passes over images of all ranks together. **Collective** over COMM_WORLD.
-
-    h5py by itself and the DataLoader run on rank 0 alone.
-    """
+    """Time passes of all ranks together over images. **Collective** over COMM_WORLD."""
     strategy = MPIStrategy(device="cpu")
     collectives = strategy.extended.collectives
     with tempfile.TemporaryDirectory() as own:
-        # Rank 0's folder; on several nodes it has to be a shared one (TMPDIR).
+        # Rank 0's folder; on several nodes TMPDIR must name a shared one.
         folder = Path(collectives.broadcast_json(own))
         with collectives.all_or_none("bench data"):
             if collectives.rank == 0:
@@ -178,13 +171,14 @@ def measure(choices: Choices) -> Findings:
 def _candidates(
     strategy: Strategy, paths: Mapping[str, Path], rank: int, num_examples: int
 ) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """Return what takes turns, and how many examples each reads over all ranks."""
+    """Return the candidates, and how many examples each reads over all ranks."""
     calls: dict[str, Callable[[], object]] = {}
     lengths: dict[str, int] = {}
 
     def add(name: str, call: Callable[[], object], length: int = num_examples) -> None:
         calls[name], lengths[name] = call, length
 
+    # The peers know nothing of ranks, so they run on rank 0 alone.
     def alone(call: Callable[[], object]) -> Callable[[], object]:
         return call if rank == 0 else bool
 
@@ -219,14 +213,12 @@ def _dataset(path: Path, is_shuffled: bool) -> Dataset:
 
 
 def _share_of_waiting(strategy: Strategy, path: Path) -> float:
-    """Return which part of its time a rank waits for the next batch, once warm. **Collective**.
-
-    A step is the forward and backward product of one layer of 512 units.
-    """
+    """Return the share of its time that a rank waits for batches, once warm. **Collective**."""
     dataset = _dataset(path, is_shuffled=True).repeat().prefetch(2)
     batches = iter(strategy.experimental_distribute_dataset(dataset))
     weight = np.ones((32 * 32 * 3, _WIDTH), np.float32)
 
+    # The forward and backward product of one layer of 512 units.
     def step(image: Any, label: Any) -> None:
         x = image.reshape(len(image), -1).astype(np.float32) / 255
         weight[...] += 1e-9 * (x.T @ np.tanh(x @ weight))

@@ -1,4 +1,4 @@
-"""Steps of the optimizers, beside those of ``torch.optim`` on the same arrays."""
+"""Benchmark of optimizer steps beside ``torch.optim`` on the same arrays."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def measure(choices: Choices) -> Findings:
 
 
 def _our_step(optimizer: Optimizer, gradients: list[np.ndarray]) -> Callable[[], object]:
-    """Return a step in cross-replica context: the gradients are there, nothing is reduced."""
+    """Return a step on reduced gradients, in cross-replica context."""
     strategy = OneDeviceStrategy("cpu")
     with strategy.scope():
         variables = [Variable(np.zeros_like(g), name=str(i)) for i, g in enumerate(gradients)]

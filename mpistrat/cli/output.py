@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs, errors on stderr."""
+"""Output of the commands: tables for people, JSON for programs, errors on stderr."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Command:
     """One command; `mpistrat.cli` lists them all."""
 
     name: str
-    """The word after ``mpistrat``."""
+    """As typed after ``mpistrat``."""
     help: str
     """One line for ``mpistrat --help``."""
     add_arguments: Callable[[argparse.ArgumentParser], object]
@@ -48,7 +48,7 @@ _Tree = dict[str, "_Tree"]
 
 
 def tree_labels(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield a label with guide lines, and the path it stands for, groups included."""
+    """Yield a label with guide lines and its path, for each path and each group."""
     root: _Tree = {}
     for path in paths:
         node = root
@@ -69,35 +69,29 @@ def _labels(node: _Tree, above: str, guide: str) -> Iterator[tuple[str, str]]:
 
 
 _GAP = 3
-"""Between two columns."""
+"""Blanks between two columns."""
 _NARROWEST = 16
-"""What is left for a column that is folded."""
+"""The least width of a folded column."""
 
 
 def is_terminal() -> bool:
-    """Return whether people read what is printed, rather than programs.
-
-    The terminals that launchers make for their tasks have no width, and may end in a file.
-    """
+    """Return whether people, rather than programs, read what is printed."""
+    # The terminals that launchers make for their tasks have no width, and may end in a file.
     return sys.stdout.isatty() and shutil.get_terminal_size((0, 0)).columns > 0
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table.
-
-    In a pipe or file each row is one line, neither cut nor folded. On a terminal the widest
-    column is folded to make room for the others; where that is not enough, each row is a
-    paragraph.
-    """
+    """Print a table: one line for each row, folded where the terminal is too narrow."""
     cells = [
         [_printable(str(cell), sys.stdout).replace("\n", "\\n") for cell in row] for row in rows
     ]
     widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
-    if not is_terminal():
+    if not is_terminal():  # for grep and awk: neither cut nor folded
         for row in (columns, *cells):
             print(_padded(row, widths))
         return
     console = Console(file=sys.stdout)
+    # The widest column makes room for the others; if that is not enough, rows become paragraphs.
     room = console.width - sum(widths) - _GAP * (len(widths) - 1) + max(widths)
     if room < _NARROWEST:
         for first, *others in cells:
@@ -147,11 +141,8 @@ def _strict(value: Any) -> Any:
 
 
 def _printable(text: str, stream: TextIO) -> str:
-    """Return `text` without what `stream` cannot take.
-
-    That is control characters, which a hostile file could bring, and letters that its encoding
-    does not have.
-    """
+    """Return `text` with control characters, and those unknown to `stream`, as escapes."""
+    # Names come from files, and a hostile one could hold escape sequences of the terminal.
     if text.isascii() and text.isprintable():
         return text
     safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""``mpistrat timeline``: where the time of each rank went, and which rank the others wait for."""
+"""Command ``mpistrat timeline``: time of each rank by category, and the straggler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CATEGORIES = {
     "wait": "waiting for ranks",
     "move": "moving data",
 }
-"""What is told apart, in words. Time within several belongs to the first; the rest is computing."""
+"""Names of the categories. Time within several belongs to the first; the rest is computing."""
 
 _COMPUTING = "computing"
 
@@ -46,11 +46,11 @@ class _RankTimes:
     total_s: float = 0.0
     """From its first span to the end of its last."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By the words of `_CATEGORIES`, and for computing."""
+    """By the names of `_CATEGORIES`, and for computing."""
     others_waited_s: float = 0.0
-    """How long the other ranks waited because this one came last, all together."""
+    """Time that the other ranks waited because this one came last, summed over them."""
     times_last: int = 0
-    """In how many collectives it came last."""
+    """Number of collectives in which it came last."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Straggler:
     rank: int
     others_waited_s: float
     cause: str
-    """What it did longer than the others: one of the words of a `_RankTimes`."""
+    """The category on which it spent most more than the others."""
     longer_s: float
     """How much longer than the median of the others."""
 
@@ -82,14 +82,14 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> list[_RankTimes]:
 
 
 def find_straggler(times: Sequence[_RankTimes]) -> _Straggler | None:
-    """Return the rank for which the others waited most, ``None`` if they never did."""
+    """Return the rank for which the others waited most, ``None`` if they did not wait."""
     slowest = max(times, key=lambda each: each.others_waited_s, default=None)
     if slowest is None or slowest.others_waited_s <= 0:
         return None
     others = [each for each in times if each is not slowest]
     longer_s = {
-        words: slowest.seconds[words] - statistics.median(each.seconds[words] for each in others)
-        for words in (_COMPUTING, _CATEGORIES["data"], _CATEGORIES["checkpoint"])
+        name: slowest.seconds[name] - statistics.median(each.seconds[name] for each in others)
+        for name in (_COMPUTING, _CATEGORIES["data"], _CATEGORIES["checkpoint"])
     }
     cause = max(longer_s, key=longer_s.__getitem__)
     return _Straggler(slowest.rank, slowest.others_waited_s, cause, longer_s[cause])
@@ -122,11 +122,11 @@ def _times(rank: int, spans: Sequence[Mapping[str, Any]]) -> _RankTimes:
 def _waits(
     of_ranks: Mapping[int, Sequence[Mapping[str, Any]]],
 ) -> dict[tuple[str, int], dict[int, float]]:
-    """Return how long each rank waited in each collective, but those within checkpoints."""
+    """Return how long each rank waited in each collective outside of checkpoints."""
     found: dict[tuple[str, int], dict[int, float]] = {}
     within: set[tuple[str, int]] = set()
     for rank, spans in of_ranks.items():
-        # By time, and what holds others before them.
+        # By start; a span that contains others comes before them.
         saving_until = float("-inf")
         for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
             if span["cat"] == "checkpoint":
@@ -160,9 +160,9 @@ def _draw(times: Sequence[_RankTimes], path: Path) -> None:
     axes = figure.subplots()
     ranks = [each.rank for each in times]
     left = [0.0] * len(times)
-    for words, colour in _COLOURS.items():
-        widths = [each.seconds[words] for each in times]
-        axes.barh(ranks, widths, left=left, color=colour, label=words)
+    for name, colour in _COLOURS.items():
+        widths = [each.seconds[name] for each in times]
+        axes.barh(ranks, widths, left=left, color=colour, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_xlabel("seconds")
     axes.set_ylabel("rank")
@@ -181,10 +181,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "path",
         nargs="+",
         type=Path,
-        help="a timeline, or the parts (*.part) that a job has left which was killed",
+        help="a timeline, or the parts (*.part) left by a job that was killed",
     )
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw it into this file")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the times into PNG")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -216,15 +216,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _read(paths: Sequence[Path]) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:
-    """Return the events and the metadata of the timeline in `paths`.
-
-    Raises
-    ------
-    ValueError
-        If they are no timeline.
-    OSError
-        If one cannot be read.
-    """
+    """Return the events and the metadata of the timeline, or raise ValueError or OSError."""
     if len(paths) == 1 and not paths[0].name.endswith(".part"):
         (path,) = paths
         if path.exists():
@@ -266,7 +258,7 @@ def _print(
     ]
     if len(shown) < len(times):
         middle = {
-            words: statistics.median(each.seconds[words] for each in times) for words in _COLUMNS
+            name: statistics.median(each.seconds[name] for each in times) for name in _COLUMNS
         }
         total_s = statistics.median(each.total_s for each in times)
         waited_s = statistics.median(each.others_waited_s for each in times)
@@ -278,7 +270,7 @@ def _print(
 def _row(
     rank: str, total_s: float, seconds: Mapping[str, float], others_waited_s: float
 ) -> list[str]:
-    numbers = (total_s, *(seconds[words] for words in _COLUMNS), others_waited_s)
+    numbers = (total_s, *(seconds[name] for name in _COLUMNS), others_waited_s)
     return [rank, *(f"{number:.3f}" for number in numbers)]
 
 
@@ -308,7 +300,7 @@ def _as_json(
 
 COMMAND = Command(
     "timeline",
-    "Say where the time of each rank went.",
+    "Show how each rank of a job spent its time.",
     _add_arguments,
     _run,
 )

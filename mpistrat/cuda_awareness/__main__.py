@@ -1,4 +1,4 @@
-"""``python -m mpistrat.cuda_awareness``: try an exchange of device memory."""
+"""Exchange of device memory by MPI, tried: ``python -m mpistrat.cuda_awareness``."""
 
 import sys
 

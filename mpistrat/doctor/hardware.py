@@ -1,4 +1,4 @@
-"""Hardware: GPUs, CUDA-aware MPI, processors, bandwidth between ranks."""
+"""Hardware checks: processors, GPUs, CUDA-aware MPI, bandwidth between ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def _by_node(facts: Sequence[RankFacts]) -> list[list[RankFacts]]:
-    """Return the facts of the ranks of each node."""
+    """Return the facts grouped by node."""
     nodes: dict[str, list[RankFacts]] = {}
     for each in facts:
         nodes.setdefault(each.node, []).append(each)
@@ -58,7 +58,7 @@ def _cores_of(node: Sequence[RankFacts]) -> int:
 
 
 def check_cores(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether each rank has a core."""
+    """Return the finding about cores: whether each rank has one."""
     worst = max(_by_node(facts), key=lambda node: len(node) / max(_cores_of(node), 1))
     num_cores = _cores_of(worst)
     if len(worst) > num_cores:
@@ -78,7 +78,7 @@ def check_cores(facts: Sequence[RankFacts]) -> Finding:
 
 
 def check_blas_threads(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether NumPy starts more threads than there are cores."""
+    """Return the finding about BLAS threads: whether there are more than cores."""
     for node in _by_node(facts):
         num_cores = _cores_of(node)
         share = max(num_cores // len(node), 1)
@@ -99,7 +99,7 @@ def check_blas_threads(facts: Sequence[RankFacts]) -> Finding:
             f"{len(node)} ranks with {each.asked_threads} BLAS threads each on {num_cores} core(s) "
             f"of {each.node} ({names or 'no variable limits them'})"
         )
-        # Twice as many happens where two ranks try something out, and costs little.
+        # Twice as many is common where two ranks try something out, and costs little.
         if each.thread_variables or num_threads > 2 * num_cores:
             return _too_many(seen, share)
         return Finding.warning("blas", seen, _WHY_THREADS, _limit_threads(share))
@@ -122,7 +122,7 @@ _WHY_SHARED = "Ranks on one GPU take turns on it and share its memory; NCCL refu
 
 
 def check_gpus(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether each rank has a GPU of its own, where there are GPUs."""
+    """Return the finding about GPUs: whether each rank has its own, where there are any."""
     for node in _by_node(facts):
         finding = _too_few(node)
         if finding is not None:
@@ -156,7 +156,7 @@ def check_gpus(facts: Sequence[RankFacts]) -> Finding:
 
 
 def _too_few(node: Sequence[RankFacts]) -> Finding | None:
-    """Return the problem where variables name fewer GPUs than the node has ranks."""
+    """Return a problem where the variables name fewer GPUs than the node has ranks."""
     allocated = count_allocated_gpus(list(node))
     has_own = any("SLURM_GPUS_PER_TASK" in each.gpu_variables for each in node)
     if not allocated or allocated >= len(node) or has_own or any(each.offer for each in node):
@@ -184,7 +184,7 @@ def _no_gpus(facts: Sequence[RankFacts]) -> Finding:
 
 
 def check_nccl(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether the GPUs can be connected by NCCL."""
+    """Return the finding about NCCL: whether it can connect the GPUs."""
     with_gpu = [each for each in facts if each.offer is not None]
     if not with_gpu:
         return Finding.ok("nccl", "not needed without GPUs")
@@ -208,17 +208,17 @@ def check_nccl(facts: Sequence[RankFacts]) -> Finding:
 
 
 _FUNCTIONS = (b"cuPointerGetAttribute", b"cudaPointerGetAttributes", b"cuMemcpy")
-"""Without one of them a library cannot tell device memory from that of the host."""
+"""Functions of CUDA, one of which a library needs to recognize device memory."""
 
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """What speaks for and against CUDA-awareness on rank 0, and what was tried."""
+    """Evidence about CUDA-awareness on this rank, and the trial of all ranks."""
 
     claims: tuple[str, ...] = ()
-    """What the library and its environment say for it."""
+    """Evidence for it from the library and the environment."""
     only_switches: bool = True
-    """Whether variables alone make the claim."""
+    """Whether the only evidence is environment variables."""
     is_vouched_for: bool = False
     """Whether the user has set MPISTRAT_CUDA_AWARE=on."""
     has_part: bool = False
@@ -228,18 +228,18 @@ class CudaFacts:
 
 
 def collect_cuda_facts(world: World, device: Device, all_have_gpus: bool) -> CudaFacts:
-    """Return what this rank finds, and try it where all have GPUs. **Collective**."""
+    """Return the evidence of this rank, with a trial if all have GPUs. **Collective**."""
     override = settings_at_the_end().cuda_aware
     tried = None
     if all_have_gpus:
         tried = cuda_awareness(world, device, override)
     evidence: Sequence[Evidence] = gather_claims(world.comm)
     switches = list_switches(environment())
-    claims = [each.words for each in evidence if each.is_claim]
+    claims = [each.text for each in evidence if each.is_claim]
     files = loaded_files()
     return CudaFacts(
         claims=tuple(claims),
-        only_switches=claims == ([switches.words] if switches.is_claim else []),
+        only_switches=claims == ([switches.text] if switches.is_claim else []),
         is_vouched_for=override is True,
         has_part=has_cuda_part(files),
         tried=tried,
@@ -247,13 +247,7 @@ def collect_cuda_facts(world: World, device: Device, all_have_gpus: bool) -> Cud
 
 
 def has_cuda_part(files: Sequence[str]) -> bool:
-    """Return whether the MPI library of a process, or a part beside it, can use CUDA.
-
-    Parameters
-    ----------
-    files : sequence of str
-        Those that the process has loaded.
-    """
+    """Return whether the MPI library among the loaded `files`, or a component of it, uses CUDA."""
     if list_libraries(files).is_claim:
         return True
     for library in map(Path, mpi_libraries(files)):
@@ -276,7 +270,7 @@ def _names_cuda(file: Path) -> bool:
 
 
 def check_cuda_awareness(facts: CudaFacts) -> Finding:
-    """Return whether MPI is what it is said to be."""
+    """Return the finding about CUDA-aware MPI: whether the evidence is true."""
     said = "; ".join(facts.claims)
     if facts.is_vouched_for and not facts.has_part:
         return Finding.problem(
@@ -326,12 +320,12 @@ def _judge_trial(tried: CudaAwareness, said: str) -> Finding:
 
 _LARGE_BYTES = 8 * 2**20
 _SLOWEST = 1e8
-"""Bytes per second: a link of 1 Gbit/s has a little more."""
+"""Bytes per second, a little less than a link of 1 Gbit/s."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians of a few MPI_Allreduce."""
+    """Median times of a few MPI_Allreduce."""
 
     size: int
     large_s: float
@@ -366,15 +360,7 @@ def measure_speed(world: World) -> Speed:
 
 
 def check_bandwidth(speed: Speed, num_nodes: int, is_crowded: bool) -> Finding:
-    """Return whether the ranks are as far apart as over a slow network.
-
-    Parameters
-    ----------
-    speed : Speed
-    num_nodes : int
-    is_crowded : bool
-        Whether ranks share cores, which says more of the time than the network does.
-    """
+    """Return the finding about the network: whether it is as slow as Ethernet."""
     copy = f"memory copies {_LARGE_BYTES / speed.copy_s / 1e9:.1f} GB/s"
     if speed.size == 1:
         return Finding.ok("bandwidth", f"one rank: {copy}")
@@ -383,6 +369,7 @@ def check_bandwidth(speed: Speed, num_nodes: int, is_crowded: bool) -> Finding:
         f"Allreduce of 8 MiB in {speed.large_s * 1e3:.1f} ms ({rate / 1e9:.2f} GB/s), of 8 B in "
         f"{speed.small_s * 1e6:.0f} us; {copy}"
     )
+    # Where ranks share cores, the time says more about that than about the network.
     if rate < _SLOWEST and not is_crowded:
         between = "nodes" if num_nodes > 1 else "ranks of one node"
         return Finding.warning(

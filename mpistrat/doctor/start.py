@@ -1,4 +1,4 @@
-"""Whether MPI starts, and whether the ranks find each other."""
+"""Checks of MPI's start and launcher: whether the ranks find each other."""
 
 from __future__ import annotations
 
@@ -31,22 +31,14 @@ from mpistrat.system.processes import Program
 __all__ = ["Start", "start"]
 
 _ROOM = 64 * 2**20
-"""Bytes of shared memory that a few ranks need; Open MPI asks for 16 MiB for each."""
+"""Bytes of shared memory that a few ranks need; Open MPI asks for 16 MiB per rank."""
 
 
 @contextlib.contextmanager
 def _guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
-    """Say what has happened if this process does not come to the end of the block.
-
-    The first task of each node says so. It is killed where the block takes too long: in there no
-    thread of Python runs, and no signal is seen.
-
-    Parameters
-    ----------
-    launcher : Launcher
-    limit_s : float
-        How long the block may take, in seconds.
-    """
+    """Have a guard process report and kill this one if the block ends it or takes too long."""
+    # Only on the first task of each node. The guard is a process, because while MPI starts no
+    # thread of Python runs and no signal handler is called.
     if launcher.name == "none" or launcher.local_task:
         yield
         return
@@ -54,10 +46,10 @@ def _guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
         [sys.executable, "-S", guard.__file__],
         stdin=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a launcher ends the task's
+        start_new_session=True,  # or a launcher would end it with the task
     )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(_orders(launcher, limit_s)) + "\n")
+    process.stdin.write(json.dumps(_order(launcher, limit_s)) + "\n")
     process.stdin.flush()
     try:
         yield
@@ -65,7 +57,7 @@ def _guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
         process.communicate("started\n")
 
 
-def _orders(launcher: Launcher, limit_s: float) -> dict[str, object]:
+def _order(launcher: Launcher, limit_s: float) -> dict[str, object]:
     task = f"task {launcher.task} of {launcher.num_tasks} on {platform.node()}"
     shared = " ".join(look_at_shared_memory())
     hint = f"\n  {shared}" if shared else ""
@@ -80,7 +72,7 @@ def _orders(launcher: Launcher, limit_s: float) -> dict[str, object]:
 
 
 def look_at_shared_memory(folder: str = "/dev/shm") -> tuple[str, ...]:
-    """Return what keeps MPI from its shared memory and what to type, or nothing."""
+    """Return why MPI cannot use shared memory and the remedy, or an empty tuple."""
     try:
         state = os.statvfs(folder)
     except OSError as error:
@@ -103,10 +95,10 @@ _TRY = "from mpi4py import MPI; print('started')"
 
 @dataclass(frozen=True)
 class Start:
-    """How far MPI came."""
+    """Result of starting MPI."""
 
     world: World | None
-    """``None`` where the ranks did not find each other, or MPI does not run here."""
+    """``None`` where MPI does not start, or the ranks do not find each other."""
     launcher: Launcher
     library: str
     findings: tuple[Finding, ...]
@@ -118,13 +110,13 @@ class Start:
 
 
 def start() -> Start:
-    """Start MPI as a strategy would, and return what came of it. **Collective** if it works."""
+    """Start MPI as a strategy would, and return the result. **Collective** if it works."""
     launcher = find_launcher()
     try:
         obstacle = None if is_started() else _find_fatal_claim()
         if obstacle is not None:
             return Start(None, launcher, _library(), (obstacle,))
-        # A library that wants a launcher may end the process, so a child goes first.
+        # A library that needs a launcher may end the process, so a child tries first.
         if launcher.name == "none" and not is_started():
             obstacle = _try_in_a_child()
             if obstacle is not None:
@@ -162,7 +154,7 @@ def _find_fatal_claim() -> Finding | None:
 def _library() -> str:
     try:
         return library_version()
-    except Exception:  # the launch has failed already; this is for the report alone
+    except Exception:  # only for the report, which already has the failed launch
         return ""
 
 
@@ -176,7 +168,7 @@ def _no_library(text: str) -> Finding:
 
 
 def _try_in_a_child() -> Finding | None:
-    """Start MPI in a child without a launcher; return what speaks against doing so here."""
+    """Start MPI in a child without a launcher; return the finding if that fails."""
     child = Program([sys.executable, "-c", _TRY], without_launcher())
     try:
         code = child.wait(_LIMIT_S)
@@ -188,7 +180,7 @@ def _try_in_a_child() -> Finding | None:
     lines = [line.strip() for line in child.stderr().splitlines() if any(map(str.isalnum, line))]
     if "cannot load MPI library" in child.stderr() or "ImportError" in child.stderr():
         return _no_library(lines[-1])
-    # Libraries say first what was wrong, and then what they do about it.
+    # Libraries print first what went wrong, then what follows from it.
     lines = [line for line in lines if "error" in line.lower()] or lines[-1:]
     what = lines[0] if lines else f"exit code {code}" if code > 0 else f"signal {-code}"
     if shared := look_at_shared_memory():

@@ -78,7 +78,7 @@ def print_hdf5_versions() -> None:
 
 
 def check_hdf5(facts: HDF5Facts) -> Finding:
-    """Return whether h5py loads, and with which MPI."""
+    """Return the finding about h5py and the MPI library that it was built with."""
     if facts.error:
         return Finding.problem(
             "hdf5",
@@ -105,22 +105,22 @@ def check_hdf5(facts: HDF5Facts) -> Finding:
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """What can be done with files in a folder, from one node."""
+    """Whether files in a folder can be written and locked from one node."""
 
     path: str
     node: str
     error: str = ""
-    """Why no file can be written there."""
+    """Why no file can be written there; empty where one can."""
     lock_error: str = ""
-    """Why files there cannot be locked."""
+    """Why files there cannot be locked; empty where they can."""
 
 
 def probe_folder(path: str, node: str) -> FolderFacts:
-    """Write, lock, flush, rename and remove a small file in a folder. Raises nothing."""
+    """Write, flush, lock, rename and remove a small file in a folder, without raising."""
     folder = Path(path)
     try:
         own = FolderFacts(os.path.abspath(path), node)
-    except OSError:  # the working directory, which a relative path starts from
+    except OSError:  # the working directory of a relative path is gone
         return FolderFacts(path, node, _NOWHERE)
     if not folder.is_dir():
         what = "it is no folder" if folder.exists() else _MISSING
@@ -146,7 +146,7 @@ def probe_folder(path: str, node: str) -> FolderFacts:
 
 
 def _try_lock(handle: int, name: str) -> str:
-    """Return why a file cannot be locked as HDF5 does, empty where it can."""
+    """Return why a file cannot be locked as HDF5 does, or an empty text."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -161,7 +161,7 @@ def _try_lock(handle: int, name: str) -> str:
     return "a second lock is granted"
 
 
-def _mend(facts: FolderFacts) -> str:
+def _remedy(facts: FolderFacts) -> str:
     if facts.error == _NOWHERE:
         return "cd to a folder that is there"
     path = shlex.quote(facts.path)
@@ -171,14 +171,14 @@ def _mend(facts: FolderFacts) -> str:
 
 
 def check_folder(facts: Sequence[FolderFacts]) -> Finding:
-    """Return whether checkpoints can be written to a folder."""
+    """Return the finding about writing checkpoints to a folder."""
     for each in facts:
         if each.error:
             return Finding.problem(
                 "folder",
                 f"{each.path} cannot be written on {each.node}: {each.error}",
                 "Checkpoints cannot be saved there.",
-                f"{_mend(each)}, or look at another one: mpistrat doctor --folder DIR",
+                f"{_remedy(each)}, or look at another one: mpistrat doctor --folder DIR",
             )
     switch = environment().get("HDF5_USE_FILE_LOCKING", "").upper()
     for each in facts:

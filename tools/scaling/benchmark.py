@@ -1,8 +1,8 @@
-"""How the cost of reductions grows: messages counted, and a model of the time.
+"""Scaling benchmark of reductions: counted messages, and a model of the time.
 
-Ranks that share a core say nothing about time. So what the package sends is counted on any number
-of ranks, and times are taken only where each rank has a core of its own; the model that is fitted
-to them says what many nodes would take.
+Times of ranks that share a core mean nothing. So what the package sends is counted on any number
+of ranks, and times are taken only where each rank has its own core; the model fitted to them
+predicts the time on many nodes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["BENCHMARK", "NETWORK_BYTES_PER_S", "NETWORK_LATENCY_S", "predictions
 
 NETWORK_LATENCY_S = 2e-6
 NETWORK_BYTES_PER_S = 12.5e9
-"""Between nodes, where all ranks of a run share one: assumed, about what 100 Gbit/s give."""
+"""Assumed links between nodes where all ranks share one: about those of 100 Gbit/s."""
 
 _NUM_NODES = (64, 1024)
 _PREDICTED_SIZES = (8, 2**20, 4 * NUM_PARAMETERS)
@@ -57,7 +57,7 @@ _POLL_S = 0.002
 def measure(choices: Choices) -> Findings:
     """Count what all-reductions send, time, fit and predict. **Collective** over COMM_WORLD."""
     world = open_world(None)
-    # First one rank of each node: so small groups tell of the network where there is one.
+    # One rank of each node first, so that small groups measure the network where there is one.
     ordered = _split(world.comm, 0, world.local_rank * world.size + world.rank)
     counts: list[Row] = []
     samples: list[Sample] = []
@@ -89,17 +89,14 @@ def rank_counts(size: int) -> list[int]:
 
 
 def _groups(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
-    """Yield the first 1, 2, 4, ... ranks of `comm` on the ranks that are among them.
-
-    **Collective** over `comm`. The other ranks wait until those are done, and leave them the
-    cores meanwhile.
-    """
+    """Yield the first 1, 2, 4, ... ranks of `comm` on their members. **Collective**."""
     from mpi4py import MPI
 
     for num_ranks in rank_counts(comm.size):
         group = _split(comm, 0 if comm.rank < num_ranks else MPI.UNDEFINED, comm.rank)
         if group != MPI.COMM_NULL:
             yield group
+        # The other ranks sleep meanwhile, which leaves the cores to the group.
         request = comm.Ibarrier()
         while not request.Test():
             time.sleep(_POLL_S)
@@ -110,18 +107,18 @@ def _split(comm: MPI.Intracomm, color: int, key: int) -> MPI.Intracomm:
 
 
 def _has_cores(world: World, num_ranks: int) -> bool:
-    """Return whether so many ranks of the ordered world have a core, and links, of their own."""
+    """Return whether the first `num_ranks` of the ordered world have their own cores and links."""
     num_machines = _num_machines(world)
     return 2 <= num_ranks <= (num_cores() if num_machines == 1 else num_machines)
 
 
 def _num_machines(world: World) -> int:
-    """Return how many machines there are: MPI may be made to see several nodes on one."""
+    """Return the number of machines, of which one may count as several nodes."""
     return len(set(world.hosts))
 
 
 def _count(group: MPI.Intracomm, sizes: Sequence[int]) -> list[Row]:
-    """Return what one all-reduction of each size and way sends, on the first rank."""
+    """Return the rows of what one all-reduction of each size and way sends on this rank."""
     from tools.scaling.counting import MpiCall, counted, total_work
 
     calls: list[MpiCall] = []
@@ -185,30 +182,22 @@ def _constants_row(fitted: Fit) -> Row:
 
 
 def predictions(constants: Constants, has_network: bool) -> list[Row]:
-    """Return what an `all_reduce` takes on many nodes with one rank each.
-
-    Parameters
-    ----------
-    constants : Constants
-    has_network : bool
-        Whether latency and bandwidth are those of a network. If not, those of an assumed one are
-        taken beside them.
-    """
+    """Return the rows of predicted times of an `all_reduce` on many nodes with one rank each."""
     links = {"as measured": constants}
-    if not has_network:
+    if not has_network:  # the constants have latency and bandwidth of memory
         links["assumed network"] = dataclasses.replace(
             constants,
             message_s=NETWORK_LATENCY_S,
             sent_s_per_byte=1 / NETWORK_BYTES_PER_S,
         )
     rows: list[Row] = []
-    for words, prices in links.items():
+    for name, prices in links.items():
         for num_nodes in _NUM_NODES:
             for num_bytes in _PREDICTED_SIZES:
                 work = package_all_reduce(num_nodes, num_bytes)
                 rows.append(
                     {
-                        "links": words,
+                        "links": name,
                         "num_nodes": num_nodes,
                         "num_bytes": num_bytes,
                         "predicted_s": prices.predict_s(work),
