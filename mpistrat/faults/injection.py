@@ -290,7 +290,7 @@ class Injection:
             _listeners(channel).append(self)
 
     def is_on(self, channel: Channel) -> bool:
-        """Return whether this fault was injected into `channel`."""
+        """Return whether this fault was injected into `channel`. Local."""
         return self._channel is channel
 
     def remove(self) -> None:
@@ -313,7 +313,7 @@ class Injection:
         self.remove()
 
     def on_collective(self, number: int) -> None:
-        """Make the fault happen if collective `number` is its own."""
+        """Make the fault happen if collective `number` is its own. Local."""
         if self._collective is None:
             self._act()
         elif number == self._collective and not self.is_done:

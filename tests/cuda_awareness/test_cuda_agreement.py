@@ -27,7 +27,7 @@ def world(strategy):
 
 @pytest.fixture
 def far_world(world):
-    """The same ranks, as if each were on a node of its own."""
+    """The same ranks, as if each were on its own node."""
     return dataclasses.replace(world, local_rank=0)
 
 

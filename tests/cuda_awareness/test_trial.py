@@ -208,7 +208,7 @@ def test_a_library_that_dies_of_an_address_fails():
 @pytest.mark.parametrize(
     ("name", "outcome"), [("SIGKILL", Outcome.OPEN), ("SIGABRT", Outcome.FAILED)]
 )
-def test_a_launcher_tells_how_a_process_has_died(name, outcome):
+def test_a_launcher_reports_how_a_process_has_ended(name, outcome):
     code = SAY + (
         "from mpi4py import MPI\n"
         "say('begun', MPI.COMM_WORLD.size)\n"
