@@ -4,7 +4,7 @@ Every check is a function of facts, which the ranks gather first. So all ranks c
 findings, and a check can be tested without the machine that it is about.
 """
 
-from mpistrat.doctor.facts import Finding, Level
-from mpistrat.doctor.report import Report, examine
+from mpistrat.doctor.facts import Level
+from mpistrat.doctor.report import examine
 
-__all__ = ["Finding", "Level", "Report", "examine"]
+__all__ = ["Level", "examine"]

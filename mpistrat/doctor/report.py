@@ -22,7 +22,7 @@ from mpistrat.doctor.storage import FolderFacts, check_folder, check_hdf5, probe
 from mpistrat.settings import settings
 from mpistrat.system.text import rank_list
 
-__all__ = ["Report", "examine"]
+__all__ = ["examine"]
 
 
 @dataclass(frozen=True)

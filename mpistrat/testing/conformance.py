@@ -21,7 +21,7 @@ from mpistrat.system.text import rank_list
 from mpistrat.values import IndexedSlices, Mirrored
 from mpistrat.variables import Variable
 
-__all__ = ["StrategyTests", "assert_all_ranks", "refused"]
+__all__ = ["StrategyTests", "assert_all_ranks"]
 
 
 def assert_all_ranks(strategy: Strategy, condition: Any, message: str = "") -> None:
