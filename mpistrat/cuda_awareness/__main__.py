@@ -1,4 +1,4 @@
-"""Exchange of device memory by MPI, tried: ``python -m mpistrat.cuda_awareness``."""
+"""Trial exchange of device memory: ``python -m mpistrat.cuda_awareness``."""
 
 import sys
 

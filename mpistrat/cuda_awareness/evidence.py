@@ -89,7 +89,7 @@ class CudaAwareness:
 
 
 def judge(device_kind: str, override: bool | None, evidence: Sequence[Evidence]) -> CudaAwareness:
-    """Return the answer before any trial, which `override` and a replica on the host decide."""
+    """Return the answer before a trial; `evidence` counts on GPUs, where `override` is None."""
     if device_kind != "gpu":
         return CudaAwareness(Answer.NO, ("the replica computes in host memory",))
     if override is True:
@@ -176,7 +176,7 @@ def _evidence(is_claim: bool, text: str) -> Evidence:
 
 
 def read_memory_kinds(kinds: str | None) -> Evidence:
-    """Return the evidence from a communicator's memory kinds, as "mpi,system,cuda:device"."""
+    """Return the evidence from a communicator's memory kinds, such as "mpi,system,cuda:device"."""
     # MPI 4.1, section 11.4.3.
     if kinds is None:
         return Evidence(False, "the communicator has no mpi_memory_alloc_kinds (MPI 4.1)")

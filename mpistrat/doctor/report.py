@@ -27,7 +27,7 @@ __all__ = ["examine"]
 
 @dataclass(frozen=True)
 class Report:
-    """Findings and the facts behind them, equal on all ranks."""
+    """Findings, and the facts of all ranks behind them."""
 
     findings: tuple[Finding, ...]
     facts: tuple[RankFacts, ...]
