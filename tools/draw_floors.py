@@ -1,4 +1,4 @@
-"""Draw the floors of the package as SVG, from the table of docs/architecture.md.
+"""SVG picture of the floors of the package, drawn from the table of docs/architecture.md.
 
 python -m tools.draw_floors   # writes docs/images/floors.svg
 """

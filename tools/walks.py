@@ -1,4 +1,4 @@
-"""Walks: which files of the package a value passes, traced by `sys.setprofile` on two ranks.
+"""Call traces of the package on two ranks: which files a value passes, by `sys.setprofile`.
 
 Run under mpiexec; rank 0 prints one JSON object. `tools/house.py` starts it and shows the table.
 """
@@ -27,7 +27,7 @@ class Walk:
     files : list of str
         The file of each call, in order.
     num_rounds : int
-        How many agreement rounds the strategy has had meanwhile.
+        The number of agreement rounds of the strategy meanwhile.
     """
 
     def __init__(self, strategy: Any) -> None:

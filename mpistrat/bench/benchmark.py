@@ -1,11 +1,11 @@
-"""Pictures of findings: lines over a quantity, and bars beside each other."""
+"""Benchmarks as data: what is measured, and the tables and pictures that show it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mpistrat.system.text import readable_size, readable_time
 
@@ -19,143 +19,18 @@ __all__ = [
     "Lines",
     "Row",
     "Table",
-    "draw",
-    "is_available",
-    "ratio",
-    "size",
-    "text",
-    "time",
 ]
-
-_Rows = Sequence[Mapping[str, Any]]
-
-_INCHES = (8.0, 4.5)
-"""Width and height of one picture; several stand one below the other."""
-
-
-_MAX_LEVEL_LABELS = 4
-"""More of them would run into each other."""
-
-
-def _all(rows: _Rows) -> _Rows:
-    return rows
-
-
-@dataclass(frozen=True)
-class Lines:
-    """One line for each series, over a quantity on a logarithmic axis."""
-
-    x: str
-    """Key of the quantity."""
-    series: Mapping[str, str]
-    """Words of the legend, by key."""
-    x_label: str
-    y_label: str
-    table: str = "results"
-    title: str = ""
-    rows: Callable[[_Rows], _Rows] = _all
-    """Returns the rows that are drawn."""
-    is_y_logarithmic: bool = True
-
-
-@dataclass(frozen=True)
-class Bars:
-    """A group of bars for each row."""
-
-    label: Callable[[Mapping[str, Any]], str]
-    """Returns the words under a group."""
-    series: Mapping[str, str]
-    """Words of the legend, by key."""
-    y_label: str
-    table: str = "results"
-    title: str = ""
-    line_at: float | None = None
-    """Where a horizontal line helps to compare."""
-    stacked: bool = False
-    """Whether the bars of a group stand one on the other."""
-    rows: Callable[[_Rows], _Rows] = _all
-    """Returns the rows that are drawn."""
-
-
-def is_available() -> bool:
-    """Return whether matplotlib is installed. Local."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def draw(
-    pictures: Sequence[Lines | Bars], tables: Mapping[str, _Rows], heading: str, path: Path
-) -> None:
-    """Draw the findings into a PNG. Local.
-
-    Parameters
-    ----------
-    pictures : sequence of Lines and Bars
-        A picture of a table that is not there is left out.
-    tables : mapping
-        Rows by the key of their table.
-    heading : str
-    path : Path
-
-    Raises
-    ------
-    ImportError
-        Without matplotlib.
-    OSError
-        If the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    drawn = [each for each in pictures if tables.get(each.table)]
-    figure = Figure(figsize=(_INCHES[0], _INCHES[1] * len(drawn)), layout="constrained")
-    figure.suptitle(heading, fontsize="small")
-    grid = figure.subplots(len(drawn), 1, squeeze=False)
-    for axes, picture in zip(grid[:, 0], drawn, strict=True):
-        rows = picture.rows(tables[picture.table])
-        if isinstance(picture, Lines):
-            _draw_lines(axes, picture, rows)
-        else:
-            _draw_bars(axes, picture, rows)
-        axes.set_title(picture.title, fontsize="medium")
-        axes.set_ylabel(picture.y_label)
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
-    figure.savefig(path, format="png", dpi=150)
-
-
-def _draw_lines(axes: Any, picture: Lines, rows: _Rows) -> None:
-    for key, words in picture.series.items():
-        points = [(row[picture.x], row[key]) for row in rows if key in row]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=words)
-    axes.set_xscale("log", base=2)
-    if picture.is_y_logarithmic:
-        axes.set_yscale("log")
-    axes.set_xlabel(picture.x_label)
-    axes.grid(alpha=0.3)
-
-
-def _draw_bars(axes: Any, picture: Bars, rows: _Rows) -> None:
-    places = range(len(rows))
-    width = 0.8 if picture.stacked else 0.8 / len(picture.series)
-    floor = [0.0] * len(rows)
-    for number, (key, words) in enumerate(picture.series.items()):
-        shift = 0.0 if picture.stacked else (number - (len(picture.series) - 1) / 2) * width
-        heights = [float(row.get(key, 0)) for row in rows]
-        axes.bar([p + shift for p in places], heights, width, bottom=floor, label=words)
-        if picture.stacked:
-            floor = [a + b for a, b in zip(floor, heights, strict=True)]
-    if picture.line_at is not None:
-        axes.axhline(picture.line_at, color="black", linewidth=0.8)
-    slanted = {"rotation": 30, "ha": "right"} if len(rows) > _MAX_LEVEL_LABELS else {}
-    axes.set_xticks(places, [picture.label(row) for row in rows], fontsize="small", **slanted)
-
 
 Row = Mapping[str, Any]
 
 RESULTS = "results"
 """Key of the table that every benchmark has."""
+
+_INCHES = (8.0, 4.5)
+"""Width and height of one picture; several are stacked in one file."""
+
+_MAX_LEVEL_LABELS = 4
+"""With more bars, level labels would overlap."""
 
 
 @dataclass(frozen=True)
@@ -171,12 +46,46 @@ class Choices:
 
 
 @dataclass(frozen=True)
+class Findings:
+    """What a benchmark has measured."""
+
+    tables: Mapping[str, Sequence[Row]]
+    """Rows of JSON values by the key of their table, times in seconds."""
+    notes: tuple[str, ...] = ()
+    """What the reader must know about this run, such as a peer that is not installed."""
+
+
+@dataclass(frozen=True)
 class Column:
     """One column of the table that people read."""
 
     title: str
     format: Callable[[Row], str]
     """Returns the cell of a row."""
+
+    @classmethod
+    def text(cls, title: str, key: str) -> Column:
+        """Return a column of texts and integers, ``-`` where a row has none."""
+        return cls(title, lambda row: str(row[key]) if row.get(key) not in (None, "") else "-")
+
+    @classmethod
+    def size(cls, title: str, key: str) -> Column:
+        """Return a column of sizes in bytes, ``-`` where a row has none."""
+        return cls(title, lambda row: readable_size(row[key]) if key in row else "-")
+
+    @classmethod
+    def time(cls, title: str, key: str) -> Column:
+        """Return a column of times and of differences, ``-`` where a row has none."""
+        return cls(title, lambda row: _signed_time(row[key]) if key in row else "-")
+
+    @classmethod
+    def ratio(cls, title: str, key: str) -> Column:
+        """Return a column of ratios, ``-`` where a row has none."""
+        return cls(title, lambda row: f"{row[key]:.2f}" if key in row else "-")
+
+
+def _signed_time(time_s: float) -> str:
+    return f"-{readable_time(-time_s)}" if time_s < 0 else readable_time(time_s)
 
 
 @dataclass(frozen=True)
@@ -190,14 +99,75 @@ class Table:
     """The line above, where a benchmark has several tables."""
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What a benchmark has found."""
+class _Picture(Protocol):
+    """How the rows of one table are drawn."""
 
-    tables: Mapping[str, Sequence[Row]]
-    """Rows of JSON values by the key of their table, times in seconds."""
-    notes: tuple[str, ...] = ()
-    """What the reader must know of this run, such as a peer that is not installed."""
+    @property
+    def table(self) -> str:
+        """Key of the table."""
+
+    @property
+    def title(self) -> str:
+        """The line above, where a benchmark has several pictures."""
+
+    @property
+    def y_label(self) -> str:
+        """Label of the vertical axis."""
+
+    def draw(self, axes: Any, rows: Sequence[Row]) -> None:
+        """Draw the rows into `axes`, each series with its label for the legend."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A picture with one line for each series, on logarithmic axes."""
+
+    x: str
+    """Key of the quantity on the horizontal axis."""
+    series: Mapping[str, str]
+    """Labels of the legend, by key."""
+    x_label: str
+    y_label: str
+    table: str = RESULTS
+    title: str = ""
+
+    def draw(self, axes: Any, rows: Sequence[Row]) -> None:
+        """Draw the rows that have the key of a series as its points."""
+        for key, label in self.series.items():
+            points = [(row[self.x], row[key]) for row in rows if key in row]
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel(self.x_label)
+        axes.grid(alpha=0.3)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A picture with a group of bars for each row."""
+
+    label: Callable[[Row], str]
+    """Returns the label below a group."""
+    series: Mapping[str, str]
+    """Labels of the legend, by key."""
+    y_label: str
+    table: str = RESULTS
+    title: str = ""
+    line_at: float | None = None
+    """Where a horizontal line helps to compare."""
+
+    def draw(self, axes: Any, rows: Sequence[Row]) -> None:
+        """Draw the groups beside each other."""
+        places = range(len(rows))
+        width = 0.8 / len(self.series)
+        for number, (key, label) in enumerate(self.series.items()):
+            shift = (number - (len(self.series) - 1) / 2) * width
+            heights = [float(row.get(key, 0)) for row in rows]
+            axes.bar([place + shift for place in places], heights, width, label=label)
+        if self.line_at is not None:
+            axes.axhline(self.line_at, color="black", linewidth=0.8)
+        slanted = {"rotation": 30, "ha": "right"} if len(rows) > _MAX_LEVEL_LABELS else {}
+        axes.set_xticks(places, [self.label(row) for row in rows], fontsize="small", **slanted)
 
 
 @dataclass(frozen=True)
@@ -211,32 +181,23 @@ class Benchmark:
     measure: Callable[[Choices], Findings]
     """**Collective** over COMM_WORLD; what rank 0 returns is shown."""
     tables: tuple[Table, ...]
-    pictures: tuple[Lines | Bars, ...]
+    pictures: tuple[_Picture, ...]
     sizes: tuple[int, ...] = ()
-    """The sizes it sweeps over where the user names none; empty where it does not sweep."""
+    """The default sizes to sweep over; empty where the benchmark does not sweep."""
     num_examples: int = 0
-    """How many examples it reads where the user does not say; 0 where it reads none."""
+    """The default number of examples to read; 0 where the benchmark reads none."""
 
+    def draw(self, tables: Mapping[str, Sequence[Row]], heading: str, path: Path) -> None:
+        """Draw the pictures of all `tables` that there are into one PNG."""
+        from matplotlib.figure import Figure
 
-def text(title: str, key: str) -> Column:
-    """Return a column of words and whole numbers, ``-`` where a row has none. Local."""
-    return Column(title, lambda row: str(row[key]) if row.get(key) not in (None, "") else "-")
-
-
-def size(title: str, key: str) -> Column:
-    """Return a column of sizes in bytes, ``-`` where a row has none. Local."""
-    return Column(title, lambda row: readable_size(row[key]) if key in row else "-")
-
-
-def time(title: str, key: str) -> Column:
-    """Return a column of times and of differences, ``-`` where a row has none. Local."""
-    return Column(title, lambda row: _signed_time(row[key]) if key in row else "-")
-
-
-def ratio(title: str, key: str) -> Column:
-    """Return a column of ratios, ``-`` where a row has none. Local."""
-    return Column(title, lambda row: f"{row[key]:.2f}" if key in row else "-")
-
-
-def _signed_time(time_s: float) -> str:
-    return f"-{readable_time(-time_s)}" if time_s < 0 else readable_time(time_s)
+        drawn = [each for each in self.pictures if tables.get(each.table)]
+        figure = Figure(figsize=(_INCHES[0], _INCHES[1] * len(drawn)), layout="constrained")
+        figure.suptitle(heading, fontsize="small")
+        grid = figure.subplots(len(drawn), 1, squeeze=False)
+        for axes, picture in zip(grid[:, 0], drawn, strict=True):
+            picture.draw(axes, tables[picture.table])
+            axes.set_title(picture.title, fontsize="medium")
+            axes.set_ylabel(picture.y_label)
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
+        figure.savefig(path, format="png", dpi=150)

@@ -1,4 +1,4 @@
-"""Checkpoints beside plain h5py: the same arrays, the same folder, the same run."""
+"""Benchmark of checkpoints beside plain h5py: same arrays, same folder, same run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ from mpistrat.bench.benchmark import (
     Bars,
     Benchmark,
     Choices,
+    Column,
     Findings,
     Row,
     Table,
-    ratio,
-    size,
-    text,
-    time,
 )
 from mpistrat.bench.measure import Timings
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
@@ -46,7 +43,7 @@ _BYTES_PER_ARRAY = 2**26
 
 @dataclass(frozen=True)
 class _Candidate:
-    """What is timed, and what comes before each time without being timed. All ranks do both."""
+    """What all ranks time, and what they do before each time without timing it."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
@@ -55,17 +52,17 @@ class _Candidate:
 def measure(choices: Choices) -> Findings:
     """Time saving and restoring 512 MiB of float32 variables. **Collective**."""
     strategy = MPIStrategy(device="cpu")
-    ranks = strategy.extended.collectives
+    collectives = strategy.extended.collectives
     rng = np.random.default_rng(0)
     with strategy.scope():
         variables = {
             f"weight{i}": Variable(rng.random(_BYTES_PER_ARRAY // 4, np.float32), name=f"w{i}")
             for i in range(_NUM_ARRAYS)
         }
-    with _folder(ranks) as folder:
+    with _folder(collectives) as folder:
         rows = [
-            _row(*each, ranks, choices.num_samples)
-            for each in _comparisons(variables, folder, ranks)
+            _row(*each, collectives, choices.num_samples)
+            for each in _comparisons(variables, folder, collectives)
         ]
     note = (
         "Plain h5py is alone on rank 0: it writes and flushes to disk, and reads without a digest. "
@@ -77,18 +74,18 @@ def measure(choices: Choices) -> Findings:
 
 
 def _comparisons(
-    variables: Mapping[str, Variable], folder: Path, ranks: Collectives
+    variables: Mapping[str, Variable], folder: Path, collectives: Collectives
 ) -> Iterator[tuple[str, str, dict[str, _Candidate]]]:
     checkpoint = Checkpoint(**variables)
     arrays = {name: variable.storage for name, variable in variables.items()}
     paths = {"ours": folder / "ours.h5", "peer": folder / "plain.h5"}
 
     def on_root(call: Callable[[], object]) -> Callable[[], object]:
-        return call if ranks.rank == 0 else lambda: None
+        return call if collectives.rank == 0 else lambda: None
 
     def digest(num_ranks: int) -> _Candidate:
         owners = share_out({name: array.nbytes for name, array in arrays.items()}, range(num_ranks))
-        own = [array for name, array in arrays.items() if owners[name] == ranks.rank]
+        own = [array for name, array in arrays.items() if owners[name] == collectives.rank]
         return _Candidate(lambda: _digest(own))
 
     manager = CheckpointManager(checkpoint, folder / "managed", 1, asynchronous=True)
@@ -102,7 +99,7 @@ def _comparisons(
             {
                 "ours": _Candidate(write, room["ours"]),
                 "peer": _Candidate(on_root(lambda: _write(paths["peer"], arrays)), room["peer"]),
-                "digests": digest(ranks.size if parallel else 1),
+                "digests": digest(collectives.size if parallel else 1),
             },
         )
     yield (
@@ -122,7 +119,7 @@ def _comparisons(
             {
                 "ours": _Candidate(lambda: checkpoint.restore(paths["ours"]), files["ours"]),
                 "peer": _Candidate(on_root(lambda: _read(paths["peer"])), files["peer"]),
-                "digests": digest(ranks.size),
+                "digests": digest(collectives.size),
             },
         )
 
@@ -131,10 +128,10 @@ def _row(
     what: str,
     peer: str,
     candidates: Mapping[str, _Candidate],
-    ranks: Collectives,
+    collectives: Collectives,
     num_samples: int,
 ) -> Row:
-    """Let the candidates take turns, after one round that does not count. **Collective**."""
+    """Time the candidates in turns, after a warm-up round. **Collective**."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     order = random.Random(0)  # equal on all ranks
@@ -143,10 +140,10 @@ def _row(
         for name in names:
             candidate = candidates[name]
             candidate.prepare()
-            ranks.gather_json(None)
+            collectives.gather_json(None)
             began_s = perf_counter()
             candidate.run()
-            time_s = max(ranks.gather_json(perf_counter() - began_s))
+            time_s = max(collectives.gather_json(perf_counter() - began_s))
             if number:
                 samples[name].append(time_s)
     timings = Timings(samples)
@@ -159,17 +156,17 @@ def _row(
 
 
 @contextmanager
-def _folder(ranks: Collectives) -> Iterator[Path]:
-    """Give a new folder in the current one, whose file system is measured. **Collective**."""
-    made = None
-    with ranks.all_or_none("bench"):
-        if ranks.rank == 0:
+def _folder(collectives: Collectives) -> Iterator[Path]:
+    """Yield a new folder in the current one, and remove it at the end. **Collective**."""
+    made = None  # not below TMPDIR: the file system of the current folder is measured
+    with collectives.all_or_none("bench"):
+        if collectives.rank == 0:
             made = tempfile.mkdtemp(dir=".", prefix=".mpistrat-bench-")
-    folder = Path(ranks.broadcast_json(made))
+    folder = Path(collectives.broadcast_json(made))
     try:
         yield folder
     finally:
-        if ranks.rank == 0:
+        if collectives.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -202,18 +199,18 @@ def _copy(targets: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) 
 
 
 def _remove(path: Path) -> None:
-    """Make room: every checkpoint is a new file."""
+    """Remove a file, because every checkpoint is a new one."""
     path.unlink(missing_ok=True)
 
 
 def _forget(path: Path) -> None:
-    """Have the system drop what it holds of a file in memory."""
+    """Drop a file from the page cache."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _touch(path: Path) -> None:
-    """Have the system hold a file in memory."""
+    """Read a file into the page cache."""
     with open(path, "rb") as file:
         while file.read(2**24):
             pass
@@ -226,14 +223,14 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                text("what", "what"),
-                size("size", "num_bytes"),
-                time("mpistrat", "ours_s"),
-                text("peer", "peer"),
-                time("its time", "peer_s"),
-                ratio("ratio", "ours_over_peer"),
-                time("digests", "digests_s"),
-                ratio("bound", "digests_over_peer"),
+                Column.text("what", "what"),
+                Column.size("size", "num_bytes"),
+                Column.time("mpistrat", "ours_s"),
+                Column.text("peer", "peer"),
+                Column.time("its time", "peer_s"),
+                Column.ratio("ratio", "ours_over_peer"),
+                Column.time("digests", "digests_s"),
+                Column.ratio("bound", "digests_over_peer"),
             )
         ),
     ),

@@ -1,10 +1,10 @@
-"""Reading HDF5 files: shuffled batches beside a plain scan and other ways."""
+"""Benchmark of reading HDF5 files: shuffled batches beside a plain scan and other ways."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import time as clock
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,6 @@ from mpistrat.bench.benchmark import (
     Findings,
     Row,
     Table,
-    ratio,
-    text,
-    time,
 )
 from mpistrat.bench.measure import Timings, take_turns
 from mpistrat.data import Dataset
@@ -31,31 +28,17 @@ from mpistrat.hdf5 import h5py
 from mpistrat.pytorch import import_torch
 from mpistrat.strategies import MPIStrategy, Strategy
 
-__all__ = [
-    "BATCH_SIZE",
-    "BENCHMARK",
-    "FILES",
-    "NUM_FANCY",
-    "NUM_LOADED",
-    "fancy_reads",
-    "loader_reads",
-    "scan",
-    "write_files",
-]
+__all__ = ["BENCHMARK"]
 
-BATCH_SIZE = 256
+_BATCH_SIZE = 256
 FILES = ("gzip", "contiguous")
 _SIDE, _CHUNK = 32, 64
 _NUM_DISTINCT = 320 * _CHUNK
-"""Further images are the first ones again, because inventing them takes longer than reading."""
+"""Further images repeat the first ones, because generating them takes longer than reading."""
 
 
 def write_files(folder: Path, num_examples: int) -> None:
-    """Write the same images chunked and compressed, and in one piece. Local.
-
-    Waves of random length and direction in 32 steps of brightness: about as compressible as
-    drawings, so that inflating them takes most of the time of a scan.
-    """
+    """Write the same images twice: chunked and compressed, and contiguous."""
     rng = np.random.default_rng(0)
     images = _waves(rng, min(num_examples, _NUM_DISTINCT))
     label = rng.integers(0, 10, num_examples)
@@ -79,6 +62,8 @@ def write_files(folder: Path, num_examples: int) -> None:
 
 
 def _waves(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Return images of waves of random length and direction in 32 steps of brightness."""
+    # About as compressible as drawings: decompression takes most of the time of a scan.
     y, x = np.mgrid[:_SIDE, :_SIDE]
     images = np.empty((count, _SIDE, _SIDE, 3), np.uint8)
     for first in range(0, count, 1000):
@@ -90,62 +75,60 @@ def _waves(rng: np.random.Generator, count: int) -> np.ndarray:
     return images
 
 
-NUM_FANCY = 2 * BATCH_SIZE
-"""Examples that `fancy_reads` reads: all of them would take a quarter of a minute."""
+_NUM_FANCY = 2 * _BATCH_SIZE
+"""Examples that `_read_by_index` reads: all of them would take 15 seconds."""
 
-NUM_LOADED = 8 * BATCH_SIZE
+_NUM_LOADED = 8 * _BATCH_SIZE
 _NUM_WORKERS = 2
 
 
-def scan(path: Path) -> None:
-    """Read all batches in the order of the file, by plain slices of h5py. Local.
-
-    Each batch is kept until the next has come, as in any program that uses it.
-    """
+def _read_in_order(path: Path) -> None:
+    """Read all batches in the order of the file, by plain slices of h5py."""
     with h5py().File(path, "r") as file:
         image, label = file["image"], file["label"]
-        for first in range(0, len(image), BATCH_SIZE):
-            _batch = image[first : first + BATCH_SIZE], label[first : first + BATCH_SIZE]
+        for first in range(0, len(image), _BATCH_SIZE):
+            # Kept until the next batch is read, as in any program that uses it.
+            _batch = image[first : first + _BATCH_SIZE], label[first : first + _BATCH_SIZE]
 
 
-def fancy_reads(path: Path) -> None:
-    """Read random batches by index arrays, sorted as h5py wants them. Local."""
+def _read_by_index(path: Path) -> None:
+    """Read random batches by index arrays, sorted as h5py requires."""
     with h5py().File(path, "r") as file:
         image, label = file["image"], file["label"]
-        order = np.random.default_rng(0).permutation(len(image))[:NUM_FANCY]
-        for first in range(0, NUM_FANCY, BATCH_SIZE):
-            rows = np.sort(order[first : first + BATCH_SIZE])
+        order = np.random.default_rng(0).permutation(len(image))[:_NUM_FANCY]
+        for first in range(0, _NUM_FANCY, _BATCH_SIZE):
+            rows = np.sort(order[first : first + _BATCH_SIZE])
             image[rows]
             label[rows]
 
 
 class _Examples:
-    """The map-style data set of a PyTorch program: a file for each worker, an example a read."""
+    """A map-style data set, as in PyTorch programs: one open file per worker."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._files: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        return NUM_LOADED
+        return _NUM_LOADED
 
     def __getitem__(self, number: int) -> tuple[Any, Any]:
         file = self._files.get(os.getpid())
         if file is None:
             file = self._files[os.getpid()] = h5py().File(self._path, "r")
         image, label = file["image"], file["label"]
-        row = number * len(image) // NUM_LOADED
+        row = number * len(image) // _NUM_LOADED
         return image[row], label[row]
 
 
 def loader_reads(path: Path) -> Callable[[], None] | None:
-    """Return a pass of a shuffled DataLoader with two workers, ``None`` without PyTorch. Local."""
+    """Return a function that reads a shuffled DataLoader, ``None`` without PyTorch."""
     torch = import_torch()
     if torch is None:
         return None
     loader = torch.utils.data.DataLoader(
         _Examples(path),
-        batch_size=BATCH_SIZE,
+        batch_size=_BATCH_SIZE,
         shuffle=True,
         num_workers=_NUM_WORKERS,
         persistent_workers=True,
@@ -165,14 +148,11 @@ _NUM_STEPS, _WIDTH = 100, 512
 
 
 def measure(choices: Choices) -> Findings:
-    """Time passes over images of all ranks together. **Collective** over COMM_WORLD.
-
-    h5py by itself and the DataLoader run on rank 0 alone.
-    """
+    """Time passes of all ranks together over images. **Collective** over COMM_WORLD."""
     strategy = MPIStrategy(device="cpu")
     collectives = strategy.extended.collectives
     with tempfile.TemporaryDirectory() as own:
-        # Rank 0's folder; on several nodes it has to be a shared one (TMPDIR).
+        # Rank 0's folder; on several nodes TMPDIR must name a shared one.
         folder = Path(collectives.broadcast_json(own))
         with collectives.all_or_none("bench data"):
             if collectives.rank == 0:
@@ -191,24 +171,27 @@ def measure(choices: Choices) -> Findings:
 def _candidates(
     strategy: Strategy, paths: Mapping[str, Path], rank: int, num_examples: int
 ) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """Return what takes turns, and how many examples each reads over all ranks."""
+    """Return the candidates, and how many examples each reads over all ranks."""
     calls: dict[str, Callable[[], object]] = {}
     lengths: dict[str, int] = {}
 
     def add(name: str, call: Callable[[], object], length: int = num_examples) -> None:
         calls[name], lengths[name] = call, length
 
+    # The peers know nothing of ranks, so they run on rank 0 alone.
     def alone(call: Callable[[], object]) -> Callable[[], object]:
         return call if rank == 0 else bool
 
-    add(_SCAN, alone(partial(scan, paths["gzip"])))
+    add(_SCAN, alone(partial(_read_in_order, paths["gzip"])))
     add("mpistrat, shuffled, gzip", _pass(strategy, paths["gzip"], is_shuffled=True))
     add("mpistrat, in order, gzip", _pass(strategy, paths["gzip"], is_shuffled=False))
-    add("h5py, sorted index arrays, gzip", alone(partial(fancy_reads, paths["gzip"])), NUM_FANCY)
+    add(
+        "h5py, sorted index arrays, gzip", alone(partial(_read_by_index, paths["gzip"])), _NUM_FANCY
+    )
     loader = loader_reads(paths["gzip"])
     if loader is not None:
-        add(_LOADER, alone(loader), NUM_LOADED)
-    add(_SLICES, alone(partial(scan, paths["contiguous"])))
+        add(_LOADER, alone(loader), _NUM_LOADED)
+    add(_SLICES, alone(partial(_read_in_order, paths["contiguous"])))
     add("mpistrat, shuffled, contiguous", _pass(strategy, paths["contiguous"], is_shuffled=True))
     add("mpistrat, in order, contiguous", _pass(strategy, paths["contiguous"], is_shuffled=False))
     return calls, lengths
@@ -226,18 +209,16 @@ def _pass(strategy: Strategy, path: Path, *, is_shuffled: bool) -> Callable[[], 
 
 def _dataset(path: Path, is_shuffled: bool) -> Dataset:
     dataset = Dataset.from_hdf5(path, ("image", "label"))
-    return (dataset.shuffle(0) if is_shuffled else dataset).batch(BATCH_SIZE)
+    return (dataset.shuffle(0) if is_shuffled else dataset).batch(_BATCH_SIZE)
 
 
 def _share_of_waiting(strategy: Strategy, path: Path) -> float:
-    """Return which part of its time a rank waits for the next batch, once warm. **Collective**.
-
-    A step is the forward and backward product of one layer of 512 units.
-    """
+    """Return the share of its time that a rank waits for batches, once warm. **Collective**."""
     dataset = _dataset(path, is_shuffled=True).repeat().prefetch(2)
     batches = iter(strategy.experimental_distribute_dataset(dataset))
     weight = np.ones((32 * 32 * 3, _WIDTH), np.float32)
 
+    # The forward and backward product of one layer of 512 units.
     def step(image: Any, label: Any) -> None:
         x = image.reshape(len(image), -1).astype(np.float32) / 255
         weight[...] += 1e-9 * (x.T @ np.tanh(x @ weight))
@@ -245,12 +226,12 @@ def _share_of_waiting(strategy: Strategy, path: Path) -> float:
     waiting_s = began = 0.0
     for number in range(2 * _NUM_STEPS):
         if number == _NUM_STEPS:  # the first half warms up
-            waiting_s, began = 0.0, clock.perf_counter()
-        asked = clock.perf_counter()
+            waiting_s, began = 0.0, time.perf_counter()
+        asked = time.perf_counter()
         element = batches.get_next()
-        waiting_s += clock.perf_counter() - asked
+        waiting_s += time.perf_counter() - asked
         strategy.run(step, args=element)
-    share = waiting_s / (clock.perf_counter() - began)
+    share = waiting_s / (time.perf_counter() - began)
     batches.close()
     return share
 
@@ -272,15 +253,15 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                text("read by", "what"),
+                Column.text("read by", "what"),
                 Column("examples / s", lambda row: f"{row['examples_per_s']:,.0f}"),
-                time("one pass", "pass_s"),
-                ratio("rate / scan of the same file", "rate_over_scan"),
+                Column.time("one pass", "pass_s"),
+                Column.ratio("rate / scan of the same file", "rate_over_scan"),
             )
         ),
         Table(
             (
-                text("steps", "num_steps"),
+                Column.text("steps", "num_steps"),
                 Column("waiting for data", lambda row: f"{100 * row['waiting']:.1f} %"),
             ),
             _STEPS,

@@ -1,4 +1,4 @@
-"""The machine and the versions that figures belong to."""
+"""Timing of candidates in turns, and the machine they run on."""
 
 from __future__ import annotations
 
@@ -23,41 +23,34 @@ from mpistrat.version import __version__
 __all__ = ["Timings", "describe_machine", "facts_of_last_collective", "take_turns"]
 
 _TARGET_S = 0.02
-"""About how long one sample takes; calls shorter than that are repeated within it, as a program
-does, so that caches are warm for most of them."""
+"""About how long one sample takes; shorter calls are repeated in it, which warms the caches."""
 
 
 class Timings:
-    """Times of one call of each candidate, in rounds in which each had its turn.
+    """Seconds of one call of each candidate, one sample for each round."""
 
-    Ratios and differences are taken within each round, so that a spell in which the whole
-    machine is slow falls out of them; then the median is taken over rounds.
-
-    Parameters
-    ----------
-    samples : mapping of str to sequence of float
-        Seconds of each candidate, one number for each round.
-    """
+    # Ratios and differences are taken within rounds before the median is taken over them: so
+    # times at which the whole machine is slow cancel out.
 
     def __init__(self, samples: Mapping[str, Sequence[float]]) -> None:
         self._samples = samples
 
     def median_s(self, name: str) -> float:
-        """Return the median time of the candidate `name`. Local."""
+        """Return the median time of the candidate `name`."""
         return statistics.median(self._samples[name])
 
     def medians(self) -> dict[str, float]:
-        """Return the medians as entries of a row: ``<name>_s``. Local."""
+        """Return the medians as entries of a row: ``<name>_s``."""
         return {f"{name}_s": self.median_s(name) for name in self._samples}
 
     def median_ratio(self, above: str, *below: str) -> float:
-        """Return the median of `above` divided by the sum of `below`. Local."""
+        """Return the median of `above` divided by the sum of `below`."""
         below_s = map(sum, zip(*(self._samples[each] for each in below), strict=True))
         rounds = zip(self._samples[above], below_s, strict=True)
         return statistics.median(first / second for first, second in rounds)
 
     def median_difference_s(self, first: str, second: str) -> float:
-        """Return the median of `first` minus `second`. Local."""
+        """Return the median of `first` minus `second`."""
         rounds = zip(self._samples[first], self._samples[second], strict=True)
         return statistics.median(a - b for a, b in rounds)
 
@@ -65,19 +58,7 @@ class Timings:
 def take_turns(
     candidates: Mapping[str, Callable[[], object]], collectives: Collectives, num_samples: int
 ) -> Timings:
-    """Time one call of each candidate in each round, after a warm-up. **Collective**.
-
-    A sample is the time of the slowest rank, so all ranks get equal numbers. Each round has an
-    order of its own, because a candidate finds the caches as the one before has left them.
-
-    Parameters
-    ----------
-    candidates : mapping of str to callable
-        Each is called by all ranks together.
-    collectives : Collectives
-    num_samples : int
-        The number of rounds.
-    """
+    """Time one call of each candidate in each of `num_samples` rounds. **Collective**."""
     repeats = {}
     for name, call in candidates.items():
         call()
@@ -87,10 +68,12 @@ def take_turns(
     names = list(candidates)
     order = random.Random(0)  # equal on all ranks
     for _ in range(num_samples):
+        # Each round has its own order: a candidate finds the caches that the previous one left.
         order.shuffle(names)
         for name in names:
             collectives.gather_json(None)
             seconds = _time(candidates[name], repeats[name])
+            # The time of the slowest rank, so that all ranks get equal numbers.
             samples[name].append(max(collectives.gather_json(seconds)))
     return Timings(samples)
 
@@ -103,7 +86,7 @@ def _time(call: Callable[[], object], repeats: int) -> float:
 
 
 class _Observer(Recorder):
-    """A recorder that keeps what it gets, and writes no file."""
+    """A recorder that keeps the facts of collectives in memory."""
 
     def __init__(self) -> None:
         self.push = self.pop = None
@@ -117,20 +100,14 @@ class _Observer(Recorder):
 
 
 def facts_of_last_collective(call: Callable[[], object]) -> dict[str, str]:
-    """Make `call`, and return what its last collective says of itself. Local, as `call` is.
-
-    Returns
-    -------
-    dict
-        ``implementation``: the class that moved the bytes. ``why``: its reason, where it gives
-        one. Empty where the ranks compare nothing (``MPISTRAT_CHECKS=off``).
-    """
+    """Make `call`, and return the reducer of its last collective and why it was selected."""
     observer, before = _Observer(), active()
     record_on(observer)
     try:
         call()
     finally:
         record_on(before)
+    # With MPISTRAT_CHECKS=off nothing is recorded.
     last = observer.facts[-1] if observer.facts else {}
     return {key: str(last[key]) for key in ("implementation", "why") if key in last}
 
@@ -140,7 +117,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 
 def describe_machine(world: World) -> dict[str, Any]:
-    """Return what a reader must know to judge a figure, as JSON values. Local."""
+    """Return what a reader must know to judge the figures, as JSON values."""
     variables = environment()
     return {
         "machine": {

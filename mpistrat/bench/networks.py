@@ -1,4 +1,7 @@
-"""The network of ``jobs/train_digits.py`` on plain arrays, for loops that differ in the rest."""
+"""Networks of the benchmarks: the shapes of ResNet-50, and a small one on plain arrays.
+
+The small one is that of ``jobs/train_digits.py``, for training loops that differ in all else.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ from mpistrat.sharding import slice_of_rank
 
 __all__ = [
     "LAYER_SIZES",
-    "LEARNING_RATE",
-    "MOMENTUM",
     "NUM_PARAMETERS",
     "SHAPES",
     "Batch",
@@ -54,7 +55,7 @@ NUM_PARAMETERS = sum(prod(shape) for shape in SHAPES)
 
 
 def random_arrays(shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """Return float32 arrays of `shapes` with numbers of the size of gradients. Local."""
+    """Return float32 arrays of `shapes` with numbers as small as gradients."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
     for array in arrays:
@@ -63,8 +64,6 @@ def random_arrays(shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
 
 
 LAYER_SIZES = (64, 128, 64, 10)
-LEARNING_RATE = 0.05
-MOMENTUM = 0.9
 _GLOBAL_BATCH_SIZE = 128
 
 Tape = list[np.ndarray]
@@ -84,7 +83,7 @@ class Batch:
 
 
 def random_batch(rank: int, size: int) -> Batch:
-    """Return the part of `rank` of a batch of 128 random examples. Local."""
+    """Return the part of `rank` of a batch of 128 random examples."""
     rng = np.random.default_rng(0)
     image = rng.integers(0, 17, (_GLOBAL_BATCH_SIZE, LAYER_SIZES[0]), np.uint8)
     label = rng.integers(0, LAYER_SIZES[-1], _GLOBAL_BATCH_SIZE)
@@ -93,7 +92,7 @@ def random_batch(rank: int, size: int) -> Batch:
 
 
 def first_weights() -> list[np.ndarray]:
-    """Return kernel and bias of each layer in turn, float32, equal on all ranks. Local."""
+    """Return kernel and bias of each layer in turn, float32, equal on all ranks."""
     rng = np.random.default_rng(0)
     weights = []
     for n, m in itertools.pairwise(LAYER_SIZES):
@@ -103,7 +102,7 @@ def first_weights() -> list[np.ndarray]:
 
 
 def forward(weights: Sequence[np.ndarray], image: np.ndarray) -> tuple[np.ndarray, Tape]:
-    """Return the logits of shape ``(local_batch_size, 10)``, and the tape. Local."""
+    """Return the logits of shape ``(local_batch_size, 10)``, and the tape."""
     x = image.astype(np.float32) / 16
     tape = []
     for kernel, bias in zip(weights[::2], weights[1::2], strict=True):
@@ -114,7 +113,7 @@ def forward(weights: Sequence[np.ndarray], image: np.ndarray) -> tuple[np.ndarra
 
 
 def cross_entropy(logits: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the loss of each example, and the gradient of their sum by the logits. Local."""
+    """Return the loss of each example, and the gradient of their sum with respect to the logits."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_probability = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     target = (label[:, None] == np.arange(logits.shape[1])).astype(np.float32)
@@ -122,7 +121,7 @@ def cross_entropy(logits: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, np
 
 
 def backward(weights: Sequence[np.ndarray], tape: Tape, error: np.ndarray) -> list[np.ndarray]:
-    """Return the gradients in the order of `weights`, given that by the logits. Local."""
+    """Return the gradients in the order of `weights`, from that of the logits."""
     gradients: list[np.ndarray] = []
     for kernel, x in zip(reversed(weights[::2]), reversed(tape), strict=True):
         gradients = [x.T @ error, error.sum(axis=0), *gradients]

@@ -1,4 +1,4 @@
-"""Steps of the optimizers, beside those of ``torch.optim`` on the same arrays."""
+"""Benchmark of optimizer steps beside ``torch.optim`` on the same arrays."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from mpistrat.bench.benchmark import (
     Bars,
     Benchmark,
     Choices,
+    Column,
     Findings,
     Row,
     Table,
-    ratio,
-    text,
-    time,
 )
 from mpistrat.bench.measure import take_turns
 from mpistrat.bench.networks import NUM_PARAMETERS, SHAPES, random_arrays
@@ -65,7 +63,7 @@ def measure(choices: Choices) -> Findings:
 
 
 def _our_step(optimizer: Optimizer, gradients: list[np.ndarray]) -> Callable[[], object]:
-    """Return a step in cross-replica context: the gradients are there, nothing is reduced."""
+    """Return a step on reduced gradients, in cross-replica context."""
     strategy = OneDeviceStrategy("cpu")
     with strategy.scope():
         variables = [Variable(np.zeros_like(g), name=str(i)) for i, g in enumerate(gradients)]
@@ -100,14 +98,14 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                text("optimizer", "optimizer"),
-                text("parameters", "layout"),
-                time("mpistrat", "ours_s"),
-                time("torch fused", "fused_s"),
-                time("torch foreach", "foreach_s"),
-                ratio("ours / fused", "ours_over_fused"),
-                ratio("ours / foreach", "ours_over_foreach"),
-                time("one copy", "copy_s"),
+                Column.text("optimizer", "optimizer"),
+                Column.text("parameters", "layout"),
+                Column.time("mpistrat", "ours_s"),
+                Column.time("torch fused", "fused_s"),
+                Column.time("torch foreach", "foreach_s"),
+                Column.ratio("ours / fused", "ours_over_fused"),
+                Column.ratio("ours / foreach", "ours_over_foreach"),
+                Column.time("one copy", "copy_s"),
             )
         ),
     ),

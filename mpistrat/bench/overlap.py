@@ -1,8 +1,8 @@
-"""A reduction beside a computation: how much of one hides behind the other."""
+"""Benchmark of overlap: how much of a reduction hides behind a computation."""
 
 from __future__ import annotations
 
-import time as clock
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,13 +14,10 @@ from mpistrat.bench.benchmark import (
     Bars,
     Benchmark,
     Choices,
+    Column,
     Findings,
     Row,
     Table,
-    ratio,
-    size,
-    text,
-    time,
 )
 from mpistrat.bench.measure import Timings, take_turns
 from mpistrat.collectives.collectives import Collectives
@@ -39,15 +36,11 @@ _IDLE, _BUSY = "a wait that leaves the core idle", "a matrix product"
 
 _CALIBRATION_ROUNDS = 3
 _MATRIX_LENGTH = 256
-"""A product takes about a millisecond; as many follow each other as the reduction is long."""
+"""A product takes about a millisecond; there are as many as fill the time of the reduction."""
 
 
 def measure(choices: Choices) -> Findings:
-    """Time reductions alone, work alone, and both at once. **Collective** over COMM_WORLD.
-
-    The work is as long as the reduction alone: a sleep, which leaves the core idle as a kernel on
-    a GPU does, or products of matrices in the cache, which use every core that BLAS may use.
-    """
+    """Time reductions alone, work alone, and both at once. **Collective** over COMM_WORLD."""
     strategy = MPIStrategy(device="cpu")
     rows: list[Row] = []
 
@@ -65,7 +58,7 @@ def measure(choices: Choices) -> Findings:
 
 
 def _starts(num_bytes: int) -> dict[str, _Start]:
-    """Return what begins a reduction and returns what ends it, by the name of the library."""
+    """Return by library a function that starts a reduction and returns its wait function."""
     replica = get_replica_context()
     assert isinstance(replica, ReplicaContext)
     comm = open_world(None).comm
@@ -84,11 +77,13 @@ def _works(starts: Mapping[str, _Start], collectives: Collectives) -> dict[tuple
     one_product = partial(np.matmul, matrix, matrix, product)
     alone: dict[str, _Call] = {name: partial(_both, start, bool) for name, start in starts.items()}
     timings = take_turns({**alone, _BUSY: one_product}, collectives, _CALIBRATION_ROUNDS)
+    # A sleep leaves the core idle, as a kernel on a GPU does; products of matrices in the cache
+    # use every core that BLAS may use.
     works: dict[tuple[str, str], _Call] = {}
     for name in starts:
         length_s = timings.median_s(name)
         num_products = max(1, round(length_s / timings.median_s(_BUSY)))
-        works[name, _IDLE] = partial(clock.sleep, length_s)
+        works[name, _IDLE] = partial(time.sleep, length_s)
         works[name, _BUSY] = partial(_repeat, one_product, num_products)
     return works
 
@@ -127,7 +122,7 @@ def _row(timings: Timings, library: str, beside: str) -> dict[str, Any]:
         "together_s": timings.median_s(together),
         "together_over_sum": timings.median_ratio(together, library, work),
     }
-    if beside == _IDLE:  # on cores that are busy nothing is free
+    if beside == _IDLE:  # busy cores leave nothing to overlap with
         row["best_over_sum"] = max(reduction_s, work_s) / (reduction_s + work_s)
     return row
 
@@ -139,14 +134,14 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                size("array", "num_bytes"),
-                text("reduction", "library"),
-                text("beside", "beside"),
-                time("reduction alone", "reduction_s"),
-                time("work alone", "work_s"),
-                time("all_or_none", "together_s"),
-                ratio("together / sum", "together_over_sum"),
-                ratio("at best", "best_over_sum"),
+                Column.size("array", "num_bytes"),
+                Column.text("reduction", "library"),
+                Column.text("beside", "beside"),
+                Column.time("reduction alone", "reduction_s"),
+                Column.time("work alone", "work_s"),
+                Column.time("together", "together_s"),
+                Column.ratio("together / sum", "together_over_sum"),
+                Column.ratio("at best", "best_over_sum"),
             )
         ),
     ),

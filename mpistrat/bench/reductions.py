@@ -1,4 +1,4 @@
-"""What the agreement of ranks costs: ``all_reduce`` with all checks, and with none."""
+"""Benchmarks of reductions: one array, the gradients of a network, the cost of agreement."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from mpistrat.bench.benchmark import (
     Bars,
     Benchmark,
     Choices,
+    Column,
     Findings,
     Lines,
     Row,
     Table,
-    ratio,
-    size,
-    text,
-    time,
 )
 from mpistrat.bench.measure import facts_of_last_collective, take_turns
 from mpistrat.bench.networks import SHAPES, random_arrays
@@ -34,12 +31,7 @@ __all__ = ["AGREEMENT", "ALLREDUCE", "GRADIENTS"]
 
 
 def measure_allreduce(choices: Choices) -> Findings:
-    """Time all-reductions of one float32 array of each size. **Collective** over COMM_WORLD.
-
-    Raw is ``COMM_WORLD.Allreduce`` by mpi4py into a ready buffer, ours `all_reduce` into a new
-    array with all checks on. The copy is from one ready array into another, on all ranks at the
-    same time: it reads and writes each byte once, as fast as the memory lets it.
-    """
+    """Time all-reductions of one float32 array of each size. **Collective** over COMM_WORLD."""
     strategy = MPIStrategy(device="cpu")
     comm = open_world(None).comm
     rows: list[Row] = []
@@ -49,6 +41,8 @@ def measure_allreduce(choices: Choices) -> Findings:
         assert isinstance(replica, ReplicaContext)
         array = np.full(num_bytes // 4, comm.rank, np.float32)
         ready = np.empty_like(array)
+        # Raw MPI reduces into a ready buffer, ours into a new array with all checks on. The copy
+        # is made by all ranks at once: it reads and writes each byte as fast as memory allows.
         timings = take_turns(
             {
                 "raw": lambda: comm.Allreduce(array, ready),
@@ -81,15 +75,15 @@ ALLREDUCE = Benchmark(
     (
         Table(
             (
-                size("array", "num_bytes"),
-                time("raw Allreduce", "raw_s"),
-                time("all_reduce", "ours_s"),
-                ratio("times faster", "ratio"),
-                time("above raw", "extra_s"),
-                time("one copy", "copy_s"),
-                ratio("all_reduce / copy", "ours_over_copy"),
-                text("moved by", "implementation"),
-                text("why", "why"),
+                Column.size("array", "num_bytes"),
+                Column.time("raw Allreduce", "raw_s"),
+                Column.time("all_reduce", "ours_s"),
+                Column.ratio("times faster", "ratio"),
+                Column.time("above raw", "extra_s"),
+                Column.time("one copy", "copy_s"),
+                Column.ratio("all_reduce / copy", "ours_over_copy"),
+                Column.text("moved by", "implementation"),
+                Column.text("why", "why"),
             )
         ),
     ),
@@ -105,7 +99,7 @@ ALLREDUCE = Benchmark(
 )
 
 
-# The small ones first: a peak of memory is that of the process, and does not go down again.
+# The smaller case first: the peak memory of a process never goes down.
 _CASES: dict[str, Sequence[tuple[int, ...]]] = {
     "1,000 arrays of 100 floats": ((100,),) * 1000,
     f"ResNet-50, {len(SHAPES)} arrays": SHAPES,
@@ -113,12 +107,7 @@ _CASES: dict[str, Sequence[tuple[int, ...]]] = {
 
 
 def measure_gradients(choices: Choices) -> Findings:
-    """Time the reduction of the float32 gradients of networks. **Collective** over COMM_WORLD.
-
-    Ours is one `all_reduce` of all arrays into new ones, raw one ``Allreduce`` by mpi4py for each
-    array into a ready buffer. The bound is one raw ``Allreduce`` of all numbers in one ready
-    buffer: what packing could reach if it cost nothing and the library did the rest.
-    """
+    """Time the reduction of the float32 gradients of networks. **Collective** over COMM_WORLD."""
     strategy = MPIStrategy(device="cpu")
     collectives = strategy.extended.collectives
     comm = open_world(None).comm
@@ -141,6 +130,7 @@ def measure_gradients(choices: Choices) -> Findings:
         candidates: dict[str, Callable[[], object]] = {
             "raw": raw,
             "ours": lambda: replica.all_reduce(ReduceOp.SUM, arrays),
+            # What packing could reach if it cost nothing.
             "joined": lambda: comm.Allreduce(joined, joined_ready),
         }
         timings = take_turns(candidates, collectives, choices.num_samples)
@@ -161,10 +151,8 @@ def measure_gradients(choices: Choices) -> Findings:
 
 
 def _peak_growth(call: Callable[[], object], collectives: Collectives) -> int:
-    """Return by how many bytes two calls raise the peak of a rank's memory. **Collective**.
-
-    The result of the first is dropped before the second, as a training loop does.
-    """
+    """Return by how many bytes two calls raise the peak of a rank's memory. **Collective**."""
+    # The first result is dropped before the second call, as in a training loop.
     before = _peak_bytes()
     call()
     call()
@@ -172,7 +160,7 @@ def _peak_growth(call: Callable[[], object], collectives: Collectives) -> int:
 
 
 def _peak_bytes() -> int:
-    """Return the largest resident memory that this process has had, shared pages included."""
+    """Return the peak resident memory of this process, shared pages included."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -184,14 +172,14 @@ GRADIENTS = Benchmark(
     (
         Table(
             (
-                text("gradients", "gradients"),
-                size("all_or_none", "num_bytes"),
-                time("loop of raw Allreduce", "raw_s"),
-                time("one all_reduce", "ours_s"),
-                ratio("times faster", "ratio"),
-                time("one raw, joined", "joined_s"),
-                ratio("all_reduce / joined", "ours_over_joined"),
-                size("memory besides the results", "extra_bytes"),
+                Column.text("gradients", "gradients"),
+                Column.size("together", "num_bytes"),
+                Column.time("loop of raw Allreduce", "raw_s"),
+                Column.time("one all_reduce", "ours_s"),
+                Column.ratio("times faster", "ratio"),
+                Column.time("one raw, joined", "joined_s"),
+                Column.ratio("all_reduce / joined", "ours_over_joined"),
+                Column.size("memory besides the results", "extra_bytes"),
             )
         ),
     ),
@@ -245,11 +233,11 @@ AGREEMENT = Benchmark(
     (
         Table(
             (
-                size("array", "num_bytes"),
-                time("with checks", "checked_s"),
-                time("without", "unchecked_s"),
-                time("cost", "cost_s"),
-                ratio("cost / without", "cost_ratio"),
+                Column.size("array", "num_bytes"),
+                Column.time("with checks", "checked_s"),
+                Column.time("without", "unchecked_s"),
+                Column.time("cost", "cost_s"),
+                Column.ratio("cost / without", "cost_ratio"),
             )
         ),
     ),

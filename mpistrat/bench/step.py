@@ -1,4 +1,4 @@
-"""One training step through the whole package, beside the same step by its peers."""
+"""Benchmark of one training step, beside the same step by raw MPI and PyTorch DDP."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from mpistrat.bench.benchmark import (
     Bars,
     Benchmark,
     Choices,
+    Column,
     Findings,
     Row,
     Table,
-    ratio,
-    text,
-    time,
 )
 from mpistrat.bench.measure import Timings, take_turns
 from mpistrat.bench.networks import (
     LAYER_SIZES,
-    LEARNING_RATE,
-    MOMENTUM,
     Batch,
     backward,
     cross_entropy,
@@ -49,29 +45,25 @@ from mpistrat.variables import Variable
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["BENCHMARK", "DdpLoop", "HandwrittenLoop", "Loop", "PackageLoop", "open_ddp_loop"]
+__all__ = ["BENCHMARK"]
 
 
-class Loop(Protocol):
-    """A training loop, data aside: each step learns from the same batch."""
+_LEARNING_RATE = 0.05
+_MOMENTUM = 0.9
+
+
+class _Loop(Protocol):
+    """A training loop whose steps all learn from the same batch."""
 
     def step(self) -> None:
         """Make one step. **Collective**."""
 
     def weights(self) -> list[np.ndarray]:
-        """Return kernel and bias of each layer in turn, equal on all ranks. Local."""
+        """Return kernel and bias of each layer in turn, equal on all ranks."""
 
 
 class PackageLoop:
-    """The step of ``jobs/train_digits.py``: strategy, variables, optimizer and metrics.
-
-    **Collective**.
-
-    Parameters
-    ----------
-    strategy : Strategy
-    batch : Batch
-    """
+    """The loop of ``jobs/train_digits.py``: strategy, variables, optimizer and metrics."""
 
     def __init__(self, strategy: Strategy, batch: Batch) -> None:
         self._strategy, self._batch = strategy, batch
@@ -79,7 +71,7 @@ class PackageLoop:
             self._variables = [
                 Variable(weight, name=f"weight{i}") for i, weight in enumerate(first_weights())
             ]
-            self._optimizer = SGD(LEARNING_RATE, momentum=MOMENTUM)
+            self._optimizer = SGD(_LEARNING_RATE, momentum=_MOMENTUM)
             self._loss, self._accuracy = Mean(name="loss"), Accuracy(name="accuracy")
 
     def step(self) -> None:
@@ -99,18 +91,12 @@ class PackageLoop:
         self._accuracy.update_state(label, logits.argmax(axis=1))
 
     def weights(self) -> list[np.ndarray]:
-        """Return kernel and bias of each layer in turn. Local."""
+        """Return kernel and bias of each layer in turn."""
         return [variable.value() for variable in self._variables]
 
 
 class HandwrittenLoop:
-    """The same on mpi4py and NumPy, with one ``Allreduce`` for each array, and no checks.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-    batch : Batch
-    """
+    """The same on mpi4py and NumPy, with one ``Allreduce`` for each array, and no checks."""
 
     def __init__(self, comm: MPI.Intracomm, batch: Batch) -> None:
         self._comm, self._batch = comm, batch
@@ -132,8 +118,8 @@ class HandwrittenLoop:
         for weight, velocity, total in zip(
             self._weights, self._velocities, self._sums, strict=True
         ):
-            velocity *= MOMENTUM
-            total *= LEARNING_RATE
+            velocity *= _MOMENTUM
+            total *= _LEARNING_RATE
             velocity += total
             weight -= velocity
         self.loss_sum += float(losses.sum())
@@ -141,7 +127,7 @@ class HandwrittenLoop:
         self.num_correct += int((logits.argmax(axis=1) == label).sum())
 
     def weights(self) -> list[np.ndarray]:
-        """Return kernel and bias of each layer in turn. Local."""
+        """Return kernel and bias of each layer in turn."""
         return self._weights
 
 
@@ -149,21 +135,13 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class DdpLoop:
-    """A training loop on the process group that `open_ddp_loop` has made.
-
-    The size of the global batch is taken as known, and the gradients travel as DDP packs them,
-    beside the backward pass.
-
-    Parameters
-    ----------
-    torch : module
-    batch : Batch
-    """
+    """The same by PyTorch's DDP, on the process group that `open_ddp_loop` has made."""
 
     def __init__(self, torch: Any, batch: Batch) -> None:
         self._torch = torch
         self._image, self._label = torch.from_numpy(batch.image), torch.from_numpy(batch.label)
-        # DDP takes the mean over ranks of the gradients.
+        # DDP averages gradients over ranks. It is given the size of the global batch, so that it
+        # needs no further reduction, unlike the other loops.
         self._scale = torch.distributed.get_world_size() / batch.global_size
         self._layers = [torch.nn.Linear(n, m) for n, m in itertools.pairwise(LAYER_SIZES)]
         with torch.no_grad():
@@ -172,7 +150,7 @@ class DdpLoop:
         tanh = [torch.nn.Tanh() for _ in self._layers]
         modules = [each for pair in zip(self._layers, tanh, strict=True) for each in pair][:-1]
         self._model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*modules))
-        self._optimizer = torch.optim.SGD(self._model.parameters(), LEARNING_RATE, MOMENTUM)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), _LEARNING_RATE, _MOMENTUM)
         self._loss = torch.nn.CrossEntropyLoss(reduction="none")
         self.loss_sum, self.num_examples, self.num_correct = 0.0, 0, 0
 
@@ -188,7 +166,7 @@ class DdpLoop:
         self.num_correct += int((logits.argmax(dim=1) == self._label).sum())
 
     def weights(self) -> list[np.ndarray]:
-        """Return kernel and bias of each layer in turn. Local."""
+        """Return kernel and bias of each layer in turn."""
         return [parameter.detach().numpy().T for parameter in self._parameters()]
 
     def close(self) -> None:
@@ -202,22 +180,13 @@ class DdpLoop:
 def open_ddp_loop(
     collectives: Collectives, host: str, ranks_per_node: int, batch: Batch
 ) -> DdpLoop | str:
-    """Make the process group and the loop, or return why there is none. **Collective**.
-
-    Parameters
-    ----------
-    collectives : Collectives
-    host : str
-        Where the other ranks reach rank 0.
-    ranks_per_node : int
-        They share the cores for PyTorch's threads.
-    batch : Batch
-    """
+    """Make the process group and the loop, or return why there is none. **Collective**."""
     torch = import_torch()
     if not all(collectives.gather_json(torch is not None)):
         return "PyTorch is not installed on every rank, so DistributedDataParallel is left out."
     if not all(collectives.gather_json(bool(torch.distributed.is_available()))):
         return "This PyTorch has no torch.distributed, so DistributedDataParallel is left out."
+    # The ranks of a node share its cores.
     torch.set_num_threads(max(1, num_cores() // ranks_per_node))
     try:
         _open_group(torch, collectives, host)
@@ -244,7 +213,7 @@ def _open_group(torch: Any, collectives: Collectives, host: str) -> None:
         )
 
 
-_WORDS = {
+_LABELS = {
     "ours": "mpistrat",
     "hand": "by hand: mpi4py and NumPy",
     "ddp": "PyTorch DDP over gloo",
@@ -253,16 +222,12 @@ _WORDS = {
 
 
 def measure(choices: Choices) -> Findings:
-    """Time training steps of the digits network, data aside. **Collective** over COMM_WORLD.
-
-    Each loop learns from the same batch of 128 examples over all ranks, with momentum, and keeps
-    loss and accuracy. By hand there is one ``Allreduce`` for each array and no check of anything.
-    """
+    """Time training steps of the digits network, data aside. **Collective** over COMM_WORLD."""
     strategy = MPIStrategy(device="cpu")
     collectives = strategy.extended.collectives
     world = open_world(None)
     batch = random_batch(world.rank, world.size)
-    loops: dict[str, Loop] = {
+    loops: dict[str, _Loop] = {
         "ours": PackageLoop(strategy, batch),
         "hand": HandwrittenLoop(world.comm, batch),
     }
@@ -288,7 +253,7 @@ def _host_of_rank_0(world: World) -> str:
 
 
 def _row(name: str, timings: Timings) -> Row:
-    row = {"name": name, "loop": _WORDS[name], "step_s": timings.median_s(name)}
+    row = {"name": name, "loop": _LABELS[name], "step_s": timings.median_s(name)}
     if name == "run":
         return row
     return row | {
@@ -304,10 +269,10 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                text("loop", "loop"),
-                time("a step", "step_s"),
-                ratio("/ by hand", "over_hand"),
-                ratio("/ mpistrat", "over_ours"),
+                Column.text("loop", "loop"),
+                Column.time("a step", "step_s"),
+                Column.ratio("/ by hand", "over_hand"),
+                Column.ratio("/ mpistrat", "over_ours"),
             )
         ),
     ),

@@ -1,4 +1,4 @@
-"""The command line: ``mpistrat <command>``, or ``python -m mpistrat <command>``."""
+"""Command line of the package: ``mpistrat COMMAND`` or ``python -m mpistrat COMMAND``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mpistrat.cli import bench, checkpoints, doctor, explain, timeline
 from mpistrat.version import __version__
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["main"]
 
 COMMANDS = (
     checkpoints.INSPECT,
@@ -24,20 +24,8 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Local.
-
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The arguments after the program's name; by default those of this process.
-
-    Returns
-    -------
-    int
-        2 for arguments that cannot be used, and where the output cannot be written; otherwise what
-        the command says.
-    """
-    if sys.stdout is None:  # it was closed before: the exit code alone is wanted
+    """Run one command; return its exit code, or 2 for bad arguments and failing output."""
+    if sys.stdout is None:  # closed by the parent, which wants only the exit code
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  until the end
     try:
         arguments = _parser().parse_args(argv)
@@ -51,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError:
         reason = _why_output_fails()
-        if reason is None:  # something else does
+        if reason is None:  # the output works, so the error is of something else
             raise
         _forget_output()
         print(f"mpistrat: the output cannot be written: {reason}.", file=sys.stderr)
@@ -60,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _why_output_fails() -> str | None:
-    """Return what the system says against one more line, ``None`` where it takes it."""
+    """Return why one more line cannot be printed, ``None`` where it can."""
     try:
         print(flush=True)
     except OSError as reason:
@@ -69,14 +57,14 @@ def _why_output_fails() -> str | None:
 
 
 def _forget_output() -> None:
-    """Have what is still to be printed go nowhere, or Python would try it again at its end."""
+    """Discard what is still buffered, which Python would otherwise flush again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mpistrat",
-        description="Look into mpistrat's checkpoints, its records of a job, and its surroundings.",
+        description="Inspect checkpoints and records of a job, run benchmarks, check a launch.",
     )
     parser.add_argument("--version", action="version", version=f"mpistrat {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -1,4 +1,4 @@
-"""``mpistrat bench``: measure this machine, with the peers in the same run."""
+"""Command ``mpistrat bench``: time the package and its peers in one run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.cli.output import Command, print_error, print_json, print_line, print_table
+from mpistrat.cli.output import (
+    Command,
+    check_can_draw,
+    check_can_write,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from mpistrat.bench.benchmark import Benchmark, Choices
 
-__all__ = ["COMMAND", "add_options", "run_benchmark"]
+__all__ = ["COMMAND"]
 
 _NAMES = (
     *("agreement", "allreduce", "checkpoint", "data", "gradients", "optimizers"),
@@ -21,37 +29,52 @@ _NAMES = (
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", choices=_NAMES, default="allreduce")
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=_NAMES,
+        default="allreduce",
+        help="the benchmark (default: %(default)s)",
+    )
     add_options(parser)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that `run_benchmark` needs. Local."""
+    """Declare the arguments of `run_benchmark`."""
     parser.add_argument(
         "--sizes",
         type=int,
         nargs="+",
         metavar="BYTES",
-        help="sizes of float32 arrays, where a benchmark sweeps over them",
+        help="sizes of the float32 arrays, for benchmarks that sweep over sizes",
     )
     parser.add_argument(
-        "--examples", type=int, metavar="N", help="examples in the files that data reads"
+        "--examples",
+        type=int,
+        metavar="N",
+        help="number of examples in the files of the data benchmark",
     )
-    parser.add_argument("--samples", type=int, default=15, help="samples for each median")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON to it")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw it into this file")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=15,
+        metavar="N",
+        help="samples for each median (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON to FILE")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the results into PNG")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # MPI starts here, not when the command line is read.
+    # Imported late, so that other commands do not start MPI.
     from mpistrat.bench import BENCHMARKS
 
     return run_benchmark(BENCHMARKS[arguments.what], arguments)
 
 
 def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
-    """Measure, print and write what the options ask for; return the exit code. **Collective**."""
+    """Measure, then print and write the report; return the exit code. **Collective**."""
     from mpistrat.bench.measure import describe_machine
     from mpistrat.mpi.world import open_world
     from mpistrat.strategies import MPIStrategy
@@ -105,15 +128,11 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be written before anything is measured."""
-    from mpistrat.bench.benchmark import is_available
-
-    if arguments.plot and not is_available():
-        hint = "Install it with: pip install matplotlib."
-        raise ValueError(f"--plot needs matplotlib, which is not installed. {hint}")
+    """Raise ValueError for what cannot be written, before anything is measured."""
+    if arguments.plot:
+        check_can_draw()
     for path in filter(None, (arguments.output, arguments.plot)):
-        if path.is_dir() or not path.parent.is_dir():
-            raise ValueError(f"{path} cannot be written: its folder must exist, and it be a file.")
+        check_can_write(path)
 
 
 def _print(benchmark: Benchmark, report: dict[str, Any]) -> None:
@@ -141,18 +160,16 @@ def _heading(report: dict[str, Any]) -> str:
 def _write_files(
     benchmark: Benchmark, report: dict[str, Any], arguments: argparse.Namespace
 ) -> None:
-    from mpistrat.bench.benchmark import draw
-
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
     if arguments.plot:
         heading = f"{benchmark.name}: {benchmark.summary}\n{_heading(report)}"
-        draw(benchmark.pictures, report, heading, arguments.plot)
+        benchmark.draw(report, heading, arguments.plot)
 
 
 COMMAND = Command(
     "bench",
-    "Time collectives, steps and optimizers beside peers, under mpiexec.",
+    "Time collectives, training steps and optimizers against their peers, under mpiexec.",
     _add_arguments,
     _run,
 )

@@ -1,8 +1,9 @@
-"""``mpistrat diff``: where two checkpoint files differ."""
+"""Checkpoint commands: ``mpistrat inspect``, ``verify`` and ``diff``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -13,12 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import hdf5
 from mpistrat.checkpoint.deferred import describe
+from mpistrat.checkpoint.format import FORMAT
 from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
-from mpistrat.cli import statistics
-from mpistrat.cli.data_files import holds_data, inspect_data
+from mpistrat.checkpoint.validation import read_attribute
+from mpistrat.cli.data_files import inspect_data
 from mpistrat.cli.output import (
     Command,
+    check_can_draw,
+    check_can_write,
     is_terminal,
     print_error,
     print_json,
@@ -26,8 +31,8 @@ from mpistrat.cli.output import (
     print_table,
     tree_labels,
 )
-from mpistrat.cli.statistics import summarize, tell_apart
-from mpistrat.errors import CheckpointError
+from mpistrat.cli.statistics import draw, summarize, tell_apart
+from mpistrat.errors import CheckpointError, DataError
 from mpistrat.system.text import readable_size
 
 __all__ = ["DIFF", "INSPECT", "VERIFY"]
@@ -37,27 +42,33 @@ _STATISTICS = ("min", "max", "mean", "nan_count")
 
 
 def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="a checkpoint, or a file of data")
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("file", help="a checkpoint or an HDF5 data file")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
-        "--stats", action="store_true", help="read the values: smallest, largest, mean, NaN count"
+        "--stats",
+        action="store_true",
+        help="also show minimum, maximum, mean and number of NaN (checkpoints)",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="PNG", help="also draw a histogram of each variable into it"
+        "--plot",
+        type=Path,
+        metavar="PNG",
+        help="also draw a histogram of each variable into PNG (checkpoints)",
     )
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    if holds_data(arguments.file):
+    if _is_data_file(arguments.file):
         return inspect_data(arguments)
     note = ""
     try:
         if arguments.plot:
-            statistics.check_can_draw(arguments.plot)
+            check_can_draw()
+            check_can_write(arguments.plot)
         with open_checkpoint(arguments.file) as reader:
             content = _content(reader, arguments.stats)
             if arguments.plot:
-                note = statistics.draw(reader, arguments.plot)
+                note = draw(reader, arguments.plot)
     except CheckpointError as error:
         print_error("inspect", error)
         return 1 if os.path.isfile(arguments.file) else 2
@@ -71,6 +82,18 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if note:
         print_error("inspect", note)
     return 0
+
+
+def _is_data_file(path: str) -> bool:
+    """Return whether `path` is an HDF5 file but not a checkpoint."""
+    try:
+        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+            if read_attribute(file, "format") == FORMAT:
+                return False
+            # One of these is left of a checkpoint whose header is damaged.
+            return not {"format_version", "mpistrat_version"} & set(file.attrs)
+    except (DataError, OSError, RuntimeError, UnicodeError):
+        return False
 
 
 def _content(reader: CheckpointReader, with_statistics: bool) -> dict[str, Any]:
@@ -113,7 +136,7 @@ def _print_for_people(file: str, content: dict[str, Any]) -> None:
 
 
 def _rows(variables: dict[str, dict[str, Any]], shown: list[str]) -> list[list[object]]:
-    """Return a row for each variable: a tree for people, whole paths for grep and awk."""
+    """Return a row for each variable: a tree on a terminal, full paths for grep and awk."""
     labels = tree_labels(variables) if is_terminal() else ((name, name) for name in variables)
     blank = [""] * (len(_COLUMNS) - 1 + len(shown))
     return [
@@ -139,12 +162,16 @@ def _number(value: float | None) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-INSPECT = Command("inspect", "Show what a checkpoint file holds.", _add_inspect_arguments, _inspect)
+INSPECT = Command(
+    "inspect", "Show the contents of a checkpoint or data file.", _add_inspect_arguments, _inspect
+)
 
 
 def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", nargs="+", help="a checkpoint file, or a folder of them (*.h5)")
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument(
+        "path", nargs="+", help="a checkpoint file, or a folder of checkpoints (*.h5)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -152,7 +179,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     in_folders: list[Path] = []
     try:
         for name in arguments.path:
-            if not os.path.exists(name):  # also without a name, which is no folder to look into
+            if not os.path.exists(name):  # also an empty name, which Path takes for the folder "."
                 raise ValueError(f"There is no file or folder {name!r}.")
             if os.path.isdir(name):
                 in_folders += _find(Path(name))
@@ -165,7 +192,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     for path in dict.fromkeys((*given, *in_folders)):
         verdict = _verdict(path)
         if not verdict["sound"] and path in in_folders and not os.path.lexists(path):
-            continue  # a job that is running has removed it to keep a newer one
+            continue  # a running job has removed it to keep a newer one
         verdicts[str(path)] = verdict
         if not arguments.json:
             print_line(_formatted(path, verdict))
@@ -175,13 +202,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _find(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder.
-
-    Raises
-    ------
-    ValueError
-        If there are none, or the folder cannot be read.
-    """
+    """Return the checkpoints of a folder, or raise ValueError where there are none."""
     try:
         names = os.listdir(folder)
     except OSError as error:
@@ -214,14 +235,14 @@ def _formatted(file: Path, verdict: dict[str, Any]) -> str:
 
 
 VERIFY = Command(
-    "verify", "Check every digest of checkpoint files.", _add_verify_arguments, _verify
+    "verify", "Verify the digests of checkpoint files.", _add_verify_arguments, _verify
 )
 
 
 def _add_diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", help="a checkpoint file")
-    parser.add_argument("b", help="another one")
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("b", help="another checkpoint file")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -265,7 +286,7 @@ def _values(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str
     if (of_a.shape, of_a.dtype) != (of_b.shape, of_b.dtype):
         yield f"{describe(of_a.shape, of_a.dtype)} in a, {describe(of_b.shape, of_b.dtype)} in b"
         return
-    # Read even where the digests are equal: a damaged file equals nothing.
+    # The values are read even where the digests are equal: reading notices damage.
     found = tell_apart(a.read_pieces(name), b.read_pieces(name))
     if found.count:
         counts = f"{found.count} of {math.prod(of_a.shape)} element(s)"
@@ -288,4 +309,6 @@ def _only_in(in_a: bool) -> str:
     return f"only in {'a' if in_a else 'b'}"
 
 
-DIFF = Command("diff", "Show where two checkpoint files differ.", _add_diff_arguments, _diff)
+DIFF = Command(
+    "diff", "Show the differences between two checkpoint files.", _add_diff_arguments, _diff
+)

@@ -1,4 +1,4 @@
-"""``mpistrat doctor``: whether this installation and this launch are sound."""
+"""Command ``mpistrat doctor``: check this installation and this launch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ __all__ = ["COMMAND"]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--folder", default=".", metavar="DIR", help="where checkpoints shall lie; by default here"
+        "--folder",
+        default=".",
+        metavar="DIR",
+        help="the folder for checkpoints (default: the current folder)",
     )
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # MPI starts here, not when the command line is read.
+    # Imported late, so that other commands do not start MPI.
     from mpistrat.doctor import Level, examine
 
     report = examine(arguments.folder)
     if report is None:
-        # Another task tells the same. A launcher might end it if this one were the first to fail.
+        # Another task reports the same; a launcher could end it if this task failed first.
         return 0
     code = 0 if report.is_healthy else 1
     if report.rank != 0:
@@ -48,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "doctor",
-    "Look for what is wrong with this installation and launch, alone or under any launcher.",
+    "Check this installation and this launch for problems, alone or under any launcher.",
     _add_arguments,
     _run,
 )

@@ -1,4 +1,4 @@
-"""``mpistrat explain``: which rank left the common sequence of collectives first, and where."""
+"""Command ``mpistrat explain``: the first collective at which ranks diverge."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from mpistrat.failures.flight_dumps import FORMAT, FORMAT_VERSION
 from mpistrat.system.text import rank_list, rank_spans, ranks_by_value
 from mpistrat.tracing.flight_recorder import State
 
-__all__ = ["COMMAND", "Act", "Divergence", "first_divergences", "last_acts"]
+__all__ = ["COMMAND"]
 
 _COUNTERS = ("runs", "merge_calls", "updates", "failures")
 _CAME = (State.AGREED, State.DONE)
 
-Act = tuple[tuple[int, ...], dict[str, str]]
-"""Ranks, and what they did last."""
+_Act = tuple[tuple[int, ...], dict[str, str]]
+"""Ranks, and the columns of their last act."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Ranks that did the same at one number."""
+    """Ranks that did the same at one collective."""
 
     ranks: tuple[int, ...]
-    """In the world."""
+    """Ranks of the world."""
     what: str
-    """The collective, or what is known in place of it."""
+    """The collective, or why none is known."""
     site: str
     """``file.py:LINE`` of the user's code."""
     state: str
     counters: Mapping[str, int]
-    """Calls begun before it."""
+    """Calls begun before the collective, by kind."""
 
 
 @dataclass(frozen=True)
-class Divergence:
+class _Divergence:
     """The first collective of a communicator at which its ranks differ."""
 
     members: tuple[int, ...]
@@ -48,7 +48,7 @@ class Divergence:
     groups: tuple[_Group, ...]
     """The largest first."""
     began_ns: int
-    """When the first rank came to it, by the wall clock of its node."""
+    """When the first rank reached it, by the wall clock of its node."""
 
     @property
     def suspects(self) -> tuple[int, ...]:
@@ -58,14 +58,8 @@ class Divergence:
         return tuple(sorted(rank for group in groups for rank in group.ranks))
 
 
-def first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[Divergence]:
-    """Return where each communicator's ranks part, the earliest first. Local.
-
-    Parameters
-    ----------
-    dumps : mapping
-        The documents of the ranks (`flight_dump.document`), by rank in the world.
-    """
+def _first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[_Divergence]:
+    """Return where the ranks of each communicator diverge, the earliest first."""
     found = []
     for (members, _), of_ranks in _channels(dumps).items():
         divergence = _first(dumps, members, of_ranks)
@@ -74,8 +68,8 @@ def first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[Divergence]:
     return sorted(found, key=lambda each: each.began_ns)
 
 
-def last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[Act]:
-    """Return what each rank did last and why it dumped, equal ranks together. Local."""
+def _last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[_Act]:
+    """Return the last act of each rank and why it dumped, with equal ranks grouped."""
     acts: list[tuple[int, tuple[tuple[str, str], ...]]] = []
     for rank, dump in sorted(dumps.items()):
         entries = [each for channel in dump["channels"] for each in channel["entries"]]
@@ -94,7 +88,7 @@ def last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[Act]:
 def _channels(
     dumps: Mapping[int, dict[str, Any]],
 ) -> dict[tuple[tuple[int, ...], int], dict[int, dict[str, Any]]]:
-    """Return the channels by their members and a number among those with the same members."""
+    """Return each rank's channels by members, and a count among those with equal members."""
     found: dict[tuple[tuple[int, ...], int], dict[int, dict[str, Any]]] = {}
     for rank, dump in sorted(dumps.items()):
         seen: dict[tuple[int, ...], int] = {}
@@ -109,12 +103,12 @@ def _first(
     dumps: Mapping[int, dict[str, Any]],
     members: tuple[int, ...],
     of_ranks: Mapping[int, dict[str, Any]],
-) -> Divergence | None:
+) -> _Divergence | None:
     entries = {
         rank: {each["number"]: each for each in channel["entries"]}
         for rank, channel in of_ranks.items()
     }
-    # Older collectives have left the record of some rank.
+    # Records are rings: from here on every rank still has its entries.
     first = max((min(each) for each in entries.values() if each), default=0)
     for number in sorted(set().union(*entries.values())):
         here = {rank: each[number] for rank, each in entries.items() if number in each}
@@ -125,15 +119,15 @@ def _first(
         if len(groups) > 1 or _failed_to_agree(here.values()):
             groups.sort(key=lambda group: -len(group.ranks))
             began_ns = min(_wall_ns(dumps[rank], each) for rank, each in here.items())
-            return Divergence(members, number, tuple(groups), began_ns)
+            return _Divergence(members, number, tuple(groups), began_ns)
     return None
 
 
 def _groups(here: Mapping[int, dict[str, Any]]) -> Iterator[_Group]:
-    """Yield the groups of ranks that came to the same collective."""
+    """Yield the groups of ranks that reached the same collective."""
     keys: list[tuple[int, tuple[Any, ...]]] = []
     for rank, entry in here.items():
-        # What ranks must agree on comes first; then all that the table shows.
+        # First what the ranks must agree on, then what else the table shows.
         refused = entry["state"] == State.REFUSED and "ends" not in entry["details"]
         details = () if refused else tuple(entry["details"])
         key = (entry["kind"], entry["name"], entry["strategy"], details, refused)
@@ -154,7 +148,7 @@ def _absent(
     dumps: Mapping[int, dict[str, Any]],
     of_ranks: Mapping[int, dict[str, Any]],
 ) -> Iterator[_Group]:
-    """Yield the groups of ranks that did not come."""
+    """Yield the groups of ranks that did not reach the collective."""
     found: list[tuple[int, tuple[Any, ...]]] = []
     for rank in absent:
         channel = of_ranks.get(rank)
@@ -173,7 +167,7 @@ def _absent(
 
 
 def _user_place(dump: dict[str, Any]) -> str:
-    """Return where the main thread was when the rank dumped: its innermost line, in short."""
+    """Return the innermost line of the main thread at the time of the dump, shortened."""
     if not dump["stack"]:
         return ""
     place: str = dump["stack"][-1].partition(" in ")[0]
@@ -181,7 +175,7 @@ def _user_place(dump: dict[str, Any]) -> str:
 
 
 def _failed_to_agree(entries: Iterable[dict[str, Any]]) -> bool:
-    """Return whether ranks that look alike have failed before they agreed, all of them."""
+    """Return whether all ranks failed before they agreed, though they look alike."""
     return all(each["state"] == State.FAILED and not each["agreed_ns"] for each in entries)
 
 
@@ -198,8 +192,8 @@ _MAX_RANKS = 2**24
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", nargs="+", help="flight records, or a folder of them")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument("path", nargs="+", help="flight record files, or a folder of them")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -211,7 +205,7 @@ def _run(arguments: argparse.Namespace) -> int:
     size = next(iter(dumps.values()))["size"]
     missing = [rank for rank in range(size) if rank not in dumps]
     try:
-        found, last = first_divergences(dumps), last_acts(dumps)
+        found, last = _first_divergences(dumps), _last_acts(dumps)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         print_error("explain", f"A flight record is damaged: {type(error).__name__}: {error}.")
         return 2
@@ -224,13 +218,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _read_all(paths: list[Path]) -> dict[int, dict[str, Any]]:
-    """Return the records by rank.
-
-    Raises
-    ------
-    ValueError
-        If there are none, one cannot be read, or they are not of one job.
-    """
+    """Return the records by rank, or raise ValueError where they are not those of one job."""
     files: list[Path] = []
     for path in paths:
         found = sorted(path.glob("[!.]*.json")) if path.is_dir() else [path]
@@ -277,7 +265,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _check(dump: dict[str, Any], file: Path) -> None:
-    """Raise ValueError for numbers that cannot be, before anything is counted by them."""
+    """Raise ValueError for impossible ranks and sizes, before anything loops over them."""
     rank, size = dump.get("rank"), dump.get("size")
     if type(rank) is not int or type(size) is not int or not 0 <= rank < size <= _MAX_RANKS:
         raise ValueError(f"{file} is damaged: it is of rank {rank!r} of {size!r}.")
@@ -290,7 +278,7 @@ def _check(dump: dict[str, Any], file: Path) -> None:
         raise ValueError(f"{file} is damaged: it has channels of ranks that are not in {size}.")
 
 
-def _print(size: int, missing: list[int], found: list[Divergence], last: list[Act]) -> None:
+def _print(size: int, missing: list[int], found: list[_Divergence], last: list[_Act]) -> None:
     if missing:
         print_line(f"There is none of {rank_list(missing)}.")
     for each in found:
@@ -307,7 +295,7 @@ def _print(size: int, missing: list[int], found: list[Divergence], last: list[Ac
     )
 
 
-def _print_divergence(each: Divergence, size: int) -> None:
+def _print_divergence(each: _Divergence, size: int) -> None:
     among = "" if len(each.members) == size else f" among {rank_list(each.members)}"
     print_line(f"\nThe ranks part at collective {each.number}{among}: {_verdict(each)}")
     counters = [
@@ -330,7 +318,7 @@ def _print_divergence(each: Divergence, size: int) -> None:
     )
 
 
-def _verdict(each: Divergence) -> str:
+def _verdict(each: _Divergence) -> str:
     if len(each.groups) == 1:
         return "all came to the same call, and yet they did not agree."
     suspects = each.suspects
@@ -345,7 +333,7 @@ def _short(ranks: tuple[int, ...]) -> str:
 
 
 def _as_json(
-    size: int, missing: list[int], found: list[Divergence], last: list[Act]
+    size: int, missing: list[int], found: list[_Divergence], last: list[_Act]
 ) -> dict[str, Any]:
     return {
         "size": size,
@@ -365,7 +353,7 @@ def _as_json(
 
 COMMAND = Command(
     "explain",
-    "Say from flight records where ranks have parted.",
+    "Find the first collective at which ranks diverge, from flight records.",
     _add_arguments,
     _run,
 )

@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs, errors on stderr."""
+"""Output of the commands: tables for people, JSON for programs, errors on stderr."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
@@ -18,6 +19,8 @@ from rich.text import Text
 
 __all__ = [
     "Command",
+    "check_can_draw",
+    "check_can_write",
     "is_terminal",
     "print_error",
     "print_json",
@@ -32,7 +35,7 @@ class Command:
     """One command; `mpistrat.cli` lists them all."""
 
     name: str
-    """The word after ``mpistrat``."""
+    """As typed after ``mpistrat``."""
     help: str
     """One line for ``mpistrat --help``."""
     add_arguments: Callable[[argparse.ArgumentParser], object]
@@ -45,7 +48,7 @@ _Tree = dict[str, "_Tree"]
 
 
 def tree_labels(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield a label with guide lines, and the path it stands for, groups included. Local."""
+    """Yield a label with guide lines and its path, for each path and each group."""
     root: _Tree = {}
     for path in paths:
         node = root
@@ -66,35 +69,29 @@ def _labels(node: _Tree, above: str, guide: str) -> Iterator[tuple[str, str]]:
 
 
 _GAP = 3
-"""Between two columns."""
+"""Blanks between two columns."""
 _NARROWEST = 16
-"""What is left for a column that is folded."""
+"""The least width of a folded column."""
 
 
 def is_terminal() -> bool:
-    """Return whether people read what is printed, rather than programs. Local.
-
-    The terminals that launchers make for their tasks have no width, and may end in a file.
-    """
+    """Return whether people, rather than programs, read what is printed."""
+    # The terminals that launchers make for their tasks have no width, and may end in a file.
     return sys.stdout.isatty() and shutil.get_terminal_size((0, 0)).columns > 0
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table. Local.
-
-    In a pipe or file each row is one line, neither cut nor folded. On a terminal the widest
-    column is folded to make room for the others; where that is not enough, each row is a
-    paragraph.
-    """
+    """Print a table: one line for each row, folded where the terminal is too narrow."""
     cells = [
         [_printable(str(cell), sys.stdout).replace("\n", "\\n") for cell in row] for row in rows
     ]
     widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
-    if not is_terminal():
+    if not is_terminal():  # for grep and awk: neither cut nor folded
         for row in (columns, *cells):
             print(_padded(row, widths))
         return
     console = Console(file=sys.stdout)
+    # The widest column makes room for the others; if that is not enough, rows become paragraphs.
     room = console.width - sum(widths) - _GAP * (len(widths) - 1) + max(widths)
     if room < _NARROWEST:
         for first, *others in cells:
@@ -119,17 +116,17 @@ def _fold(console: Console, cell: str, width: int) -> list[str]:
 
 
 def print_line(text: str) -> None:
-    """Print one line. Local."""
+    """Print one line."""
     print(_printable(text, sys.stdout))
 
 
 def print_error(command: str, text: object) -> None:
-    """Print an error message. Local."""
+    """Print an error message."""
     print(f"mpistrat {command}: {_printable(str(text), sys.stderr)}", file=sys.stderr)
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as strict JSON: infinities and NaN become strings. Local."""
+    """Print `value` as strict JSON: infinities and NaN become strings."""
     print(json.dumps(_strict(value), indent=2, allow_nan=False))
 
 
@@ -144,13 +141,27 @@ def _strict(value: Any) -> Any:
 
 
 def _printable(text: str, stream: TextIO) -> str:
-    """Return `text` without what `stream` cannot take.
-
-    That is control characters, which a hostile file could bring, and letters that its encoding
-    does not have.
-    """
+    """Return `text` with control characters, and those unknown to `stream`, as escapes."""
+    # Names come from files, and a hostile one could hold escape sequences of the terminal.
     if text.isascii() and text.isprintable():
         return text
     safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     encoding = stream.encoding or "utf-8"
     return safe.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def check_can_draw() -> None:
+    """Raise ValueError where matplotlib is not installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed. Install it with: "
+            "pip install matplotlib."
+        ) from None
+
+
+def check_can_write(path: Path) -> None:
+    """Raise ValueError where `path` cannot be a new file, before any work is done for it."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: its folder must exist, and it be a file.")

@@ -1,4 +1,4 @@
-"""Statistics of arrays in checkpoints, and their histograms."""
+"""Statistics, differences and histograms of arrays in checkpoints."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ import numpy as np
 
 from mpistrat.checkpoint.reader import CheckpointReader
 
-__all__ = ["check_can_draw", "count", "draw", "summarize", "tell_apart"]
+__all__ = ["draw", "summarize", "tell_apart"]
 
 
 @dataclass(frozen=True)
 class _Summary:
-    """What is said of the values of a variable.
+    """Statistics of the values of a variable."""
 
-    NaN is left out of the first three, which are ``None`` where nothing is left, and for
-    complex numbers, which have no order.
-    """
-
+    # NaN aside; None where there are no other values, and for complex numbers, which have no order.
     min: float | int | None
     max: float | int | None
     mean: float | None
@@ -32,7 +29,7 @@ class _Summary:
 
 
 def summarize(pieces: Iterable[np.ndarray]) -> _Summary:
-    """Return the statistics of flat arrays that come one by one. Local."""
+    """Return the statistics of one array, given in flat pieces."""
     lowest: Any = None
     highest: Any = None
     means: list[tuple[float, int]] = []
@@ -56,7 +53,7 @@ def summarize(pieces: Iterable[np.ndarray]) -> _Summary:
 def _mean(values: np.ndarray) -> float:
     with np.errstate(invalid="ignore", over="ignore"):
         mean = float(values.mean(dtype=np.float64))
-        if math.isinf(mean) and np.isfinite(values).all():  # only their sum is too large
+        if math.isinf(mean) and np.isfinite(values).all():  # only the sum overflows
             mean = float((values.astype(np.float64) / values.size).sum())
             mean = min(max(mean, float(values.min())), float(values.max()))
     return mean
@@ -64,10 +61,10 @@ def _mean(values: np.ndarray) -> float:
 
 @dataclass
 class _Difference:
-    """How far the values of two variables of one shape and dtype are apart."""
+    """How much two variables of the same shape and dtype differ."""
 
     largest: float | int = 0
-    """The largest absolute difference, NaN where NaN stands against a number."""
+    """The largest absolute difference; NaN where only one of two values is NaN."""
     count: int = 0
     """The number of elements that differ. NaN equals NaN."""
     num_other_bits: int = 0
@@ -75,7 +72,7 @@ class _Difference:
 
 
 def tell_apart(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> _Difference:
-    """Return how far two arrays are apart, which come in flat pieces of any sizes. Local."""
+    """Return the difference of two arrays, given in flat pieces of any sizes."""
     found = _Difference()
     for piece_a, piece_b in _aligned(iter(a), iter(b)):
         bytes_a, bytes_b = (x.view(np.uint8).reshape(x.size, -1) for x in (piece_a, piece_b))
@@ -93,7 +90,8 @@ def tell_apart(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> _Difference:
 def _aligned(
     a: Iterator[np.ndarray], b: Iterator[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield pieces of equal sizes, and run both to their ends, where they check themselves."""
+    """Yield pieces of equal sizes from both arrays."""
+    # Both iterators run to their ends, because there the reader compares the digest.
     left_a = left_b = np.empty(0)
     while True:
         if left_a.size == 0:
@@ -128,12 +126,12 @@ _LONGEST_NAME = 44
 _HIGHEST_EXPONENT = 100
 
 Pieces = Callable[[], Iterable[np.ndarray]]
-"""Gives the values of a variable in flat pieces, as often as it is called."""
+"""Returns the values of a variable in flat pieces, at each call again."""
 
 
 @dataclass(frozen=True)
 class _Histogram:
-    """How many values lie in each bin."""
+    """The number of values in each bin."""
 
     edges: np.ndarray
     """Float64, one more than the bins, growing; empty where no value is finite."""
@@ -144,10 +142,7 @@ class _Histogram:
 
 
 def count(pieces: Pieces) -> _Histogram:
-    """Return the histogram of the finite values, of the magnitudes where they are complex. Local.
-
-    Few integers have a bin each.
-    """
+    """Return the histogram of the finite values, or magnitudes of complex ones."""
     limits = summarize(_finite(piece) for piece in pieces())
     edges = np.empty(0)
     if limits.min is not None and limits.max is not None:
@@ -173,44 +168,17 @@ def _finite(piece: np.ndarray) -> np.ndarray:
 
 
 def _edges(low: float | int, high: float | int) -> np.ndarray:
-    if isinstance(low, int) and high - low < _NUM_BINS:
+    if isinstance(low, int) and high - low < _NUM_BINS:  # a bin for each integer
         return np.arange(low, high + 2) - 0.5
     if low == high:
         margin = max(0.5, abs(low) / 1000)
         return np.array([low - margin, low + margin])
-    # Half of each, because the distance of two floats can be too large for one.
+    # Halved, because the difference of two floats can overflow.
     return np.unique(np.linspace(low / 2, high / 2, _NUM_BINS + 1) * 2)
 
 
-def check_can_draw(path: Path) -> None:
-    """Refuse a picture before anything is read. Local.
-
-    Raises
-    ------
-    ValueError
-        Without matplotlib, or if no file can be written there.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed. Install it with: "
-            "pip install matplotlib."
-        ) from None
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: its folder must exist, and it be a file.")
-
-
 def draw(reader: CheckpointReader, path: Path) -> str:
-    """Draw a histogram of each variable into a PNG, and return what is left out. Local.
-
-    Raises
-    ------
-    CheckpointCorruptError
-        If a variable is damaged.
-    ValueError
-        If the file cannot be written.
-    """
+    """Draw a histogram of each variable into a PNG; return a note on those left out."""
     from matplotlib.figure import Figure
 
     largest = sorted(reader.variables, key=lambda name: -reader.variables[name].size_bytes)
@@ -231,7 +199,7 @@ def draw(reader: CheckpointReader, path: Path) -> str:
         title = f"{_shortened(name)}\n{kind} {info.shape}"
         axes.set_title(_plain(title), fontsize="small", parse_math=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that the font does not have
+        warnings.simplefilter("ignore")  # characters that the font lacks
         try:
             figure.savefig(path, format="png", dpi=110)
         except OSError as error:
@@ -251,7 +219,7 @@ def _draw_one(axes: Any, histogram: _Histogram) -> None:
     else:
         axes.text(0.5, 0.5, "no finite values", ha="center", transform=axes.transAxes)
     odd = [(histogram.num_nan, "NaN"), (histogram.num_infinite, "infinite")]
-    notes = [f"{number} {words}" for number, words in odd if number]
+    notes = [f"{number} {kind}" for number, kind in odd if number]
     if notes:
         axes.text(0.98, 0.95, ", ".join(notes), ha="right", va="top", transform=axes.transAxes)
     axes.tick_params(labelsize="x-small")
@@ -259,7 +227,7 @@ def _draw_one(axes: Any, histogram: _Histogram) -> None:
 
 
 def _exponent(edges: np.ndarray) -> int:
-    """Return the power of ten to draw in: that of numbers which matplotlib cannot stand."""
+    """Return the power of ten to divide by where matplotlib cannot draw such numbers, else 0."""
     exponent = math.floor(math.log10(float(np.abs(edges).max())))
     return exponent if abs(exponent) > _HIGHEST_EXPONENT else 0
 

@@ -1,4 +1,4 @@
-"""``mpistrat timeline``: where the time of each rank went, and which rank the others wait for."""
+"""Command ``mpistrat timeline``: time of each rank by category, and the straggler."""
 
 from __future__ import annotations
 
@@ -12,63 +12,61 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpistrat.cli.output import Command, print_error, print_json, print_line, print_table
+from mpistrat.cli.output import (
+    Command,
+    check_can_draw,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+)
 from mpistrat.system.text import rank_list
 from mpistrat.tracing.trace import Part, Trace
 
-__all__ = [
-    "CATEGORIES",
-    "COMMAND",
-    "COMPUTING",
-    "RankTimes",
-    "Straggler",
-    "draw",
-    "find_straggler",
-    "summarize",
-]
+__all__ = ["COMMAND"]
 
-CATEGORIES = {
+_CATEGORIES = {
     "checkpoint": "checkpoints",
     "data": "waiting for data",
     "wait": "waiting for ranks",
     "move": "moving data",
 }
-"""What is told apart, in words. Time within several belongs to the first; the rest is computing."""
+"""Names of the categories. Time within several belongs to the first; the rest is computing."""
 
-COMPUTING = "computing"
+_COMPUTING = "computing"
 
 _US_PER_S = 1e6
 
 
 @dataclass
-class RankTimes:
+class _RankTimes:
     """The seconds of one rank."""
 
     rank: int
     total_s: float = 0.0
     """From its first span to the end of its last."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By the words of `CATEGORIES`, and for computing."""
+    """By the names of `_CATEGORIES`, and for computing."""
     others_waited_s: float = 0.0
-    """How long the other ranks waited because this one came last, all together."""
+    """Time that the other ranks waited because this one came last, summed over them."""
     times_last: int = 0
-    """In how many collectives it came last."""
+    """Number of collectives in which it came last."""
 
 
 @dataclass(frozen=True)
-class Straggler:
+class _Straggler:
     """The rank for which the others waited most."""
 
     rank: int
     others_waited_s: float
     cause: str
-    """What it did longer than the others: one of the words of a `RankTimes`."""
+    """The category on which it spent most more than the others."""
     longer_s: float
     """How much longer than the median of the others."""
 
 
-def summarize(events: Iterable[Mapping[str, Any]]) -> list[RankTimes]:
-    """Return the times of each rank in the events of a trace, in rank order. Local."""
+def summarize(events: Iterable[Mapping[str, Any]]) -> list[_RankTimes]:
+    """Return the times of each rank in the events of a trace, in rank order."""
     of_ranks: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
         if event["ph"] == "X":
@@ -83,28 +81,28 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> list[RankTimes]:
     return list(times.values())
 
 
-def find_straggler(times: Sequence[RankTimes]) -> Straggler | None:
-    """Return the rank for which the others waited most, ``None`` if they never did. Local."""
+def find_straggler(times: Sequence[_RankTimes]) -> _Straggler | None:
+    """Return the rank for which the others waited most, ``None`` if they did not wait."""
     slowest = max(times, key=lambda each: each.others_waited_s, default=None)
     if slowest is None or slowest.others_waited_s <= 0:
         return None
     others = [each for each in times if each is not slowest]
     longer_s = {
-        words: slowest.seconds[words] - statistics.median(each.seconds[words] for each in others)
-        for words in (COMPUTING, CATEGORIES["data"], CATEGORIES["checkpoint"])
+        name: slowest.seconds[name] - statistics.median(each.seconds[name] for each in others)
+        for name in (_COMPUTING, _CATEGORIES["data"], _CATEGORIES["checkpoint"])
     }
     cause = max(longer_s, key=longer_s.__getitem__)
-    return Straggler(slowest.rank, slowest.others_waited_s, cause, longer_s[cause])
+    return _Straggler(slowest.rank, slowest.others_waited_s, cause, longer_s[cause])
 
 
-def _times(rank: int, spans: Sequence[Mapping[str, Any]]) -> RankTimes:
+def _times(rank: int, spans: Sequence[Mapping[str, Any]]) -> _RankTimes:
     """Return the times of one rank, each moment counted once."""
     began_us = min(span["ts"] for span in spans)
     total_us = max(span["ts"] + span["dur"] for span in spans) - began_us
-    order = list(CATEGORIES)
+    order = list(_CATEGORIES)
     steps: list[tuple[float, int, int]] = []
     for span in spans:
-        if span["cat"] in CATEGORIES:
+        if span["cat"] in _CATEGORIES:
             depth = order.index(span["cat"])
             steps += [(span["ts"], depth, 1), (span["ts"] + span["dur"], depth, -1)]
     open_spans = [0] * len(order)
@@ -116,19 +114,19 @@ def _times(rank: int, spans: Sequence[Mapping[str, Any]]) -> RankTimes:
             spent_us[outermost] += time_us - before_us
         open_spans[depth] += change
         before_us = time_us
-    seconds = {CATEGORIES[name]: spent_us[i] / _US_PER_S for i, name in enumerate(order)}
-    seconds[COMPUTING] = (total_us - sum(spent_us)) / _US_PER_S
-    return RankTimes(rank, total_us / _US_PER_S, seconds)
+    seconds = {_CATEGORIES[name]: spent_us[i] / _US_PER_S for i, name in enumerate(order)}
+    seconds[_COMPUTING] = (total_us - sum(spent_us)) / _US_PER_S
+    return _RankTimes(rank, total_us / _US_PER_S, seconds)
 
 
 def _waits(
     of_ranks: Mapping[int, Sequence[Mapping[str, Any]]],
 ) -> dict[tuple[str, int], dict[int, float]]:
-    """Return how long each rank waited in each collective, but those within checkpoints."""
+    """Return how long each rank waited in each collective outside of checkpoints."""
     found: dict[tuple[str, int], dict[int, float]] = {}
     within: set[tuple[str, int]] = set()
     for rank, spans in of_ranks.items():
-        # By time, and what holds others before them.
+        # By start; a span that contains others comes before them.
         saving_until = float("-inf")
         for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
             if span["cat"] == "checkpoint":
@@ -142,26 +140,18 @@ def _waits(
 
 
 _COLOURS = {
-    COMPUTING: "#4c9f70",
-    CATEGORIES["move"]: "#3b6fb6",
-    CATEGORIES["wait"]: "#d1495b",
-    CATEGORIES["data"]: "#edae49",
-    CATEGORIES["checkpoint"]: "#7d7d7d",
+    _COMPUTING: "#4c9f70",
+    _CATEGORIES["move"]: "#3b6fb6",
+    _CATEGORIES["wait"]: "#d1495b",
+    _CATEGORIES["data"]: "#edae49",
+    _CATEGORIES["checkpoint"]: "#7d7d7d",
 }
 _INCHES_PER_RANK = 0.3
 _MAX_INCHES = 40.0
 
 
-def draw(times: Sequence[RankTimes], path: Path) -> None:
-    """Draw a bar for each rank, in pieces by what took the time, into a PNG. Local.
-
-    Raises
-    ------
-    ImportError
-        Without matplotlib.
-    OSError
-        If the file cannot be written.
-    """
+def _draw(times: Sequence[_RankTimes], path: Path) -> None:
+    """Draw a bar for each rank, divided by category, into a PNG."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -170,9 +160,9 @@ def draw(times: Sequence[RankTimes], path: Path) -> None:
     axes = figure.subplots()
     ranks = [each.rank for each in times]
     left = [0.0] * len(times)
-    for words, colour in _COLOURS.items():
-        widths = [each.seconds[words] for each in times]
-        axes.barh(ranks, widths, left=left, color=colour, label=words)
+    for name, colour in _COLOURS.items():
+        widths = [each.seconds[name] for each in times]
+        axes.barh(ranks, widths, left=left, color=colour, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_xlabel("seconds")
     axes.set_ylabel("rank")
@@ -182,7 +172,7 @@ def draw(times: Sequence[RankTimes], path: Path) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-_COLUMNS = (COMPUTING, *(CATEGORIES[name] for name in ("wait", "move", "data", "checkpoint")))
+_COLUMNS = (_COMPUTING, *(_CATEGORIES[name] for name in ("wait", "move", "data", "checkpoint")))
 _MAX_ROWS = 32
 
 
@@ -191,10 +181,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "path",
         nargs="+",
         type=Path,
-        help="a timeline, or the parts (*.part) that a job has left which was killed",
+        help="a timeline, or the parts (*.part) left by a job that was killed",
     )
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw it into this file")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the times into PNG")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -210,10 +200,10 @@ def _run(arguments: argparse.Namespace) -> int:
     straggler = find_straggler(times)
     if arguments.plot is not None:
         try:
-            draw(times, arguments.plot)
-        except ImportError:
-            hint = "Install it with: pip install matplotlib."
-            print_error("timeline", f"--plot needs matplotlib, which is not installed. {hint}")
+            check_can_draw()
+            _draw(times, arguments.plot)
+        except ValueError as error:
+            print_error("timeline", error)
             return 2
         except OSError as error:
             print_error("timeline", f"{arguments.plot} cannot be written: {error.strerror}.")
@@ -226,15 +216,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _read(paths: Sequence[Path]) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:
-    """Return the events and the metadata of the timeline in `paths`.
-
-    Raises
-    ------
-    ValueError
-        If they are no timeline.
-    OSError
-        If one cannot be read.
-    """
+    """Return the events and the metadata of the timeline, or raise ValueError or OSError."""
     if len(paths) == 1 and not paths[0].name.endswith(".part"):
         (path,) = paths
         if path.exists():
@@ -261,7 +243,9 @@ def _read_trace(path: Path) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]
     return trace["traceEvents"], facts
 
 
-def _print(facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggler | None) -> None:
+def _print(
+    facts: dict[str, Any], times: Sequence[_RankTimes], straggler: _Straggler | None
+) -> None:
     if facts["missing_ranks"]:
         print_line(f"There is no part of {rank_list(facts['missing_ranks'])}.")
     shown = times
@@ -274,7 +258,7 @@ def _print(facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggl
     ]
     if len(shown) < len(times):
         middle = {
-            words: statistics.median(each.seconds[words] for each in times) for words in _COLUMNS
+            name: statistics.median(each.seconds[name] for each in times) for name in _COLUMNS
         }
         total_s = statistics.median(each.total_s for each in times)
         waited_s = statistics.median(each.others_waited_s for each in times)
@@ -286,11 +270,11 @@ def _print(facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggl
 def _row(
     rank: str, total_s: float, seconds: Mapping[str, float], others_waited_s: float
 ) -> list[str]:
-    numbers = (total_s, *(seconds[words] for words in _COLUMNS), others_waited_s)
+    numbers = (total_s, *(seconds[name] for name in _COLUMNS), others_waited_s)
     return [rank, *(f"{number:.3f}" for number in numbers)]
 
 
-def _formatted(straggler: Straggler | None) -> str:
+def _formatted(straggler: _Straggler | None) -> str:
     if straggler is None:
         return "No rank waited for another."
     text = (
@@ -303,7 +287,7 @@ def _formatted(straggler: Straggler | None) -> str:
 
 
 def _as_json(
-    facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggler | None
+    facts: dict[str, Any], times: Sequence[_RankTimes], straggler: _Straggler | None
 ) -> dict[str, Any]:
     return {
         "size": facts["size"],
@@ -316,7 +300,7 @@ def _as_json(
 
 COMMAND = Command(
     "timeline",
-    "Say where the time of each rank went.",
+    "Show how each rank of a job spent its time.",
     _add_arguments,
     _run,
 )

@@ -1,7 +1,7 @@
-"""Whether the MPI library may be given device memory: claims, a trial, and one answer for all.
+"""CUDA-awareness of the MPI library: evidence, a trial, and one answer for all ranks.
 
-The only place that knows. What it must not do is believe: a wrong yes ends the job with a
-segmentation fault, or with wrong numbers.
+Evidence alone is not believed, because a wrong yes ends the job with a segmentation fault or with
+wrong numbers.
 """
 
 from mpistrat.cuda_awareness.evidence import Answer, CudaAwareness

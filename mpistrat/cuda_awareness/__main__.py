@@ -1,4 +1,4 @@
-"""``python -m mpistrat.cuda_awareness``: try an exchange of device memory."""
+"""Trial exchange of device memory: ``python -m mpistrat.cuda_awareness``."""
 
 import sys
 

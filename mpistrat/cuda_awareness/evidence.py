@@ -1,8 +1,8 @@
-"""What speaks for CUDA-awareness without trying it: each source has been wrong somewhere.
+"""Evidence for CUDA-awareness, found without a trial.
 
-The library's own query says no in builds of Open MPI where UCX moves device memory all the same
-(open-mpi/ompi#7963), and yes in builds of MVAPICH where it is switched off. So claims only decide
-whether a trial is worth its seconds.
+Each source is wrong somewhere. The library's own query says no in builds of Open MPI where UCX
+moves device memory all the same (open-mpi/ompi#7963), and yes in builds of MVAPICH where it is
+switched off. So evidence only decides whether a trial is worth its seconds.
 """
 
 from __future__ import annotations
@@ -26,35 +26,33 @@ __all__ = [
     "Evidence",
     "Outcome",
     "Trial",
-    "ask_library",
     "gather_claims",
     "judge",
     "list_libraries",
     "list_switches",
     "loaded_files",
-    "read_memory_kinds",
     "weigh",
 ]
 
 
 class Answer(enum.IntEnum):
-    """Whether MPI may be given device memory. The weakest of several answers is the smallest."""
+    """Whether MPI may be given device memory; the weakest answer is the smallest."""
 
     NO = 0
-    """Nothing speaks for it, or it was tried and failed."""
+    """There is no evidence for it, or a trial failed."""
     CLAIMED = 1
-    """Something speaks for it, but no exchange between processes has shown it."""
+    """There is evidence for it, but no exchange between processes has proved it."""
     PROVED = 2
-    """Processes have exchanged device memory with the right numbers, or the user vouches."""
+    """Processes have exchanged device memory correctly, or the user vouches for it."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One thing that was found out without using device memory."""
+    """One piece of evidence, found without using device memory."""
 
     is_claim: bool
-    """Whether it speaks for CUDA-awareness. What does not, does not speak against it either."""
-    words: str
+    """Whether it is evidence for CUDA-awareness. No evidence for it is none against it."""
+    text: str
 
 
 class Outcome(enum.Enum):
@@ -70,9 +68,9 @@ class Trial:
     """An exchange of device memory in child processes."""
 
     outcome: Outcome
-    words: str
+    text: str
     num_processes: int = 0
-    """How many took part, in a world of their own; 0 where that is not known."""
+    """How many processes took part, in their own world; 0 where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +89,7 @@ class CudaAwareness:
 
 
 def judge(device_kind: str, override: bool | None, evidence: Sequence[Evidence]) -> CudaAwareness:
-    """Return the answer before any exchange. Local.
-
-    Parameters
-    ----------
-    device_kind : str
-        ``"cpu"`` or ``"gpu"``, where the replica computes.
-    override : bool or None
-        What the user says, ``None`` for nothing.
-    evidence : sequence of Evidence
-        Not looked at where the first two decide.
-    """
+    """Return the answer before a trial; `evidence` counts on GPUs, where `override` is None."""
     if device_kind != "gpu":
         return CudaAwareness(Answer.NO, ("the replica computes in host memory",))
     if override is True:
@@ -109,22 +97,20 @@ def judge(device_kind: str, override: bool | None, evidence: Sequence[Evidence])
     if override is False:
         return CudaAwareness(Answer.NO, ("MPISTRAT_CUDA_AWARE=off",))
     answer = Answer.CLAIMED if any(each.is_claim for each in evidence) else Answer.NO
-    return CudaAwareness(answer, tuple(each.words for each in evidence))
+    return CudaAwareness(answer, tuple(each.text for each in evidence))
 
 
 def weigh(claimed: CudaAwareness, trials: Sequence[Trial]) -> CudaAwareness:
-    """Return the answer after exchanges were tried. Local.
-
-    That a process alone can give device memory to MPI proves nothing of two: it may be a copy
-    within the process. That it cannot disproves everything.
-    """
+    """Return the answer after trials."""
+    # A process that exchanges device memory with itself proves nothing about two, because MPI may
+    # copy within the process; but where it fails, so will two.
     if any(each.outcome is Outcome.FAILED for each in trials):
         answer = Answer.NO
     elif any(each.outcome is Outcome.PASSED and each.num_processes > 1 for each in trials):
         answer = Answer.PROVED
     else:
         answer = Answer.CLAIMED
-    reasons = claimed.reasons + tuple(each.words for each in trials)
+    reasons = claimed.reasons + tuple(each.text for each in trials)
     return replace(claimed, answer=answer, reasons=reasons)
 
 
@@ -140,18 +126,18 @@ _SWITCHES = {
     "OMPI_MCA_opal_cuda_support": "Open MPI",
     "PSP_CUDA": "ParaStation MPI",
 }
-"""Variables that switch GPU support on and off, and whose they are."""
+"""Variables that switch GPU support on and off, and the MPI library of each."""
 
 _OFF = {"", "0", "disable", "false", "n", "no", "off"}
 
 _GPU_PARTS = re.compile(
     r"libmpi_gtl_cuda|libuc[tm]_cuda|libucc_\w+_cuda|mca_(accelerator|btl|coll|common)_(sm)?cuda"
 )
-"""Parts of MPI libraries and of UCX that are loaded for CUDA's memory alone."""
+"""Components of MPI libraries and of UCX that are loaded only for CUDA memory."""
 
 
 def gather_claims(comm: MPI.Intracomm) -> list[Evidence]:
-    """Return what the library and the environment of this process say. Local; starts MPI."""
+    """Return the evidence from the library and the environment of this process; starts MPI."""
     from mpi4py import MPI
 
     try:
@@ -173,12 +159,7 @@ def gather_claims(comm: MPI.Intracomm) -> list[Evidence]:
 
 
 def ask_library(library: Any) -> Evidence:
-    """Return what the query of an MPI library says. Local; MPI must run.
-
-    Parameters
-    ----------
-    library : ctypes.CDLL or None
-    """
+    """Return what the query of an MPI library says, once MPI has started."""
     query = getattr(library, "MPIX_Query_cuda_support", None)
     if query is not None:
         return _evidence(query() == 1, "MPIX_Query_cuda_support says")
@@ -190,18 +171,13 @@ def ask_library(library: Any) -> Evidence:
     return Evidence(False, "the MPI library has no query for CUDA support")
 
 
-def _evidence(is_claim: bool, words: str) -> Evidence:
-    return Evidence(is_claim, f"{words} {'yes' if is_claim else 'no'}")
+def _evidence(is_claim: bool, text: str) -> Evidence:
+    return Evidence(is_claim, f"{text} {'yes' if is_claim else 'no'}")
 
 
 def read_memory_kinds(kinds: str | None) -> Evidence:
-    """Return what the kinds of memory of a communicator say (MPI 4.1, section 11.4.3). Local.
-
-    Parameters
-    ----------
-    kinds : str or None
-        The info value, such as ``"mpi,system,cuda:device"``.
-    """
+    """Return the evidence from a communicator's memory kinds, such as "mpi,system,cuda:device"."""
+    # MPI 4.1, section 11.4.3.
     if kinds is None:
         return Evidence(False, "the communicator has no mpi_memory_alloc_kinds (MPI 4.1)")
     named = [kind.strip().lower() for kind in kinds.split(",")]
@@ -210,17 +186,17 @@ def read_memory_kinds(kinds: str | None) -> Evidence:
 
 
 def list_switches(variables: Mapping[str, str], names: Iterable[str] = _SWITCHES) -> Evidence:
-    """Return which of the variables `names` switch GPU support on or off. Local."""
+    """Return which of the variables `names` switch GPU support on or off."""
     found = {name: variables[name] for name in names if name in variables}
     if not found:
         return Evidence(False, "no variable switches GPU support on")
     is_claim = any(value.strip().lower() not in _OFF for value in found.values())
-    spelt = (f"{name}={value} ({_SWITCHES[name]})" for name, value in found.items())
-    return Evidence(is_claim, f"set: {', '.join(spelt)}")
+    shown = (f"{name}={value} ({_SWITCHES[name]})" for name, value in found.items())
+    return Evidence(is_claim, f"set: {', '.join(shown)}")
 
 
 def list_libraries(files: Iterable[str]) -> Evidence:
-    """Return which of the loaded `files` are there for device memory alone. Local."""
+    """Return which of the loaded `files` are components only for device memory."""
     names = sorted({Path(file).name for file in files if _GPU_PARTS.search(Path(file).name)})
     if not names:
         return Evidence(False, "no part of MPI or UCX for CUDA is loaded")
@@ -228,11 +204,11 @@ def list_libraries(files: Iterable[str]) -> Evidence:
 
 
 def loaded_files() -> list[str]:
-    """Return the files that are mapped into this process. Local."""
+    """Return the files that are mapped into this process."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:
         return []
-    # address, permissions, offset, device and inode come before the path, which may hold blanks.
+    # address, permissions, offset, device and inode come before the path, which may contain blanks.
     fields = (line.split(maxsplit=5) for line in lines)
     return [each[5] for each in fields if len(each) == 6]

@@ -1,6 +1,6 @@
-"""The exchange itself, for processes that may die of it.
+"""Exchange of device memory by MPI, in processes that may crash.
 
-A library that does not know device memory reads it as host memory: the process dies, or the
+A library without support for device memory reads it as host memory: the process crashes, or the
 numbers are wrong.
 """
 
@@ -24,10 +24,10 @@ from mpistrat.mpi.world import abort_world, communicator
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["OPERATIONS", "main", "wrong_operations"]
+__all__ = ["main"]
 
 _LENGTHS = (1, 2**10, 2**14, 2**20)
-"""Elements of 4 bytes: libraries change their ways between short and long messages."""
+"""Elements of 4 bytes: libraries use other protocols for long messages than for short ones."""
 
 _Put = Callable[[np.ndarray], Array]
 """Copies a NumPy array to the memory that is tried."""
@@ -89,7 +89,7 @@ def _reduce(comm: MPI.Intracomm, put: _Put, length: int) -> tuple[Array, np.ndar
 
 
 def _lengths(comm: MPI.Intracomm, length: int) -> tuple[list[int], np.ndarray]:
-    """Return lengths that differ over ranks, and what all bring, one behind the other."""
+    """Return lengths that differ between ranks, and the numbers of all ranks, concatenated."""
     counts = [length + rank for rank in range(comm.size)]
     return counts, np.concatenate([_numbers(rank, n) for rank, n in enumerate(counts)])
 
@@ -129,11 +129,11 @@ OPERATIONS: dict[str, Callable[[MPI.Intracomm, _Put, int], tuple[Array, np.ndarr
     "Gatherv": _gatherv,
     "Alltoallv": _alltoallv,
 }
-"""What is tried. Each returns what this rank has received, and what it should have."""
+"""The operations to try. Each returns what this rank has received, and what it expects."""
 
 
 def wrong_operations(comm: MPI.Intracomm, put: _Put) -> list[str]:
-    """Do every operation on memory from `put`; return those with wrong numbers. **Collective**."""
+    """Do each operation on memory from `put`; return those with wrong numbers. **Collective**."""
     return [
         f"{name} of {length} numbers"
         for name, operate in OPERATIONS.items()
@@ -147,11 +147,11 @@ def _is_right(received: Array, expected: np.ndarray) -> bool:
 
 
 _PASSED, _FAILED, _UNABLE = 0, 1, 2
-"""Exit codes."""
+"""Exit codes: all numbers were right; some were wrong; the exchange could not be tried."""
 
 
 def _device_of(memory: str, first: int, rank: int) -> Device:
-    """Return the device of this rank: neighbours take different ones where there are several."""
+    """Return the device of this rank: neighbours use different ones where there are several."""
     if memory == "host":
         return Device("cpu")
     num_gpus = count_gpus()
@@ -160,9 +160,9 @@ def _device_of(memory: str, first: int, rank: int) -> Device:
     return Device("gpu", (first + rank) % num_gpus)
 
 
-def _say(stage: str, comm: MPI.Intracomm, words: str) -> None:
-    report = {"exchange": stage, "num_processes": comm.size, "words": words}
-    # In one piece: an unbuffered Python prints a line and its end apart, and others come between.
+def _print_report(stage: str, comm: MPI.Intracomm, text: str) -> None:
+    report = {"exchange": stage, "num_processes": comm.size, "text": text}
+    # One write, because print() of an unbuffered Python writes the line end separately.
     sys.stdout.write(json.dumps(report) + "\n")
     sys.stdout.flush()
 
@@ -179,40 +179,54 @@ def _try(comm: MPI.Intracomm, memory: str, first_device: int) -> int:
     obstacles = list(filter(None, comm.allgather(obstacle)))
     if obstacles:
         if comm.rank == 0:
-            _say("unable", comm, obstacles[0])
+            _print_report("unable", comm, obstacles[0])
         return _UNABLE
     if comm.rank == 0:
-        _say("begun", comm, f"{memory} memory")
+        _print_report("begun", comm, f"{memory} memory")
     comm.Barrier()
     try:
         wrong = wrong_operations(comm, put)
-    except Exception as error:  # of MPI or cupy
-        _say("failed", comm, f"{type(error).__name__} on rank {comm.rank}: {error}")
+    except Exception as error:  # MPI and cupy raise their own types
+        _print_report("failed", comm, f"{type(error).__name__} on rank {comm.rank}: {error}")
         abort_world(_FAILED)
         raise
     everywhere = dict.fromkeys(chain.from_iterable(comm.allgather(wrong)))
     if comm.rank == 0:
         if everywhere:
-            _say("failed", comm, f"wrong numbers in {', '.join(everywhere)}")
+            _print_report("failed", comm, f"wrong numbers in {', '.join(everywhere)}")
         else:
-            _say("passed", comm, f"{memory} memory, {', '.join(OPERATIONS)}")
+            _print_report("passed", comm, f"{memory} memory, {', '.join(OPERATIONS)}")
     return _FAILED if everywhere else _PASSED
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exchange memory among all ranks, say how it went, and return an exit code. **Collective**.
-
-    0 where all numbers were right, 1 where not, 2 where it could not be tried.
-    """
+    """Exchange memory among all ranks, print a report, return an exit code. **Collective**."""
     parser = argparse.ArgumentParser(
         prog="python -m mpistrat.cuda_awareness",
-        description="Try whether MPI takes device memory, among the ranks that are started.",
+        description="Exchange device memory by MPI between all ranks that are started, as a test.",
     )
-    parser.add_argument("--memory", choices=("device", "host"), default="device")
-    parser.add_argument("--device", type=int, default=0, help="GPU of rank 0; others take the next")
-    parser.add_argument("--limit", type=float, default=60, help="seconds")
+    parser.add_argument(
+        "--memory",
+        choices=("device", "host"),
+        default="device",
+        help="the memory to exchange (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        type=int,
+        default=0,
+        metavar="N",
+        help="GPU of rank 0; further ranks use the GPUs after it",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="time limit (default: %(default)s s)",
+    )
     args = parser.parse_args(arguments)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # Also where the library hangs, or who started this process is gone.
+    # It ends this process even if the library hangs or the parent has ended.
     faulthandler.dump_traceback_later(args.limit, exit=True)
     return _try(communicator(None), args.memory, args.device)

@@ -35,24 +35,24 @@ from mpistrat.system.processes import Program
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["cuda_awareness", "exchange_command", "run_trial", "try_exchange"]
+__all__ = ["cuda_awareness"]
 
 _LIMIT_S = 60.0
 _PATIENCE_S = 5.0
-"""How long to wait for a killed process: one that is stuck in a driver does not die."""
+"""How long to wait for a killed process: one that hangs in a driver does not end."""
 
 _LENGTH = 200
-"""How much is shown of a line that the children have printed."""
+"""How many characters are shown of a line printed by a child."""
 
-_REPORT = {"exchange": str, "num_processes": int, "words": str}
-"""What a report holds."""
+_REPORT = {"exchange": str, "num_processes": int, "text": str}
+"""Keys of a report, and the types of their values."""
 
 _FROM_OUTSIDE = {"SIGHUP", "SIGINT", "SIGTERM", "SIGKILL"}
-"""Who ends by these did not die of the exchange."""
+"""Signals that are sent by others, so that the exchange is not to blame."""
 
 
 def exchange_command(device_index: int, memory: str, limit_s: float) -> list[str]:
-    """Return the command of one process of the exchange. Local."""
+    """Return the command of one process of the exchange."""
     return [
         *(sys.executable, "-m", "mpistrat.cuda_awareness"),
         *("--memory", memory, "--device", str(device_index)),
@@ -64,17 +64,8 @@ def exchange_command(device_index: int, memory: str, limit_s: float) -> list[str
 def try_exchange(
     device_index: int, memory: str = "device", limit_s: float = _LIMIT_S
 ) -> tuple[Trial, ...]:
-    """Exchange memory between two child processes, or else in one alone. Local, once a process.
-
-    Parameters
-    ----------
-    device_index : int
-        The GPU of the first process; the second one takes the next where there are several.
-    memory : str
-        ``"device"``; ``"host"`` tries this function itself.
-    limit_s : float
-        Seconds for all of it, but for some to end processes.
-    """
+    """Exchange memory between two child processes, or else within one; once per process."""
+    # Host memory is for tests of this function.
     end = time.monotonic() + limit_s
     command = exchange_command(device_index, memory, limit_s)
     try:
@@ -88,10 +79,7 @@ def try_exchange(
 
 
 def run_trial(command: Sequence[str], limit_s: float) -> Trial:
-    """Run a command that makes the exchange, and return what it has shown. Local.
-
-    It raises nothing, whatever the command does, and leaves no process behind.
-    """
+    """Run a command that makes the exchange, and return its result without raising."""
     try:
         program = Program(command, _variables())
     except (OSError, ValueError, TypeError) as error:
@@ -108,39 +96,39 @@ def run_trial(command: Sequence[str], limit_s: float) -> Trial:
 
 
 def _variables() -> dict[str, str]:
-    """Return the environment of a child: that of this process, as before its launcher."""
-    # It shall find the same packages in the same places.
+    """Return the environment of a child: that of this process without its launcher."""
+    # PYTHONPATH, so that it imports the same packages from the same places.
     return without_launcher() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def _read(program: Program, code: int | None, limit_s: float) -> Trial:
-    """Return what the reports and the end of a program show."""
+    """Return the result of an exchange from the reports and the exit code of its program."""
     reports = _reports(program.stdout())
     stages = {report["exchange"]: report for report in reports}
     num_processes = min((report["num_processes"] for report in reports), default=0)
     who = _count(num_processes)
     if "failed" in stages:
-        words = f"an exchange {who} failed: {stages['failed']['words']}"
-        return Trial(Outcome.FAILED, words, num_processes)
+        text = f"an exchange {who} failed: {stages['failed']['text']}"
+        return Trial(Outcome.FAILED, text, num_processes)
     if code is None:
-        words = f"an exchange {who} did not end within {limit_s:.0f} s"
-        return Trial(Outcome.OPEN, words, num_processes)
+        text = f"an exchange {who} did not end within {limit_s:.0f} s"
+        return Trial(Outcome.OPEN, text, num_processes)
     if "unable" in stages:
-        words = f"an exchange {who} could not be tried: {stages['unable']['words']}"
-        return Trial(Outcome.OPEN, words, num_processes)
+        text = f"an exchange {who} could not be tried: {stages['unable']['text']}"
+        return Trial(Outcome.OPEN, text, num_processes)
     if "passed" in stages and code == 0:
-        words = f"an exchange {who} has passed: {stages['passed']['words']}"
-        return Trial(Outcome.PASSED, words, num_processes)
+        text = f"an exchange {who} has passed: {stages['passed']['text']}"
+        return Trial(Outcome.PASSED, text, num_processes)
     ending = _format_end(code, program.stdout() + program.stderr())
     if "begun" in stages and "passed" not in stages and ending not in _FROM_OUTSIDE:
-        words = f"an exchange {who} ended the process with {ending}"
-        return Trial(Outcome.FAILED, words, num_processes)
+        text = f"an exchange {who} ended the process with {ending}"
+        return Trial(Outcome.FAILED, text, num_processes)
     details = ", ".join([ending, *_last_line(program.stderr() or program.stdout())])
     return Trial(Outcome.OPEN, f"an exchange {who} shows nothing: {details}", num_processes)
 
 
 def _last_line(text: str) -> list[str]:
-    """Return the last line that has a word in it, if there is one."""
+    """Return the last line with a letter or digit, if there is one."""
     lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
     return [line[:_LENGTH] for line in lines[-1:]]
 
@@ -152,7 +140,7 @@ def _count(num_processes: int) -> str:
 
 
 def _reports(text: str) -> list[dict[str, Any]]:
-    """Return the lines that are reports; whatever else is printed is passed over."""
+    """Return the lines that are reports, ignoring all others."""
     reports = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
@@ -165,8 +153,8 @@ def _reports(text: str) -> list[dict[str, Any]]:
 
 
 def _format_end(code: int, text: str) -> str:
-    """Return the signal that a process has died of, or its exit code."""
-    # Launchers and shells add 128 to the signal; Hydra does not, and says so in words.
+    """Return the signal that has ended a process, or its exit code."""
+    # Launchers and shells add 128 to the signal; Hydra does not, and prints "(signal N)".
     number = -code if code < 0 else code - 128
     if f"(signal {code})" in text:
         number = code
@@ -176,7 +164,7 @@ def _format_end(code: int, text: str) -> str:
 
 
 _POLL_S = 0.001
-"""A rank that waits leaves its core to the children of another one."""
+"""A waiting rank sleeps, which leaves its core to the children of another one."""
 
 
 def cuda_awareness(
@@ -187,30 +175,13 @@ def cuda_awareness(
     gather: Callable[[MPI.Intracomm], Sequence[Evidence]] = gather_claims,
     attempt: Callable[[int], Sequence[Trial]] = try_exchange,
 ) -> CudaAwareness:
-    """Return whether MPI may be given the device memory of these ranks, and why.
-
-    **Collective** over the communicator of `world`, in host memory; the same on every rank. Where
-    any rank answers no, nothing is tried. Else the first rank of each node tries for all of its
-    node, which may take some seconds, once a process.
-
-    Parameters
-    ----------
-    world : World
-    device : Device
-        Where the replica of this rank computes.
-    override : bool, optional
-        The setting ``MPISTRAT_CUDA_AWARE``. True holds where all ranks have it.
-    gather : callable
-        What gives the evidence without a trial.
-    attempt : callable
-        What makes the trial on the GPU with the given number.
-    """
+    """Return whether MPI may be given device memory of these ranks, and why. **Collective**."""
     comm = world.comm
     own = _found(device, override, lambda: gather(comm))
     agreed = _weakest(comm, own)
     if agreed.answer is not Answer.CLAIMED:
         return agreed
-    # The others have no word in it: each rank's children would load cupy from the same disk.
+    # One trial per node, because the children of all ranks would load cupy from the same disk.
     own = CudaAwareness(Answer.PROVED, ())
     if world.local_rank == 0:
         own = _tried(agreed, lambda: attempt(device.index))
@@ -223,7 +194,7 @@ def _found(
     try:
         asks = device.kind == "gpu" and override is None
         return judge(device.kind, override, gather() if asks else ())
-    except Exception as error:  # the others wait for an answer, whatever happens here
+    except Exception as error:  # the other ranks wait for an answer
         return CudaAwareness(Answer.NO, (f"the search for evidence failed: {error!r}",))
 
 

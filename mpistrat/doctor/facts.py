@@ -1,4 +1,4 @@
-"""Facts about each rank, and findings about them."""
+"""Facts of each rank, and the findings of checks."""
 
 from __future__ import annotations
 
@@ -28,20 +28,17 @@ __all__ = [
     "collect_facts",
     "count_allocated_gpus",
     "mpi_libraries",
-    "ok",
-    "problem",
-    "warning",
 ]
 
 
 class Level(enum.Enum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
     """Works, but perhaps not as meant."""
     PROBLEM = "problem"
-    """A job would fail, or be much slower than it need be."""
+    """A job would fail, or be much slower than necessary."""
 
 
 @dataclass(frozen=True)
@@ -49,28 +46,28 @@ class Finding:
     """One line of the report."""
 
     topic: str
-    """What was looked at."""
+    """What was checked."""
     level: Level
     seen: str
     why: str = ""
-    """Why it matters; empty where all is well."""
+    """Why it matters; empty for `Level.OK`."""
     remedy: str = ""
     """What to type."""
 
+    @classmethod
+    def ok(cls, topic: str, seen: str) -> Finding:
+        """Return a finding that needs no attention."""
+        return cls(topic, Level.OK, seen)
 
-def ok(topic: str, seen: str) -> Finding:
-    """Return a finding that needs no attention. Local."""
-    return Finding(topic, Level.OK, seen)
+    @classmethod
+    def warning(cls, topic: str, seen: str, why: str, remedy: str) -> Finding:
+        """Return a finding that may be intended."""
+        return cls(topic, Level.WARNING, seen, why, remedy)
 
-
-def warning(topic: str, seen: str, why: str, remedy: str) -> Finding:
-    """Return a finding that may be meant so. Local."""
-    return Finding(topic, Level.WARNING, seen, why, remedy)
-
-
-def problem(topic: str, seen: str, why: str, remedy: str) -> Finding:
-    """Return a finding that makes the exit code 1. Local."""
-    return Finding(topic, Level.PROBLEM, seen, why, remedy)
+    @classmethod
+    def problem(cls, topic: str, seen: str, why: str, remedy: str) -> Finding:
+        """Return a finding that makes the exit code 1."""
+        return cls(topic, Level.PROBLEM, seen, why, remedy)
 
 
 # Open MPI, MPICH, Intel MPI and MVAPICH are libmpi.so; Cray's name has the compiler in it.
@@ -78,7 +75,7 @@ _NAME = re.compile(r"libmpi(ch)?(_(gnu|cray|intel|nvidia|amd|aocc)\w*)?\.so[.\d]
 
 
 def mpi_libraries(files: Iterable[str]) -> list[str]:
-    """Return the MPI libraries among `files`, with links followed. Local."""
+    """Return the MPI libraries among `files`, with links resolved."""
     found = (each for each in files if _NAME.fullmatch(os.path.basename(each)))
     return sorted({os.path.realpath(each) for each in found})
 
@@ -104,17 +101,17 @@ _GPUS = (
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank knows of itself."""
+    """What one rank knows about itself."""
 
     rank: int = 0
     node: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     library: str = ""
-    """Name and version of the MPI library; empty where it does not run."""
+    """Name and version of the MPI library; empty where it cannot be loaded."""
     cores: tuple[int, ...] = ()
-    """Which it may use."""
+    """The cores that it may use."""
     blas_threads: int = 1
-    """How many threads NumPy's linear algebra would start."""
+    """How many threads NumPy's linear algebra starts."""
     thread_variables: Mapping[str, str] = field(default_factory=dict)
     offer: Offer | None = None
     """The GPUs that it sees."""
@@ -123,17 +120,17 @@ class RankFacts:
     """Why it sees none."""
     gpu_variables: Mapping[str, str] = field(default_factory=dict)
     nccl: str = ""
-    """NCCL's version, empty without."""
+    """NCCL's version; empty where there is none."""
 
     @property
     def asked_threads(self) -> int:
-        """How many threads the variables ask for; what was started where they ask for none."""
+        """The number of threads that the variables ask for; `blas_threads` where none does."""
         asked = [int(text) for text in self.thread_variables.values() if text.isdecimal()]
         return max(asked, default=self.blas_threads)
 
 
 def collect_facts(world: World | None, library: str, launcher: Launcher) -> RankFacts:
-    """Return the facts of this rank. Raises nothing. Local."""
+    """Return the facts of this rank, without raising."""
     variables = environment()
     offer, names, no_gpu = _look_at_gpus(world.local_rank if world else 0)
     return RankFacts(
@@ -161,7 +158,7 @@ def _versions() -> dict[str, str]:
 
 
 def _count_blas_threads() -> int:
-    # Only libraries that are loaded are seen; NumPy is, by what this module imports.
+    # It sees only libraries that are loaded; what this module imports has loaded NumPy's.
     from threadpoolctl import threadpool_info
 
     pools: list[dict[str, Any]] = threadpool_info()
@@ -189,11 +186,8 @@ def _nccl_version() -> str:
 
 
 def count_allocated_gpus(facts: list[RankFacts]) -> int | None:
-    """Return how many GPUs the variables of the ranks of one node name, ``None`` for no word.
-
-    Local. What Slurm says of the node comes first: with a GPU bound to each task,
-    CUDA_VISIBLE_DEVICES is 0 in all of them.
-    """
+    """Return how many GPUs one node has by the variables of its ranks, ``None`` if none is set."""
+    # Slurm's variables first: where a GPU is bound to each task, CUDA_VISIBLE_DEVICES is 0 in all.
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
         counts = [_count(each.gpu_variables[name]) for each in facts if name in each.gpu_variables]
         if counts:
@@ -209,7 +203,7 @@ def count_allocated_gpus(facts: list[RankFacts]) -> int | None:
 
 
 def _count(text: str) -> int:
-    """Return the number that ``"4"`` is, or how many ``"0,1,3"`` names. Local."""
+    """Return the count in a number, such as ``"4"``, or in a list, such as ``"0,1,3"``."""
     if text.isdecimal() and "," not in text:
         return int(text)
     return len([part for part in text.split(",") if part.strip()])

@@ -1,8 +1,8 @@
-"""A process that stands by while MPI starts, because MPI may end the one that it starts in.
+"""Guard process that watches MPI start, because MPI may end the process that starts it.
 
 ``python guard.py`` reads a line of JSON from standard input: the seconds that MPI has, the process
-to kill when they are over, and what to say in either case. A second line says that MPI has started.
-The file is run by its path, so that it takes no time to import the package.
+to kill when they are over, and what to print in either case. A second line means that MPI has
+started. The file is run by its path, so that it takes no time to import the package.
 """
 
 import json
@@ -10,16 +10,13 @@ import os
 import select
 import signal
 import sys
-from typing import TextIO
-
-__all__ = ["main"]
 
 
-def main(orders: TextIO = sys.stdin) -> int:
-    """Wait for the end of the start, and say what came of a bad one. Local."""
-    order = json.loads(orders.readline())
-    ready, _, _ = select.select([orders], [], [], order["limit_s"])
-    if ready and orders.readline():
+def _main() -> int:
+    """Wait until MPI has started; if it does not, print why and return 1."""
+    order = json.loads(sys.stdin.readline())
+    ready, _, _ = select.select([sys.stdin], [], [], order["limit_s"])
+    if ready and sys.stdin.readline():  # an empty line is the end of the process
         return 0
     sys.stderr.write(order["ended" if ready else "late"] + "\n")
     sys.stderr.flush()
@@ -29,4 +26,4 @@ def main(orders: TextIO = sys.stdin) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

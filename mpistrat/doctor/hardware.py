@@ -1,4 +1,4 @@
-"""Hardware: GPUs, CUDA-aware MPI, processors, bandwidth between ranks."""
+"""Hardware checks: processors, GPUs, CUDA-aware MPI, bandwidth between ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ from mpistrat.doctor.facts import (
     RankFacts,
     count_allocated_gpus,
     mpi_libraries,
-    ok,
-    problem,
-    warning,
 )
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.world import World
@@ -36,9 +33,6 @@ from mpistrat.strategies.devices import choose_devices
 from mpistrat.system.text import rank_list
 
 __all__ = [
-    "CudaFacts",
-    "Speed",
-    "by_node",
     "check_bandwidth",
     "check_blas_threads",
     "check_cores",
@@ -51,8 +45,8 @@ __all__ = [
 ]
 
 
-def by_node(facts: Sequence[RankFacts]) -> list[list[RankFacts]]:
-    """Return the facts of the ranks of each node. Local."""
+def _by_node(facts: Sequence[RankFacts]) -> list[list[RankFacts]]:
+    """Return the facts grouped by node."""
     nodes: dict[str, list[RankFacts]] = {}
     for each in facts:
         nodes.setdefault(each.node, []).append(each)
@@ -64,11 +58,11 @@ def _cores_of(node: Sequence[RankFacts]) -> int:
 
 
 def check_cores(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether each rank has a core. Local."""
-    worst = max(by_node(facts), key=lambda node: len(node) / max(_cores_of(node), 1))
+    """Return the finding about cores: whether each rank has one."""
+    worst = max(_by_node(facts), key=lambda node: len(node) / max(_cores_of(node), 1))
     num_cores = _cores_of(worst)
     if len(worst) > num_cores:
-        return warning(
+        return Finding.warning(
             "cores",
             f"{len(worst)} ranks share {num_cores} core(s) on {worst[0].node}",
             "Ranks wait for each other in every collective, and the slowest sets the pace.",
@@ -78,14 +72,14 @@ def check_cores(facts: Sequence[RankFacts]) -> Finding:
     fewest = min(len(each.cores) for each in facts)
     most = max(len(each.cores) for each in facts)
     span = str(fewest) if fewest == most else f"{fewest}-{most}"
-    return ok(
+    return Finding.ok(
         "cores", f"{span} core(s) a rank to run on, {len(worst)} rank(s) on {num_cores} core(s)"
     )
 
 
 def check_blas_threads(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether NumPy starts more threads than there are cores. Local."""
-    for node in by_node(facts):
+    """Return the finding about BLAS threads: whether there are more than cores."""
+    for node in _by_node(facts):
         num_cores = _cores_of(node)
         share = max(num_cores // len(node), 1)
         for each in node:
@@ -105,12 +99,12 @@ def check_blas_threads(facts: Sequence[RankFacts]) -> Finding:
             f"{len(node)} ranks with {each.asked_threads} BLAS threads each on {num_cores} core(s) "
             f"of {each.node} ({names or 'no variable limits them'})"
         )
-        # Twice as many happens where two ranks try something out, and costs little.
+        # Twice as many is common where two ranks try something out, and costs little.
         if each.thread_variables or num_threads > 2 * num_cores:
             return _too_many(seen, share)
-        return warning("blas", seen, _WHY_THREADS, _limit_threads(share))
+        return Finding.warning("blas", seen, _WHY_THREADS, _limit_threads(share))
     most = max(each.asked_threads for each in facts)
-    return ok("blas", f"{most} thread(s) a rank for linear algebra")
+    return Finding.ok("blas", f"{most} thread(s) a rank for linear algebra")
 
 
 _WHY_THREADS = "Threads that share a core wait for each other; matrix products become much slower."
@@ -121,15 +115,15 @@ def _limit_threads(number: int) -> str:
 
 
 def _too_many(seen: str, share: int) -> Finding:
-    return problem("blas", seen, _WHY_THREADS, _limit_threads(share))
+    return Finding.problem("blas", seen, _WHY_THREADS, _limit_threads(share))
 
 
 _WHY_SHARED = "Ranks on one GPU take turns on it and share its memory; NCCL refuses them."
 
 
 def check_gpus(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether each rank has a GPU of its own, where there are GPUs. Local."""
-    for node in by_node(facts):
+    """Return the finding about GPUs: whether each rank has its own, where there are any."""
+    for node in _by_node(facts):
         finding = _too_few(node)
         if finding is not None:
             return finding
@@ -140,14 +134,14 @@ def check_gpus(facts: Sequence[RankFacts]) -> Finding:
         )
     except LaunchError as error:
         what, _, remedy = str(error).partition(". ")
-        return problem("gpus", what, _WHY_SHARED, remedy)
+        return Finding.problem("gpus", what, _WHY_SHARED, remedy)
     on_host = [
         each.rank for each, device in zip(facts, devices, strict=True) if device.kind == "cpu"
     ]
     if len(on_host) == len(facts):
         return _no_gpus(facts)
     if on_host:
-        return problem(
+        return Finding.problem(
             "gpus",
             f"{rank_list(on_host)} see no GPU, the others do: {facts[on_host[0]].no_gpu}",
             "Arrays of all ranks travel through host memory then, and the slowest sets the pace.",
@@ -158,17 +152,17 @@ def check_gpus(facts: Sequence[RankFacts]) -> Finding:
         for each, device in zip(facts, devices, strict=True)
     ]
     shown = "; ".join(owners[:4]) + ("; ..." if len(owners) > 4 else "")
-    return ok("gpus", f"one for each rank ({shown})")
+    return Finding.ok("gpus", f"one for each rank ({shown})")
 
 
 def _too_few(node: Sequence[RankFacts]) -> Finding | None:
-    """Return the problem where variables name fewer GPUs than the node has ranks. Local."""
+    """Return a problem where the variables name fewer GPUs than the node has ranks."""
     allocated = count_allocated_gpus(list(node))
     has_own = any("SLURM_GPUS_PER_TASK" in each.gpu_variables for each in node)
     if not allocated or allocated >= len(node) or has_own or any(each.offer for each in node):
         return None
     names = ", ".join(f"{k}={v}" for k, v in node[0].gpu_variables.items())
-    return problem(
+    return Finding.problem(
         "gpus",
         f"{len(node)} ranks on {node[0].node} have {allocated} GPU(s) ({names})",
         _WHY_SHARED,
@@ -179,24 +173,24 @@ def _too_few(node: Sequence[RankFacts]) -> Finding | None:
 
 def _no_gpus(facts: Sequence[RankFacts]) -> Finding:
     reason = facts[0].no_gpu or "CuPy sees no GPU"
-    if any(count_allocated_gpus(node) for node in by_node(facts)):
-        return warning(
+    if any(count_allocated_gpus(node) for node in _by_node(facts)):
+        return Finding.warning(
             "gpus",
             f"GPUs are allocated, but {reason}",
             "The replicas compute in host memory.",
             "pip install cupy-cuda13x, or cupy-cuda12x for an older driver",
         )
-    return ok("gpus", f"none; replicas compute in host memory ({reason})")
+    return Finding.ok("gpus", f"none; replicas compute in host memory ({reason})")
 
 
 def check_nccl(facts: Sequence[RankFacts]) -> Finding:
-    """Return whether the GPUs can be connected by NCCL. Local."""
+    """Return the finding about NCCL: whether it can connect the GPUs."""
     with_gpu = [each for each in facts if each.offer is not None]
     if not with_gpu:
-        return ok("nccl", "not needed without GPUs")
+        return Finding.ok("nccl", "not needed without GPUs")
     versions = {each.nccl for each in with_gpu}
     if versions == {""}:
-        return warning(
+        return Finding.warning(
             "nccl",
             "CuPy does not find NCCL",
             "Reductions take MPI where it is proved CUDA-aware, else they go through the host.",
@@ -204,27 +198,27 @@ def check_nccl(facts: Sequence[RankFacts]) -> Finding:
         )
     if len(versions) > 1:
         without = [each.rank for each in with_gpu if each.nccl != with_gpu[0].nccl]
-        return problem(
+        return Finding.problem(
             "nccl",
             f"rank 0 has NCCL {with_gpu[0].nccl or 'not at all'}, {rank_list(without)} another",
             "NCCL connects ranks of one version; without it reductions are slower.",
             "Use one environment on all nodes.",
         )
-    return ok("nccl", versions.pop())
+    return Finding.ok("nccl", versions.pop())
 
 
 _FUNCTIONS = (b"cuPointerGetAttribute", b"cudaPointerGetAttributes", b"cuMemcpy")
-"""Without one of them a library cannot tell device memory from that of the host."""
+"""Functions of CUDA, one of which a library needs to recognize device memory."""
 
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """What speaks for and against CUDA-awareness on rank 0, and what was tried."""
+    """Evidence about CUDA-awareness on this rank, and the trial of all ranks."""
 
     claims: tuple[str, ...] = ()
-    """What the library and its environment say for it."""
+    """Evidence for it from the library and the environment."""
     only_switches: bool = True
-    """Whether variables alone make the claim."""
+    """Whether the only evidence is environment variables."""
     is_vouched_for: bool = False
     """Whether the user has set MPISTRAT_CUDA_AWARE=on."""
     has_part: bool = False
@@ -234,18 +228,18 @@ class CudaFacts:
 
 
 def collect_cuda_facts(world: World, device: Device, all_have_gpus: bool) -> CudaFacts:
-    """Return what this rank finds, and try it where all have GPUs. **Collective**."""
+    """Return the evidence of this rank, with a trial if all have GPUs. **Collective**."""
     override = settings_at_the_end().cuda_aware
     tried = None
     if all_have_gpus:
         tried = cuda_awareness(world, device, override)
     evidence: Sequence[Evidence] = gather_claims(world.comm)
     switches = list_switches(environment())
-    claims = [each.words for each in evidence if each.is_claim]
+    claims = [each.text for each in evidence if each.is_claim]
     files = loaded_files()
     return CudaFacts(
         claims=tuple(claims),
-        only_switches=claims == ([switches.words] if switches.is_claim else []),
+        only_switches=claims == ([switches.text] if switches.is_claim else []),
         is_vouched_for=override is True,
         has_part=has_cuda_part(files),
         tried=tried,
@@ -253,13 +247,7 @@ def collect_cuda_facts(world: World, device: Device, all_have_gpus: bool) -> Cud
 
 
 def has_cuda_part(files: Sequence[str]) -> bool:
-    """Return whether the MPI library of a process, or a part beside it, can use CUDA. Local.
-
-    Parameters
-    ----------
-    files : sequence of str
-        Those that the process has loaded.
-    """
+    """Return whether the MPI library among the loaded `files`, or a component of it, uses CUDA."""
     if list_libraries(files).is_claim:
         return True
     for library in map(Path, mpi_libraries(files)):
@@ -282,10 +270,10 @@ def _names_cuda(file: Path) -> bool:
 
 
 def check_cuda_awareness(facts: CudaFacts) -> Finding:
-    """Return whether MPI is what it is said to be. Local."""
+    """Return the finding about CUDA-aware MPI: whether the evidence is true."""
     said = "; ".join(facts.claims)
     if facts.is_vouched_for and not facts.has_part:
-        return problem(
+        return Finding.problem(
             "cuda-aware",
             "claimed by MPISTRAT_CUDA_AWARE=on, but the MPI library has no code for CUDA",
             "mpistrat gives GPU memory to MPI then, and the job ends with a segmentation fault.",
@@ -295,23 +283,25 @@ def check_cuda_awareness(facts: CudaFacts) -> Finding:
         return _judge_trial(facts.tried, said)
     if facts.claims and facts.only_switches and not facts.has_part:
         names = " ".join(each.partition("=")[0] for each in said.removeprefix("set: ").split(", "))
-        return problem(
+        return Finding.problem(
             "cuda-aware",
             f"claimed, but not there: {said}, while the MPI library has no code for CUDA",
             "Programs that believe the variable crash; mpistrat tries first, which costs seconds.",
             f"unset {names}, or use a CUDA-aware MPI",
         )
     if facts.claims:
-        return ok("cuda-aware", f"claimed ({said}); no GPU here to prove it")
-    return ok("cuda-aware", "no; arrays of GPUs would travel by NCCL or through host memory")
+        return Finding.ok("cuda-aware", f"claimed ({said}); no GPU here to prove it")
+    return Finding.ok(
+        "cuda-aware", "no; arrays of GPUs would travel by NCCL or through host memory"
+    )
 
 
 def _judge_trial(tried: CudaAwareness, said: str) -> Finding:
     evidence = "; ".join(tried.reasons)
     if tried.answer is Answer.PROVED:
-        return ok("cuda-aware", f"proved: {tried.reasons[-1] if tried.reasons else ''}")
+        return Finding.ok("cuda-aware", f"proved: {tried.reasons[-1] if tried.reasons else ''}")
     if tried.answer is Answer.CLAIMED:
-        return warning(
+        return Finding.warning(
             "cuda-aware",
             f"claimed, not proved: {evidence}",
             "Arrays travel by NCCL or through host memory until it is proved.",
@@ -319,23 +309,23 @@ def _judge_trial(tried: CudaAwareness, said: str) -> Finding:
             "export MPISTRAT_CUDA_AWARE=on",
         )
     if said:
-        return problem(
+        return Finding.problem(
             "cuda-aware",
             f"claimed, but not there: {evidence}",
             "Programs that believe it crash or compute with wrong numbers; mpistrat does not.",
             "export MPISTRAT_CUDA_AWARE=off saves the trial; or use another MPI library",
         )
-    return ok("cuda-aware", "no; arrays travel by NCCL or through host memory")
+    return Finding.ok("cuda-aware", "no; arrays travel by NCCL or through host memory")
 
 
 _LARGE_BYTES = 8 * 2**20
 _SLOWEST = 1e8
-"""Bytes per second: a link of 1 Gbit/s has a little more."""
+"""Bytes per second, a little less than a link of 1 Gbit/s."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians of a few MPI_Allreduce."""
+    """Median times of a few MPI_Allreduce."""
 
     size: int
     large_s: float
@@ -370,30 +360,23 @@ def measure_speed(world: World) -> Speed:
 
 
 def check_bandwidth(speed: Speed, num_nodes: int, is_crowded: bool) -> Finding:
-    """Return whether the ranks are as far apart as over a slow network. Local.
-
-    Parameters
-    ----------
-    speed : Speed
-    num_nodes : int
-    is_crowded : bool
-        Whether ranks share cores, which says more of the time than the network does.
-    """
+    """Return the finding about the network: whether it is as slow as Ethernet."""
     copy = f"memory copies {_LARGE_BYTES / speed.copy_s / 1e9:.1f} GB/s"
     if speed.size == 1:
-        return ok("bandwidth", f"one rank: {copy}")
+        return Finding.ok("bandwidth", f"one rank: {copy}")
     rate = _LARGE_BYTES / speed.large_s
     seen = (
         f"Allreduce of 8 MiB in {speed.large_s * 1e3:.1f} ms ({rate / 1e9:.2f} GB/s), of 8 B in "
         f"{speed.small_s * 1e6:.0f} us; {copy}"
     )
+    # Where ranks share cores, the time says more about that than about the network.
     if rate < _SLOWEST and not is_crowded:
         between = "nodes" if num_nodes > 1 else "ranks of one node"
-        return warning(
+        return Finding.warning(
             "bandwidth",
             seen,
             f"This is the speed of slow Ethernet between {between}.",
             "UCX_LOG_LEVEL=info (UCX) or FI_LOG_LEVEL=info (libfabric) shows which network is "
             "used; the module of the site's own MPI knows the fast one",
         )
-    return ok("bandwidth", seen)
+    return Finding.ok("bandwidth", seen)

@@ -1,4 +1,4 @@
-"""All checks, one after the other."""
+"""Report of all checks, made by all ranks together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpistrat.arrays import Device
-from mpistrat.doctor.facts import Finding, Level, RankFacts, collect_facts, ok, problem
+from mpistrat.doctor.facts import Finding, Level, RankFacts, collect_facts
 from mpistrat.doctor.hardware import (
     check_bandwidth,
     check_blas_threads,
@@ -22,26 +22,26 @@ from mpistrat.doctor.storage import FolderFacts, check_folder, check_hdf5, probe
 from mpistrat.settings import settings
 from mpistrat.system.text import rank_list
 
-__all__ = ["Report", "examine"]
+__all__ = ["examine"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found."""
+    """Findings, and the facts of all ranks behind them."""
 
     findings: tuple[Finding, ...]
     facts: tuple[RankFacts, ...]
     """Of each rank."""
     rank: int = 0
-    """This rank. All have the same report."""
+    """This rank."""
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is no problem; warnings are none."""
+        """Whether there is no problem; warnings do not count."""
         return all(each.level is not Level.PROBLEM for each in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it as JSON values. Local."""
+        """Return the report as JSON values."""
         return {
             "healthy": self.is_healthy,
             "findings": [asdict(each) | {"level": each.level.value} for each in self.findings],
@@ -50,16 +50,8 @@ class Report:
 
 
 def examine(folder: str) -> Report | None:
-    """Look at everything, and return the report; ``None`` where another task has it.
-
-    **Collective** over all tasks that were started. It returns on each of them, also where they do
-    not find each other.
-
-    Parameters
-    ----------
-    folder : str
-        Where checkpoints shall lie.
-    """
+    """Return the report, ``None`` where another task has it. **Collective** over all tasks."""
+    # It also returns where the tasks do not find each other: each is then a job by itself.
     begun = start()
     if begun.is_silent:
         return None
@@ -80,13 +72,13 @@ def examine(folder: str) -> Report | None:
         speed = measure_speed(world)
         is_crowded = cores.level is not Level.OK
         findings.append(check_bandwidth(speed, len(world.hosts), is_crowded))
-        # Rank 0's findings are printed, and decide for all.
+        # Measurements differ between ranks; those of rank 0 are printed and set the exit code.
         findings = world.comm.bcast(findings, 0)
     return Report(tuple(findings), tuple(facts), own.rank)
 
 
 def _look_at_files(begun: Start, folder: str, node: str) -> list[Finding]:
-    """Return the findings of rank 0 about HDF5, and of each node about the folder."""
+    """Return the findings about HDF5 on rank 0, and about the folder on each node."""
     world = begun.world
     is_first = world is None or world.local_rank == 0
     found = probe_folder(folder, node) if is_first else None
@@ -101,10 +93,10 @@ def _check_settings() -> Finding:
     try:
         settings()
     except ValueError as error:
-        return problem(
+        return Finding.problem(
             "settings", str(error), "MPIStrategy() would raise.", "Unset or correct the variable."
         )
-    return ok("settings", "the MPISTRAT_... variables can be read")
+    return Finding.ok("settings", "the MPISTRAT_... variables can be read")
 
 
 def _check_software(facts: list[RankFacts]) -> Finding:
@@ -112,7 +104,7 @@ def _check_software(facts: list[RankFacts]) -> Finding:
     for name in ("versions", "library"):
         others = [each for each in facts if getattr(each, name) != getattr(first, name)]
         if others:
-            return problem(
+            return Finding.problem(
                 "software",
                 f"{rank_list(each.rank for each in others)} (on {others[0].node}) have other "
                 f"versions: {_format(others[0])}, rank 0 has {_format(first)}",
@@ -120,7 +112,7 @@ def _check_software(facts: list[RankFacts]) -> Finding:
                 "Use one environment on all nodes.",
             )
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
-    return ok("software", versions + (" on every rank" if len(facts) > 1 else ""))
+    return Finding.ok("software", versions + (" on every rank" if len(facts) > 1 else ""))
 
 
 def _format(facts: RankFacts) -> str:

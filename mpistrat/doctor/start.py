@@ -1,4 +1,4 @@
-"""Whether MPI starts, and whether the ranks find each other."""
+"""Checks of MPI's start and launcher: whether the ranks find each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mpistrat.cuda_awareness.evidence import list_switches, loaded_files
 from mpistrat.doctor import guard
-from mpistrat.doctor.facts import Finding, ok, problem, warning
+from mpistrat.doctor.facts import Finding
 from mpistrat.doctor.hardware import has_cuda_part
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import Launcher, find_launcher, without_launcher
@@ -28,25 +28,17 @@ from mpistrat.mpi.world import (
 from mpistrat.settings import environment
 from mpistrat.system.processes import Program
 
-__all__ = ["Start", "guarded", "look_at_shared_memory", "start"]
+__all__ = ["Start", "start"]
 
 _ROOM = 64 * 2**20
-"""Bytes of shared memory that a few ranks need; Open MPI asks for 16 MiB for each."""
+"""Bytes of shared memory that a few ranks need; Open MPI asks for 16 MiB per rank."""
 
 
 @contextlib.contextmanager
-def guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
-    """Say what has happened if this process does not come to the end of the block. Local.
-
-    The first task of each node says so. It is killed where the block takes too long: in there no
-    thread of Python runs, and no signal is seen.
-
-    Parameters
-    ----------
-    launcher : Launcher
-    limit_s : float
-        How long the block may take, in seconds.
-    """
+def _guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
+    """Have a guard process report and kill this one if the block ends it or takes too long."""
+    # Only on the first task of each node. The guard is a process, because while MPI starts no
+    # thread of Python runs and no signal handler is called.
     if launcher.name == "none" or launcher.local_task:
         yield
         return
@@ -54,10 +46,10 @@ def guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
         [sys.executable, "-S", guard.__file__],
         stdin=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a launcher ends the task's
+        start_new_session=True,  # or a launcher would end it with the task
     )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(_orders(launcher, limit_s)) + "\n")
+    process.stdin.write(json.dumps(_order(launcher, limit_s)) + "\n")
     process.stdin.flush()
     try:
         yield
@@ -65,7 +57,7 @@ def guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
         process.communicate("started\n")
 
 
-def _orders(launcher: Launcher, limit_s: float) -> dict[str, object]:
+def _order(launcher: Launcher, limit_s: float) -> dict[str, object]:
     task = f"task {launcher.task} of {launcher.num_tasks} on {platform.node()}"
     shared = " ".join(look_at_shared_memory())
     hint = f"\n  {shared}" if shared else ""
@@ -80,7 +72,7 @@ def _orders(launcher: Launcher, limit_s: float) -> dict[str, object]:
 
 
 def look_at_shared_memory(folder: str = "/dev/shm") -> tuple[str, ...]:
-    """Return what keeps MPI from its shared memory and what to type, or nothing. Local."""
+    """Return why MPI cannot use shared memory and the remedy, or an empty tuple."""
     try:
         state = os.statvfs(folder)
     except OSError as error:
@@ -103,10 +95,10 @@ _TRY = "from mpi4py import MPI; print('started')"
 
 @dataclass(frozen=True)
 class Start:
-    """How far MPI came."""
+    """Result of starting MPI."""
 
     world: World | None
-    """``None`` where the ranks did not find each other, or MPI does not run here."""
+    """``None`` where MPI does not start, or the ranks do not find each other."""
     launcher: Launcher
     library: str
     findings: tuple[Finding, ...]
@@ -118,39 +110,39 @@ class Start:
 
 
 def start() -> Start:
-    """Start MPI as a strategy would, and return what came of it. **Collective** if it works."""
+    """Start MPI as a strategy would, and return the result. **Collective** if it works."""
     launcher = find_launcher()
     try:
         obstacle = None if is_started() else _find_fatal_claim()
         if obstacle is not None:
             return Start(None, launcher, _library(), (obstacle,))
-        # A library that wants a launcher may end the process, so a child goes first.
+        # A library that needs a launcher may end the process, so a child tries first.
         if launcher.name == "none" and not is_started():
             obstacle = _try_in_a_child()
             if obstacle is not None:
                 return Start(None, launcher, "", (obstacle,))
-        with guarded(launcher, _LIMIT_OF_A_JOB_S):
+        with _guarded(launcher, _LIMIT_OF_A_JOB_S):
             world = open_world(None)
     except LaunchError as error:
         what, _, remedy = str(error).partition(". ")
         why = "MPI ends it." if launcher.is_inherited else "Each task would be a job of its own."
-        finding = problem("launcher", what, why, remedy)
+        finding = Finding.problem("launcher", what, why, remedy)
         return Start(None, launcher, _library(), (finding,))
     except (ImportError, RuntimeError) as error:
         return Start(None, launcher, "", (_no_library(str(error)),))
     library = library_version()
-    findings = (ok("mpi", f"{library.partition(',')[0]}, threads: {thread_level()}"),)
+    findings = (Finding.ok("mpi", f"{library.partition(',')[0]}, threads: {thread_level()}"),)
     return Start(world, launcher, library, (*findings, _describe(world)))
 
 
 def _find_fatal_claim() -> Finding | None:
-    """Return the problem where Open MPI would end the process instead of starting. Local."""
+    """Return the problem where Open MPI would end the process instead of starting."""
     if not list_switches(environment(), ["OMPI_MCA_opal_cuda_support"]).is_claim:
         return None
     load_library()
     if not library_version().startswith("Open MPI") or has_cuda_part(loaded_files()):
         return None
-    return problem(
+    return Finding.problem(
         "cuda-aware",
         "claimed, but not there: OMPI_MCA_opal_cuda_support is set, while this Open MPI has no "
         "code for CUDA",
@@ -162,12 +154,12 @@ def _find_fatal_claim() -> Finding | None:
 def _library() -> str:
     try:
         return library_version()
-    except Exception:  # the launch has failed already; this is for the report alone
+    except Exception:  # only for the report, which already has the failed launch
         return ""
 
 
 def _no_library(text: str) -> Finding:
-    return problem(
+    return Finding.problem(
         "mpi",
         f"mpi4py cannot load an MPI library: {text}",
         "MPIStrategy() would raise; programs without it run.",
@@ -176,7 +168,7 @@ def _no_library(text: str) -> Finding:
 
 
 def _try_in_a_child() -> Finding | None:
-    """Start MPI in a child without a launcher; return what speaks against doing so here. Local."""
+    """Start MPI in a child without a launcher; return the finding if that fails."""
     child = Program([sys.executable, "-c", _TRY], without_launcher())
     try:
         code = child.wait(_LIMIT_S)
@@ -188,17 +180,17 @@ def _try_in_a_child() -> Finding | None:
     lines = [line.strip() for line in child.stderr().splitlines() if any(map(str.isalnum, line))]
     if "cannot load MPI library" in child.stderr() or "ImportError" in child.stderr():
         return _no_library(lines[-1])
-    # Libraries say first what was wrong, and then what they do about it.
+    # Libraries print first what went wrong, then what follows from it.
     lines = [line for line in lines if "error" in line.lower()] or lines[-1:]
     what = lines[0] if lines else f"exit code {code}" if code > 0 else f"signal {-code}"
     if shared := look_at_shared_memory():
         why, remedy = shared
-        return problem("mpi", f"MPI does not start here: {what}", why, remedy)
+        return Finding.problem("mpi", f"MPI does not start here: {what}", why, remedy)
     return _needs_a_launcher(what)
 
 
 def _needs_a_launcher(what: str) -> Finding:
-    return warning(
+    return Finding.warning(
         "mpi",
         f"MPI does not start without a launcher here: {what}",
         "Some libraries, such as Cray's, never do on a login node.",
@@ -213,8 +205,8 @@ def _describe(world: World) -> Finding:
     where = f"{num_nodes} node{'s' if num_nodes > 1 else ''} ({names})"
     if launcher.name == "none":
         job = " inside of a batch job" if "SLURM_JOB_ID" in environment() else ""
-        return ok("launcher", f"none{job}: one rank on {where}")
+        return Finding.ok("launcher", f"none{job}: one rank on {where}")
     protocol = f" by --mpi={launcher.protocol}" if launcher.protocol else ""
     tasks = f"{launcher.num_tasks} task{'s' if launcher.num_tasks > 1 else ''}"
     seen = f"{launcher.title} started {tasks}, MPI sees {world.size}{protocol}, on {where}"
-    return ok("launcher", seen)
+    return Finding.ok("launcher", seen)

@@ -1,10 +1,11 @@
-"""HDF5 and h5py, and whether files can be written and locked where they shall be."""
+"""Checks of h5py, HDF5 and the folder in which checkpoints are saved."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import importlib
 import json
 import os
 import shlex
@@ -16,34 +17,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpistrat.doctor.facts import Finding, ok, problem, warning
+from mpistrat.cuda_awareness.evidence import loaded_files
+from mpistrat.doctor.facts import Finding, mpi_libraries
+from mpistrat.hdf5 import h5py
 from mpistrat.mpi.launcher import without_launcher
 from mpistrat.settings import environment
 from mpistrat.system.processes import Program
 
-__all__ = ["FolderFacts", "HDF5Facts", "check_folder", "check_hdf5", "probe_folder", "probe_hdf5"]
+__all__ = ["FolderFacts", "check_folder", "check_hdf5", "probe_folder", "probe_hdf5"]
 
 _LIMIT_S = 60.0
+_PROBE = "from mpistrat.doctor.storage import print_hdf5_versions as run; run()"
 _MISSING = "it does not exist"
 _NOWHERE = "the folder that this process works in has been removed"
 
 
 @dataclass(frozen=True)
 class HDF5Facts:
-    """What h5py is built of."""
+    """How h5py was built."""
 
     versions: Mapping[str, Any]
-    """What `hdf5_probe` prints; empty where it failed."""
+    """What `print_hdf5_versions` prints; empty where it failed."""
     error: str = ""
 
 
 def probe_hdf5() -> HDF5Facts:
-    """Load h5py in a child process, and return what it is built of. Local."""
+    """Load h5py in a child process, and return how it was built."""
+    # h5py that was built with another MPI library than mpi4py may end the process.
     variables = without_launcher() | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "MPI4PY_RC_INITIALIZE": "0",
     }
-    child = Program([sys.executable, "-m", "mpistrat.doctor.hdf5_probe"], variables)
+    child = Program([sys.executable, "-c", _PROBE], variables)
     try:
         code = child.wait(_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -56,10 +61,26 @@ def probe_hdf5() -> HDF5Facts:
     return HDF5Facts({}, lines[-1] if code > 0 and lines else f"signal {-code}")
 
 
+def print_hdf5_versions() -> None:
+    """Print as JSON how h5py was built, and which MPI libraries it and mpi4py load."""
+    with contextlib.suppress(ImportError, RuntimeError):
+        importlib.import_module("mpi4py.MPI")  # MPI4PY_RC_INITIALIZE keeps it from starting
+    of_mpi4py = mpi_libraries(loaded_files())
+    module = h5py()
+    versions = {
+        "h5py": module.version.version,
+        "hdf5": module.version.hdf5_version,
+        "is_parallel": bool(module.get_config().mpi),
+        "of_mpi4py": of_mpi4py,
+        "of_h5py": [each for each in mpi_libraries(loaded_files()) if each not in of_mpi4py],
+    }
+    print(json.dumps(versions), flush=True)
+
+
 def check_hdf5(facts: HDF5Facts) -> Finding:
-    """Return whether h5py loads, and with which MPI. Local."""
+    """Return the finding about h5py and the MPI library that it was built with."""
     if facts.error:
-        return problem(
+        return Finding.problem(
             "hdf5",
             f"h5py cannot be loaded: {facts.error}",
             "Data sets and checkpoints are HDF5 files.",
@@ -69,7 +90,7 @@ def check_hdf5(facts: HDF5Facts) -> Finding:
     seen = f"h5py {found['h5py']}, HDF5 {found['hdf5']}"
     if found["of_h5py"]:
         of_mpi4py = ", ".join(found["of_mpi4py"]) or "none"
-        return problem(
+        return Finding.problem(
             "hdf5",
             f"{seen} with MPI: h5py loads {', '.join(found['of_h5py'])}, mpi4py {of_mpi4py}",
             "Two MPI libraries in one process mix up their functions: jobs crash or hang.",
@@ -78,28 +99,28 @@ def check_hdf5(facts: HDF5Facts) -> Finding:
             "pip install --force-reinstall --no-deps --no-binary=h5py h5py",
         )
     if found["is_parallel"]:
-        return ok("hdf5", f"{seen} with MPI, the same library as mpi4py's")
-    return ok("hdf5", f"{seen} without MPI, which is all that mpistrat needs")
+        return Finding.ok("hdf5", f"{seen} with MPI, the same library as mpi4py's")
+    return Finding.ok("hdf5", f"{seen} without MPI, which is all that mpistrat needs")
 
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """What can be done with files in a folder, from one node."""
+    """Whether files in a folder can be written and locked from one node."""
 
     path: str
     node: str
     error: str = ""
-    """Why no file can be written there."""
+    """Why no file can be written there; empty where one can."""
     lock_error: str = ""
-    """Why files there cannot be locked."""
+    """Why files there cannot be locked; empty where they can."""
 
 
 def probe_folder(path: str, node: str) -> FolderFacts:
-    """Write, lock, flush, rename and remove a small file in a folder. Raises nothing. Local."""
+    """Write, flush, lock, rename and remove a small file in a folder, without raising."""
     folder = Path(path)
     try:
         own = FolderFacts(os.path.abspath(path), node)
-    except OSError:  # the working directory, which a relative path starts from
+    except OSError:  # the working directory of a relative path is gone
         return FolderFacts(path, node, _NOWHERE)
     if not folder.is_dir():
         what = "it is no folder" if folder.exists() else _MISSING
@@ -125,7 +146,7 @@ def probe_folder(path: str, node: str) -> FolderFacts:
 
 
 def _try_lock(handle: int, name: str) -> str:
-    """Return why a file cannot be locked as HDF5 does, empty where it can. Local."""
+    """Return why a file cannot be locked as HDF5 does, or an empty text."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -140,7 +161,7 @@ def _try_lock(handle: int, name: str) -> str:
     return "a second lock is granted"
 
 
-def _mend(facts: FolderFacts) -> str:
+def _remedy(facts: FolderFacts) -> str:
     if facts.error == _NOWHERE:
         return "cd to a folder that is there"
     path = shlex.quote(facts.path)
@@ -150,19 +171,19 @@ def _mend(facts: FolderFacts) -> str:
 
 
 def check_folder(facts: Sequence[FolderFacts]) -> Finding:
-    """Return whether checkpoints can be written to a folder. Local."""
+    """Return the finding about writing checkpoints to a folder."""
     for each in facts:
         if each.error:
-            return problem(
+            return Finding.problem(
                 "folder",
                 f"{each.path} cannot be written on {each.node}: {each.error}",
                 "Checkpoints cannot be saved there.",
-                f"{_mend(each)}, or look at another one: mpistrat doctor --folder DIR",
+                f"{_remedy(each)}, or look at another one: mpistrat doctor --folder DIR",
             )
     switch = environment().get("HDF5_USE_FILE_LOCKING", "").upper()
     for each in facts:
         if each.lock_error and switch not in ("FALSE", "BEST_EFFORT"):
-            return warning(
+            return Finding.warning(
                 "folder",
                 f"{each.path} can be written, but not locked on {each.node}: {each.lock_error}",
                 "HDF5 locks the files that it opens, and may refuse to.",
@@ -170,4 +191,4 @@ def check_folder(facts: Sequence[FolderFacts]) -> Finding:
             )
     where = f" on {len(facts)} nodes" if len(facts) > 1 else ""
     locks = "locks are switched off" if switch == "FALSE" else "locked"
-    return ok("folder", f"{facts[0].path} can be written and renamed in, {locks}{where}")
+    return Finding.ok("folder", f"{facts[0].path} can be written and renamed in, {locks}{where}")

@@ -26,7 +26,7 @@ from mpistrat.mpi.world import started_world
 from mpistrat.settings import settings
 from mpistrat.system.text import rank_list
 
-__all__ = ["Fault", "Injection", "inject_from_environment", "read_fault", "read_faults"]
+__all__ = ["Fault", "Injection", "inject_from_environment", "read_fault"]
 
 _GRAMMAR = (
     "delay:SECONDS, jitter:SECONDS, kill, stop, exhaust, corrupt[:BIT], raise:CLASS, exit[:CODE] "
@@ -44,11 +44,11 @@ class Fault:
     argument: Any
     """Seconds, bit (``None`` for a sign), exit code or exception; ``None`` for other kinds."""
     rank: int | None
-    """The rank that it happens on; ``None`` for every rank."""
+    """The rank on which it happens; ``None`` for every rank."""
     collective: int | None
     """The number of the collective, from 1; ``None`` for each of them."""
     seed: int
-    """Of the random numbers of jitter."""
+    """Seed of the random numbers of jitter."""
     text: str
     """The text that it was read from, for messages."""
 
@@ -91,7 +91,7 @@ def _exception(text: str) -> type[BaseException]:
         raise ValueError
     try:
         found("text")
-    except TypeError:  # a class whose parameters are others than one text
+    except TypeError:  # its parameters are not one text
         raise ValueError from None
     return found
 
@@ -99,9 +99,9 @@ def _exception(text: str) -> type[BaseException]:
 @dataclass(frozen=True)
 class _Kind:
     read: Callable[[str], Any] | None = None
-    """Reads the argument; ``None`` where there is none."""
+    """Parses the argument; ``None`` for a kind without one."""
     default: str | None = None
-    """The argument where none is given; ``None`` where one must be."""
+    """The default argument; ``None`` where one must be given."""
     keys: tuple[str, ...] = ("rank", "collective")
     needs_collective: bool = True
 
@@ -211,7 +211,7 @@ def _corrupt_next(channel: Channel, bit: int | None) -> None:
     before = channel.on_received
 
     def corrupt(received: Array) -> None:
-        # Only floats: a wrong integer, a length or digest, would be another fault than drift.
+        # Only floats: an integer may be a length or a digest, and would not look like drift.
         is_floating = received.dtype.kind in "fc" or is_narrow(received.dtype)
         if not received.size or not is_floating:
             return
@@ -313,15 +313,15 @@ class Injection:
         self.remove()
 
     def on_collective(self, number: int) -> None:
-        """Do the fault if collective `number` is the one. Local."""
+        """Make the fault happen if collective `number` is its own. Local."""
         if self._collective is None:
             self._act()
         elif number == self._collective and not self.is_done:
-            # A collective that raised has not happened: the next one has its number.
+            # Once: a collective that raised is not counted, so the next one has its number again.
             self.is_done = True
             rank, size = self._channel.rank, self._channel.size
             if self.fault.kind in _DEADLY:
-                close()  # or the last lines on their way to rank 0 would be lost
+                close()  # or log lines on their way to rank 0 would be lost
             text = self.fault.text
             _logger.warning("rank %d of %d: %r before collective %d", rank, size, text, number)
             self._act()
@@ -343,7 +343,7 @@ def _listeners(channel: Channel) -> _Listeners:
 
 def inject_from_environment(channel: Channel) -> None:
     """Inject the faults of ``MPISTRAT_FAULT``, once, if all ranks are on `channel`."""
-    # A fault with a number happens once in a process, though a fresh channel counts from 1 again.
+    # A fault with a number happens once per process, though a new channel counts from 1 again.
     faults = _faults(settings().fault)
     world = started_world() if faults else None
     if world is not None and world.size != channel.size:
@@ -356,5 +356,5 @@ def inject_from_environment(channel: Channel) -> None:
             _from_environment.append(Injection(channel, fault))
 
 
-# The faults of one text are the same objects each time, so that those that are done are known.
+# Cached, so that the faults of one text are the same objects and those done are recognized.
 _faults = functools.lru_cache(read_faults)

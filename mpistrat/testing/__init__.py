@@ -1,6 +1,6 @@
-"""What a program needs to be tested under mpiexec.
+"""Test helpers for MPI programs: a launcher, fault injection and a conformance suite.
 
-`mpistrat.testing.plugin` holds fixtures for pytest, which the rest of this package does not need.
+`mpistrat.testing.plugin` has fixtures for pytest, which the rest of this package does not need.
 """
 
 from mpistrat.testing.conformance import StrategyTests, assert_all_ranks

@@ -1,4 +1,4 @@
-"""``python -m mpistrat.testing -n 3 --limit 600 -- -m pytest``: a program on several ranks."""
+"""Test launcher as a command: ``python -m mpistrat.testing -n 3 -- -m pytest``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What every strategy must do: a suite to subclass."""
+"""Conformance suite for strategies, to be subclassed in tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpistrat.system.text import rank_list
 from mpistrat.values import IndexedSlices, Mirrored
 from mpistrat.variables import Variable
 
-__all__ = ["StrategyTests", "assert_all_ranks", "refused"]
+__all__ = ["StrategyTests", "assert_all_ranks"]
 
 
 def assert_all_ranks(strategy: Strategy, condition: Any, message: str = "") -> None:
@@ -52,13 +52,7 @@ def assert_all_ranks(strategy: Strategy, condition: Any, message: str = "") -> N
 
 @contextlib.contextmanager
 def refused(error: type[Exception], pattern: str = "") -> Iterator[None]:
-    """Assert that the ``with`` block raises `error` with a text that matches `pattern`. Local.
-
-    Raises
-    ------
-    AssertionError
-        If it raises nothing, or says something else.
-    """
+    """Assert that the ``with`` block raises `error` with a text that matches `pattern`."""
     try:
         yield
     except error as caught:

@@ -1,4 +1,4 @@
-"""Faults on purpose, to see what a program does when a rank is late, lost or wrong."""
+"""Fault injection for tests: a rank is late, lost or wrong at a collective."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def inject(
 ) -> Injection:
     """Have something go wrong just before a collective, on one rank or on all.
 
-    Local: nothing happens until the collective comes, and it does no harm to make the call on
-    every rank. The setting ``MPISTRAT_FAULT`` does the same to a program that is not to be
-    changed: ``MPISTRAT_FAULT="delay:2.5@rank=1,collective=7"``, several with ``;`` between,
-    where collectives are numbered as in messages and `MPIStrategy` itself takes the first four.
+    Local: nothing happens before that collective, and every rank may make the call. The setting
+    ``MPISTRAT_FAULT`` does the same to an unchanged program:
+    ``MPISTRAT_FAULT="delay:2.5@rank=1,collective=7"``, several with ``;`` between, where
+    collectives are numbered as in messages and `MPIStrategy` itself takes the first four.
 
     Parameters
     ----------

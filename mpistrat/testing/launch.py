@@ -1,4 +1,4 @@
-"""Run a Python program on several MPI ranks of this machine, within a time limit.
+"""Launcher of Python programs on several MPI ranks of this machine, with a time limit.
 
 From a test: ``run(["-c", "print(1)"], ranks=2)``. From a shell:
 ``python -m mpistrat.testing -n 3 --limit 600 -- -m pytest``.
@@ -21,7 +21,7 @@ from mpistrat.mpi.launcher import mpiexec, without_launcher
 from mpistrat.system.processes import Program, send_signal
 
 _UNWANTED = (
-    # An unbuffered Python writes a line and its end apart, and the lines of the ranks mix.
+    # An unbuffered Python writes a line and its end separately, so that lines of ranks mix.
     "PYTHONUNBUFFERED",
     # Every rank would compile the package again.
     "PYTHONDONTWRITEBYTECODE",
@@ -30,7 +30,7 @@ _RANK_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM
 
 
 def rank_and_size() -> tuple[int, int] | None:
-    """Return rank and size in the world that mpiexec started, ``None`` outside of one. Local."""
+    """Return rank and size in the world that mpiexec started, ``None`` outside of one."""
     variables = settings.environment()
     for rank, size in _RANK_VARIABLES:
         if rank in variables and size in variables:
@@ -39,15 +39,12 @@ def rank_and_size() -> tuple[int, int] | None:
 
 
 def is_open_mpi() -> bool:
-    """Return whether `mpiexec` is that of Open MPI. Local."""
+    """Return whether `mpiexec` is that of Open MPI."""
     return "--oversubscribe" in mpiexec(1)
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a new world: one thread a rank, no old launcher. Local.
-
-    Ranks may share cores and GPUs in it, as tests on one machine do.
-    """
+    """Return the environment of a new world: one thread per rank, shared cores and GPUs."""
     variables = without_launcher()
     for name in _UNWANTED:
         variables.pop(name, None)
@@ -86,13 +83,13 @@ class Launched(Program):
         super().__init__(command, environment(env), cwd, capture)
 
     def ask_for_stacks(self, patience_s: float = 2) -> None:
-        """Have every Python process of the program print its stacks, and end by that."""
+        """Have every Python process of the program print its stacks and end."""
         own = os.path.realpath(sys.executable)
         pids = self.pids()
         asked = [pid for pid in pids if _program_of(pid) == own]
         launchers = [pid for pid in pids if pid not in asked]
-        # One after the other, or their lines mix; and without the launcher, which would kill the
-        # others as soon as one has ended.
+        # One after the other, or their lines mix. The launcher is stopped meanwhile, because it
+        # would kill the others as soon as one ends.
         send_signal(signal.SIGSTOP, launchers)
         for pid in asked:
             send_signal(signal.SIGCONT, [pid])
@@ -101,7 +98,7 @@ class Launched(Program):
             while _is_running(pid) and time.monotonic() < end:
                 time.sleep(0.01)
         send_signal(signal.SIGCONT, launchers)
-        # The launcher brings to us what the ranks have printed until it ends.
+        # Until it ends, the launcher forwards what the ranks have printed.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience_s)
 
@@ -115,13 +112,7 @@ class Launched(Program):
             time.sleep(0.02)
 
     def finish(self, limit_s: float) -> subprocess.CompletedProcess[str]:
-        """Wait for the end, at most `limit_s` seconds; return code and output.
-
-        Raises
-        ------
-        AssertionError
-            At the limit, with what has been printed and the Python stacks of all ranks.
-        """
+        """Return code and output at the end; at the limit raise AssertionError with all stacks."""
         try:
             code = self.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -162,7 +153,7 @@ def run(
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether there is such a process, and not only its exit code."""
+    """Return whether the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -172,18 +163,29 @@ def _is_running(pid: int) -> bool:
 def _program_of(pid: int) -> str:
     try:
         return os.path.realpath(f"/proc/{pid}/exe")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
+
+
+_DESCRIPTION = "Run a Python program on several MPI ranks of this machine, with a time limit."
 
 
 def main() -> int:
     """Run the program that the command line gives; return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("-n", type=int, required=True, dest="ranks")
-    parser.add_argument("--limit", type=float, default=600, help="seconds")
-    parser.add_argument("arguments", nargs="+", help="after --: what follows `python`")
+    parser = argparse.ArgumentParser(prog="python -m mpistrat.testing", description=_DESCRIPTION)
+    parser.add_argument("-n", type=int, required=True, dest="ranks", help="number of ranks")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=600,
+        metavar="SECONDS",
+        help="kill the program after this time (default: %(default)s s)",
+    )
+    parser.add_argument(
+        "arguments", nargs="+", help="after --: the arguments of python, such as -m pytest"
+    )
     args = parser.parse_args()
-    # Open MPI gives rank 0 a terminal of its own, whatever the output goes to.
+    # Open MPI gives rank 0 its own terminal, even where the output goes to a file.
     colour = {} if sys.stdout.isatty() else {"NO_COLOR": "1"}
     launched = Launched(args.arguments, args.ranks, env=colour, capture=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -1,4 +1,4 @@
-"""Fixtures and hooks for pytest under mpiexec: ``pytest_plugins = ["mpistrat.testing.plugin"]``."""
+"""Pytest plugin for tests under mpiexec: ``pytest_plugins = ["mpistrat.testing.plugin"]``."""
 
 from __future__ import annotations
 
@@ -19,30 +19,24 @@ import pytest
 from mpistrat.strategies import MPIStrategy
 from mpistrat.testing.launch import rank_and_size
 
-__all__ = ["DeadlockReporter", "shared_tmp_path", "strategy"]
+__all__ = ["shared_tmp_path", "strategy"]
 
 _SIGNAL = signal.SIGRTMIN + 7
-"""Asks a rank for its stacks. No MPI library and no launcher uses it."""
+"""Signal that asks a rank for its stacks; no MPI library or launcher uses it."""
 _PATIENCE_S = 1.0
-"""How long the ranks have to write them. They need no lock and no interpreter for it."""
+"""Time for the ranks to write their stacks, which needs neither lock nor interpreter."""
 
 
-class DeadlockReporter:
-    """Ends a test that runs too long, and says where each rank of this node is.
+class _DeadlockReporter:
+    """Ends a test that runs too long, and prints the stacks of all ranks of this node."""
 
-    The ranks of a node have one parent, and so find a folder in common. Each has a file there,
-    which it fills when it is asked by a signal, also while it is blocked in MPI. The first rank
-    whose limit is over asks all, prints the files in rank order and ends the job.
-
-    Parameters
-    ----------
-    rank, size : int
-        Of this process in the world that the launcher has started.
-    """
+    # The ranks of a node have the same parent, which names a folder in common. Each rank has a
+    # file there, and writes its stacks to it at a signal, even while it is blocked in MPI. The
+    # first rank over its limit signals all, prints the files in rank order and ends the job.
 
     def __init__(self, rank: int, size: int) -> None:
         self._size = size
-        # Tests capture standard error: this is where it went before they began.
+        # Tests capture standard error, so this is a copy from before they began.
         self._error_output = os.dup(2)
         self._timer: threading.Timer | None = None
         self._folder = Path(tempfile.gettempdir()) / f"mpistrat-stacks-{_parent()}"
@@ -52,23 +46,23 @@ class DeadlockReporter:
         faulthandler.register(_SIGNAL, self._stacks)
 
     def start(self, test: str, limit_s: float) -> None:
-        """Give `test` so much time from now. Local."""
+        """Start the time limit of `test`."""
         self.cancel()
         self._timer = threading.Timer(limit_s, self._end, (test, limit_s))
         self._timer.daemon = True
         self._timer.start()
 
     def cancel(self) -> None:
-        """Forget the limit: the test is over. Local."""
+        """Cancel the time limit at the end of the test."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def close(self) -> None:
-        """Leave: nobody asks this rank any more. Local."""
+        """Remove the file and the signal handler of this rank."""
         self.cancel()
         self._path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others are still there
+        with contextlib.suppress(OSError):  # other ranks still have files there
             self._folder.rmdir()
         faulthandler.unregister(_SIGNAL)
         self._stacks.close()
@@ -77,7 +71,7 @@ class DeadlockReporter:
     def _end(self, test: str, limit_s: float) -> None:
         try:
             (self._folder / "asked").touch(exist_ok=False)
-        except OSError:  # another rank asks, and needs time to print
+        except OSError:  # another rank reports, and needs time to print
             time.sleep(3 * _PATIENCE_S)
             os._exit(1)
         title = f"{test} ran over {limit_s:g} s. The stacks of the ranks on this node:\n"
@@ -86,7 +80,7 @@ class DeadlockReporter:
             output.write(text)
         sys.stdout.flush()
         shutil.rmtree(self._folder, ignore_errors=True)
-        time.sleep(_PATIENCE_S)  # the launcher passes on what it has read, and then ends
+        time.sleep(_PATIENCE_S)  # for the launcher to forward the output
         os._exit(1)
 
     def _collect(self) -> list[str]:
@@ -103,13 +97,13 @@ class DeadlockReporter:
 
 
 def _parent() -> str:
-    """Return a name for the parent that no process before or after it has."""
+    """Return a name of the parent process that stays unique when its pid is used again."""
     pid = os.getppid()
     start_time = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{pid}-{start_time}"
 
 
-_REPORTER = pytest.StashKey[DeadlockReporter]()
+_REPORTER = pytest.StashKey[_DeadlockReporter]()
 
 
 @pytest.fixture
@@ -128,14 +122,14 @@ def shared_tmp_path(strategy: MPIStrategy, tmp_path: Path) -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Get ready to say where the ranks are, where there are several. Local."""
+    """Prepare the reporter where there are several ranks."""
     world = rank_and_size()
     if world is not None:
-        config.stash[_REPORTER] = DeadlockReporter(*world)
+        config.stash[_REPORTER] = _DeadlockReporter(*world)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leave. Local."""
+    """Close the reporter."""
     if _REPORTER in config.stash:
         config.stash[_REPORTER].close()
         del config.stash[_REPORTER]
@@ -143,7 +137,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """Take the limit of pytest-timeout over, where there are several ranks. Local."""
+    """Take over the limit of pytest-timeout where there are several ranks."""
     reporter = item.config.stash.get(_REPORTER, None)
     if reporter is None:
         return None
@@ -153,7 +147,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
-    """Forget the limit. Local."""
+    """Cancel the limit."""
     reporter = item.config.stash.get(_REPORTER, None)
     if reporter is None:
         return None

@@ -211,7 +211,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def test_bad_arguments_are_refused_by_all_ranks_and_told_once():
+def test_bad_arguments_are_refused_by_all_ranks_and_reported_once():
     arguments = json.dumps(list(BAD_ARGUMENTS.values()))
     done = launch.run(["-c", EACH_REFUSAL, arguments], 2)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

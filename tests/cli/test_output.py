@@ -76,18 +76,18 @@ def test_a_terminal_gets_a_tree_that_fits(file):
     assert narrow[kernel + 1].endswith("nan_count 0")
 
 
-def test_the_widest_column_is_folded_at_words(monkeypatch, capsys):
+def test_the_widest_column_is_folded_at_blanks(monkeypatch, capsys):
     monkeypatch.setattr(output, "is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
-    words = " ".join(f"word{number}" for number in range(20))
-    output.print_table(("path", "difference"), [("kernel", words), ("bias", "x" * 50)])
+    text = " ".join(f"word{number}" for number in range(20))
+    output.print_table(("path", "difference"), [("kernel", text), ("bias", "x" * 50)])
     title, rule, *lines = capsys.readouterr().out.splitlines()
     assert title.split() == ["path", "difference"]
     assert set(rule) == {"-", " "}
     assert len(rule) == max(map(len, lines)) == 40
     (bias,) = (number for number, line in enumerate(lines) if line.startswith("bias"))
     assert lines[0].startswith("kernel   word0 ")
-    assert " ".join(line[9:] for line in lines[:bias]) == words
+    assert " ".join(line[9:] for line in lines[:bias]) == text
     assert "".join(line[9:] for line in lines[bias:]) == "x" * 50
 
 

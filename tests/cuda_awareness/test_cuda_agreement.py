@@ -27,7 +27,7 @@ def world(strategy):
 
 @pytest.fixture
 def far_world(world):
-    """The same ranks, as if each were on a node of its own."""
+    """The same ranks, as if each were on its own node."""
     return dataclasses.replace(world, local_rank=0)
 
 
@@ -69,11 +69,11 @@ def test_a_rank_without_a_gpu_decides_for_all(world):
     assert same_everywhere(world, found)
 
 
-@pytest.mark.parametrize(("gather", "words"), [(nothing, "nothing says"), (broken, "is broken")])
-def test_a_rank_without_a_claim_decides_for_all(world, gather, words):
+@pytest.mark.parametrize(("gather", "text"), [(nothing, "nothing says"), (broken, "is broken")])
+def test_a_rank_without_a_claim_decides_for_all(world, gather, text):
     found = cuda_awareness(world, GPU, gather=on_last(world, gather, claims), attempt=never)
     assert (found.answer, found.rank) == (Answer.NO, world.size - 1)
-    assert words in found.reasons[0]
+    assert text in found.reasons[0]
     assert same_everywhere(world, found)
 
 
@@ -94,7 +94,7 @@ def test_the_first_rank_of_each_node_tries(world, far_world):
 
 
 @pytest.mark.parametrize(
-    ("trials", "answer", "words"),
+    ("trials", "answer", "text"),
     [
         (FAILED, Answer.NO, "it crashed"),
         (ALONE, Answer.CLAIMED, "one has passed"),
@@ -102,14 +102,14 @@ def test_the_first_rank_of_each_node_tries(world, far_world):
         (None, Answer.CLAIMED, "the trial failed: OSError('this rank is broken')"),
     ],
 )
-def test_the_weakest_trial_decides_for_all(far_world, trials, answer, words):
+def test_the_weakest_trial_decides_for_all(far_world, trials, answer, text):
     def attempt(device_index):
         return broken() if trials is None else trials
 
     attempt = on_last(far_world, attempt, lambda device_index: PAIR)
     found = cuda_awareness(far_world, GPU, gather=claims, attempt=attempt)
     assert (found.answer, found.rank) == (answer, far_world.size - 1)
-    assert found.reasons[-1] == words
+    assert found.reasons[-1] == text
     assert same_everywhere(far_world, found)
 
 
@@ -172,18 +172,18 @@ def test_the_wheels_say_no(world, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     evidence = gather_claims(world.comm)
     assert not any(each.is_claim for each in evidence)
-    assert evidence[0].words == "MPIX_Query_cuda_support says no"
+    assert evidence[0].text == "MPIX_Query_cuda_support says no"
     kinds = "the communicator has no mpi_memory_alloc_kinds (MPI 4.1)"
     if is_wheel("mpich"):
         kinds = "mpi_memory_alloc_kinds is mpi,system"
-    assert evidence[1].words.startswith(kinds)
-    assert [each.words for each in evidence[2:]] == [
+    assert evidence[1].text.startswith(kinds)
+    assert [each.text for each in evidence[2:]] == [
         "no variable switches GPU support on",
         "no part of MPI or UCX for CUDA is loaded",
     ]
     found = cuda_awareness(world, GPU, attempt=never)
     assert (found.answer, found.rank) == (Answer.NO, 0)
-    assert found.reasons == tuple(each.words for each in evidence)
+    assert found.reasons == tuple(each.text for each in evidence)
 
 
 def test_children_of_a_rank_are_a_world_of_their_own(world):
@@ -254,5 +254,5 @@ class TestOnGpu:
 
     def test_a_trial_on_the_device_ends_well_or_says_why(self):
         trials = trial.try_exchange(0)
-        assert trials[0].outcome is not Outcome.OPEN, trials[0].words
+        assert trials[0].outcome is not Outcome.OPEN, trials[0].text
         assert trials[0].num_processes == 2

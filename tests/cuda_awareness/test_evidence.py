@@ -40,7 +40,7 @@ def test_the_answer_before_a_trial(kind, override, evidence, answer):
     assert judged.answer is answer
     assert judged.reasons or not evidence
     if kind == "gpu" and override is None:
-        assert judged.reasons == tuple(each.words for each in evidence)
+        assert judged.reasons == tuple(each.text for each in evidence)
 
 
 PAIR = Trial(Outcome.PASSED, "two have passed", 2)
@@ -65,7 +65,7 @@ OPEN = Trial(Outcome.OPEN, "it shows nothing")
 def test_the_answer_after_trials(trials, answer):
     weighed = weigh(CudaAwareness(Answer.CLAIMED, ("a claim",)), trials)
     assert weighed.answer is answer
-    assert weighed.reasons == ("a claim", *(each.words for each in trials))
+    assert weighed.reasons == ("a claim", *(each.text for each in trials))
 
 
 def test_the_weakest_answer_is_the_smallest():
@@ -94,7 +94,7 @@ def gpu_query(code, value):
 
 
 @pytest.mark.parametrize(
-    ("library", "is_claim", "words"),
+    ("library", "is_claim", "text"),
     [
         (Library(MPIX_Query_cuda_support=lambda: 1), True, "MPIX_Query_cuda_support says yes"),
         (Library(MPIX_Query_cuda_support=lambda: 0), False, "MPIX_Query_cuda_support says no"),
@@ -105,10 +105,10 @@ def gpu_query(code, value):
         (None, False, "the MPI library has no query for CUDA support"),
     ],
 )
-def test_the_query_of_a_library(library, is_claim, words):
+def test_the_query_of_a_library(library, is_claim, text):
     if isinstance(library, ctypes.CDLL) and "mpi4py.MPI" in sys.modules:
         pytest.skip("the symbols of this process may have those of an MPI library")
-    assert ask_library(library) == Evidence(is_claim, words)
+    assert ask_library(library) == Evidence(is_claim, text)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_query_of_a_library(library, is_claim, words):
 def test_memory_kinds(kinds, is_claim):
     evidence = read_memory_kinds(kinds)
     assert evidence.is_claim is is_claim
-    assert (kinds or "mpi_memory_alloc_kinds") in evidence.words
+    assert (kinds or "mpi_memory_alloc_kinds") in evidence.text
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_switches(variables, is_claim):
     evidence = list_switches(variables)
     assert evidence.is_claim is is_claim
     known = variables.keys() - {"PATH", "UCX_TLS"}
-    assert all(f"{name}={variables[name]}" in evidence.words for name in known)
-    assert "PATH" not in evidence.words
+    assert all(f"{name}={variables[name]}" in evidence.text for name in known)
+    assert "PATH" not in evidence.text
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_switches(variables, is_claim):
 def test_loaded_libraries(file, is_claim):
     evidence = list_libraries(["/usr/lib/libc.so.6", file, file])
     assert evidence.is_claim is is_claim
-    assert evidence.words.count(file.rpartition("/")[2]) == is_claim
+    assert evidence.text.count(file.rpartition("/")[2]) == is_claim
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.launches
 
 SAY = """
 import ctypes, json, os, signal, subprocess, sys, time
-def say(stage, num_processes=2, words="some words"):
-    report = {"exchange": stage, "num_processes": num_processes, "words": words}
+def say(stage, num_processes=2, text="some text"):
+    report = {"exchange": stage, "num_processes": num_processes, "text": text}
     sys.stdout.write(json.dumps(report) + "\\n")
     sys.stdout.flush()
 """
@@ -27,13 +27,13 @@ def run(code, limit_s=30):
 
 
 @pytest.mark.parametrize(
-    ("code", "outcome", "words"),
+    ("code", "outcome", "text"),
     [
         ("say('begun'); say('passed')", Outcome.PASSED, "between 2 processes has passed: some"),
         ("say('begun', 1); say('passed', 1)", Outcome.PASSED, "in a process alone has passed"),
         ("say('passed'); say('passed', 1)", Outcome.PASSED, "in a process alone has passed"),
-        ("say('begun'); say('failed'); sys.exit(1)", Outcome.FAILED, "failed: some words"),
-        ("say('passed'); say('failed')", Outcome.FAILED, "failed: some words"),
+        ("say('begun'); say('failed'); sys.exit(1)", Outcome.FAILED, "failed: some text"),
+        ("say('passed'); say('failed')", Outcome.FAILED, "failed: some text"),
         ("say('begun'); ctypes.string_at(0)", Outcome.FAILED, "ended the process with SIGSEGV"),
         ("say('begun'); os.abort()", Outcome.FAILED, "ended the process with SIGABRT"),
         ("say('begun'); sys.exit(15)", Outcome.FAILED, "ended the process with exit code 15"),
@@ -41,7 +41,7 @@ def run(code, limit_s=30):
         ("say('begun'); os.kill(os.getpid(), signal.SIGKILL)", Outcome.OPEN, "SIGKILL"),
         ("say('begun'); sys.exit(143)", Outcome.OPEN, "SIGTERM"),
         ("say('begun'); say('passed'); os.abort()", Outcome.OPEN, "shows nothing: SIGABRT"),
-        ("say('unable'); sys.exit(2)", Outcome.OPEN, "could not be tried: some words"),
+        ("say('unable'); sys.exit(2)", Outcome.OPEN, "could not be tried: some text"),
         ("ctypes.string_at(0)", Outcome.OPEN, "shows nothing: SIGSEGV"),
         ("raise ValueError('no cupy here')", Outcome.OPEN, "exit code 1, ValueError: no cupy here"),
         ("", Outcome.OPEN, "in child processes shows nothing: exit code 0"),
@@ -54,12 +54,12 @@ def run(code, limit_s=30):
         ("print('[1] [2] 3')", Outcome.OPEN, "exit code 0, [1] [2] 3"),
     ],
 )
-def test_what_a_child_shows(code, outcome, words):
+def test_what_a_child_shows(code, outcome, text):
     shown = run(code)
     assert shown.outcome is outcome
-    assert words in shown.words
-    assert "\n" not in shown.words
-    assert len(shown.words) < 400
+    assert text in shown.text
+    assert "\n" not in shown.text
+    assert len(shown.text) < 400
 
 
 @pytest.mark.parametrize("begin", ["", "say('begun'); "])
@@ -76,7 +76,7 @@ def test_a_child_that_hangs_is_ended_with_all_it_started(begin, tmp_path):
     )
     assert time.monotonic() - began < 20
     assert shown.outcome is Outcome.OPEN
-    assert shown.words.endswith("did not end within 2 s")
+    assert shown.text.endswith("did not end within 2 s")
     for pid in map(int, pids.read_text().split()):
         wait_for_end(pid)
 
@@ -98,7 +98,7 @@ def wait_for_end(pid):
 def test_a_child_that_cannot_start_shows_nothing(command):
     shown = trial.run_trial(command, 30)
     assert shown.outcome is Outcome.OPEN
-    assert "could not be started" in shown.words
+    assert "could not be started" in shown.text
 
 
 def test_an_interrupt_ends_the_child_and_goes_on():
@@ -118,7 +118,7 @@ def test_an_interrupt_ends_the_child_and_goes_on():
 
 
 def test_the_child_has_no_launcher_but_the_packages_of_its_parent(monkeypatch, tmp_path):
-    (tmp_path / "only_here.py").write_text("words = 'found'")
+    (tmp_path / "only_here.py").write_text("value = 'found'")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.setenv(name, "3")
@@ -126,9 +126,9 @@ def test_the_child_has_no_launcher_but_the_packages_of_its_parent(monkeypatch, t
     shown = run(
         "import only_here\n"
         "left = [n for n in os.environ if n.startswith(('PMI', 'SLURM', 'OMPI_COMM'))]\n"
-        "say('passed', 2, f\"{only_here.words} {left} {os.environ['OMPI_MCA_opal_cuda_support']}\")"
+        "say('passed', 2, f\"{only_here.value} {left} {os.environ['OMPI_MCA_opal_cuda_support']}\")"
     )
-    assert shown.words.endswith("found [] true")
+    assert shown.text.endswith("found [] true")
 
 
 @pytest.fixture(autouse=True)
@@ -140,9 +140,9 @@ def forget():
 
 def test_two_processes_exchange_host_memory():
     (shown,) = trial.try_exchange(0, "host")
-    assert shown.outcome is Outcome.PASSED, shown.words
+    assert shown.outcome is Outcome.PASSED, shown.text
     assert shown.num_processes == 2
-    assert "host memory, Sendrecv, Bcast, Allreduce" in shown.words
+    assert "host memory, Sendrecv, Bcast, Allreduce" in shown.text
     assert trial.try_exchange(0, "host")[0] is shown
 
 
@@ -153,7 +153,7 @@ def test_without_a_gpu_device_memory_cannot_be_tried():
     for shown, num_processes in ((pair, 2), (alone, 1)):
         assert shown.outcome is Outcome.OPEN
         assert shown.num_processes == num_processes
-        assert "cupy sees no GPU" in shown.words
+        assert "cupy sees no GPU" in shown.text
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,10 @@ def test_without_a_launcher_that_works_one_process_tries_alone(monkeypatch, laun
     monkeypatch.setattr(trial, "mpiexec", broken)
     pair, alone = trial.try_exchange(0, "host")
     assert pair.outcome is Outcome.OPEN
-    assert any(text in pair.words for text in ("no mpiexec", "not be started", "no daemon answers"))
-    assert alone.outcome is Outcome.PASSED, alone.words
+    assert any(
+        reason in pair.text for reason in ("no mpiexec", "not be started", "no daemon answers")
+    )
+    assert alone.outcome is Outcome.PASSED, alone.text
     assert alone.num_processes == 1
 
 
@@ -183,7 +185,7 @@ def test_the_launcher_of_another_library_makes_two_worlds_of_one(monkeypatch):
     foreign = [sys.executable, "-c", twice]
     monkeypatch.setattr(trial, "mpiexec", lambda ranks, limit_s: foreign)
     (shown,) = trial.try_exchange(0, "host")
-    assert shown.outcome is Outcome.PASSED, shown.words
+    assert shown.outcome is Outcome.PASSED, shown.text
     assert shown.num_processes == 1
 
 
@@ -198,15 +200,15 @@ def test_a_library_that_dies_of_an_address_fails():
         "comm.Sendrecv(nowhere, 1 - comm.rank, recvbuf=bytearray(2**22), source=1 - comm.rank)\n"
     )
     shown = trial.run_trial([*mpiexec(2), sys.executable, "-c", code], 60)
-    assert shown.outcome is Outcome.FAILED, shown.words
+    assert shown.outcome is Outcome.FAILED, shown.text
     assert shown.num_processes == 2
-    assert "ended the process with" in shown.words
+    assert "ended the process with" in shown.text
 
 
 @pytest.mark.parametrize(
     ("name", "outcome"), [("SIGKILL", Outcome.OPEN), ("SIGABRT", Outcome.FAILED)]
 )
-def test_a_launcher_tells_how_a_process_has_died(name, outcome):
+def test_a_launcher_reports_how_a_process_has_ended(name, outcome):
     code = SAY + (
         "from mpi4py import MPI\n"
         "say('begun', MPI.COMM_WORLD.size)\n"
@@ -215,12 +217,12 @@ def test_a_launcher_tells_how_a_process_has_died(name, outcome):
     )
     shown = trial.run_trial([*mpiexec(2), sys.executable, "-c", code], 60)
     assert shown.outcome is outcome
-    assert name in shown.words
+    assert name in shown.text
 
 
 def test_the_program_says_what_it_tried_and_leaves_no_core(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = trial.run_trial([*mpiexec(3), *trial.exchange_command(0, "host", 60)], 60)
-    assert shown.outcome is Outcome.PASSED, shown.words
+    assert shown.outcome is Outcome.PASSED, shown.text
     assert shown.num_processes == 3
     assert os.listdir(tmp_path) == []

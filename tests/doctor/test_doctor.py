@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from mpistrat.cuda_awareness import Answer, CudaAwareness
-from mpistrat.doctor import Finding, Level, Report, guard
-from mpistrat.doctor.facts import RankFacts, count_allocated_gpus, mpi_libraries
+from mpistrat.doctor import guard
+from mpistrat.doctor.facts import Finding, Level, RankFacts, count_allocated_gpus, mpi_libraries
 from mpistrat.doctor.hardware import (
     CudaFacts,
     Speed,
@@ -25,7 +25,7 @@ from mpistrat.doctor.hardware import (
     check_nccl,
     has_cuda_part,
 )
-from mpistrat.doctor.report import _check_software
+from mpistrat.doctor.report import Report, _check_software
 from mpistrat.doctor.start import look_at_shared_memory
 from mpistrat.doctor.storage import HDF5Facts, check_folder, check_hdf5, probe_folder
 from mpistrat.strategies.devices import Offer
@@ -115,7 +115,7 @@ def test_everything_wrong_at_once_is_found_and_fits_a_screen(tmp_path):
 
 
 @pytest.mark.launches
-def test_tasks_that_do_not_find_each_other_are_told_once():
+def test_tasks_that_do_not_find_each_other_are_reported_once():
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "MPISTRAT_TIMEOUTS": "3"}
     protocol = "pmix" if launch.is_open_mpi() else "pmi2"
     done = doctor(**step, SLURM_PROCID="0")
@@ -130,7 +130,7 @@ def test_tasks_that_do_not_find_each_other_are_told_once():
 
 
 @pytest.mark.launches
-def test_mpi_that_ends_the_task_which_it_starts_in_leaves_a_word():
+def test_a_task_that_mpi_ends_at_its_start_is_reported():
     broken = {"OMPI_MCA_pml": "none"} if launch.is_open_mpi() else {"PMI_SIZE": "two"}
     task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     # What is said comes from another process, which may be a little later.
@@ -147,7 +147,7 @@ def test_mpi_that_ends_the_task_which_it_starts_in_leaves_a_word():
 
 @pytest.mark.launches
 @pytest.mark.skipif(launch.is_open_mpi(), reason="PMI_FD is the connection of MPICH's ranks")
-def test_the_child_of_a_task_is_told_that_it_is_one():
+def test_the_child_of_a_task_is_recognized():
     done = doctor(PMI_FD="99", PMI_RANK="1", PMI_SIZE="2")
     assert done.returncode == 1, done.stderr
     assert "none of the 2 task(s)" in done.stdout
@@ -192,7 +192,7 @@ def test_shared_memory_that_mpi_cannot_use(tmp_path, monkeypatch):
 
 
 @pytest.mark.launches
-def test_a_missing_mpi_library_is_a_problem_that_is_told(tmp_path):
+def test_a_missing_mpi_library_is_a_problem(tmp_path):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("")
     text = 'raise RuntimeError("cannot load MPI library")'
@@ -338,7 +338,7 @@ def test_code_for_cuda_is_found_in_the_library_and_beside_it(tmp_path):
     assert has_cuda_part(["/x/libuct_cuda.so.0"])
 
 
-def test_mpi_libraries_are_told_from_their_parts():
+def test_mpi_libraries_are_distinguished_from_their_parts():
     names = ["libmpi.so.12", "libmpich.so", "libmpi_gnu_112.so.12", "libmpi_cray.so.12.0.0"]
     others = ["libmpi_gtl_cuda.so", "libmpi_cxx.so.40", "libmpi_mpifh.so.40", "libhdf5.so.310"]
     files = [f"/nowhere/{name}" for name in [*others, *names]]

@@ -59,7 +59,7 @@ def test_no_constant_is_negative():
     assert found.constants.sent_s_per_byte == 0
 
 
-def test_a_price_that_no_sample_tells_is_named():
+def test_a_price_that_no_sample_determines_is_named():
     with pytest.raises(ValueError, match="messages, bytes_sent.*Measure an operation"):
         fit([(Work(calls=1, bytes_reduced=1), 1.0)])
 

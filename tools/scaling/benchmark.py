@@ -1,22 +1,22 @@
-"""How the cost of reductions grows: messages counted, and a model of the time.
+"""Scaling benchmark of reductions: counted messages, and a model of the time.
 
-Ranks that share a core say nothing about time. So what the package sends is counted on any number
-of ranks, and times are taken only where each rank has a core of its own; the model that is fitted
-to them says what many nodes would take.
+Times of ranks that share a core mean nothing. So what the package sends is counted on any number
+of ranks, and times are taken only where each rank has its own core; the model fitted to them
+predicts the time on many nodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time as clock
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from mpistrat.bench.benchmark import (
     RESULTS,
-    Bars,
     Benchmark,
     Choices,
     Column,
@@ -24,9 +24,6 @@ from mpistrat.bench.benchmark import (
     Lines,
     Row,
     Table,
-    size,
-    text,
-    time,
 )
 from mpistrat.bench.measure import facts_of_last_collective
 from mpistrat.bench.networks import NUM_PARAMETERS
@@ -47,7 +44,7 @@ __all__ = ["BENCHMARK", "NETWORK_BYTES_PER_S", "NETWORK_LATENCY_S", "predictions
 
 NETWORK_LATENCY_S = 2e-6
 NETWORK_BYTES_PER_S = 12.5e9
-"""Between nodes, where all ranks of a run share one: assumed, about what 100 Gbit/s give."""
+"""Assumed links between nodes where all ranks share one: about those of 100 Gbit/s."""
 
 _NUM_NODES = (64, 1024)
 _PREDICTED_SIZES = (8, 2**20, 4 * NUM_PARAMETERS)
@@ -60,7 +57,7 @@ _POLL_S = 0.002
 def measure(choices: Choices) -> Findings:
     """Count what all-reductions send, time, fit and predict. **Collective** over COMM_WORLD."""
     world = open_world(None)
-    # First one rank of each node: so small groups tell of the network where there is one.
+    # One rank of each node first, so that small groups measure the network where there is one.
     ordered = _split(world.comm, 0, world.local_rank * world.size + world.rank)
     counts: list[Row] = []
     samples: list[Sample] = []
@@ -87,25 +84,22 @@ def measure(choices: Choices) -> Findings:
 
 
 def rank_counts(size: int) -> list[int]:
-    """Return 1, 2, 4, ... below `size`, and `size`. Local."""
+    """Return 1, 2, 4, ... below `size`, and `size`."""
     return [*(1 << k for k in range((size - 1).bit_length())), size]
 
 
 def _groups(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
-    """Yield the first 1, 2, 4, ... ranks of `comm` on the ranks that are among them.
-
-    **Collective** over `comm`. The other ranks wait until those are done, and leave them the
-    cores meanwhile.
-    """
+    """Yield the first 1, 2, 4, ... ranks of `comm` on their members. **Collective**."""
     from mpi4py import MPI
 
     for num_ranks in rank_counts(comm.size):
         group = _split(comm, 0 if comm.rank < num_ranks else MPI.UNDEFINED, comm.rank)
         if group != MPI.COMM_NULL:
             yield group
+        # The other ranks sleep meanwhile, which leaves the cores to the group.
         request = comm.Ibarrier()
         while not request.Test():
-            clock.sleep(_POLL_S)
+            time.sleep(_POLL_S)
 
 
 def _split(comm: MPI.Intracomm, color: int, key: int) -> MPI.Intracomm:
@@ -113,18 +107,18 @@ def _split(comm: MPI.Intracomm, color: int, key: int) -> MPI.Intracomm:
 
 
 def _has_cores(world: World, num_ranks: int) -> bool:
-    """Return whether so many ranks of the ordered world have a core, and links, of their own."""
+    """Return whether the first `num_ranks` of the ordered world have their own cores and links."""
     num_machines = _num_machines(world)
     return 2 <= num_ranks <= (num_cores() if num_machines == 1 else num_machines)
 
 
 def _num_machines(world: World) -> int:
-    """Return how many machines there are: MPI may be made to see several nodes on one."""
+    """Return the number of machines, of which one may count as several nodes."""
     return len(set(world.hosts))
 
 
 def _count(group: MPI.Intracomm, sizes: Sequence[int]) -> list[Row]:
-    """Return what one all-reduction of each size and way sends, on the first rank."""
+    """Return the rows of what one all-reduction of each size and way sends on this rank."""
     from tools.scaling.counting import MpiCall, counted, total_work
 
     calls: list[MpiCall] = []
@@ -188,30 +182,22 @@ def _constants_row(fitted: Fit) -> Row:
 
 
 def predictions(constants: Constants, has_network: bool) -> list[Row]:
-    """Return what an `all_reduce` takes on many nodes with one rank each. Local.
-
-    Parameters
-    ----------
-    constants : Constants
-    has_network : bool
-        Whether latency and bandwidth are those of a network. If not, those of an assumed one are
-        taken beside them.
-    """
+    """Return the rows of predicted times of an `all_reduce` on many nodes with one rank each."""
     links = {"as measured": constants}
-    if not has_network:
+    if not has_network:  # the constants have latency and bandwidth of memory
         links["assumed network"] = dataclasses.replace(
             constants,
             message_s=NETWORK_LATENCY_S,
             sent_s_per_byte=1 / NETWORK_BYTES_PER_S,
         )
     rows: list[Row] = []
-    for words, prices in links.items():
+    for name, prices in links.items():
         for num_nodes in _NUM_NODES:
             for num_bytes in _PREDICTED_SIZES:
                 work = package_all_reduce(num_nodes, num_bytes)
                 rows.append(
                     {
-                        "links": words,
+                        "links": name,
                         "num_nodes": num_nodes,
                         "num_bytes": num_bytes,
                         "predicted_s": prices.predict_s(work),
@@ -222,24 +208,41 @@ def predictions(constants: Constants, has_network: bool) -> list[Row]:
     return rows
 
 
-def _longest(rows: Sequence[Row]) -> Sequence[Row]:
-    largest = max(row["num_bytes"] for row in rows)
-    return [row for row in rows if row["num_bytes"] == largest]
+@dataclass(frozen=True)
+class _MessageLines(Lines):
+    """Lines of messages over ranks, one for each way, for the longest array."""
+
+    def draw(self, axes: Any, rows: Sequence[Row]) -> None:
+        """Draw them with a linear vertical axis, as messages grow with the logarithm of ranks."""
+        largest = max(row["num_bytes"] for row in rows)
+        by_ranks: dict[int, dict[str, Any]] = {}
+        for row in rows:
+            if row["num_bytes"] == largest:
+                num_ranks = row["num_ranks"]
+                point = by_ranks.setdefault(num_ranks, {"num_ranks": num_ranks})
+                point[row["way"]] = row["messages"]
+        super().draw(axes, list(by_ranks.values()))
+        axes.set_yscale("linear")
 
 
-def _in_columns(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return one row for each number of ranks, for the longest arrays, with a key for each way."""
-    columns: dict[int, dict[str, Any]] = {}
-    for row in _longest(rows):
-        entry = columns.setdefault(row["num_ranks"], {"num_ranks": row["num_ranks"]})
-        entry[row["way"]] = row["messages"]
-    return list(columns.values())
+@dataclass(frozen=True)
+class _TermBars:
+    """Bars of predicted times, each divided into the shares of the model's terms."""
 
+    table: str
+    title: str
+    y_label: str
 
-def _shares(rows: Sequence[Row]) -> Sequence[Row]:
-    return [
-        {**row, **{term: row[f"{term}_s"] / row["predicted_s"] for term in TERMS}} for row in rows
-    ]
+    def draw(self, axes: Any, rows: Sequence[Row]) -> None:
+        """Draw one bar for each prediction."""
+        places, tops = range(len(rows)), [0.0] * len(rows)
+        for term in TERMS:
+            shares = [row[f"{term}_s"] / row["predicted_s"] for row in rows]
+            axes.bar(places, shares, 0.8, bottom=tops, label=term)
+            tops = [top + share for top, share in zip(tops, shares, strict=True)]
+        axes.set_xticks(
+            places, [_place(row) for row in rows], fontsize="small", rotation=30, ha="right"
+        )
 
 
 def _place(row: Row) -> str:
@@ -257,11 +260,11 @@ BENCHMARK = Benchmark(
     (
         Table(
             (
-                text("ranks", "num_ranks"),
-                size("array", "num_bytes"),
-                text("way", "way"),
-                text("moved by", "implementation"),
-                text("calls of MPI", "mpi_calls"),
+                Column.text("ranks", "num_ranks"),
+                Column.size("array", "num_bytes"),
+                Column.text("way", "way"),
+                Column.text("moved by", "implementation"),
+                Column.text("calls of MPI", "mpi_calls"),
                 Column("messages", lambda row: f"{row['messages']:,.0f}"),
                 Column("bytes sent", lambda row: f"{row['bytes_sent']:,.0f}"),
                 Column("bytes / array", lambda row: f"{row['bytes_over_array']:.2f}"),
@@ -270,8 +273,8 @@ BENCHMARK = Benchmark(
         ),
         Table(
             (
-                time("a call", "call_s"),
-                time("a message", "message_s"),
+                Column.time("a call", "call_s"),
+                Column.time("a message", "message_s"),
                 _rate("sent", "sent_s_per_byte"),
                 _rate("reduced", "reduced_s_per_byte"),
                 Column("error of the fit", lambda row: f"{row['relative_error']:.0%}"),
@@ -281,35 +284,25 @@ BENCHMARK = Benchmark(
         ),
         Table(
             (
-                text("links", "links"),
-                text("nodes", "num_nodes"),
-                size("array", "num_bytes"),
-                time("all_reduce", "predicted_s"),
-                text("what rules", "rules"),
+                Column.text("links", "links"),
+                Column.text("nodes", "num_nodes"),
+                Column.size("array", "num_bytes"),
+                Column.time("all_reduce", "predicted_s"),
+                Column.text("what rules", "rules"),
             ),
             "predictions",
             "One all_reduce with one rank a node, as the model predicts",
         ),
     ),
     (
-        Lines(
+        _MessageLines(
             "num_ranks",
             {way: way for way in _WAYS},
             "ranks",
             "messages",
             title="messages one after the other, for the longest array",
-            rows=_in_columns,
-            is_y_logarithmic=False,
         ),
-        Bars(
-            _place,
-            {term: term for term in TERMS},
-            "share of the time",
-            "predictions",
-            "what rules the predicted times",
-            stacked=True,
-            rows=_shares,
-        ),
+        _TermBars("predictions", "what rules the predicted times", "share of the time"),
     ),
     sizes=(8, 2**20, 2**24),
 )

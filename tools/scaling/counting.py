@@ -1,7 +1,7 @@
-"""A communicator that notes what is asked of MPI through it, and through its duplicates.
+"""Counting communicator, which records every operation that is called on it or its duplicates.
 
-It counts what the package sends whatever its code does, because every message passes one of
-these methods. This module starts MPI when it is imported.
+It counts what the package sends whatever its code does, because every message passes one of these
+methods. Importing this module starts MPI.
 """
 
 from __future__ import annotations
@@ -26,32 +26,29 @@ _ROOTED = ("Gather", "Gatherv", "Scatter", "Scatterv")
 
 @dataclass(frozen=True)
 class MpiCall:
-    """One operation that a rank has asked for."""
+    """One MPI operation that a rank has called."""
 
     operation: str
-    """Its name in MPI without the mark of a variant: Iallreduce is an Allreduce."""
+    """Its name in MPI without the prefix of a variant: Iallreduce is an Allreduce."""
     num_bytes: int
     """Of the largest buffer; for gathers and scatters that of all ranks together."""
     num_ranks: int
 
     @property
     def work(self) -> Work:
-        """What it asks of a rank by the textbook. Local."""
+        """The work for one rank by the textbook."""
         return COLLECTIVES[self.operation](self.num_ranks, self.num_bytes)
 
 
 def total_work(calls: Sequence[MpiCall]) -> Work:
-    """Return the work of all `calls` together. Local."""
+    """Return the work of all `calls` together."""
     return sum((call.work for call in calls), Work())
 
 
 def counted(comm: MPI.Intracomm, calls: list[MpiCall]) -> MPI.Intracomm:
-    """Return a duplicate of `comm` that appends every operation to `calls`. **Collective**.
-
-    Blocking, non-blocking and persistent collectives, and sends; not receives, nor what works
-    through shared memory. Communicators made from it append to the same list. It is a duplicate,
-    because strategies on one communicator share what they send through.
-    """
+    """Return a duplicate of `comm` that appends every operation to `calls`. **Collective**."""
+    # A duplicate, because strategies on one communicator share their channel. Receives are not
+    # recorded, nor what goes through shared memory; communicators derived from it are.
     return _counting_class(calls)(comm.Dup())
 
 

@@ -1,9 +1,9 @@
-"""What an operation takes: a cost model in the manner of LogGP, fitted to measured times.
+"""Cost model in the manner of LogGP, fitted to measured times.
 
 Alexandrov, Ionescu, Schauser and Scheiman ("LogGP: Incorporating Long Messages into the LogP
 Model", 1995) price a message by its latency and overhead, and by a gap for each byte. Here a rank
-also pays for bytes that it adds up, and for calls of this package. The time is linear
-in these constants, so least squares find them.
+also pays for bytes that it adds up, and for calls of this package. The time is linear in these
+constants, so least squares find them.
 """
 
 from __future__ import annotations
@@ -38,21 +38,20 @@ class Constants:
     """A byte of a result of the arithmetic: the inverse of the reduction rate."""
 
     def terms(self, work: Work) -> dict[str, float]:
-        """Return the seconds that each term of the model contributes. Local."""
+        """Return the seconds that each term of the model contributes."""
         prices, amounts = dataclasses.astuple(self), dataclasses.astuple(work)
         return {
-            words: price * amount
-            for words, price, amount in zip(TERMS, prices, amounts, strict=True)
+            term: price * amount for term, price, amount in zip(TERMS, prices, amounts, strict=True)
         }
 
     def predict_s(self, work: Work) -> float:
-        """Return how long `work` takes. Local."""
+        """Return how long `work` takes."""
         return sum(self.terms(work).values())
 
     def ruling_term(self, work: Work) -> str:
-        """Return the term that takes longest. Local."""
+        """Return the term that takes longest."""
         terms = self.terms(work)
-        return max(terms, key=lambda words: terms[words])
+        return max(terms, key=lambda term: terms[term])
 
 
 @dataclass(frozen=True)
@@ -66,22 +65,8 @@ class Fit:
 
 
 def fit(samples: Sequence[tuple[Work, float]]) -> Fit:
-    """Find the constants whose predictions have the least relative errors, squared. Local.
-
-    None of them is negative. Relative errors, because times from microseconds to seconds count
-    alike.
-
-    Parameters
-    ----------
-    samples : sequence of (Work, float)
-        What was done, and how many seconds it took.
-
-    Raises
-    ------
-    ValueError
-        If a time is not positive, or the samples leave a constant open, because none of them has
-        such work.
-    """
+    """Return the non-negative constants with the least squares of relative errors."""
+    # Relative, so that times of microseconds count as much as times of seconds.
     amounts = np.array([dataclasses.astuple(work) for work, _ in samples], np.float64)
     times = np.array([seconds for _, seconds in samples], np.float64)
     if not (len(times) and np.all(times > 0)):
@@ -103,11 +88,9 @@ def fit(samples: Sequence[tuple[Work, float]]) -> Fit:
 
 
 def _solve_non_negative(rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return the least-squares solution without negative entries.
-
-    At the best such solution some unknowns are zero and the others solve the problem without
-    them. There are few unknowns, so all choices are tried.
-    """
+    """Return the least-squares solution without negative entries."""
+    # At the best such solution some unknowns are zero and the others solve the problem without
+    # them. There are few unknowns, so all choices are tried.
     num_unknowns = rows.shape[1]
     best, smallest = np.zeros(num_unknowns), float(targets @ targets)
     for chosen in itertools.product((False, True), repeat=num_unknowns):

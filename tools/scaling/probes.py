@@ -1,4 +1,4 @@
-"""Times of the operations that the cost model is fitted to: each tells the price of one amount."""
+"""Probes of the cost model: timed operations that together determine its constants."""
 
 from __future__ import annotations
 
@@ -19,27 +19,17 @@ if TYPE_CHECKING:
 __all__ = ["Sample", "measure_samples"]
 
 Sample = tuple[str, int, Work, float]
-"""Which operation, on how many bytes, what it asks, and how many seconds it took."""
+"""Operation, bytes, work and seconds."""
 
 _BY_MPI = CommunicationOptions(implementation=CommunicationImplementation.MPI)
-"""What goes through shared memory sends no message, so it tells no price of one."""
+"""Reductions in shared memory send no messages, so they say nothing about their price."""
 
 _SMALLEST_SUM_BYTES = 2**12
-"""A shorter sum is a call of NumPy, and tells nothing of the arithmetic."""
+"""The time of a shorter sum is the overhead of NumPy, not arithmetic."""
 
 
 def measure_samples(comm: MPI.Intracomm, sizes: Sequence[int], num_samples: int) -> list[Sample]:
-    """Time messages, all-reductions and sums of float32 arrays. **Collective**.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        At least two ranks, each with a core of its own. Messages go between the first two.
-    sizes : sequence of int
-        Bytes of the arrays.
-    num_samples : int
-        For each median.
-    """
+    """Time messages, all-reductions and sums on two or more ranks. **Collective**."""
     from tools.scaling.counting import MpiCall, counted, total_work
 
     calls: list[MpiCall] = []

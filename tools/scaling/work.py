@@ -1,4 +1,4 @@
-"""What an operation asks of a rank: the textbook cost of MPI's collectives.
+"""Work of MPI's collectives: the textbook cost for one rank.
 
 MPI libraries choose their algorithms themselves, and do not say which. These are those of
 Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication Operations in MPICH",
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 __all__ = ["COLLECTIVES", "Work", "all_reduce", "package_all_reduce"]
 
 _SHORT_BYTES = 2048
-"""Up to here the number of messages counts, above it the number of bytes."""
+"""Algorithms for messages up to this size save messages, those for longer ones save bytes."""
 
 _ROUND_BYTES = 32
 """What the agreement before each collective of this package reduces."""
@@ -23,7 +23,7 @@ _ROUND_BYTES = 32
 
 @dataclass(frozen=True)
 class Work:
-    """Amounts, each of which has its price in a `tools.scaling.model.Constants`."""
+    """Amounts, each of which has a price in `tools.scaling.model.Constants`."""
 
     calls: float = 0.0
     """Collective calls of this package: Python, and the record of the call."""
@@ -40,27 +40,17 @@ class Work:
 
 
 def package_all_reduce(num_ranks: int, num_bytes: int) -> Work:
-    """Return the work of one `all_reduce` of this package between nodes with a rank each. Local.
-
-    The ranks agree, and the MPI library reduces the array as it lies in memory.
-    """
+    """Return the work of one `all_reduce` of this package between nodes with one rank each."""
+    # The array is reduced as it lies in memory: there is no packing of a single one.
     agreement = Work(calls=1) + all_reduce(num_ranks, _ROUND_BYTES)
     return agreement + all_reduce(num_ranks, num_bytes)
 
 
 def all_reduce(num_ranks: int, num_bytes: int) -> Work:
-    """Return the work of ``MPI_Allreduce``. Local.
-
-    Short: recursive doubling. Long: a reduce-scatter by recursive halving and an all-gather by
-    recursive doubling (Rabenseifner). Where the number of ranks is no power of two, those beyond
-    it first give their numbers to a neighbour, and get the result from it at the end.
-
-    Parameters
-    ----------
-    num_ranks : int
-    num_bytes : int
-        Bytes of the array on each rank.
-    """
+    """Return the work of ``MPI_Allreduce``."""
+    # Short: recursive doubling. Long: a reduce-scatter by recursive halving and an all-gather by
+    # recursive doubling (Rabenseifner). Where the number of ranks is no power of two, those beyond
+    # it first give their numbers to a neighbour, and get the result from it at the end.
     power = 1 << (num_ranks.bit_length() - 1)
     rounds = power.bit_length() - 1
     share = (power - 1) / power * num_bytes
