@@ -53,7 +53,7 @@ class Frame:
     @property
     def collectives(self) -> Collectives:
         """The collectives of the frame's strategy."""
-        collectives: Collectives = self.strategy.extended.collectives
+        collectives: Collectives = self.strategy.extended._collectives
         return collectives
 
 
@@ -162,7 +162,7 @@ def call_in_update_context(
     ValueError
         If an argument holds a `PerReplica`.
     """
-    channel = strategy.extended.collectives.channel
+    channel = strategy.extended._collectives.channel
     channel.ledger.updates += 1
     try:
         return _call(strategy, what, fn, first, args, dict(kwargs or {}), group)
@@ -194,4 +194,4 @@ def _call(
         result = fn(*first, *local_args, **local_kwargs)
     if not group:
         return (result,)
-    return mirror(result) if strategy.extended.distributes_variables else result
+    return mirror(result) if strategy.extended._distributes_variables else result

@@ -158,7 +158,7 @@ class ReplicaContext:
         self._check()
         channel = self._collectives.channel
         channel.ledger.merge_calls += 1
-        wrap = per_replica if self._strategy.extended.distributes_variables else _unchanged
+        wrap = per_replica if self._strategy.extended._distributes_variables else _unchanged
         args = [wrap(each) for each in args]
         kwargs = {name: wrap(each) for name, each in (kwargs or {}).items()}
         frame = context.Frame(context.Kind.CROSS_REPLICA, self._strategy)
@@ -302,7 +302,7 @@ class ReplicaContext:
 
     @property
     def _collectives(self) -> Collectives:
-        collectives: Collectives = self._strategy.extended.collectives
+        collectives: Collectives = self._strategy.extended._collectives
         return collectives
 
     def _check(self) -> None:

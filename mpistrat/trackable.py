@@ -38,7 +38,7 @@ class Trackable:
     def __init__(self) -> None:
         self._children: dict[str, object] = {}
         self._dependents: list[Dependent] = []
-        self.on_new_child: _OnNewChild | None = None
+        self._on_new_child: _OnNewChild | None = None
         """Called with each child made from now on, before it is added."""
 
     def _checkpoint_children(self) -> dict[str, object]:
@@ -71,8 +71,8 @@ class Trackable:
             What the child belongs to: in a checkpoint its path is `name` and the path of `of`
             there, whatever the two are called.
         """
-        if self.on_new_child is not None:
-            self.on_new_child(name, child, of)
+        if self._on_new_child is not None:
+            self._on_new_child(name, child, of)
         if of is None:
             self._children[name] = child
         else:

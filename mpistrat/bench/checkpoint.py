@@ -55,7 +55,7 @@ class _Candidate:
 def measure(choices: Choices) -> Findings:
     """Time saving and restoring 512 MiB of float32 variables. **Collective**."""
     strategy = MPIStrategy(device="cpu")
-    ranks = strategy.extended.collectives
+    ranks = strategy.extended._collectives
     rng = np.random.default_rng(0)
     with strategy.scope():
         variables = {
@@ -80,7 +80,7 @@ def _comparisons(
     variables: Mapping[str, Variable], folder: Path, ranks: Collectives
 ) -> Iterator[tuple[str, str, dict[str, _Candidate]]]:
     checkpoint = Checkpoint(**variables)
-    arrays = {name: variable.storage for name, variable in variables.items()}
+    arrays = {name: variable._storage for name, variable in variables.items()}
     paths = {"ours": folder / "ours.h5", "peer": folder / "plain.h5"}
 
     def on_root(call: Callable[[], object]) -> Callable[[], object]:

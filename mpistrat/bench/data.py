@@ -170,7 +170,7 @@ def measure(choices: Choices) -> Findings:
     h5py by itself and the DataLoader run on rank 0 alone.
     """
     strategy = MPIStrategy(device="cpu")
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     with tempfile.TemporaryDirectory() as own:
         # Rank 0's folder; on several nodes it has to be a shared one (TMPDIR).
         folder = Path(collectives.broadcast_json(own))

@@ -259,7 +259,7 @@ def measure(choices: Choices) -> Findings:
     loss and accuracy. By hand there is one ``Allreduce`` for each array and no check of anything.
     """
     strategy = MPIStrategy(device="cpu")
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     world = open_world(None)
     batch = random_batch(world.rank, world.size)
     loops: dict[str, Loop] = {

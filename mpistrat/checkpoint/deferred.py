@@ -152,7 +152,7 @@ def make_children(
 def attach_children(late: Mapping[str, LateChild], made: Mapping[str, Variable]) -> None:
     """Give the owners the children that have been `made`, as they are. Local."""
     for path, child in {id(child): (path, child) for path, child in made.items()}.values():
-        late[path].owner.on_new_child = None
+        late[path].owner._on_new_child = None
         late[path].owner._attach_child(late[path].name, child, of=late[path].of)
 
 
@@ -251,7 +251,7 @@ class Restoration:
 
     def wait_for_children(self, path: str, trackable: Trackable) -> None:
         """Fill the children that `trackable` gets from now on. Local."""
-        trackable.on_new_child = Waiting(self, path)
+        trackable._on_new_child = Waiting(self, path)
 
     def fill_new_child(self, prefix: str, name: str, child: object, of: object) -> None:
         """Fill the `child` that the object at the path `prefix` has got. Local."""
@@ -312,7 +312,7 @@ def check_nothing_waits(what: str, root: Trackable, tree: Tree) -> None:
     """Refuse to save while restored values wait for objects below `root`, whose `tree` it is."""
     waiting: dict[str, tuple[str, str]] = {}
     for prefix, trackable in {"": root, **tree.trackables}.items():  # parents come first
-        hook = trackable.on_new_child
+        hook = trackable._on_new_child
         if isinstance(hook, Waiting):
             # What it waits for itself counts, not what an object above expects for it.
             waiting = {path: each for path, each in waiting.items() if _below(path, prefix) is None}

@@ -131,7 +131,7 @@ class BatchNorm(Trackable):
     ) -> None:
         super().__init__()
         self.name = "batch_norm" if name is None else name
-        with get_strategy().extended.collectives.call("BatchNorm", self.name) as call:
+        with get_strategy().extended._collectives.call("BatchNorm", self.name) as call:
             check_parameters(num_features, momentum, epsilon, dtype)
             self.num_features = int(num_features)
             self.axis = as_integer("BatchNorm: axis", axis)
@@ -216,7 +216,7 @@ class BatchNorm(Trackable):
         what = f"BatchNorm.forward of {self.name!r}"
         if owner is None or context.mode_for(owner, what) is not context.Kind.CROSS_REPLICA:
             return self._checked("forward", x), own
-        with owner.extended.collectives.call("BatchNorm.forward", self.name) as call:
+        with owner.extended._collectives.call("BatchNorm.forward", self.name) as call:
             x = self._checked("forward", x)
             return x, call.all_reduce(ReduceOp.MEAN, own)
 
@@ -295,7 +295,7 @@ class BatchNorm(Trackable):
                 f"needs the replica context of {owner!r}. Call it inside a function given to "
                 "strategy.run; only training=False works elsewhere."
             )
-        collectives: Collectives = replica.strategy.extended.collectives
+        collectives: Collectives = replica.strategy.extended._collectives
         return collectives
 
     def __repr__(self) -> str:

@@ -56,7 +56,7 @@ class Metric(Trackable, abc.ABC):
         for variable, number in zip(self._sums.values(), numbers, strict=True):
             if variable.strategy is here:
                 # What assign_add comes to, many times in a step.
-                total = variable.storage
+                total = variable._storage
                 total += number
             else:
                 variable.assign_add(number, read_value=False)
@@ -88,7 +88,7 @@ class Metric(Trackable, abc.ABC):
         if strategy is not None:
             context.mode_for(strategy, f"The metric {self.name!r}")
             kind = f"{type(self).__name__}.result"
-            with strategy.extended.collectives.call(kind, self.name) as call:
+            with strategy.extended._collectives.call(kind, self.name) as call:
                 reduced = call.all_reduce(ReduceOp.SUM, list(sums.values()))
             sums = dict(zip(sums, reduced, strict=True))
         return self._compute({what: host_copy(array)[()] for what, array in sums.items()})

@@ -240,7 +240,7 @@ def settled_beside(
     spans = sorted(written)
     settled = []
     for gradient, variable in pairs:
-        if type(gradient) is np.ndarray and type(variable.storage) is np.ndarray:
+        if type(gradient) is np.ndarray and type(variable._storage) is np.ndarray:
             settled.append(_unshared(gradient, spans))
             continue
         device = _HOST if variable.strategy is None else variable.strategy.extended.device

@@ -92,8 +92,8 @@ class MultiStepContext:
 class ExtendedV1(abc.ABC):
     """Methods for steps on iterators, non-slot variables and roles of ranks."""
 
-    collectives: Collectives
-    container: Any
+    _collectives: Collectives
+    _container: Any
 
     @property
     @abc.abstractmethod
@@ -126,12 +126,12 @@ class ExtendedV1(abc.ABC):
     @property
     def should_checkpoint(self) -> bool:
         """Whether this rank writes checkpoints: true on rank 0. Local."""
-        return self.collectives.rank == 0
+        return self._collectives.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this rank reports progress: true on rank 0. Local."""
-        return self.collectives.rank == 0
+        return self._collectives.rank == 0
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> Dataset:
         """Return a data set of the examples along the first axis of a nest of arrays. Local.
@@ -175,8 +175,8 @@ class ExtendedV1(abc.ABC):
             For another value or destination.
         """
         self._require_cross_replica("broadcast_to")
-        with self.collectives.call("broadcast_to") as call:
-            where = parse_destination(call, destinations, self.container)
+        with self._collectives.call("broadcast_to") as call:
+            where = parse_destination(call, destinations, self._container)
             if where is not None and where.task is not None:
                 raise ValueError(
                     f"broadcast_to: the destination {destinations!r} is on one rank, but the value "
@@ -222,8 +222,8 @@ class ExtendedV1(abc.ABC):
         self._require_cross_replica("experimental_run_steps_on_iterator")
         if iterations < 0:
             raise ValueError(f"iterations must be at least 0, not {iterations}.")
-        outputs = MultiStepContext(self.container, initial_loop_values)
-        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self.container)):
+        outputs = MultiStepContext(self._container, initial_loop_values)
+        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self._container)):
             for _ in range(iterations):
                 fn(outputs, iterator.get_next())
         return outputs
@@ -277,7 +277,7 @@ class ExtendedV1(abc.ABC):
         self._require_cross_replica("update_non_slot")
         self._check_locality("update_non_slot", colocate_with)
         return call_in_update_context(
-            self.container, "update_non_slot", fn, (), args, kwargs, group
+            self._container, "update_non_slot", fn, (), args, kwargs, group
         )
 
 

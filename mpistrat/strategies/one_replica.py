@@ -34,7 +34,7 @@ class DefaultExtended(StrategyExtended):
     """Leaves values, variables and data sets as they are."""
 
     _is_default = True
-    distributes_variables = False
+    _distributes_variables = False
 
     def __init__(self) -> None:
         super().__init__(Collectives.solo(Device("cpu")))
@@ -42,23 +42,23 @@ class DefaultExtended(StrategyExtended):
     def _merge(self, result: Any) -> Any:
         return result
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+    def _reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Return `value` as it is; with an axis, reduce it along that. Local."""
         if axis is None:
             self._require_cross_replica("reduce")
             ReduceOp.parse(reduce_op)
             return value
-        return super().reduce(reduce_op, value, axis)
+        return super()._reduce(reduce_op, value, axis)
 
-    def batch_reduce_to(
+    def _reduce_pairs(
         self,
+        kind: str,
         reduce_op: ReduceOp | str,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
-        options: CommunicationOptions | None = None,
-        kind: str = "batch_reduce_to",
+        pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None,
     ) -> list[Any]:
         """Return the values, not wrapped, once operation and destinations are checked. Local."""
-        reduced = super().batch_reduce_to(reduce_op, value_destination_pairs, options, kind)
+        reduced = super()._reduce_pairs(kind, reduce_op, pairs, options)
         return [unwrap_mirrored(each) for each in reduced]
 
     def broadcast_to(self, array: Any, destinations: Any) -> Any:
@@ -73,7 +73,7 @@ class DefaultExtended(StrategyExtended):
         ContextError
             In a context of another strategy.
         """
-        context.mode_for(self.container, what)
+        context.mode_for(self._container, what)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         """Return the variable of `var_list` that comes first by name. Deprecated. Local."""
@@ -84,17 +84,17 @@ class DefaultExtended(StrategyExtended):
         """Return `value` itself: nothing is wrapped. Local."""
         return value
 
-    def distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> Any:
+    def _distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> Any:
         """Return `dataset` as it is. Local."""
         return dataset
 
-    def distribute_from_function(
+    def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> Any:
         """Return ``dataset_fn(InputContext())`` as it is. Local."""
         return dataset_fn(InputContext())
 
-    def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Return ``value_fn(ValueContext())`` as it is. Local."""
         return value_fn(ValueContext())
 
@@ -102,7 +102,7 @@ class DefaultExtended(StrategyExtended):
         """Return whether the variable `v` is a plain one. Local."""
         return v.strategy is None
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
         """Return a tuple with `value`. Local."""
         return (value,)
 

@@ -92,7 +92,7 @@ class Strategy:
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
-        extended.container = self
+        extended._container = self
 
     @property
     def extended(self) -> StrategyExtended:
@@ -102,7 +102,7 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose gradients are reduced together. Local."""
-        return self._extended.collectives.size
+        return self._extended._collectives.size
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -199,7 +199,7 @@ class Strategy:
         EpochError
             If the ranks disagree.
         """
-        return self._extended.reduce(reduce_op, value, axis)
+        return self._extended._reduce(reduce_op, value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate `value` over replicas along `axis`, in rank order, in host memory.
@@ -228,11 +228,11 @@ class Strategy:
         NotImplementedError
             For `IndexedSlices`.
         """
-        return self._extended.gather(value, axis)
+        return self._extended._gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components of `value` on this rank: a tuple with one element. Local."""
-        return self._extended.local_results(value)
+        return self._extended._local_results(value)
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None
@@ -248,7 +248,7 @@ class Strategy:
         DataError
             On every rank, if its files do not fit.
         """
-        return self._extended.distribute_dataset(dataset, options)
+        return self._extended._distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(
         self,
@@ -259,13 +259,13 @@ class Strategy:
 
         **Collective**. The data sets are batched per replica, and may differ in length.
         """
-        return self._extended.distribute_from_function(dataset_fn, options)
+        return self._extended._distribute_from_function(dataset_fn, options)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> PerReplica:
         """Return the `PerReplica` whose component on each rank is ``value_fn(context)``. Local."""
-        return self._extended.values_from_function(value_fn)
+        return self._extended._values_from_function(value_fn)
 
     # Names that are deprecated, and names that steer graphs and sessions.
 

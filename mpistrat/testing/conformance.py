@@ -43,7 +43,7 @@ def assert_all_ranks(strategy: Strategy, condition: Any, message: str = "") -> N
     AssertionError
         On every rank, naming those where it is false.
     """
-    answers = strategy.extended.collectives.gather_json(bool(condition), "assert_all_ranks")
+    answers = strategy.extended._collectives.gather_json(bool(condition), "assert_all_ranks")
     wrong = [rank for rank, answer in enumerate(answers) if not answer]
     if wrong:
         text = f"false on {rank_list(wrong)} of {len(answers)}"
@@ -90,7 +90,7 @@ class StrategyTests:
         """Make the strategy. **Collective**."""
         self.strategy = self.make_strategy()
         self.size = self.strategy.num_replicas_in_sync
-        self.rank = self.strategy.extended.collectives.rank
+        self.rank = self.strategy.extended._collectives.rank
         self.total = self.size * (self.size - 1) // 2
 
     def local(self, value: Any) -> Any:

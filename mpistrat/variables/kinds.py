@@ -58,7 +58,7 @@ class MirroredVariable(Variable, on_read=False):
 
     @property
     def _collectives(self) -> Collectives:
-        collectives: Collectives = self.strategy.extended.collectives
+        collectives: Collectives = self.strategy.extended._collectives
         return collectives
 
 
@@ -150,7 +150,7 @@ class SyncOnReadVariable(Variable, on_read=True):
 
     @property
     def _collectives(self) -> Collectives:
-        collectives: Collectives = self.strategy.extended.collectives
+        collectives: Collectives = self.strategy.extended._collectives
         return collectives
 
     def _save_value(self) -> Array | None:

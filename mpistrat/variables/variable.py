@@ -42,7 +42,7 @@ def default_name(strategy: Any) -> str:
 
     Variables of a strategy are made by all ranks in the same order, so all find the same.
     """
-    numbers = _numbers if strategy is None else strategy.extended.variable_numbers
+    numbers = _numbers if strategy is None else strategy.extended._variable_numbers
     names = (f"Variable_{number}" if number else "Variable" for number in numbers)
     return next(name for name in names if name not in _taken(strategy))
 
@@ -96,6 +96,8 @@ class Variable(RowWrites, ArrayLike):
     _kinds: ClassVar[dict[bool, type[Variable]]] = {}
     """The kinds of distributed variables, by whether they are read across replicas."""
     _storage: Array
+    """The local component, in C order. Optimizers, metrics and checkpoints update it in place, a
+    mirrored one with the same values on every rank."""
 
     def __init_subclass__(cls, *, on_read: bool) -> None:
         super().__init_subclass__()
@@ -112,7 +114,7 @@ class Variable(RowWrites, ArrayLike):
     ) -> Variable:
         """Choose the kind of variable that the context and `synchronization` ask for."""
         frame = context.current()
-        distributed = frame is not None and frame.strategy.extended.distributes_variables
+        distributed = frame is not None and frame.strategy.extended._distributes_variables
         if cls is Variable and distributed:
             cls = Variable._kinds[synchronization is VariableSynchronization.ON_READ]
         return object.__new__(cls)
@@ -127,7 +129,7 @@ class Variable(RowWrites, ArrayLike):
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> None:
         frame = context.current()
-        distributed = frame is not None and frame.strategy.extended.distributes_variables
+        distributed = frame is not None and frame.strategy.extended._distributes_variables
         self._strategy = frame.strategy if frame is not None and distributed else None
         on_read = synchronization is VariableSynchronization.ON_READ
         self._trainable = not on_read if trainable is None else bool(trainable)
@@ -202,15 +204,6 @@ class Variable(RowWrites, ArrayLike):
     def values(self) -> tuple[Array, ...]:
         """The components on this rank: a tuple with one read-only view. Local."""
         return (Variable.value(self),)
-
-    @property
-    def storage(self) -> Array:
-        """The local component itself, in C order, for code that updates it in place. Local.
-
-        What is written to a mirrored variable must be the same on every rank, as in update
-        context.
-        """
-        return self._storage
 
     def value(self) -> Array:
         """Return the value as a read-only view of the storage, without a copy.
