@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat import context
 from mpistrat.arguments import as_array, as_integer
@@ -126,7 +127,7 @@ class BatchNorm(Trackable):
         momentum: float = 0.99,
         epsilon: float = 1e-3,
         synchronized: bool = False,
-        dtype: Any = np.float32,
+        dtype: npt.DTypeLike = np.float32,
         name: str | None = None,
     ) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ class BatchNorm(Trackable):
             aggregation=VariableAggregation.MEAN,
         )
 
-    def forward(self, x: Any, training: bool = True) -> tuple[Array, Any]:
+    def forward(self, x: Array, training: bool = True) -> tuple[Array, Normalization]:
         """Normalize this replica's examples.
 
         **Collective** with `synchronized` in training, and in cross-replica context, where the
@@ -194,7 +195,8 @@ class BatchNorm(Trackable):
         """
         if not training:
             x, averages = self._examples_and_averages(x)
-            moments = Moments(*(each.astype(np.float64) for each in averages))
+            mean, variance = (each.astype(np.float64) for each in averages)
+            moments = Moments(mean, variance)
             return self._normalized(x, moments)
         collectives = self._collectives("forward")
         if not self.synchronized:
@@ -220,7 +222,9 @@ class BatchNorm(Trackable):
             x = self._checked("forward", x)
             return x, call.all_reduce(ReduceOp.MEAN, own)
 
-    def backward(self, saved: Any, gradient_y: Any) -> tuple[Array, list[tuple[Array, Variable]]]:
+    def backward(
+        self, saved: Normalization, gradient_y: Array
+    ) -> tuple[Array, list[tuple[Array, Variable]]]:
         """Return the gradients of the loss, which is the sum of the replicas' losses.
 
         **Collective** with `synchronized` after a forward pass in training, else **Local**.

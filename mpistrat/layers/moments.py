@@ -48,7 +48,8 @@ def sum_features(x: Array, axis: int) -> Array:
     """Return the sum of each feature in float64, shape ``(num_features,)``. Local."""
     xp: Any = namespace_of(x)
     others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
-    return xp.sum(x, axis=others, dtype=xp.float64)
+    total: Array = xp.sum(x, axis=others, dtype=xp.float64)
+    return total
 
 
 def local_moments(x: Array, axis: int) -> Moments:

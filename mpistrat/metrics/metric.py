@@ -5,19 +5,23 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat import context
 from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, host_copy, host_view, is_on_host, namespace_of
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.trackable import Trackable
-from mpistrat.values import local_component
+from mpistrat.values import DistributedValues, local_component
 from mpistrat.variables import Variable
 
-__all__ = ["Metric", "as_pair", "as_values", "beside", "check_real", "weighted"]
+__all__ = ["Given", "Metric", "as_pair", "as_values", "beside", "check_real", "weighted"]
+
+
+Given: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 
 class Metric(Trackable, abc.ABC):
@@ -62,10 +66,10 @@ class Metric(Trackable, abc.ABC):
                 variable.assign_add(number, read_value=False)
 
     @abc.abstractmethod
-    def _compute(self, sums: Mapping[str, Any]) -> Any:
+    def _compute(self, sums: Mapping[str, np.float64]) -> np.float64:
         """Return the result from the sums over all replicas, by the names they were made with."""
 
-    def result(self) -> Any:
+    def result(self) -> np.float64:
         """Return the value over all replicas. **Collective**: every rank makes the call.
 
         All sums of the metric travel in one message. Inside `Strategy.run` too the value is that
@@ -91,7 +95,7 @@ class Metric(Trackable, abc.ABC):
             with strategy.extended._collectives.call(kind, self.name) as call:
                 reduced = call.all_reduce(ReduceOp.SUM, list(sums.values()))
             sums = dict(zip(sums, reduced, strict=True))
-        return self._compute({what: host_copy(array)[()] for what, array in sums.items()})
+        return self._compute({what: np.float64(host_copy(array)) for what, array in sums.items()})
 
     def reset_state(self) -> None:
         """Start again from zero.

@@ -25,11 +25,13 @@ from mpistrat.options import (
     InputContext,
     InputOptions,
     ReduceOp,
+    ReduceOpLike,
     ValueContext,
 )
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.reductions import (
+    Destination,
     format_device,
     local_components,
     reduce_pairs,
@@ -37,7 +39,7 @@ from mpistrat.strategies.reductions import (
 )
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import PerReplica, localize, per_replica
+from mpistrat.values import PerReplica, T, localize, per_replica
 from mpistrat.variables import Variable, check_replicas_agree, container_of, variables_to_compare
 
 __all__ = ["StrategyExtended"]
@@ -168,7 +170,7 @@ class StrategyExtended(ExtendedV1):
     def _merge(self, result: Any) -> Any:
         return None if result is None else per_replica(result)
 
-    def _reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+    def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
         self._require_cross_replica("reduce")
         with self._collectives.call("reduce") as call:
@@ -183,9 +185,9 @@ class StrategyExtended(ExtendedV1):
 
     def reduce_to(
         self,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOpLike,
         value: Any,
-        destinations: Any,
+        destinations: Destination,
         options: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce `value` over replicas to the devices of `destinations`.
@@ -208,8 +210,8 @@ class StrategyExtended(ExtendedV1):
 
     def batch_reduce_to(
         self,
-        reduce_op: ReduceOp | str,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
+        reduce_op: ReduceOpLike,
+        value_destination_pairs: Iterable[tuple[Any, Destination]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Do `reduce_to` for each (value, destinations) pair; small values travel together.
@@ -221,7 +223,7 @@ class StrategyExtended(ExtendedV1):
     def _reduce_pairs(
         self,
         kind: str,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOpLike,
         pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
@@ -268,7 +270,7 @@ class StrategyExtended(ExtendedV1):
         what = f"update of variable {var.name!r}"
         return call_in_update_context(self._container, what, fn, (var,), args, kwargs, group)
 
-    def assert_replicas_agree(self, variables: Any) -> None:
+    def assert_replicas_agree(self, variables: object) -> None:
         """Make sure that mirrored variables still hold the same bytes on every rank.
 
         **Collective**: every rank gives the same variables. The ranks compare one digest for
@@ -333,7 +335,9 @@ class StrategyExtended(ExtendedV1):
                 f"{self._container!r}. Different strategies cannot be mixed."
             )
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    def colocate_vars_with(
+        self, colocate_with_variable: Variable | tuple[str, ...]
+    ) -> AbstractContextManager[None]:
         """Make variables live where another one does, within the ``with`` block. Local.
 
         Every variable of a strategy lives on every replica, so this only checks its argument.
@@ -407,6 +411,6 @@ class StrategyExtended(ExtendedV1):
         dataset.strategy = self._container
         return dataset
 
-    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> PerReplica:
+    def _values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
         """Return the `PerReplica` of ``value_fn(context)``. Local."""
         return PerReplica(value_fn(ValueContext(self._collectives.rank, self._collectives.size)))

@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat import context, nests
 from mpistrat.arguments import as_array
-from mpistrat.arrays import Device, place
+from mpistrat.arrays import Array, Device, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.context import call_in_update_context
 from mpistrat.data.dataset import Dataset
+from mpistrat.data.iterators import ElementIterator
 from mpistrat.errors import ContextError, warn_deprecated
-from mpistrat.options import ReduceOp
-from mpistrat.strategies.reductions import parse_destination
+from mpistrat.options import ReduceOpLike
+from mpistrat.strategies.reductions import Destination, parse_destination
 from mpistrat.values import Mirrored, PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 
@@ -34,7 +36,7 @@ class MultiStepContext:
         Outputs before the first step, by name.
     """
 
-    def __init__(self, strategy: Any, initial_outputs: dict[str, Any] | None = None) -> None:
+    def __init__(self, strategy: Any, initial_outputs: Mapping[str, Any] | None = None) -> None:
         self._strategy = strategy
         self._last_step_outputs = dict(initial_outputs or {})
         self._non_tensor_outputs: dict[str, Any] = {}
@@ -50,7 +52,7 @@ class MultiStepContext:
         return self._non_tensor_outputs
 
     def set_last_step_output(
-        self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
+        self, name: str, output: Any, reduce_op: ReduceOpLike | None = None
     ) -> None:
         """Keep `output` as that of this step.
 
@@ -158,7 +160,9 @@ class ExtendedV1(abc.ABC):
             )
         return Dataset.from_arrays(nests.map_nest(_stacked, numpy_input, atoms=(list,)))
 
-    def broadcast_to(self, array: Any, destinations: Any) -> Mirrored:
+    def broadcast_to(
+        self, array: npt.ArrayLike | Mirrored[Any], destinations: Destination
+    ) -> Mirrored[Array]:
         """Return rank 0's `array`, mirrored.
 
         **Collective**: every rank makes the call, with an array of the same shape and dtype.
@@ -193,7 +197,7 @@ class ExtendedV1(abc.ABC):
     def experimental_run_steps_on_iterator(
         self,
         fn: Callable[[MultiStepContext, Any], Any],
-        iterator: Any,
+        iterator: ElementIterator,
         iterations: int = 1,
         initial_loop_values: dict[str, Any] | None = None,
     ) -> MultiStepContext:
@@ -228,7 +232,7 @@ class ExtendedV1(abc.ABC):
                 fn(outputs, iterator.get_next())
         return outputs
 
-    def read_var(self, v: Variable) -> Any:
+    def read_var(self, v: Variable) -> Array:
         """Return the value of a variable over all replicas, as it is now.
 
         **Collective** for a SyncOnRead variable, whose components it aggregates, else local.
@@ -246,7 +250,7 @@ class ExtendedV1(abc.ABC):
 
     def update_non_slot(
         self,
-        colocate_with: Any,
+        colocate_with: Variable | tuple[str, ...],
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,

@@ -18,6 +18,7 @@ from mpistrat.options import (
     InputContext,
     InputOptions,
     ReduceOp,
+    ReduceOpLike,
     ValueContext,
 )
 from mpistrat.replica import ReplicaContext
@@ -42,7 +43,7 @@ class DefaultExtended(StrategyExtended):
     def _merge(self, result: Any) -> Any:
         return result
 
-    def _reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+    def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
         """Return `value` as it is; with an axis, reduce it along that. Local."""
         if axis is None:
             self._require_cross_replica("reduce")
@@ -53,7 +54,7 @@ class DefaultExtended(StrategyExtended):
     def _reduce_pairs(
         self,
         kind: str,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOpLike,
         pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None,
     ) -> list[Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpistrat import nests
 from mpistrat.arguments import as_array, normalize_axes
-from mpistrat.arrays import Device, host_view, is_array, namespace_of, place
+from mpistrat.arrays import Array, Device, host_view, is_array, namespace_of, place
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.nested import all_reduce_nest, reduce_over_axes
 from mpistrat.comm.wire import result_dtype, wire_dtype
@@ -21,6 +21,7 @@ from mpistrat.variables import MirroredVariable, Variable
 
 __all__ = [
     "Components",
+    "Destination",
     "Place",
     "format_device",
     "local_components",
@@ -29,6 +30,9 @@ __all__ = [
     "reduce_pairs",
     "reduce_to_host",
 ]
+
+Destination: TypeAlias = "Variable | DistributedValues[Any] | Array | str"
+"""Where a reduced value goes: to the replicas, or to the device that a string names."""
 
 _GRAMMAR = re.compile(
     r"(?:/job:worker)?(?:/replica:0)?(?:/task:(?P<task>\d+))?/?(?:device:)?"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from mpistrat import context
-from mpistrat.data.iterators import Optional
+from mpistrat.arrays import Array
+from mpistrat.data.iterators import ElementIterator, Optional
 from mpistrat.errors import OutOfRangeError, warn_deprecated
-from mpistrat.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions
+from mpistrat.options import InputOptions, InputReplicationMode, ReduceOpLike, RunOptions
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.values import PerReplica
+from mpistrat.values import DistributedValues, Number, PerReplica, T
+from mpistrat.variables import Variable
 
 if TYPE_CHECKING:
     from mpistrat.data.dataset import Dataset
@@ -42,6 +47,9 @@ class ClusterResolver:
     """Always ``"worker"``: every rank computes."""
 
 
+ValueT = TypeVar("ValueT", bound="np.ndarray | Number")
+
+
 class InputIterator:
     """An iterator that starts again when it is initialised.
 
@@ -51,7 +59,7 @@ class InputIterator:
         A distributed data set, or a plain one under the default strategy.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Iterable[Any]) -> None:
         self._dataset = dataset
         # Made by the first get_next, so that initialising a new iterator skips no pass.
         self._iterator: Any = None
@@ -120,6 +128,33 @@ class Strategy:
         with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self)):
             yield self
 
+    @overload
+    def run(
+        self,
+        fn: Callable[..., None],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> None: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., ValueT],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> PerReplica[ValueT]: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any: ...
+
     def run(
         self,
         fn: Callable[..., Any],
@@ -165,9 +200,33 @@ class Strategy:
             raise TypeError(f"run: options must be RunOptions, not {options!r}.")
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
+    @overload
     def reduce(
         self,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOpLike,
+        value: DistributedValues[Number] | Number,
+        axis: None = None,
+    ) -> np.number[Any]: ...
+
+    @overload
+    def reduce(
+        self,
+        reduce_op: ReduceOpLike,
+        value: DistributedValues[Array] | Array | Variable,
+        axis: int | tuple[int, ...] | None = None,
+    ) -> npt.NDArray[Any]: ...
+
+    @overload
+    def reduce(
+        self,
+        reduce_op: ReduceOpLike,
+        value: Any,
+        axis: int | tuple[int, ...] | None = None,
+    ) -> Any: ...
+
+    def reduce(
+        self,
+        reduce_op: ReduceOpLike,
         value: Any,
         axis: int | tuple[int, ...] | None = None,
     ) -> Any:
@@ -201,7 +260,9 @@ class Strategy:
         """
         return self._extended._reduce(reduce_op, value, axis)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(
+        self, value: DistributedValues[Any] | Array | Variable, axis: int
+    ) -> npt.NDArray[Any]:
         """Concatenate `value` over replicas along `axis`, in rank order, in host memory.
 
         **Collective**: every rank makes the call, with the same dtype and axis.
@@ -228,7 +289,17 @@ class Strategy:
         NotImplementedError
             For `IndexedSlices`.
         """
-        return self._extended._gather(value, axis)
+        gathered: npt.NDArray[Any] = self._extended._gather(value, axis)
+        return gathered
+
+    @overload
+    def experimental_local_results(self, value: DistributedValues[T]) -> tuple[T]: ...
+
+    @overload
+    def experimental_local_results(self, value: Variable) -> tuple[Array, ...]: ...
+
+    @overload
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]: ...
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components of `value` on this rank: a tuple with one element. Local."""
@@ -262,8 +333,8 @@ class Strategy:
         return self._extended._distribute_from_function(dataset_fn, options)
 
     def experimental_distribute_values_from_function(
-        self, value_fn: Callable[[ValueContext], Any]
-    ) -> PerReplica:
+        self, value_fn: Callable[[ValueContext], T]
+    ) -> PerReplica[T]:
         """Return the `PerReplica` whose component on each rank is ``value_fn(context)``. Local."""
         return self._extended._values_from_function(value_fn)
 
@@ -274,21 +345,21 @@ class Strategy:
         warn_deprecated("unwrap", "Use experimental_local_results.")
         return self.experimental_local_results(value)
 
-    def group(self, value: Any, name: str | None = None) -> None:
+    def group(self, value: object, name: str | None = None) -> None:
         """Do nothing: `value` is already computed. A no-op by nature. Local."""
         return
 
     def configure(
         self,
-        session_config: Any = None,
-        cluster_spec: Any = None,
+        session_config: object = None,
+        cluster_spec: object = None,
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
         """Do nothing: there are no sessions and no servers. A no-op by nature. Local."""
         return
 
-    def update_config_proto(self, config_proto: Any) -> Any:
+    def update_config_proto(self, config_proto: T) -> T:
         """Return a copy of `config_proto`: there are no sessions. A no-op by nature. Local."""
         return copy.deepcopy(config_proto)
 
@@ -302,7 +373,7 @@ class Strategy:
         return self.extended.experimental_make_numpy_dataset(numpy_input, session)
 
     def colocate_vars_with(
-        self, colocate_with_variable: Any
+        self, colocate_with_variable: Variable | tuple[str, ...]
     ) -> contextlib.AbstractContextManager[None]:
         """Return `StrategyExtended.colocate_vars_with`. Deprecated. Local."""
         warn_deprecated("Strategy.colocate_vars_with", "Use extended.colocate_vars_with.")
@@ -333,7 +404,9 @@ class Strategy:
             )
         return InputIterator(self.distribute_datasets_from_function(input_fn))
 
-    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
+    def experimental_run(
+        self, fn: Callable[..., Any], input_iterator: InputIterator | ElementIterator | None = None
+    ) -> Any:
         """Run `fn` on the next element of `input_iterator`. Deprecated.
 
         **Collective**: every rank makes the call.

@@ -200,7 +200,8 @@ class StrategyTests:
 
     def test_gather_and_its_refusals(self) -> None:
         assert self.strategy.gather(np.array([self.rank]), 0).tolist() == list(range(self.size))
-        for value, axis in ((1.0, 0), (np.ones(2), 1)):
+        bad: list[tuple[Any, int]] = [(1.0, 0), (np.ones(2), 1)]
+        for value, axis in bad:
             with refused(ValueError, "axis"):
                 self.strategy.gather(value, axis)
 
@@ -211,8 +212,9 @@ class StrategyTests:
         np.testing.assert_allclose(self.strategy.reduce("mean", examples, axis=0), joined.mean())
         with refused(ValueError, "axis 1"):
             self.strategy.reduce("sum", examples, axis=1)
+        unknown: Any = "median"
         with refused(ValueError, "Unknown reduction"):
-            self.strategy.reduce("median", examples, axis=0)
+            self.strategy.reduce(unknown, examples, axis=0)
 
     def test_mirrored_variables(self) -> None:
         variable = self.variable(np.zeros(2), "SUM")

@@ -129,12 +129,13 @@ class SyncOnReadVariable(Variable, on_read=True):
         if self.dtype.kind == "b":
             raise ValueError(f"The bool variable {self.name!r} cannot be divided under SUM.")
         if self.dtype.kind not in "iu":
-            return array / self.dtype.type(size)
+            quotient: Array = array / self.dtype.type(size)
+            return quotient
         # The number of replicas may not fit into a small dtype, but the shares do.
         wide = array.astype("i8" if self.dtype.kind == "i" else "u8")
         replicas = wide.dtype.type(size)
         # The first replicas hold one more, so that the sum is exact.
-        share = wide // replicas + (rank < wide % replicas)
+        share: Array = wide // replicas + (rank < wide % replicas)
         return share.astype(self.dtype)
 
     def _kind(self) -> context.Kind:

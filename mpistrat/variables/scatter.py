@@ -189,15 +189,19 @@ def _divide(old: Array, new: Array) -> Array:
         return old / new
     # Integers are cut towards zero, as in TensorFlow and C.
     quotient = old // new
-    return quotient + ((old % new != 0) & ((old < 0) != (new < 0))).astype(old.dtype)
+    is_rounded_up: Array = (old % new != 0) & ((old < 0) != (new < 0))
+    cut: Array = quotient + is_rounded_up.astype(old.dtype)
+    return cut
 
 
 def _minimum(old: Array, new: Array) -> Array:
-    return namespace_of(old).minimum(old, new)
+    smaller: Array = namespace_of(old).minimum(old, new)
+    return smaller
 
 
 def _maximum(old: Array, new: Array) -> Array:
-    return namespace_of(old).maximum(old, new)
+    larger: Array = namespace_of(old).maximum(old, new)
+    return larger
 
 
 def _replace(old: Array, new: Array) -> Array:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import re
 import weakref
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat import context
 from mpistrat.arrays import Array, Device, host_copy, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.options import VariableAggregation, VariableSynchronization
-from mpistrat.values import container_of_component
+from mpistrat.values import DistributedValues, container_of_component
 from mpistrat.variables.array_like import ArrayLike
 from mpistrat.variables.scatter import RowWrites
 from mpistrat.variables.writes import (
@@ -27,6 +29,9 @@ from mpistrat.variables.writes import (
 )
 
 __all__ = ["Variable", "container_of", "default_name", "note_given_name"]
+
+Initial: TypeAlias = npt.ArrayLike | Callable[[], npt.ArrayLike]
+Value: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 _DEFAULT = re.compile(r"Variable(_\d+)?")
 _numbers = itertools.count()
@@ -105,12 +110,12 @@ class Variable(RowWrites, ArrayLike):
 
     def __new__(
         cls,
-        initial_value: Any = None,
+        initial_value: Initial | None = None,
         trainable: bool | None = None,
         name: str | None = None,
-        dtype: Any = None,
-        synchronization: Any = VariableSynchronization.AUTO,
-        aggregation: Any = VariableAggregation.NONE,
+        dtype: npt.DTypeLike | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> Variable:
         """Choose the kind of variable that the context and `synchronization` ask for."""
         frame = context.current()
@@ -121,10 +126,10 @@ class Variable(RowWrites, ArrayLike):
 
     def __init__(
         self,
-        initial_value: Any,
+        initial_value: Initial,
         trainable: bool | None = None,
         name: str | None = None,
-        dtype: Any = None,
+        dtype: npt.DTypeLike | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> None:
@@ -212,7 +217,7 @@ class Variable(RowWrites, ArrayLike):
         **Local**, but for SyncOnRead variables in cross-replica context: there the components
         are aggregated, which is **Collective**, and the result is an array of its own.
         """
-        view = self._storage.view()
+        view: Array = self._storage.view()
         if type(view) is np.ndarray:
             view.setflags(write=False)
         return view
@@ -222,11 +227,11 @@ class Variable(RowWrites, ArrayLike):
         value = self.value()
         return value.copy() if value.base is not None else value
 
-    def numpy(self) -> np.ndarray:
+    def numpy(self) -> npt.NDArray[Any]:
         """Return a snapshot of `value()` in host memory. Collective where that is."""
         return host_copy(self.value())
 
-    def assign(self, value: Any, read_value: bool = True) -> Array | None:
+    def assign(self, value: Value, read_value: bool = True) -> Array | None:
         """Write `value` in place. No broadcasting: the shapes must be equal.
 
         What that means depends on the kind of variable, the context and `aggregation`
@@ -248,11 +253,11 @@ class Variable(RowWrites, ArrayLike):
         """
         return self._write(ASSIGN, value, read_value)
 
-    def assign_add(self, delta: Any, read_value: bool = True) -> Array | None:
+    def assign_add(self, delta: Value, read_value: bool = True) -> Array | None:
         """Add `delta` in place. **Collective** or local as `assign`, and otherwise like it."""
         return self._write(ASSIGN_ADD, delta, read_value)
 
-    def assign_sub(self, delta: Any, read_value: bool = True) -> Array | None:
+    def assign_sub(self, delta: Value, read_value: bool = True) -> Array | None:
         """Subtract `delta` in place. **Collective** or local as `assign`, and otherwise like it."""
         return self._write(ASSIGN_SUB, delta, read_value)
 
