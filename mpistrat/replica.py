@@ -1,4 +1,4 @@
-"""The handle of a reduction that is under way."""
+"""Replica context, and the handle of a reduction that is under way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mpistrat.system.callsite import call_site, failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, Number, T, localize, per_replica
 
-__all__ = ["PendingReduction", "ReplicaContext"]
+__all__ = ["ReplicaContext"]
 
 
 class PendingReduction(Generic[T]):

@@ -157,37 +157,37 @@ def _kind(array: Any) -> str:
 
 
 def is_value(leaf: object) -> bool:
-    """Return whether `leaf` is an array, a tensor, a number or `IndexedSlices`. Local."""
+    """Return whether `leaf` is an array, a tensor, a number or `IndexedSlices`."""
     return is_array(leaf) or is_number(leaf) or is_tensor(leaf) or isinstance(leaf, IndexedSlices)
 
 
 def local_component(leaf: Any) -> Any:
-    """Return this rank's component of a distributed value, anything else as it is. Local."""
+    """Return this rank's component of a distributed value, anything else as it is."""
     return leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
 
 
 def localize(nest: Any) -> Any:
-    """Return `nest` with this rank's component of each distributed value. Local."""
+    """Return `nest` with this rank's component of each distributed value."""
     if type(nest) is np.ndarray:
         return nest
     return nests.map_nest(local_component, nest)
 
 
 def per_replica(nest: Any) -> Any:
-    """Return `nest` with each array or number as a `PerReplica` of it. Local."""
+    """Return `nest` with each array or number as a `PerReplica` of it."""
     return nests.map_nest(lambda leaf: PerReplica(leaf) if is_value(leaf) else leaf, nest)
 
 
 def mirror(nest: Any) -> Any:
-    """Return `nest` with each array or number as a `Mirrored` of it. Local."""
+    """Return `nest` with each array or number as a `Mirrored` of it."""
     return nests.map_nest(lambda leaf: Mirrored(leaf) if is_value(leaf) else leaf, nest)
 
 
 def container_of_component(component: Any) -> Any:
-    """Return the distributed value that holds `component`, itself where none does. Local."""
+    """Return the distributed value that holds `component`, itself where none does."""
     return _containers.get(id(component), component)
 
 
 def unwrap_mirrored(leaf: Any) -> Any:
-    """Return the component of a `Mirrored` value, anything else as it is. Local."""
+    """Return the component of a `Mirrored` value, anything else as it is."""
     return leaf.values[0] if isinstance(leaf, Mirrored) else leaf

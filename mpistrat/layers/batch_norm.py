@@ -30,17 +30,11 @@ from mpistrat.strategies import get_replica_context, get_strategy
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
-__all__ = ["BatchNorm", "check_parameters", "checked_examples"]
+__all__ = ["BatchNorm"]
 
 
-def check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any) -> None:
-    """Refuse parameters out of range. Local.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the parameter.
-    """
+def _check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any) -> None:
+    """Refuse parameters out of range."""
     as_integer("BatchNorm: num_features", num_features, 1)
     if not 0 <= momentum <= 1:
         raise ValueError(f"BatchNorm: momentum must be in [0, 1], not {momentum}.")
@@ -50,16 +44,8 @@ def check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any)
         raise TypeError(f"BatchNorm: dtype must be a floating one, not {np.dtype(dtype)}.")
 
 
-def checked_examples(what: str, value: Any, num_features: int, axis: int) -> Array:
-    """Return `value`, examples or a gradient of their shape, as an array. Local.
-
-    Raises
-    ------
-    TypeError
-        If it is no array of a floating dtype.
-    ValueError
-        If it has not `num_features` along `axis`, and another axis.
-    """
+def _checked_examples(what: str, value: Any, num_features: int, axis: int) -> Array:
+    """Return `value`, examples or a gradient of their shape, as an array."""
     if is_tensor(value):
         raise TypeError(
             f"{what} takes NumPy and CuPy arrays: a PyTorch tensor would lose its graph. Use "
@@ -133,7 +119,7 @@ class BatchNorm(Trackable):
         super().__init__()
         self.name = "batch_norm" if name is None else name
         with get_strategy().extended._collectives.call("BatchNorm", self.name) as call:
-            check_parameters(num_features, momentum, epsilon, dtype)
+            _check_parameters(num_features, momentum, epsilon, dtype)
             self.num_features = int(num_features)
             self.axis = as_integer("BatchNorm: axis", axis)
             self.momentum, self.epsilon = float(momentum), float(epsilon)
@@ -286,12 +272,12 @@ class BatchNorm(Trackable):
     def _checked(self, method: str, value: Any) -> Array:
         """Return `value`, examples or their gradients, as an array on the replica's device."""
         what = f"BatchNorm.{method} of {self.name!r}"
-        array = checked_examples(what, value, self.num_features, self.axis)
+        array = _checked_examples(what, value, self.num_features, self.axis)
         owner = self.gamma.strategy
         return place(array, Device("cpu") if owner is None else owner.extended.device)
 
     def _collectives(self, method: str) -> Collectives:
-        """Return the collectives of the replica context that this is called in. Local."""
+        """Return the collectives of the replica context that this is called in."""
         owner, replica = self.gamma.strategy, get_replica_context()
         if replica is None or owner not in (None, replica.strategy):
             raise ContextError(

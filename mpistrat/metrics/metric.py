@@ -1,4 +1,4 @@
-"""What every metric has: SyncOnRead SUM variables, an update, a result and a reset."""
+"""Metric base class: SyncOnRead SUM variables, an update, a result and a reset."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Metric(Trackable, abc.ABC):
         return variable
 
     def _add(self, *numbers: float) -> None:
-        """Add one of `numbers` to each sum, in the order in which they were made. Local."""
+        """Add one of `numbers` to each sum, in the order in which they were made."""
         frame = context.current()
         is_replica = frame is not None and frame.kind is context.Kind.REPLICA
         here = frame.strategy if frame is not None and is_replica else None
@@ -111,7 +111,7 @@ class Metric(Trackable, abc.ABC):
 
 
 def as_values(what: str, value: Any) -> Array:
-    """Return what a metric was given, an array, tensor, sequence or number, as an array. Local."""
+    """Return what a metric was given, an array, tensor, sequence or number, as an array."""
     if type(value) is np.ndarray:
         return value
     value = local_component(value)
@@ -119,22 +119,7 @@ def as_values(what: str, value: Any) -> Array:
 
 
 def weighted(values: Any, sample_weight: Any) -> tuple[float, float]:
-    """Return the sum of `values` and of their weights, both computed in float64. Local.
-
-    Parameters
-    ----------
-    values : array, tensor, sequence or number
-        May be empty.
-    sample_weight : array, tensor, sequence or number, optional
-        Broadcast to `values`; by default 1 for each.
-
-    Raises
-    ------
-    ValueError
-        If `sample_weight` cannot be broadcast to `values`.
-    TypeError
-        If one of them holds no real numbers.
-    """
+    """Return the sum of `values` and of their weights, by default 1, both computed in float64."""
     values = as_values("values", values)
     check_real("values", values)
     if sample_weight is None:
@@ -155,13 +140,7 @@ def weighted(values: Any, sample_weight: Any) -> tuple[float, float]:
 
 
 def as_pair(kind: str, y_true: Any, y_pred: Any, remedy: str) -> tuple[Array, Array]:
-    """Return `y_true` and `y_pred`, of one shape, as arrays in one place. Local.
-
-    Raises
-    ------
-    ValueError
-        If the shapes differ. The message ends with `remedy`.
-    """
+    """Return `y_true` and `y_pred`, of one shape, as arrays in one place."""
     truth, guess = as_values("y_true", y_true), as_values("y_pred", y_pred)
     if type(truth) is np.ndarray is type(guess) and truth.shape == guess.shape:
         return truth, guess
@@ -174,13 +153,7 @@ def as_pair(kind: str, y_true: Any, y_pred: Any, remedy: str) -> tuple[Array, Ar
 
 
 def check_real(what: str, array: Array) -> None:
-    """Refuse what holds no real numbers. Local.
-
-    Raises
-    ------
-    TypeError
-        For complex numbers, texts and the like.
-    """
+    """Refuse what holds no real numbers."""
     if not _is_real(array.dtype):
         raise TypeError(f"{what} of a metric must be real numbers, not of dtype {array.dtype}.")
 
@@ -191,5 +164,5 @@ def _is_real(dtype: np.dtype) -> bool:
 
 
 def beside(array: Array, other: Array) -> Array:
-    """Return `array` where `other` lies, on the host or the device. Local."""
+    """Return `array` where `other` lies, on the host or the device."""
     return host_view(array) if is_on_host(other) else namespace_of(other).asarray(array)

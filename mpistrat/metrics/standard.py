@@ -13,7 +13,7 @@ from mpistrat.arrays import Array, namespace_of
 from mpistrat.metrics.metric import Given, Metric, as_pair, as_values, beside, check_real, weighted
 from mpistrat.strategies import get_strategy
 
-__all__ = ["Accuracy", "Mean", "MeanSquaredError", "RunningMean", "Sum", "TopKAccuracy"]
+__all__ = ["Accuracy", "Mean", "MeanSquaredError", "Sum", "TopKAccuracy"]
 
 
 class Sum(Metric):

@@ -1,4 +1,4 @@
-"""What algorithms can do that know about distribution: reduce to a place, update, broadcast."""
+"""StrategyExtended, the interface for libraries: reduce to a place, update, broadcast."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StrategyExtended(ExtendedV1):
         self._variable_numbers = itertools.count()
 
     def _copied_for(self, container: Any) -> StrategyExtended:
-        """Return a copy for a strategy of its own on the same ranks. Local."""
+        """Return a copy for a strategy of its own on the same ranks."""
         old = self._collectives
         twin = copy.copy(self)
         twin._container = container
@@ -98,13 +98,7 @@ class StrategyExtended(ExtendedV1):
         return False
 
     def _require_cross_replica(self, what: str) -> None:
-        """Make sure that `what` is called in cross-replica context, or outside every scope. Local.
-
-        Raises
-        ------
-        ContextError
-            Inside a replica function, or in a context of another strategy.
-        """
+        """Make sure that `what` is called in cross-replica context, or outside every scope."""
         frame = context.current()
         if frame is None:
             return
@@ -124,13 +118,7 @@ class StrategyExtended(ExtendedV1):
             )
 
     def _require_scope(self, what: str) -> None:
-        """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`. Local.
-
-        Raises
-        ------
-        ContextError
-            Outside, or in a context of another strategy.
-        """
+        """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`."""
         frame = context.current()
         if frame is None or frame.strategy.extended._is_default:
             raise ContextError(
@@ -359,13 +347,7 @@ class StrategyExtended(ExtendedV1):
         return contextlib.nullcontext()
 
     def _check_locality(self, what: str, place: Any) -> None:
-        """Make sure that `place` is a variable of this strategy or its non-slot devices. Local.
-
-        Raises
-        ------
-        ValueError
-            If it is neither.
-        """
+        """Make sure that `place` is a variable of this strategy or its non-slot devices."""
         if isinstance(place, Variable):
             is_ours = self.variable_created_in_scope(place)
         else:
@@ -388,7 +370,7 @@ class StrategyExtended(ExtendedV1):
         return container_of(value)
 
     def _local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return a tuple with this rank's component of `value`. Local."""
+        """Return a tuple with this rank's component of `value`."""
         if isinstance(value, Variable):
             return value.values
         return (localize(value),)
@@ -412,5 +394,5 @@ class StrategyExtended(ExtendedV1):
         return dataset
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
-        """Return the `PerReplica` of ``value_fn(context)``. Local."""
+        """Return the `PerReplica` of ``value_fn(context)``."""
         return PerReplica(value_fn(ValueContext(self._collectives.rank, self._collectives.size)))

@@ -1,4 +1,4 @@
-"""The part of `StrategyExtended` that tf.distribute keeps for programs of its version 1."""
+"""StrategyExtended, version 1: what tf.distribute keeps for older programs."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ class ExtendedV1(abc.ABC):
 
     @abc.abstractmethod
     def _require_cross_replica(self, what: str) -> None:
-        """Make sure that `what` is called in cross-replica context. Local."""
+        """Make sure that `what` is called in cross-replica context."""
 
     @abc.abstractmethod
     def _check_locality(self, what: str, place: Any) -> None:
-        """Make sure that `place` is a variable of this strategy or its non-slot devices. Local."""
+        """Make sure that `place` is a variable of this strategy or its non-slot devices."""
 
     @property
     def experimental_between_graph(self) -> bool:

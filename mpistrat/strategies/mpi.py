@@ -1,4 +1,4 @@
-"""One replica on each MPI rank."""
+"""MPIStrategy: one replica on each MPI rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategy: the public face of a group of replicas."""
+"""Strategy, the public interface of a group of replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpistrat.data.distributed_dataset import DistributedDataset
     from mpistrat.options import InputContext, ValueContext
 
-__all__ = ["ClusterResolver", "InputIterator", "Strategy"]
+__all__ = ["ClusterResolver", "Strategy"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a variable behaves among arrays: operators, conversions, copies."""
+"""Array protocol of variables: operators, conversions, copies."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """For messages. Local."""
+        """For messages."""
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Shape of the value. Local."""
+        """Shape of the value."""
 
     @abstractmethod
     def value(self) -> Array:

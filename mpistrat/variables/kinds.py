@@ -43,7 +43,7 @@ class MirroredVariable(Variable, on_read=False):
                     "inside strategy.run."
                 )
             checked = write.checked(self._target, value)
-            call.agree("one value", write.words(checked))
+            call.agree("one value", write.signature(checked))
         return checked
 
     def _merged(self, write: Write, value: Any) -> Any:
@@ -111,7 +111,7 @@ class SyncOnReadVariable(Variable, on_read=True):
                     "meaning in cross-replica context: call it inside strategy.run, or use assign."
                 )
             share = self._share(write.checked(self._target, value))
-            call.agree("one value", write.words(share))
+            call.agree("one value", write.signature(share))
         write.apply(self._storage, share)
 
     def _check_is_dense(self, write: Write) -> None:
@@ -155,13 +155,7 @@ class SyncOnReadVariable(Variable, on_read=True):
         return collectives
 
     def _save_value(self) -> Array | None:
-        """Return the aggregated value on rank 0, ``None`` elsewhere. **Collective**.
-
-        Raises
-        ------
-        ValueError
-            If the aggregation is NONE.
-        """
+        """Return the aggregated value on rank 0, ``None`` elsewhere. **Collective**."""
         is_root = self._collectives.rank == 0
         is_first = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
         value = self._storage if is_root else None
@@ -189,5 +183,5 @@ class SyncOnReadVariable(Variable, on_read=True):
         return own
 
     def _load_value(self, array: np.ndarray) -> None:
-        """Set this replica's component: value / N under SUM, else the value. Local."""
+        """Set this replica's component: value / N under SUM, else the value."""
         ASSIGN.apply(self._storage, self._share(ASSIGN.checked(self._target, array)))

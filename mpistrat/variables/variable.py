@@ -1,4 +1,4 @@
-"""What every variable has: storage on the replica's device, reads and writes in place."""
+"""Variables: storage on the replica's device, reads and writes in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpistrat.variables.writes import (
     numeric,
 )
 
-__all__ = ["Variable", "container_of", "default_name", "note_given_name"]
+__all__ = ["Variable", "container_of"]
 
 Initial: TypeAlias = npt.ArrayLike | Callable[[], npt.ArrayLike]
 Value: TypeAlias = npt.ArrayLike | DistributedValues[Any]
@@ -42,18 +42,16 @@ _given_to_plain: set[str] = set()
 """Names that look like default ones and are taken."""
 
 
-def default_name(strategy: Any) -> str:
-    """Return the next name that no variable of `strategy` has. Local.
-
-    Variables of a strategy are made by all ranks in the same order, so all find the same.
-    """
+def _default_name(strategy: Any) -> str:
+    """Return the next name that no variable of `strategy` has."""
+    # Variables of a strategy are made by all ranks in the same order, so all find the same.
     numbers = _numbers if strategy is None else strategy.extended._variable_numbers
     names = (f"Variable_{number}" if number else "Variable" for number in numbers)
     return next(name for name in names if name not in _taken(strategy))
 
 
-def note_given_name(strategy: Any, name: str) -> None:
-    """Keep `name` from being given by default. Local."""
+def _note_given_name(strategy: Any, name: str) -> None:
+    """Keep `name` from being given by default."""
     if _DEFAULT.fullmatch(name):
         _taken(strategy).add(name)
 
@@ -141,14 +139,14 @@ class Variable(RowWrites, ArrayLike):
         self._synchronization = synchronization
         self._aggregation = aggregation
         collectives = frame.collectives if frame else Collectives.solo(_HOST)
-        self._name = default_name(self._strategy) if name is None else name
+        self._name = _default_name(self._strategy) if name is None else name
         with collectives.call("Variable", self._name) as call:
             value = initial_value() if callable(initial_value) else initial_value
             value = numeric(self._name, value, dtype)
             check_modes(self._name, synchronization, aggregation, value.dtype)
             modes = (synchronization.name, aggregation.name, self._trainable)
             self._storage = place(call.broadcast(value, modes), collectives.device)
-        note_given_name(self._strategy, self._name)
+        _note_given_name(self._strategy, self._name)
         self._target = Target(
             self._name,
             self.shape,
@@ -273,11 +271,9 @@ class Variable(RowWrites, ArrayLike):
         write.apply(self._storage, write.checked(self._target, value))
 
     def _save_value(self) -> Array | None:
-        """Return what a checkpoint stores: an array on rank 0, which other ranks may have too.
-
-        It lies where the variable does and may be its storage. **Collective** for SyncOnRead
-        variables, else **Local**.
-        """
+        """Return what a checkpoint stores: an array on rank 0, which other ranks may have too."""
+        # It lies where the variable does and may be its storage. For SyncOnRead variables this is
+        # collective.
         return self._storage
 
     def _load_value(self, array: np.ndarray) -> None:
@@ -285,15 +281,12 @@ class Variable(RowWrites, ArrayLike):
         self._write_locally(ASSIGN, array)
 
     def _load_piece(self, start: int, piece: np.ndarray) -> None:
-        """Set a part of what `_load_value` sets, from element `start` of the flat value on.
-
-        **Local**, on every rank alike. The dtype of `piece` is that of the variable.
-        """
+        """Set a part of what `_load_value` sets, from element `start` of the flat value on."""
         flat = self._storage.reshape(-1)
         flat[start : start + piece.size] = place(self._own_part(piece), self._target.device)
 
     def _own_part(self, array: np.ndarray) -> np.ndarray:
-        """Return what this replica holds of a stored value. Local."""
+        """Return what this replica holds of a stored value."""
         return array
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
@@ -313,10 +306,7 @@ class Variable(RowWrites, ArrayLike):
 
 
 def container_of(value: Any) -> Any:
-    """Return the variable or distributed value that `value` is a component of. Local.
-
-    Itself where it belongs to none that still exists.
-    """
+    """Return the variable or distributed value that `value` is a component of, or `value`."""
     storage = getattr(value, "base", None)
     variable = _by_storage.get(id(storage)) if storage is not None else None
     return container_of_component(value) if variable is None else variable
