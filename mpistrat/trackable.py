@@ -56,7 +56,7 @@ class Trackable:
         return {}
 
     def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
-        """Add a child, or a dependent of a variable; **Collective** where a restore waits for it."""
+        """Add a child or a dependent; **Collective** where a restore waits for it."""
         # The restore fills the child first. If the child refuses that, it is not added.
         if self._on_new_child is not None:
             self._on_new_child(name, child, of)

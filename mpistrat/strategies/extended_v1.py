@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,14 @@ from mpistrat.arrays import Array, Device, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.context import call_in_update_context
 from mpistrat.data.dataset import Dataset
-from mpistrat.data.iterators import ElementIterator
-from mpistrat.errors import ContextError, warn_deprecated
+from mpistrat.data.iterators import ElementIterator, Optional
+from mpistrat.errors import ContextError, OutOfRangeError, warn_deprecated
 from mpistrat.options import ReduceOpLike
 from mpistrat.strategies.reductions import Destination, parse_destination
 from mpistrat.values import Mirrored, PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 
-__all__ = ["ExtendedV1", "MultiStepContext"]
+__all__ = ["ExtendedV1", "InputIterator", "MultiStepContext"]
 
 
 class MultiStepContext:
@@ -89,6 +89,47 @@ class MultiStepContext:
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Keep `output`, any object, as it is. Local."""
         self._non_tensor_outputs[name] = output
+
+
+class InputIterator:
+    """An iterator that starts again when it is initialised.
+
+    Parameters
+    ----------
+    dataset : iterable
+        A distributed data set, or a plain one under the default strategy.
+    """
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self._dataset = dataset
+        # Made by the first get_next, so that initialising a new iterator skips no pass.
+        self._iterator: Any = None
+
+    def initialize(self) -> None:
+        """Start the next pass, or the first one. Local."""
+        self._iterator = None
+
+    def get_next(self) -> Any:
+        """Return the next element.
+
+        Raises
+        ------
+        OutOfRangeError
+            Past the end.
+        """
+        element = self.get_next_as_optional()
+        if not element.has_value():
+            raise OutOfRangeError("The pass has ended. Call initialize() for the next.")
+        return element.get_value()
+
+    def get_next_as_optional(self) -> Optional:
+        """Return an `Optional` with the next element, without one at the end of the pass."""
+        if self._iterator is None:
+            self._iterator = iter(self._dataset)
+        try:
+            return Optional(next(self._iterator))
+        except StopIteration:
+            return Optional()
 
 
 class ExtendedV1(abc.ABC):
@@ -197,7 +238,7 @@ class ExtendedV1(abc.ABC):
     def experimental_run_steps_on_iterator(
         self,
         fn: Callable[[MultiStepContext, Any], Any],
-        iterator: ElementIterator,
+        iterator: ElementIterator | InputIterator,
         iterations: int = 1,
         initial_loop_values: dict[str, Any] | None = None,
     ) -> MultiStepContext:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from mpistrat import context
 from mpistrat.arrays import Array
-from mpistrat.data.iterators import ElementIterator, Optional
-from mpistrat.errors import OutOfRangeError, warn_deprecated
+from mpistrat.data.iterators import ElementIterator
+from mpistrat.errors import warn_deprecated
 from mpistrat.options import InputOptions, InputReplicationMode, ReduceOpLike, RunOptions
 from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.strategies.extended_v1 import InputIterator
 from mpistrat.values import DistributedValues, Number, PerReplica, T
 from mpistrat.variables import Variable
 
@@ -48,47 +49,6 @@ class ClusterResolver:
 
 
 ValueT = TypeVar("ValueT", bound="np.ndarray | Number")
-
-
-class InputIterator:
-    """An iterator that starts again when it is initialised.
-
-    Parameters
-    ----------
-    dataset : iterable
-        A distributed data set, or a plain one under the default strategy.
-    """
-
-    def __init__(self, dataset: Iterable[Any]) -> None:
-        self._dataset = dataset
-        # Made by the first get_next, so that initialising a new iterator skips no pass.
-        self._iterator: Any = None
-
-    def initialize(self) -> None:
-        """Start the next pass, or the first one. Local."""
-        self._iterator = None
-
-    def get_next(self) -> Any:
-        """Return the next element.
-
-        Raises
-        ------
-        OutOfRangeError
-            Past the end.
-        """
-        element = self.get_next_as_optional()
-        if not element.has_value():
-            raise OutOfRangeError("The pass has ended. Call initialize() for the next.")
-        return element.get_value()
-
-    def get_next_as_optional(self) -> Optional:
-        """Return an `Optional` with the next element, without one at the end of the pass."""
-        if self._iterator is None:
-            self._iterator = iter(self._dataset)
-        try:
-            return Optional(next(self._iterator))
-        except StopIteration:
-            return Optional()
 
 
 class Strategy:
@@ -218,17 +178,11 @@ class Strategy:
 
     @overload
     def reduce(
-        self,
-        reduce_op: ReduceOpLike,
-        value: Any,
-        axis: int | tuple[int, ...] | None = None,
+        self, reduce_op: ReduceOpLike, value: Any, axis: int | tuple[int, ...] | None = None
     ) -> Any: ...
 
     def reduce(
-        self,
-        reduce_op: ReduceOpLike,
-        value: Any,
-        axis: int | tuple[int, ...] | None = None,
+        self, reduce_op: ReduceOpLike, value: Any, axis: int | tuple[int, ...] | None = None
     ) -> Any:
         """Reduce `value` over replicas, and over `axis` where given, to host memory.
 
