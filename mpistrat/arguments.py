@@ -36,7 +36,8 @@ def as_array(kind: str, leaf: Any) -> Array:
     if is_tensor(leaf):
         return host_array(leaf)
     if is_array(leaf):
-        return leaf
+        array: Array = leaf
+        return array
     if is_number(leaf) or hasattr(leaf, "__array__"):
         return np.asarray(leaf)
     raise TypeError(

@@ -14,10 +14,11 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import array_api_compat
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat.errors import LaunchError
 from mpistrat.native import native_library
@@ -47,8 +48,9 @@ __all__ = [
     "synchronize",
 ]
 
-Array = Any
-"""A NumPy or CuPy array. The two share no base class."""
+Array: TypeAlias = npt.NDArray[Any]
+"""A NumPy or CuPy array. The two share no base class, but the methods, so type checkers are told of
+NumPy's. Functions that tell the two apart take `Any`."""
 
 
 @dataclass(frozen=True)
@@ -177,14 +179,14 @@ def count_gpus() -> int:
         return 0
 
 
-def namespace_of(array: Array) -> Any:
+def namespace_of(array: Any) -> Any:
     """Return the array namespace `xp` that `array`, list or number belongs to."""
     if type(array) is np.ndarray or not array_api_compat.is_cupy_array(array):
         return _numpy()
     return importlib.import_module("array_api_compat.cupy")
 
 
-def is_on_host(array: Array) -> bool:
+def is_on_host(array: Any) -> bool:
     """Return whether NumPy can use the memory of `array`."""
     return isinstance(array, np.ndarray) or not array_api_compat.is_cupy_array(array)
 
@@ -201,7 +203,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, numbers.Number)
 
 
-def address_of(array: Array) -> int:
+def address_of(array: Any) -> int:
     """Return where the memory of `array` begins, on the host or its device."""
     if not isinstance(array, np.ndarray):
         return int(array.data.ptr)
@@ -239,14 +241,14 @@ def native(array: np.ndarray) -> np.ndarray:
     return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
 
 
-def host_view(array: Array) -> np.ndarray:
+def host_view(array: Any) -> np.ndarray:
     """Return `array` or number as a NumPy array, without a copy where it is one."""
     if is_on_host(array):
         return np.asarray(array)
     return np.asarray(array.get())
 
 
-def host_copy(array: Array) -> np.ndarray:
+def host_copy(array: Any) -> np.ndarray:
     """Return a writable copy of `array` in host memory, C order and native byte order."""
     if is_on_host(array):
         source = np.asarray(array)
@@ -254,16 +256,17 @@ def host_copy(array: Array) -> np.ndarray:
     return np.asarray(array.get())
 
 
-def place(array: Array, device: Device) -> Array:
+def place(array: Any, device: Device) -> Array:
     """Return `array` on `device`, itself where it already is there."""
     if device.kind != "gpu":
         return host_view(array)
-    if not is_on_host(array) and array.device.id == device.index:
-        return array
-    return device.namespace().asarray(array)
+    if is_on_host(array) or array.device.id != device.index:
+        array = device.namespace().asarray(array)
+    on_gpu: Array = array
+    return on_gpu
 
 
-def synchronize(array: Array) -> None:
+def synchronize(array: Any) -> None:
     """Wait until the device has done what this thread has queued for `array`."""
     # MPI knows no streams: it reads and writes memory at once. So device memory passes here before
     # MPI sees it, as source or as target. Work on other streams than the current one is not waited
@@ -273,7 +276,7 @@ def synchronize(array: Array) -> None:
             _cupy().cuda.get_current_stream().synchronize()
 
 
-def on_device_of(array: Array) -> contextlib.AbstractContextManager[Any]:
+def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the device where `array` lies is the current one."""
     return contextlib.nullcontext() if is_on_host(array) else array.device
 

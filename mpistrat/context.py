@@ -1,4 +1,4 @@
-"""Functions that run in update context, where each rank writes its own component."""
+"""Context stack of strategies, and functions that run in update context."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Frame:
     @property
     def collectives(self) -> Collectives:
         """The collectives of the frame's strategy."""
-        collectives: Collectives = self.strategy.extended.collectives
+        collectives: Collectives = self.strategy.extended._collectives
         return collectives
 
 
@@ -67,7 +67,7 @@ _stack = _Stack()
 
 
 def current() -> Frame | None:
-    """Return the innermost frame of this thread, ``None`` in the default context. Local."""
+    """Return the innermost frame of this thread, ``None`` in the default context."""
     return _stack.frames[-1] if _stack.frames else _stack.base
 
 
@@ -86,18 +86,12 @@ class _Entered:
 
 
 def entered(frame: Frame) -> AbstractContextManager[None]:
-    """Make `frame` the innermost one within the ``with`` block. Local."""
+    """Make `frame` the innermost one within the ``with`` block."""
     return _Entered(frame)
 
 
 def set_base(frame: Frame | None) -> None:
-    """Make `frame` the bottom of this thread's stack; ``None`` is the default context. Local.
-
-    Raises
-    ------
-    ContextError
-        Inside a scope.
-    """
+    """Make `frame` the bottom of this thread's stack; ``None`` is the default context."""
     if _stack.frames:
         raise ContextError(
             "experimental_set_strategy must be called outside every strategy.scope(), but this "
@@ -107,17 +101,9 @@ def set_base(frame: Frame | None) -> None:
 
 
 def mode_for(strategy: Strategy, what: str) -> Kind:
-    """Return the context in which `what` of `strategy` is used here. Local.
-
-    Outside every scope it is the cross-replica context of that strategy.
-
-    Raises
-    ------
-    ContextError
-        In a context of another strategy.
-    """
+    """Return the context in which `what` of `strategy` is used here."""
     frame = current()
-    if frame is None:
+    if frame is None:  # outside every scope everything is in cross-replica context
         return Kind.CROSS_REPLICA
     if frame.strategy is not strategy:
         raise ContextError(
@@ -137,32 +123,10 @@ def call_in_update_context(
     kwargs: Mapping[str, Any] | None,
     group: bool,
 ) -> Any:
-    """Call ``fn(*first, *args, **kwargs)`` in the update context of `strategy`. Local.
-
-    Parameters
-    ----------
-    strategy : Strategy
-    what : str
-        For messages: ``"update of variable 'w'"``.
-    fn : callable
-    first : tuple
-        Arguments that are passed as they are.
-    args, kwargs : sequence, mapping
-        `Mirrored` values, also in nests, arrive as this rank's component.
-    group : bool
-        Whether to return the result merged, or a tuple with this rank's.
-
-    Returns
-    -------
-    nest
-        Merged, arrays and numbers are `Mirrored` if `strategy` distributes at all.
-
-    Raises
-    ------
-    ValueError
-        If an argument holds a `PerReplica`.
-    """
-    channel = strategy.extended.collectives.channel
+    """Call ``fn(*first, *args, **kwargs)`` in the update context of `strategy`."""
+    # `what` names the call in messages. `first` is passed as it is; `Mirrored` values in `args` and
+    # `kwargs` become this rank's component.
+    channel = strategy.extended._collectives.channel
     channel.ledger.updates += 1
     try:
         return _call(strategy, what, fn, first, args, dict(kwargs or {}), group)
@@ -194,4 +158,4 @@ def _call(
         result = fn(*first, *local_args, **local_kwargs)
     if not group:
         return (result,)
-    return mirror(result) if strategy.extended.distributes_variables else result
+    return mirror(result) if strategy.extended._distributes_variables else result

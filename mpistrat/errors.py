@@ -1,4 +1,4 @@
-"""Warnings for names that tf.distribute has deprecated."""
+"""Exceptions of mpistrat, and warnings for names that tf.distribute has deprecated."""
 
 from __future__ import annotations
 
@@ -94,5 +94,5 @@ class _UnmatchedPathsError(CheckpointMismatchError, AssertionError):
 
 
 def warn_deprecated(name: str, remedy: str) -> None:
-    """Warn the caller of the function that calls this that `name` is deprecated. Local."""
+    """Warn the caller of the function that calls this that `name` is deprecated."""
     warnings.warn(f"{name} is deprecated. {remedy}", DeprecationWarning, stacklevel=3)

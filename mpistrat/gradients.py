@@ -6,19 +6,31 @@ that are attached to the graph.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 from mpistrat import nests
 from mpistrat.arguments import as_array
+from mpistrat.arrays import Array
 from mpistrat.collectives.autograd import pull_back_all_gather, pull_back_all_reduce
 from mpistrat.errors import ContextError
-from mpistrat.options import ReduceOp
+from mpistrat.options import ReduceOp, ReduceOpLike
+from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import get_replica_context
 
 __all__ = ["all_gather_pullback", "all_reduce_pullback"]
 
 
-def all_reduce_pullback(reduce_op: ReduceOp | str, value: Any, result: Any, gradient: Any) -> Any:
+@overload
+def all_reduce_pullback(
+    reduce_op: ReduceOpLike, value: Array, result: Array, gradient: Array
+) -> Array: ...
+
+
+@overload
+def all_reduce_pullback(reduce_op: ReduceOpLike, value: Any, result: Any, gradient: Any) -> Any: ...
+
+
+def all_reduce_pullback(reduce_op: ReduceOpLike, value: Any, result: Any, gradient: Any) -> Any:
     """Return the gradient with respect to this replica's `value` of an `all_reduce`.
 
     **Collective**: every replica makes the call, inside `Strategy.run`.
@@ -53,12 +65,20 @@ def all_reduce_pullback(reduce_op: ReduceOp | str, value: Any, result: Any, grad
         If the replicas disagree.
     """
     replica = _current("all_reduce_pullback")
-    with replica.strategy.extended.collectives.call("all_reduce_pullback") as call:
+    with replica.strategy.extended._collectives.call("all_reduce_pullback") as call:
         op = ReduceOp.parse(reduce_op)
         (values, results, gradients), structure = _flattened(call.kind, value, result, gradient)
         signature = nests.signature(structure)
         pulled = pull_back_all_reduce(call, op, values, results, gradients, signature)
         return nests.unflatten(structure, pulled)
+
+
+@overload
+def all_gather_pullback(value: Array, axis: int, gradient: Array) -> Array: ...
+
+
+@overload
+def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any: ...
 
 
 def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
@@ -90,14 +110,14 @@ def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
         If the replicas disagree.
     """
     replica = _current("all_gather_pullback")
-    with replica.strategy.extended.collectives.call("all_gather_pullback") as call:
+    with replica.strategy.extended._collectives.call("all_gather_pullback") as call:
         (values, gradients), structure = _flattened(call.kind, value, gradient)
         signature = nests.signature(structure)
         pulled = pull_back_all_gather(call, values, axis, gradients, signature)
         return nests.unflatten(structure, pulled)
 
 
-def _current(what: str) -> Any:
+def _current(what: str) -> ReplicaContext:
     replica = get_replica_context()
     if replica is None:
         raise ContextError(

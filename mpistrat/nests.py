@@ -13,7 +13,7 @@ import functools
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import optree
@@ -28,6 +28,8 @@ __all__ = [
     "unflatten",
 ]
 
+_T = TypeVar("_T")
+
 _NAMESPACE = "mpistrat"
 _DICTS_OF_OPTREE = (dict, OrderedDict, defaultdict)
 _known_types: set[type] = set()
@@ -40,7 +42,7 @@ _COMMON_LEAVES = {np.ndarray, float, int, bool, type(None), np.float32, np.float
 _LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
 
 
-def leaf_type(cls: type) -> type:
+def leaf_type(cls: type[_T]) -> type[_T]:
     """Class decorator: instances of the dataclass `cls` are leaves, not containers."""
     _known_types.add(cls)
     return cls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 __all__ = [
     "AutoShardPolicy",
@@ -13,6 +14,7 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "ReduceOp",
+    "ReduceOpLike",
     "RunOptions",
     "ValueContext",
     "VariableAggregation",
@@ -59,6 +61,13 @@ class ReduceOp(enum.Enum):
 
 
 _REDUCTIONS = dict(ReduceOp.__members__)
+
+ReduceOpLike: TypeAlias = (
+    ReduceOp
+    | Literal["SUM", "MEAN", "MIN", "MAX", "PROD"]
+    | Literal["sum", "mean", "min", "max", "prod"]
+)
+"""A reduction, or its name."""
 
 
 class VariableSynchronization(enum.Enum):
@@ -125,7 +134,7 @@ class CommunicationOptions:
     the run, the rank, packing, sizes nor the placement of ranks on nodes show in the result. It
     costs some speed. NaN come out with the bits of ``numpy.nan``. `start_all_reduce` then does
     the whole reduction before it returns."""
-    wire_dtype: str | None = None
+    wire_dtype: Literal["float16", "bfloat16"] | None = None
     """What floats are rounded to before they travel in SUM and MEAN: ``"float16"``,
     ``"bfloat16"``, or ``None`` for no rounding.
 

@@ -1,4 +1,4 @@
-"""The handle of a reduction that is under way."""
+"""Replica context, and the handle of a reduction that is under way."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Generic, overload
 
 import numpy as np
 
 from mpistrat import context
+from mpistrat.arrays import Array
 from mpistrat.collectives.autograd import (
     MakeCall,
     all_gather_tensors,
@@ -20,28 +21,28 @@ from mpistrat.collectives.autograd import (
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.nested import all_gather_nest, all_reduce_nest, start_all_reduce_nest
 from mpistrat.errors import ContextError, warn_deprecated
-from mpistrat.options import CommunicationOptions, ReduceOp
+from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.pytorch import is_loaded
 from mpistrat.system.callsite import call_site, failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import localize, per_replica
+from mpistrat.values import DistributedValues, Number, T, localize, per_replica
 
-__all__ = ["PendingReduction", "ReplicaContext"]
+__all__ = ["ReplicaContext"]
 
 
-class PendingReduction:
+class PendingReduction(Generic[T]):
     """A reduction that `ReplicaContext.start_all_reduce` has begun.
 
     To drop it without `wait` is an error: the reduction goes on in memory that the program has
     given up, and what it brings is lost. The next collective of this rank raises it.
     """
 
-    def __init__(self, end: Callable[[], Any], when_dropped: Callable[[], object]) -> None:
-        self._end: Callable[[], Any] | None = end
+    def __init__(self, end: Callable[[], T], when_dropped: Callable[[], object]) -> None:
+        self._end: Callable[[], T] | None = end
         self._when_dropped = when_dropped
         self._result: Any = None
 
-    def wait(self) -> Any:
+    def wait(self) -> T:
         """Return the result, once the other ranks have brought their part; the same again later.
 
         Local: the ranks need not call it together, nor in one order. It has no time limit, because
@@ -51,7 +52,8 @@ class PendingReduction:
             # Not after the end: who catches what that raises need not wait again.
             end, self._end = self._end, None
             self._result = end()
-        return self._result
+        result: T = self._result
+        return result
 
     def __del__(self) -> None:
         if self._end is not None and not sys.is_finalizing():
@@ -129,6 +131,22 @@ class ReplicaContext:
         warn_deprecated("ReplicaContext.devices", "Use strategy.extended.device.")
         return (str(self._strategy.extended.device),)
 
+    @overload
+    def merge_call(
+        self,
+        merge_fn: Callable[..., DistributedValues[T]],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> T: ...
+
+    @overload
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any: ...
+
     def merge_call(
         self,
         merge_fn: Callable[..., Any],
@@ -158,7 +176,7 @@ class ReplicaContext:
         self._check()
         channel = self._collectives.channel
         channel.ledger.merge_calls += 1
-        wrap = per_replica if self._strategy.extended.distributes_variables else _unchanged
+        wrap = per_replica if self._strategy.extended._distributes_variables else _unchanged
         args = [wrap(each) for each in args]
         kwargs = {name: wrap(each) for name, each in (kwargs or {}).items()}
         frame = context.Frame(context.Kind.CROSS_REPLICA, self._strategy)
@@ -170,9 +188,24 @@ class ReplicaContext:
                 raise
         return localize(result)
 
+    @overload
+    def all_reduce(
+        self, reduce_op: ReduceOpLike, value: Number, options: CommunicationOptions | None = None
+    ) -> np.number[Any]: ...
+
+    @overload
+    def all_reduce(
+        self, reduce_op: ReduceOpLike, value: Array, options: CommunicationOptions | None = None
+    ) -> Array: ...
+
+    @overload
+    def all_reduce(
+        self, reduce_op: ReduceOpLike, value: T, options: CommunicationOptions | None = None
+    ) -> T: ...
+
     def all_reduce(
         self,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOpLike,
         value: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
@@ -212,12 +245,27 @@ class ReplicaContext:
                 return all_reduce_tensors(call, backward_calls, op, localize(value))
             return all_reduce_nest(call, op, value)
 
+    @overload
+    def start_all_reduce(
+        self, reduce_op: ReduceOpLike, value: Number, options: CommunicationOptions | None = None
+    ) -> PendingReduction[np.number[Any]]: ...
+
+    @overload
+    def start_all_reduce(
+        self, reduce_op: ReduceOpLike, value: Array, options: CommunicationOptions | None = None
+    ) -> PendingReduction[Array]: ...
+
+    @overload
+    def start_all_reduce(
+        self, reduce_op: ReduceOpLike, value: T, options: CommunicationOptions | None = None
+    ) -> PendingReduction[T]: ...
+
     def start_all_reduce(
         self,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOpLike,
         value: Any,
         options: CommunicationOptions | None = None,
-    ) -> PendingReduction:
+    ) -> PendingReduction[Any]:
         """Begin `all_reduce`, and return at once.
 
         **Collective**: every replica makes the call. Several reductions may be under way, other
@@ -254,6 +302,14 @@ class ReplicaContext:
             end = start_all_reduce_nest(call, op, nest)
             when_dropped = functools.partial(call.channel.close_for_dropped, call_site())
         return PendingReduction(end, when_dropped)
+
+    @overload
+    def all_gather(
+        self, value: Array, axis: int, options: CommunicationOptions | None = None
+    ) -> Array: ...
+
+    @overload
+    def all_gather(self, value: T, axis: int, options: CommunicationOptions | None = None) -> T: ...
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate `value` over replicas along `axis`, in rank order.
@@ -302,7 +358,7 @@ class ReplicaContext:
 
     @property
     def _collectives(self) -> Collectives:
-        collectives: Collectives = self._strategy.extended.collectives
+        collectives: Collectives = self._strategy.extended._collectives
         return collectives
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""Objects with named children, which a checkpoint saves and fills, also those made later."""
+"""Trackable objects: named children that a checkpoint saves and fills, also later ones."""
 
 from __future__ import annotations
 
@@ -38,41 +38,28 @@ class Trackable:
     def __init__(self) -> None:
         self._children: dict[str, object] = {}
         self._dependents: list[Dependent] = []
-        self.on_new_child: _OnNewChild | None = None
+        self._on_new_child: _OnNewChild | None = None
         """Called with each child made from now on, before it is added."""
 
     def _checkpoint_children(self) -> dict[str, object]:
-        """Return the children by name, without those that depend on another object. Local."""
+        """Return the children by name, without those that depend on another object."""
         return dict(self._children)
 
     def _checkpoint_dependents(self) -> list[Dependent]:
-        """Return the children that depend on another object, in the order they came in. Local."""
+        """Return the children that depend on another object, in the order they came in."""
         return list(self._dependents)
 
     def _deferred_slots(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Return what makes the children that a variable will get once it needs them. Local.
-
-        By name: each is called with the variable, and returns the child without attaching it.
-        Until the child is there, the state of this object is that of a new one.
-        """
+        """Return what makes the children that a variable will get once it needs them."""
+        # By name: each is called with the variable, and returns the child without attaching it.
+        # Until the child is there, the state of this object is that of a new one.
         return {}
 
     def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
-        """Add a child; a restore that was waiting for it fills it first.
-
-        **Collective** where such a restore is waiting, else **Local**. If the child refuses what
-        the restore has for it, that error is raised and the child is not added.
-
-        Parameters
-        ----------
-        name : str
-        child : object
-        of : Variable, optional
-            What the child belongs to: in a checkpoint its path is `name` and the path of `of`
-            there, whatever the two are called.
-        """
-        if self.on_new_child is not None:
-            self.on_new_child(name, child, of)
+        """Add a child or a dependent; **Collective** where a restore waits for it."""
+        # The restore fills the child first. If the child refuses that, it is not added.
+        if self._on_new_child is not None:
+            self._on_new_child(name, child, of)
         if of is None:
             self._children[name] = child
         else:
@@ -97,11 +84,9 @@ def walk_objects(
     reach: Reach = Reach.GIVEN,
     above: tuple[int, ...] = (),
 ) -> Iterator[tuple[str, Any, Reach]]:
-    """Yield `thing` and the objects below it, parents first, unless `is_leaf` says to stop. Local.
-
-    Children of trackables, items of dicts, lists and tuples, and attributes of other objects are
-    below. Their names are joined to paths by ``/``. Dependents are left to the caller.
-    """
+    """Yield `thing` and the objects below it, parents first, unless `is_leaf` says to stop."""
+    # Children of trackables, items of dicts, lists and tuples, and attributes of other objects are
+    # below. Their names are joined to paths by `/`. Dependents are left to the caller.
     yield path, thing, reach
     if id(thing) in above or is_leaf(thing):  # a reference back up, as from a layer to its model
         return
@@ -122,7 +107,7 @@ def walk_objects(
 
 
 def has_attributes(thing: object) -> bool:
-    """Return whether `thing` is an object of the user's own, with attributes to walk. Local."""
+    """Return whether `thing` is an object of the user's own, with attributes to walk."""
     if is_array(thing) or isinstance(
         thing,
         type

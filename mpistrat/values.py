@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat import nests
 from mpistrat.arrays import Array, is_array, is_number
@@ -17,7 +19,9 @@ __all__ = [
     "DistributedValues",
     "IndexedSlices",
     "Mirrored",
+    "Number",
     "PerReplica",
+    "T",
     "container_of_component",
     "is_value",
     "local_component",
@@ -28,10 +32,15 @@ __all__ = [
 ]
 
 
-_containers: weakref.WeakValueDictionary[int, DistributedValues] = weakref.WeakValueDictionary()
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+Number: TypeAlias = "complex | np.number[Any]"
+
+_containers: weakref.WeakValueDictionary[int, DistributedValues[Any]]
+_containers = weakref.WeakValueDictionary()
 
 
-class DistributedValues:
+class DistributedValues(Generic[T_co]):
     """A value with one component per replica.
 
     Each rank owns one replica and holds that component only.
@@ -39,13 +48,13 @@ class DistributedValues:
 
     __slots__ = ("__weakref__", "_component")
 
-    def __init__(self, component: Any) -> None:
+    def __init__(self, component: T_co) -> None:
         self._component = component
         # The component's id is its own as long as the container keeps it alive.
         _containers[id(component)] = self
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[T_co]:
         """The components on this rank: a tuple with one element. Local."""
         return (self._component,)
 
@@ -53,18 +62,18 @@ class DistributedValues:
         return f"{type(self).__name__}({self._component!r})"
 
 
-class PerReplica(DistributedValues):
+class PerReplica(DistributedValues[T_co]):
     """A value that differs from replica to replica, such as each one's part of a batch."""
 
     __slots__ = ()
 
 
-class Mirrored(DistributedValues):
+class Mirrored(DistributedValues[T_co]):
     """A value that is the same on all replicas, such as the result of a reduction."""
 
     __slots__ = ()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self._component, dtype=dtype)
 
 
@@ -91,9 +100,19 @@ class IndexedSlices:
     dense_shape: tuple[int, ...] | None = None
     """The shape of the array that the rows belong to, where known."""
 
+    if TYPE_CHECKING:  # what is given may be less than what is kept
+
+        def __init__(
+            self,
+            values: npt.ArrayLike,
+            indices: npt.ArrayLike,
+            dense_shape: Sequence[int] | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        values, indices = _as_rows(self.values), _as_rows(self.indices)
-        if indices.shape == (0,) and isinstance(self.indices, list | tuple):
+        given_indices: object = self.indices
+        values, indices = _as_rows(self.values), _as_rows(given_indices)
+        if indices.shape == (0,) and isinstance(given_indices, list | tuple):
             indices = np.zeros(0, np.int64)  # an empty sequence has no dtype of its own
         if _kind(indices) not in "iu":
             raise TypeError(
@@ -125,11 +144,11 @@ class IndexedSlices:
             object.__setattr__(self, "dense_shape", dense_shape)
 
 
-def _as_rows(value: Any) -> Array:
+def _as_rows(value: Any) -> Any:
     return value if is_array(value) or is_tensor(value) else np.asarray(value)
 
 
-def _kind(array: Array) -> str:
+def _kind(array: Any) -> str:
     """Return the kind of dtype of an array or tensor, as NumPy's letter."""
     if not is_tensor(array):
         return str(array.dtype.kind)
@@ -138,37 +157,37 @@ def _kind(array: Array) -> str:
 
 
 def is_value(leaf: object) -> bool:
-    """Return whether `leaf` is an array, a tensor, a number or `IndexedSlices`. Local."""
+    """Return whether `leaf` is an array, a tensor, a number or `IndexedSlices`."""
     return is_array(leaf) or is_number(leaf) or is_tensor(leaf) or isinstance(leaf, IndexedSlices)
 
 
 def local_component(leaf: Any) -> Any:
-    """Return this rank's component of a distributed value, anything else as it is. Local."""
+    """Return this rank's component of a distributed value, anything else as it is."""
     return leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
 
 
 def localize(nest: Any) -> Any:
-    """Return `nest` with this rank's component of each distributed value. Local."""
+    """Return `nest` with this rank's component of each distributed value."""
     if type(nest) is np.ndarray:
         return nest
     return nests.map_nest(local_component, nest)
 
 
 def per_replica(nest: Any) -> Any:
-    """Return `nest` with each array or number as a `PerReplica` of it. Local."""
+    """Return `nest` with each array or number as a `PerReplica` of it."""
     return nests.map_nest(lambda leaf: PerReplica(leaf) if is_value(leaf) else leaf, nest)
 
 
 def mirror(nest: Any) -> Any:
-    """Return `nest` with each array or number as a `Mirrored` of it. Local."""
+    """Return `nest` with each array or number as a `Mirrored` of it."""
     return nests.map_nest(lambda leaf: Mirrored(leaf) if is_value(leaf) else leaf, nest)
 
 
 def container_of_component(component: Any) -> Any:
-    """Return the distributed value that holds `component`, itself where none does. Local."""
+    """Return the distributed value that holds `component`, itself where none does."""
     return _containers.get(id(component), component)
 
 
 def unwrap_mirrored(leaf: Any) -> Any:
-    """Return the component of a `Mirrored` value, anything else as it is. Local."""
+    """Return the component of a `Mirrored` value, anything else as it is."""
     return leaf.values[0] if isinstance(leaf, Mirrored) else leaf

@@ -25,6 +25,7 @@ collect_ignore = outside_mpiexec(
     "test_nests.py",
     "test_options.py",
     "test_packaging.py",
+    "test_public_surface.py",
     "test_settings.py",
     "test_sharding.py",
     "test_tf_names.py",
@@ -116,7 +117,7 @@ def others(rank, size):
 @pytest.fixture
 def counts(strategy, monkeypatch):
     """How often each method of the strategy's transport has been called."""
-    channel = strategy.extended.collectives.channel
+    channel = strategy.extended._collectives.channel
     counting = CountingTransport(channel.transport)
     monkeypatch.setattr(channel, "transport", counting)
     return counting.counts

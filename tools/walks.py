@@ -33,7 +33,7 @@ class Walk:
     def __init__(self, strategy: Any) -> None:
         self.files: list[str] = []
         self.num_rounds = 0
-        self._channel = strategy.extended.collectives.channel
+        self._channel = strategy.extended._collectives.channel
 
     def __enter__(self) -> Walk:
         self._before = self._channel.ledger.sequence

@@ -52,7 +52,7 @@ class _Candidate:
 def measure(choices: Choices) -> Findings:
     """Time saving and restoring 512 MiB of float32 variables. **Collective**."""
     strategy = MPIStrategy(device="cpu")
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     rng = np.random.default_rng(0)
     with strategy.scope():
         variables = {
@@ -77,7 +77,7 @@ def _comparisons(
     variables: Mapping[str, Variable], folder: Path, collectives: Collectives
 ) -> Iterator[tuple[str, str, dict[str, _Candidate]]]:
     checkpoint = Checkpoint(**variables)
-    arrays = {name: variable.storage for name, variable in variables.items()}
+    arrays = {name: variable._storage for name, variable in variables.items()}
     paths = {"ours": folder / "ours.h5", "peer": folder / "plain.h5"}
 
     def on_root(call: Callable[[], object]) -> Callable[[], object]:

@@ -150,7 +150,7 @@ _NUM_STEPS, _WIDTH = 100, 512
 def measure(choices: Choices) -> Findings:
     """Time passes of all ranks together over images. **Collective** over COMM_WORLD."""
     strategy = MPIStrategy(device="cpu")
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     with tempfile.TemporaryDirectory() as own:
         # Rank 0's folder; on several nodes TMPDIR must name a shared one.
         folder = Path(collectives.broadcast_json(own))

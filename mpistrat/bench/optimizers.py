@@ -38,7 +38,7 @@ _LAYOUTS = {"one array": ((NUM_PARAMETERS,),), f"ResNet-50, {len(SHAPES)} arrays
 def measure(choices: Choices) -> Findings:
     """Time one step of each optimizer on 25.6 million float32 parameters. **Collective**."""
     torch = import_torch()
-    collectives = MPIStrategy(device="cpu").extended.collectives
+    collectives = MPIStrategy(device="cpu").extended._collectives
     rows: list[Row] = []
     for layout, shapes in _LAYOUTS.items():
         gradients = random_arrays(shapes)

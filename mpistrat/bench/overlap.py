@@ -46,7 +46,7 @@ def measure(choices: Choices) -> Findings:
 
     def measure_size(num_bytes: int) -> None:
         starts = _starts(num_bytes)
-        collectives = strategy.extended.collectives
+        collectives = strategy.extended._collectives
         works = _works(starts, collectives)
         timings = take_turns(_candidates(starts, works), collectives, choices.num_samples)
         for library, beside in works:

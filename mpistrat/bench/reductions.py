@@ -49,7 +49,7 @@ def measure_allreduce(choices: Choices) -> Findings:
                 "ours": lambda: replica.all_reduce(ReduceOp.SUM, array),
                 "copy": lambda: np.copyto(ready, array),
             },
-            strategy.extended.collectives,
+            strategy.extended._collectives,
             choices.num_samples,
         )
         facts = facts_of_last_collective(lambda: replica.all_reduce(ReduceOp.SUM, array))
@@ -109,7 +109,7 @@ _CASES: dict[str, Sequence[tuple[int, ...]]] = {
 def measure_gradients(choices: Choices) -> Findings:
     """Time the reduction of the float32 gradients of networks. **Collective** over COMM_WORLD."""
     strategy = MPIStrategy(device="cpu")
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     comm = open_world(None).comm
     rows: list[Row] = []
 
@@ -197,7 +197,7 @@ GRADIENTS = Benchmark(
 def measure_agreement(choices: Choices) -> Findings:
     """Time all-reductions of a float32 array with and without checks. **Collective**."""
     strategy = MPIStrategy(device="cpu")
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     channel = collectives.channel
     rows: list[Row] = []
 

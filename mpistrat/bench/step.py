@@ -224,7 +224,7 @@ _LABELS = {
 def measure(choices: Choices) -> Findings:
     """Time training steps of the digits network, data aside. **Collective** over COMM_WORLD."""
     strategy = MPIStrategy(device="cpu")
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     world = open_world(None)
     batch = random_batch(world.rank, world.size)
     loops: dict[str, _Loop] = {

@@ -44,7 +44,7 @@ def save(
     return target
 
 
-_OWN_ATTRIBUTES = frozenset({"_children", "_dependents", "on_new_child"})
+_OWN_ATTRIBUTES = frozenset({"_children", "_dependents", "_on_new_child"})
 
 
 class Checkpoint(Trackable):

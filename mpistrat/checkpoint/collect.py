@@ -77,7 +77,7 @@ class StateCollector:
 def _item_of(name: str, variable: Variable) -> Item:
     """Bring the values of one variable to rank 0. **Collective**."""
     value = variable._save_value()
-    life = BufferLifetime.LONG if value is variable.storage else BufferLifetime.BRIEF
+    life = BufferLifetime.LONG if value is variable._storage else BufferLifetime.BRIEF
     if isinstance(variable, MirroredVariable):
         life = BufferLifetime.EVERYWHERE
     return variable_item(

@@ -145,7 +145,7 @@ def make_slots(
 def attach_slots(slots: Mapping[str, DeferredSlot], made: Mapping[str, Variable]) -> None:
     """Attach the slots that have been `made` to their owners, without filling them."""
     for path, child in {id(child): (path, child) for path, child in made.items()}.values():
-        slots[path].owner.on_new_child = None
+        slots[path].owner._on_new_child = None
         slots[path].owner._attach_child(slots[path].name, child, of=slots[path].of)
 
 
@@ -234,7 +234,7 @@ class Restoration:
 
     def wait_for_children(self, path: str, trackable: Trackable) -> None:
         """Fill each child as soon as `trackable` gets it."""
-        trackable.on_new_child = Waiting(self, path)
+        trackable._on_new_child = Waiting(self, path)
 
     def fill_new_child(self, prefix: str, name: str, child: object, of: object) -> None:
         """Fill the `child` that has been attached to the object at the path `prefix`."""
@@ -295,7 +295,7 @@ def check_nothing_waits(what: str, root: Trackable, tree: Tree) -> None:
     """Refuse to save while restored values wait for objects below `root`, whose `tree` it is."""
     waiting: dict[str, tuple[str, str]] = {}
     for prefix, trackable in {"": root, **tree.trackables}.items():  # parents come first
-        hook = trackable.on_new_child
+        hook = trackable._on_new_child
         if isinstance(hook, Waiting):
             # What it waits for itself counts, not what an object above expects for it.
             waiting = {path: each for path, each in waiting.items() if _below(path, prefix) is None}

@@ -119,7 +119,7 @@ def collectives_for(tree: Tree, what: str) -> Collectives:
             f"{what} needs the cross-replica context, but this is the {kind.value} of "
             f"{strategy!r}. Call it outside strategy.run, or inside merge_call."
         )
-    collectives: Collectives = strategy.extended.collectives
+    collectives: Collectives = strategy.extended._collectives
     return collectives
 
 
@@ -143,4 +143,4 @@ def _strategy_of(tree: Tree, what: str) -> Any:
 
 
 def _distributes(strategy: Any) -> bool:
-    return bool(getattr(getattr(strategy, "extended", None), "distributes_variables", False))
+    return bool(getattr(getattr(strategy, "extended", None), "_distributes_variables", False))

@@ -258,7 +258,7 @@ def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) 
             continue
         array = values.arrays.get(name)
         if array is not None or _is_stored_as_read(variable):
-            memory = variable.storage if array is None else array
+            memory = variable._storage if array is None else array
             yield from map(_Piece, pieces(memory, BYTES_PER_PIECE))
         else:
             yield from _pieces_to_assign(variable)
@@ -276,7 +276,7 @@ def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
 def _is_stored_as_read(variable: Variable) -> bool:
     """Return whether the memory of `variable` is to hold the bytes of the file."""
     is_whole = variable.synchronization is not VariableSynchronization.ON_READ
-    return is_whole and is_on_host(variable.storage)
+    return is_whole and is_on_host(variable._storage)
 
 
 def _length(dtype: np.dtype) -> int:

@@ -79,7 +79,7 @@ def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
     from mpistrat.mpi.world import open_world
     from mpistrat.strategies import MPIStrategy
 
-    collectives = MPIStrategy(device="cpu").extended.collectives
+    collectives = MPIStrategy(device="cpu").extended._collectives
     try:
         with collectives.all_or_none("bench"):
             choices = _choices(benchmark, arguments)

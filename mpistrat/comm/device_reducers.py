@@ -242,6 +242,6 @@ class DeviceCapabilities:
         places = tuple([self.is_on_device(array) for array in arrays])
         return places if any(places) else ()
 
-    def is_on_device(self, array: Array) -> bool:
+    def is_on_device(self, array: Any) -> bool:
         """Return whether `array` lies in the memory of this rank's device."""
         return not is_on_host(array) and bool(array.device.id == self.device.index)

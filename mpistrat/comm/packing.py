@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -163,7 +164,7 @@ class _Packing:
 
     def unpack(self) -> list[Array]:
         """Return the results, each where its array lies."""
-        results: list[Array] = [None] * len(self._arrays)
+        results: list[Any] = [None] * len(self._arrays)
         joined_ones = iter(self._joined)
         for part in self._device_packs:
             part.unpack(results)

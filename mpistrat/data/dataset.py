@@ -34,8 +34,8 @@ class Dataset:
     def __init__(
         self, pipeline: Pipeline, auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
     ) -> None:
-        self.pipeline = pipeline
-        self.auto_shard_policy = auto_shard_policy
+        self._pipeline = pipeline
+        self._auto_shard_policy = auto_shard_policy
         self._position = Position()
 
     @classmethod
@@ -161,7 +161,7 @@ class Dataset:
             If the elements are batches already.
         """
         batch_size = as_integer("global_batch_size", global_batch_size, 1)
-        if self.pipeline.batch is not None:
+        if self._pipeline.batch is not None:
             raise NotImplementedError("Batches of batches are not supported: call batch() once.")
         return self._then(Batch(batch_size, as_bool("drop_remainder", drop_remainder)))
 
@@ -242,10 +242,10 @@ class Dataset:
             raise TypeError(
                 f"auto_shard_policy must be an AutoShardPolicy, not {auto_shard_policy!r}."
             )
-        return Dataset(self.pipeline, auto_shard_policy)
+        return Dataset(self._pipeline, auto_shard_policy)
 
     def _then(self, transformation: Transformation) -> Dataset:
-        return Dataset(self.pipeline.then(transformation), self.auto_shard_policy)
+        return Dataset(self._pipeline.then(transformation), self._auto_shard_policy)
 
     @property
     def element_spec(self) -> Any:
@@ -253,19 +253,19 @@ class Dataset:
 
         Local.
         """
-        return self.pipeline.element_spec
+        return self._pipeline.element_spec
 
     def cardinality(self) -> int:
         """Return the number of elements; -1 for endless, -2 for unknown. Local."""
-        return self.pipeline.length
+        return self._pipeline.length
 
     def __iter__(self) -> ElementIterator:
         pass_number, start, on_step = self._position.begin()
-        return ElementIterator(self.pipeline.elements(pass_number, start), on_step)
+        return ElementIterator(self._pipeline.elements(pass_number, start), on_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, as that of a `DistributedDataset` with the same batches. Local."""
-        return self._position.state(position_layout(self.pipeline))
+        return self._position.state(position_layout(self._pipeline))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position, as a `DistributedDataset` does. Local.
@@ -275,4 +275,4 @@ class Dataset:
         TypeError, ValueError
             If it is no position, or one within a pass that this data set does not have.
         """
-        self._position.load(state, position_layout(self.pipeline), self.pipeline.length)
+        self._position.load(state, position_layout(self._pipeline), self._pipeline.length)

@@ -46,7 +46,7 @@ def distribute(
             )
         pipeline = _checked_pipeline(dataset, kind)
         call.agree()
-    policy = dataset.auto_shard_policy
+    policy = dataset._auto_shard_policy
     check_same(pipeline, policy, collectives, kind)
     with collectives.all_or_none(kind):
         rank_dataset = _rank_dataset(pipeline, policy, collectives.size, collectives.rank)
@@ -98,12 +98,12 @@ def _checked_options(options: InputOptions | None) -> InputOptions:
 def _checked_pipeline(dataset: Any, kind: str) -> Pipeline:
     if not isinstance(dataset, Dataset):
         raise TypeError(f"{kind} needs a mpistrat.data.Dataset, not {dataset!r}.")
-    if dataset.pipeline.batch is None:
+    if dataset._pipeline.batch is None:
         raise ValueError(
             f"{kind} needs a data set of batches, but this one was not batched: call "
             "batch(global_batch_size) on it, with batch(1) for single examples."
         )
-    return dataset.pipeline
+    return dataset._pipeline
 
 
 def _rank_dataset(pipeline: Pipeline, policy: AutoShardPolicy, size: int, rank: int) -> RankDataset:

@@ -263,7 +263,7 @@ def _cast(leaf: Any, spec: ArraySpec, path: str) -> np.ndarray:
 
 def _stack_leaf(column: list[np.ndarray], spec: ArraySpec, path: str) -> np.ndarray:
     if not column:
-        return np.empty((0, *spec.known_shape), spec.dtype)
+        return np.empty((0, *spec._known_shape), spec.dtype)
     shapes = sorted({array.shape for array in column})
     if len(shapes) > 1:
         raise DataError(

@@ -197,7 +197,7 @@ class GeneratorSource:
         # The generator may fill the same array again, so the example keeps a copy.
         array = np.array(leaf)
         cast = None if isinstance(leaf, np.ma.MaskedArray) else fitted(array, spec.dtype)
-        if cast is None or not spec.fits(cast):
+        if cast is None or not spec._fits(cast):
             raise DataError(
                 f"from_generator: {path or 'the array'!r} of element {number} is "
                 f"{reprlib.repr(array.tolist())}, of dtype {array.dtype} and shape {array.shape}, "
@@ -223,7 +223,7 @@ class GeneratorSource:
 
     def _stacked(self, column: tuple[np.ndarray, ...], spec: ArraySpec, path: str) -> np.ndarray:
         if not column:
-            return np.empty((0, *spec.known_shape), spec.dtype)
+            return np.empty((0, *spec._known_shape), spec.dtype)
         shapes = sorted({array.shape for array in column})
         if len(shapes) > 1:
             raise DataError(

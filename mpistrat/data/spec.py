@@ -54,11 +54,11 @@ class ArraySpec:
         return f"ArraySpec({self.shape}, {self.dtype})"
 
     @property
-    def known_shape(self) -> tuple[int, ...]:
+    def _known_shape(self) -> tuple[int, ...]:
         """The shape, with 0 for lengths that are not known. Local."""
         return tuple(length or 0 for length in self.shape)
 
-    def fits(self, array: np.ndarray) -> bool:
+    def _fits(self, array: np.ndarray) -> bool:
         """Return whether `array` has this shape and dtype. Local."""
         return (
             array.dtype == self.dtype
@@ -109,7 +109,7 @@ def open_batch(spec: Any) -> Any:
 
 def empty_batch(spec: Any) -> Any:
     """Return arrays of length 0 for the nest `spec` of a batch."""
-    return nests.map_nest(lambda leaf: np.empty((0, *leaf.known_shape[1:]), leaf.dtype), spec)
+    return nests.map_nest(lambda leaf: np.empty((0, *leaf._known_shape[1:]), leaf.dtype), spec)
 
 
 def fitted(array: np.ndarray, dtype: np.dtype) -> np.ndarray | None:

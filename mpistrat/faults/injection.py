@@ -289,7 +289,7 @@ class Injection:
         if fault.rank is None or fault.rank == channel.rank:
             _listeners(channel).append(self)
 
-    def is_on(self, channel: Channel) -> bool:
+    def _is_on(self, channel: Channel) -> bool:
         """Return whether this fault was injected into `channel`. Local."""
         return self._channel is channel
 
@@ -312,8 +312,8 @@ class Injection:
     ) -> None:
         self.remove()
 
-    def on_collective(self, number: int) -> None:
-        """Make the fault happen if collective `number` is its own. Local."""
+    def _on_collective(self, number: int) -> None:
+        """Make the fault happen if collective `number` is its own."""
         if self._collective is None:
             self._act()
         elif number == self._collective and not self.is_done:
@@ -332,7 +332,7 @@ class _Listeners(list[Injection]):
 
     def __call__(self, number: int) -> None:
         for injection in tuple(self):
-            injection.on_collective(number)
+            injection._on_collective(number)
 
 
 def _listeners(channel: Channel) -> _Listeners:
@@ -348,7 +348,7 @@ def inject_from_environment(channel: Channel) -> None:
     world = started_world() if faults else None
     if world is not None and world.size != channel.size:
         return
-    if any(each.is_on(channel) for each in _from_environment):
+    if any(each._is_on(channel) for each in _from_environment):
         return
     done = [each.fault for each in _from_environment if each.is_done]
     for fault in faults:

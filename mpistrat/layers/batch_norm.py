@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat import context
 from mpistrat.arguments import as_array, as_integer
@@ -29,17 +30,11 @@ from mpistrat.strategies import get_replica_context, get_strategy
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
-__all__ = ["BatchNorm", "check_parameters", "checked_examples"]
+__all__ = ["BatchNorm"]
 
 
-def check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any) -> None:
-    """Refuse parameters out of range. Local.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the parameter.
-    """
+def _check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any) -> None:
+    """Refuse parameters out of range."""
     as_integer("BatchNorm: num_features", num_features, 1)
     if not 0 <= momentum <= 1:
         raise ValueError(f"BatchNorm: momentum must be in [0, 1], not {momentum}.")
@@ -49,16 +44,8 @@ def check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any)
         raise TypeError(f"BatchNorm: dtype must be a floating one, not {np.dtype(dtype)}.")
 
 
-def checked_examples(what: str, value: Any, num_features: int, axis: int) -> Array:
-    """Return `value`, examples or a gradient of their shape, as an array. Local.
-
-    Raises
-    ------
-    TypeError
-        If it is no array of a floating dtype.
-    ValueError
-        If it has not `num_features` along `axis`, and another axis.
-    """
+def _checked_examples(what: str, value: Any, num_features: int, axis: int) -> Array:
+    """Return `value`, examples or a gradient of their shape, as an array."""
     if is_tensor(value):
         raise TypeError(
             f"{what} takes NumPy and CuPy arrays: a PyTorch tensor would lose its graph. Use "
@@ -126,13 +113,13 @@ class BatchNorm(Trackable):
         momentum: float = 0.99,
         epsilon: float = 1e-3,
         synchronized: bool = False,
-        dtype: Any = np.float32,
+        dtype: npt.DTypeLike = np.float32,
         name: str | None = None,
     ) -> None:
         super().__init__()
         self.name = "batch_norm" if name is None else name
-        with get_strategy().extended.collectives.call("BatchNorm", self.name) as call:
-            check_parameters(num_features, momentum, epsilon, dtype)
+        with get_strategy().extended._collectives.call("BatchNorm", self.name) as call:
+            _check_parameters(num_features, momentum, epsilon, dtype)
             self.num_features = int(num_features)
             self.axis = as_integer("BatchNorm: axis", axis)
             self.momentum, self.epsilon = float(momentum), float(epsilon)
@@ -158,7 +145,7 @@ class BatchNorm(Trackable):
             aggregation=VariableAggregation.MEAN,
         )
 
-    def forward(self, x: Any, training: bool = True) -> tuple[Array, Any]:
+    def forward(self, x: Array, training: bool = True) -> tuple[Array, Normalization]:
         """Normalize this replica's examples.
 
         **Collective** with `synchronized` in training, and in cross-replica context, where the
@@ -194,7 +181,8 @@ class BatchNorm(Trackable):
         """
         if not training:
             x, averages = self._examples_and_averages(x)
-            moments = Moments(*(each.astype(np.float64) for each in averages))
+            mean, variance = (each.astype(np.float64) for each in averages)
+            moments = Moments(mean, variance)
             return self._normalized(x, moments)
         collectives = self._collectives("forward")
         if not self.synchronized:
@@ -216,11 +204,13 @@ class BatchNorm(Trackable):
         what = f"BatchNorm.forward of {self.name!r}"
         if owner is None or context.mode_for(owner, what) is not context.Kind.CROSS_REPLICA:
             return self._checked("forward", x), own
-        with owner.extended.collectives.call("BatchNorm.forward", self.name) as call:
+        with owner.extended._collectives.call("BatchNorm.forward", self.name) as call:
             x = self._checked("forward", x)
             return x, call.all_reduce(ReduceOp.MEAN, own)
 
-    def backward(self, saved: Any, gradient_y: Any) -> tuple[Array, list[tuple[Array, Variable]]]:
+    def backward(
+        self, saved: Normalization, gradient_y: Array
+    ) -> tuple[Array, list[tuple[Array, Variable]]]:
         """Return the gradients of the loss, which is the sum of the replicas' losses.
 
         **Collective** with `synchronized` after a forward pass in training, else **Local**.
@@ -282,12 +272,12 @@ class BatchNorm(Trackable):
     def _checked(self, method: str, value: Any) -> Array:
         """Return `value`, examples or their gradients, as an array on the replica's device."""
         what = f"BatchNorm.{method} of {self.name!r}"
-        array = checked_examples(what, value, self.num_features, self.axis)
+        array = _checked_examples(what, value, self.num_features, self.axis)
         owner = self.gamma.strategy
         return place(array, Device("cpu") if owner is None else owner.extended.device)
 
     def _collectives(self, method: str) -> Collectives:
-        """Return the collectives of the replica context that this is called in. Local."""
+        """Return the collectives of the replica context that this is called in."""
         owner, replica = self.gamma.strategy, get_replica_context()
         if replica is None or owner not in (None, replica.strategy):
             raise ContextError(
@@ -295,7 +285,7 @@ class BatchNorm(Trackable):
                 f"needs the replica context of {owner!r}. Call it inside a function given to "
                 "strategy.run; only training=False works elsewhere."
             )
-        collectives: Collectives = replica.strategy.extended.collectives
+        collectives: Collectives = replica.strategy.extended._collectives
         return collectives
 
     def __repr__(self) -> str:

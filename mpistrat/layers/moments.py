@@ -1,4 +1,4 @@
-"""The arithmetic of batch normalization, given the moments: forward and backward."""
+"""Batch normalization arithmetic, given the moments: forward and backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ __all__ = [
     "normalize",
     "pooled_moments",
     "pull_back",
-    "sum_features",
     "widened",
 ]
 
@@ -38,39 +37,36 @@ class Moments:
 
 
 def along(features: Array, x: Array, axis: int) -> Array:
-    """Return a value per feature so that it broadcasts with `x`, in the dtype of `x`. Local."""
+    """Return a value per feature so that it broadcasts with `x`, in the dtype of `x`."""
     shape = [1] * x.ndim
     shape[axis] = -1
     return features.reshape(shape).astype(x.dtype, copy=False)
 
 
-def sum_features(x: Array, axis: int) -> Array:
-    """Return the sum of each feature in float64, shape ``(num_features,)``. Local."""
+def _sum_features(x: Array, axis: int) -> Array:
+    """Return the sum of each feature in float64, shape ``(num_features,)``."""
     xp: Any = namespace_of(x)
     others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
-    return xp.sum(x, axis=others, dtype=xp.float64)
+    total: Array = xp.sum(x, axis=others, dtype=xp.float64)
+    return total
 
 
 def local_moments(x: Array, axis: int) -> Moments:
-    """Return the moments of this replica's `x`, which may be empty. Local.
-
-    In two passes: the variance is that of what is left after the mean has been taken away.
-    """
+    """Return the moments of this replica's `x`, which may be empty."""
+    # In two passes: the variance is that of what is left after the mean has been taken away.
     count = x.size // x.shape[axis]
     divisor = max(count, 1)
-    mean = sum_features(x, axis) / divisor
+    mean = _sum_features(x, axis) / divisor
     rounded = mean.astype(x.dtype)
     squares = x - along(rounded, x, axis)
     squares *= squares
-    variance = sum_features(squares, axis) / divisor - (mean - rounded) ** 2
+    variance = _sum_features(squares, axis) / divisor - (mean - rounded) ** 2
     return Moments(mean, namespace_of(x).maximum(variance, 0), float(count))
 
 
 def pooled_moments(call: CollectiveCall, local: Moments) -> Moments:
-    """Return the moments of all replicas' examples together. **Collective**, one message.
-
-    The variance is right to about ``1e-16 * mean**2``.
-    """
+    """Return the moments of all replicas' examples together. **Collective**, one message."""
+    # The variance is right to about `1e-16 * mean**2`.
     xp = namespace_of(local.mean)
     sums = [local.mean * local.count, (local.variance + local.mean**2) * local.count]
     total, squares, count = call.all_reduce(ReduceOp.SUM, [*sums, xp.asarray(local.count)])
@@ -94,18 +90,16 @@ class Normalization:
 
 
 def widened(x: Array) -> Array:
-    """Return `x` in float32 where its dtype is smaller. Local."""
+    """Return `x` in float32 where its dtype is smaller."""
     return x.astype(np.promote_types(x.dtype, np.float32), copy=False)
 
 
 def normalize(
     x: Array, moments: Moments, gamma: Array, beta: Array, epsilon: float, axis: int
 ) -> tuple[Array, Normalization]:
-    """Return ``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, and what it leaves. Local.
-
-    The mean is taken away in two parts: rounded to the dtype of `x`, a large one would be off by
-    a good part of a standard deviation.
-    """
+    """Return ``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, and what it leaves."""
+    # The mean is taken away in two parts: rounded to the dtype of `x`, a large one would be off by
+    # a good part of a standard deviation.
     wide = widened(x)
     inverse = 1 / namespace_of(x).sqrt(moments.variance + epsilon)
     rounded = moments.mean.astype(wide.dtype)
@@ -124,22 +118,12 @@ def pull_back(
     pool: Callable[[list[Array]], list[Array]],
     axis: int,
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of the examples, of gamma and of beta. Local where `pool` is.
-
-    Parameters
-    ----------
-    saved : Normalization
-    gradient_y : array
-        Of the shape of the examples.
-    pool : callable
-        From this replica's sums to those over all examples that the moments come from. Not
-        called for moving averages, which do not depend on the examples.
-    axis : int
-        Of the features.
-    """
+    """Return the gradients of the examples, of gamma and of beta; local where `pool` is."""
+    # `pool` turns this replica's sums into those over all examples that the moments come from.
+    # Moving averages do not depend on the examples, so they need none.
     gradient_y, normalized = widened(gradient_y), saved.normalized
-    gradient_beta = sum_features(gradient_y, axis)
-    gradient_gamma = sum_features(gradient_y * normalized, axis)
+    gradient_beta = _sum_features(gradient_y, axis)
+    gradient_gamma = _sum_features(gradient_y * normalized, axis)
     if saved.count is None:
         gradient_x = gradient_y.astype(normalized.dtype)
     else:

@@ -1,23 +1,27 @@
-"""What every metric has: SyncOnRead SUM variables, an update, a result and a reset."""
+"""Metric base class: SyncOnRead SUM variables, an update, a result and a reset."""
 
 from __future__ import annotations
 
 import abc
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat import context
 from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, host_copy, host_view, is_on_host, namespace_of
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.trackable import Trackable
-from mpistrat.values import local_component
+from mpistrat.values import DistributedValues, local_component
 from mpistrat.variables import Variable
 
-__all__ = ["Metric", "as_pair", "as_values", "beside", "check_real", "weighted"]
+__all__ = ["Given", "Metric", "as_pair", "as_values", "beside", "check_real", "weighted"]
+
+
+Given: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 
 class Metric(Trackable, abc.ABC):
@@ -49,23 +53,23 @@ class Metric(Trackable, abc.ABC):
         return variable
 
     def _add(self, *numbers: float) -> None:
-        """Add one of `numbers` to each sum, in the order in which they were made. Local."""
+        """Add one of `numbers` to each sum, in the order in which they were made."""
         frame = context.current()
         is_replica = frame is not None and frame.kind is context.Kind.REPLICA
         here = frame.strategy if frame is not None and is_replica else None
         for variable, number in zip(self._sums.values(), numbers, strict=True):
             if variable.strategy is here:
                 # What assign_add comes to, many times in a step.
-                total = variable.storage
+                total = variable._storage
                 total += number
             else:
                 variable.assign_add(number, read_value=False)
 
     @abc.abstractmethod
-    def _compute(self, sums: Mapping[str, Any]) -> Any:
+    def _compute(self, sums: Mapping[str, np.float64]) -> np.float64:
         """Return the result from the sums over all replicas, by the names they were made with."""
 
-    def result(self) -> Any:
+    def result(self) -> np.float64:
         """Return the value over all replicas. **Collective**: every rank makes the call.
 
         All sums of the metric travel in one message. Inside `Strategy.run` too the value is that
@@ -88,10 +92,10 @@ class Metric(Trackable, abc.ABC):
         if strategy is not None:
             context.mode_for(strategy, f"The metric {self.name!r}")
             kind = f"{type(self).__name__}.result"
-            with strategy.extended.collectives.call(kind, self.name) as call:
+            with strategy.extended._collectives.call(kind, self.name) as call:
                 reduced = call.all_reduce(ReduceOp.SUM, list(sums.values()))
             sums = dict(zip(sums, reduced, strict=True))
-        return self._compute({what: host_copy(array)[()] for what, array in sums.items()})
+        return self._compute({what: np.float64(host_copy(array)) for what, array in sums.items()})
 
     def reset_state(self) -> None:
         """Start again from zero.
@@ -107,7 +111,7 @@ class Metric(Trackable, abc.ABC):
 
 
 def as_values(what: str, value: Any) -> Array:
-    """Return what a metric was given, an array, tensor, sequence or number, as an array. Local."""
+    """Return what a metric was given, an array, tensor, sequence or number, as an array."""
     if type(value) is np.ndarray:
         return value
     value = local_component(value)
@@ -115,22 +119,7 @@ def as_values(what: str, value: Any) -> Array:
 
 
 def weighted(values: Any, sample_weight: Any) -> tuple[float, float]:
-    """Return the sum of `values` and of their weights, both computed in float64. Local.
-
-    Parameters
-    ----------
-    values : array, tensor, sequence or number
-        May be empty.
-    sample_weight : array, tensor, sequence or number, optional
-        Broadcast to `values`; by default 1 for each.
-
-    Raises
-    ------
-    ValueError
-        If `sample_weight` cannot be broadcast to `values`.
-    TypeError
-        If one of them holds no real numbers.
-    """
+    """Return the sum of `values` and of their weights, by default 1, both computed in float64."""
     values = as_values("values", values)
     check_real("values", values)
     if sample_weight is None:
@@ -151,13 +140,7 @@ def weighted(values: Any, sample_weight: Any) -> tuple[float, float]:
 
 
 def as_pair(kind: str, y_true: Any, y_pred: Any, remedy: str) -> tuple[Array, Array]:
-    """Return `y_true` and `y_pred`, of one shape, as arrays in one place. Local.
-
-    Raises
-    ------
-    ValueError
-        If the shapes differ. The message ends with `remedy`.
-    """
+    """Return `y_true` and `y_pred`, of one shape, as arrays in one place."""
     truth, guess = as_values("y_true", y_true), as_values("y_pred", y_pred)
     if type(truth) is np.ndarray is type(guess) and truth.shape == guess.shape:
         return truth, guess
@@ -170,13 +153,7 @@ def as_pair(kind: str, y_true: Any, y_pred: Any, remedy: str) -> tuple[Array, Ar
 
 
 def check_real(what: str, array: Array) -> None:
-    """Refuse what holds no real numbers. Local.
-
-    Raises
-    ------
-    TypeError
-        For complex numbers, texts and the like.
-    """
+    """Refuse what holds no real numbers."""
     if not _is_real(array.dtype):
         raise TypeError(f"{what} of a metric must be real numbers, not of dtype {array.dtype}.")
 
@@ -187,5 +164,5 @@ def _is_real(dtype: np.dtype) -> bool:
 
 
 def beside(array: Array, other: Array) -> Array:
-    """Return `array` where `other` lies, on the host or the device. Local."""
+    """Return `array` where `other` lies, on the host or the device."""
     return host_view(array) if is_on_host(other) else namespace_of(other).asarray(array)

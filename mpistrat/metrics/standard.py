@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat.arguments import as_integer, span_outside
 from mpistrat.arrays import Array, namespace_of
-from mpistrat.metrics.metric import Metric, as_pair, as_values, beside, check_real, weighted
+from mpistrat.metrics.metric import Given, Metric, as_pair, as_values, beside, check_real, weighted
 from mpistrat.strategies import get_strategy
 
-__all__ = ["Accuracy", "Mean", "MeanSquaredError", "RunningMean", "Sum", "TopKAccuracy"]
+__all__ = ["Accuracy", "Mean", "MeanSquaredError", "Sum", "TopKAccuracy"]
 
 
 class Sum(Metric):
@@ -27,7 +28,7 @@ class Sum(Metric):
         super().__init__(name)
         self._make_sum("total")
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(self, values: Given, sample_weight: npt.ArrayLike | None = None) -> None:
         """Take `values`, an array (also an empty one) or a number, in. Local.
 
         Raises
@@ -38,7 +39,7 @@ class Sum(Metric):
         total, _ = weighted(values, sample_weight)
         self._add(total)
 
-    def _compute(self, sums: Mapping[str, Any]) -> Any:
+    def _compute(self, sums: Mapping[str, np.float64]) -> np.float64:
         return sums["total"]
 
 
@@ -50,10 +51,10 @@ class RunningMean(Metric):
         self._make_sum("total")
         self._make_sum("count")
 
-    def _take_in(self, values: Any, sample_weight: Any) -> None:
+    def _take_in(self, values: Given, sample_weight: npt.ArrayLike | None) -> None:
         self._add(*weighted(values, sample_weight))
 
-    def _compute(self, sums: Mapping[str, Any]) -> Any:
+    def _compute(self, sums: Mapping[str, np.float64]) -> np.float64:
         with np.errstate(invalid="ignore", divide="ignore"):
             return sums["total"] / sums["count"]
 
@@ -66,7 +67,7 @@ class Mean(RunningMean):
     name : str, optional
     """
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(self, values: Given, sample_weight: npt.ArrayLike | None = None) -> None:
         """Take `values`, an array (also an empty one) or a number, in. Local.
 
         Raises
@@ -85,7 +86,9 @@ class Accuracy(RunningMean):
     name : str, optional
     """
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self, y_true: Given, y_pred: Given, sample_weight: npt.ArrayLike | None = None
+    ) -> None:
         """Compare labels, arrays of one shape (also empty ones). Local.
 
         Raises
@@ -106,7 +109,9 @@ class MeanSquaredError(RunningMean):
     name : str, optional
     """
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self, y_true: Given, y_pred: Given, sample_weight: npt.ArrayLike | None = None
+    ) -> None:
         """Take the errors of some examples in; computed in float64. Local.
 
         Parameters
@@ -167,12 +172,14 @@ class TopKAccuracy(RunningMean):
     """
 
     def __init__(self, k: int = 5, name: str | None = None) -> None:
-        with get_strategy().extended.collectives.call("TopKAccuracy", name) as call:
+        with get_strategy().extended._collectives.call("TopKAccuracy", name) as call:
             self.k = as_integer("TopKAccuracy: k", k, 1)
             call.agree(f"k={self.k}")
         super().__init__(name)
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self, y_true: Given, y_pred: Given, sample_weight: npt.ArrayLike | None = None
+    ) -> None:
         """Compare labels with scores. Local.
 
         Parameters

@@ -102,7 +102,7 @@ class GradientAccumulator(Trackable):
         super().__init__()
         given = listed(variables)
         owner = _owner_of(given)
-        with owner.extended.collectives.call(type(self).__name__) as call:
+        with owner.extended._collectives.call(type(self).__name__) as call:
             _check_variables(call.kind, given)
             check_owners(call.kind, owner, given)
             call.agree(*((each.name, str(each.dtype), each.shape) for each in given))
@@ -170,7 +170,7 @@ class GradientAccumulator(Trackable):
         owner = self._owner
         where = context.mode_for(owner, f"The {type(self).__name__}")
         if where is context.Kind.CROSS_REPLICA and not owner.extended._is_default:
-            with owner.extended.collectives.call(kind):
+            with owner.extended._collectives.call(kind):
                 raise ValueError(
                     f"{kind} takes the gradients of one replica, but this is the cross-replica "
                     "context. Call it inside strategy.run."
@@ -188,7 +188,7 @@ class GradientAccumulator(Trackable):
         return [places[id(variable)] for variable in variables]
 
     def _add_one(self, gradient: Any, total: Variable) -> None:
-        device, storage = self._owner.extended.device, total.storage
+        device, storage = self._owner.extended.device, total._storage
         if isinstance(gradient, IndexedSlices):
             rows, indices = place(gradient.values, device), place(gradient.indices, device)
             namespace_of(storage).add.at(storage, indices, rows)
@@ -222,7 +222,7 @@ class GradientAccumulator(Trackable):
         """Return the reduced sums for `method`, once `check` has accepted its arguments."""
         kind = f"{type(self).__name__}.{method}"
         context.mode_for(self._owner, f"The {type(self).__name__}")
-        with self._owner.extended.collectives.call(kind) as call:
+        with self._owner.extended._collectives.call(kind) as call:
             check(kind)
             counts = self._counts.num_gradients
             if not any(counts):
@@ -233,7 +233,7 @@ class GradientAccumulator(Trackable):
             # Not part of the signature: it changes with each call, and a digest takes time.
             call.include(self.num_added, f"after {self.num_added} calls of add")
             pairs = zip(self._sums, counts, strict=True)
-            sums = [total.storage if count else None for total, count in pairs]
+            sums = [total._storage if count else None for total, count in pairs]
             reduced = sum_over_replicas(call, sums, self._variables)
         return list(zip(reduced, self._variables, strict=True))
 
@@ -284,7 +284,7 @@ class GradientAccumulator(Trackable):
         Every rank does so, as `apply` on all of them will check.
         """
         for total in self._sums:
-            total.storage.fill(0)
+            total._storage.fill(0)
         self._counts.reset()
 
     @property

@@ -232,24 +232,23 @@ def settled_beside(
     """Return the gradients in C order on the devices of their variables, or coalesced."""
     # Copies are made of those that lie in `written`, spans of memory that the step changes.
     spans = sorted(written)
-    settled = []
+    settled: list[Any] = []
     for gradient, variable in pairs:
-        if type(gradient) is np.ndarray and type(variable.storage) is np.ndarray:
+        if type(gradient) is np.ndarray and type(variable._storage) is np.ndarray:
             settled.append(_unshared(gradient, spans))
             continue
         device = _HOST if variable.strategy is None else variable.strategy.extended.device
         if isinstance(gradient, IndexedSlices):
             values, indices = place(gradient.values, device), place(gradient.indices, device)
-            ready = _coalesced(IndexedSlices(values, indices, gradient.dense_shape))
+            settled.append(_coalesced(IndexedSlices(values, indices, gradient.dense_shape)))
         else:
-            ready = _unshared(place(gradient, device), spans)
-        settled.append(ready)
+            settled.append(_unshared(place(gradient, device), spans))
     return settled
 
 
 def _unshared(array: Array, spans: Sequence[tuple[int, int]]) -> Array:
     if not array.flags.c_contiguous or (spans and _lies_in(array, spans)):
-        return array.copy()
+        array = array.copy()
     return array
 
 

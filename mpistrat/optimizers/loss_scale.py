@@ -62,7 +62,7 @@ class LossScale(Trackable):
         self.growth_interval = growth_interval
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
-        with get_strategy().extended.collectives.call("LossScale") as call:
+        with get_strategy().extended._collectives.call("LossScale") as call:
             self._check_parameters()
             call.agree(repr(self))
         self._is_read = True
@@ -104,7 +104,7 @@ class LossScale(Trackable):
     def _current(self) -> float:
         return float(self._scale.values[0])
 
-    def divisor(self) -> float:
+    def _divisor(self) -> float:
         """Return what to divide gradients by. Local.
 
         Warns where they cannot have been multiplied by it, because nobody has read it.
@@ -124,7 +124,7 @@ class LossScale(Trackable):
         """How many steps have been skipped so far. Local."""
         return int(self._num_skipped.values[0])
 
-    def adjust(self, is_finite: bool) -> None:
+    def _adjust(self, is_finite: bool) -> None:
         """Take note of a step, skipped where not `is_finite`. Local, in update context."""
         if not is_finite:
             self._num_skipped.assign_add(1, read_value=False)
@@ -146,7 +146,7 @@ class LossScale(Trackable):
             self._is_read = False
 
     @property
-    def variables(self) -> tuple[Variable, ...]:
+    def _variables(self) -> tuple[Variable, ...]:
         """Its variables. Local."""
         return (self._scale, self._num_good, self._num_skipped)
 

@@ -98,7 +98,7 @@ class Optimizer(Trackable, abc.ABC):
         self.loss_scale = loss_scale
         vars(self).update(parameters)
         self._constant_parameters = [each for each in parameters if each != "learning_rate"]
-        with get_strategy().extended.collectives.call(type(self).__name__) as call:
+        with get_strategy().extended._collectives.call(type(self).__name__) as call:
             self._check_parameters()
             call.agree(*self._format_parameters(parameters))
         self.iterations = Variable(
@@ -183,7 +183,7 @@ class Optimizer(Trackable, abc.ABC):
         ours = frame is not None and frame.strategy is strategy
         is_replica = frame is not None and ours and frame.replica_context is not None
         summed = is_replica and not skip_gradients_aggregation
-        with extended.collectives.call(f"{type(self).__name__}.apply_gradients") as call:
+        with extended._collectives.call(f"{type(self).__name__}.apply_gradients") as call:
             step = self._agreed_step(call, strategy, pairs, summed)
         step()
 
@@ -192,15 +192,15 @@ class Optimizer(Trackable, abc.ABC):
     ) -> Callable[[], None]:
         """Return what takes the step, once the ranks agree on it. **Collective**."""
         if self.loss_scale is not None:  # a program may have set another one since the last step
-            check_owners(call.kind, strategy, self.loss_scale.variables)
+            check_owners(call.kind, strategy, self.loss_scale._variables)
         known, gradients = self._known_step(strategy, pairs) if summed else (None, [])
         variables: Sequence[Variable]
         if known is None:
             gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
         else:
             variables = known.variables
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.divisor()
-        number = int(self.iterations.storage if known is None else known.iterations)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale._divisor()
+        number = int(self.iterations._storage if known is None else known.iterations)
         rate = self._rate(number)
         call.include(rate, f"with the learning rate {rate}")
         parameters = self._agreed_parameters()
@@ -312,10 +312,10 @@ class Optimizer(Trackable, abc.ABC):
                 else:
                     for gradient, target in zip(gradients, targets, strict=True):
                         rule.update(step, target, gradient)
-                iterations = self.iterations.storage if known is None else known.iterations
+                iterations = self.iterations._storage if known is None else known.iterations
                 iterations += 1
             if self.loss_scale is not None:
-                self.loss_scale.adjust(is_finite=factor is not None)
+                self.loss_scale._adjust(is_finite=factor is not None)
 
     def _update_of_all(self, known: PreparedStep, rule: Rule) -> UpdateAll | None:
         """Return what updates the variables of a step at once, ``None`` where nothing can."""

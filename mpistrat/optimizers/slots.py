@@ -56,8 +56,8 @@ class Slots:
     def target(self, variable: Variable, names: tuple[str, ...]) -> Target:
         """Return the memory of `variable` and of its slots `names`, which exist."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
-        slots = [entry.slots[name].storage for name in names]
-        target = entry.targets[names] = Target(variable.storage, slots)
+        slots = [entry.slots[name]._storage for name in names]
+        target = entry.targets[names] = Target(variable._storage, slots)
         return target
 
     def known_target(self, variable: Variable, names: tuple[str, ...]) -> Target | None:
@@ -121,7 +121,7 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
     ) -> None:
         """Prepare later steps like this one, where they need no check of the gradients."""
         # Only what is compiled for the host updates all variables at once.
-        storages = [variable.storage for variable in variables]
+        storages = [variable._storage for variable in variables]
         if any(type(each) is not np.ndarray for each in (*gradients, *storages)):
             return
         reduction = prepare_sum(call, gradients, variables, parameters)
@@ -130,5 +130,5 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         if len(self) >= _MAX_STEPS:
             self.clear()
         self[tuple(map(id, variables))] = PreparedStep(
-            strategy, variables, counter, counter.storage, reduction, parameters
+            strategy, variables, counter, counter._storage, reduction, parameters
         )

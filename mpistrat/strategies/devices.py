@@ -18,14 +18,11 @@ from mpistrat.system.cpu import cores_near_pci, own_cores
 from mpistrat.system.text import rank_list, ranks_by_value
 
 __all__ = [
-    "Gpu",
     "Offer",
     "choose_devices",
-    "choose_gpus",
     "make_offer",
     "open_device_capabilities",
     "prepare_device",
-    "ranks_on_one_gpu",
     "why_not_mpi",
     "why_not_nccl",
 ]
@@ -46,12 +43,10 @@ class Offer:
 
 
 def prepare_device(device: str) -> None:
-    """Make the GPU that this rank will probably get the current one, before MPI starts. Local.
-
-    MPI libraries that take device memory may bind to the GPU that is current in MPI_Init. Where
-    the launcher does not say which task of the node this is, or MPI runs, nothing happens; nor
-    for a bad argument, which is reported once the ranks can agree on it.
-    """
+    """Make the GPU that this rank will probably get the current one, before MPI starts."""
+    # MPI libraries that take device memory may bind to the GPU that is current in MPI_Init. Where
+    # the launcher does not say which task of the node this is, or MPI runs, nothing happens; nor
+    # for a bad argument, which is reported once the ranks can agree on it.
     local_task = find_launcher().local_task
     if is_started() or local_task is None:
         return
@@ -62,20 +57,7 @@ def prepare_device(device: str) -> None:
 
 
 def make_offer(device: str, local_rank: int) -> Offer | None:
-    """Return the GPUs that this rank could take, ``None`` where it computes on the host. Local.
-
-    Parameters
-    ----------
-    device : str
-        The argument of the strategy.
-    local_rank : int
-        Number of this rank among those of its node.
-
-    Raises
-    ------
-    TypeError, ValueError, LaunchError
-        As `mpistrat.arrays.Device.resolve`.
-    """
+    """Return the GPUs that this rank could take, ``None`` where it computes on the host."""
     found = Device.resolve(device, local_rank)
     if found.kind != "gpu":
         return None
@@ -96,15 +78,8 @@ def make_offer(device: str, local_rank: int) -> Offer | None:
 
 
 def choose_gpus(offers: Sequence[Offer | None]) -> list[int | None]:
-    """Return for each rank of one node the number of its GPU, ``None`` for the host. Local.
-
-    No two get the same GPU where that is possible, and as many as possible get one that is near.
-
-    Parameters
-    ----------
-    offers : sequence of Offer or None
-        Of the ranks of one node, in their order.
-    """
+    """Return for each rank of one node the number of its GPU, ``None`` for the host."""
+    # No two get the same GPU where that is possible, and as many as possible get one that is near.
     ranks = [rank for rank, offer in enumerate(offers) if offer is not None]
     chosen: dict[int, str] = {}
     owners: dict[str, int] = {}
@@ -144,10 +119,8 @@ def _wishes(offer: Offer, only_near: bool) -> list[str]:
 def _find_gpu(
     rank: int, wishes: Mapping[int, Sequence[str]], owners: dict[str, int], seen: set[str]
 ) -> bool:
-    """Give `rank` a GPU, and its owner another one if need be; return whether that worked.
-
-    This is the augmenting path of a matching in a bipartite graph.
-    """
+    """Give `rank` a GPU, and its owner another one if need be; return whether that worked."""
+    # This is the augmenting path of a matching in a bipartite graph.
     for gpu in wishes[rank]:
         if gpu not in owners:
             owners[gpu] = rank
@@ -164,22 +137,7 @@ def _find_gpu(
 def choose_devices(
     offers: Sequence[Offer | None], node_of_rank: Sequence[int], may_share: bool
 ) -> list[Device]:
-    """Return the device of each rank of a world. Local, the same on all ranks.
-
-    Parameters
-    ----------
-    offers : sequence of Offer or None
-        Of all ranks.
-    node_of_rank : sequence of int
-        Number of each rank's node.
-    may_share : bool
-        Whether two ranks may compute on one GPU.
-
-    Raises
-    ------
-    LaunchError
-        If two would and must not. It names the ranks, and what to type.
-    """
+    """Return the device of each rank of a world."""
     devices = [Device("cpu")] * len(offers)
     for node in dict.fromkeys(node_of_rank):
         mates = [rank for rank, each in enumerate(node_of_rank) if each == node]
@@ -190,19 +148,19 @@ def choose_devices(
             if offer is not None and index is not None:
                 devices[rank] = Device("gpu", index)
                 gpus[rank] = offer.gpus[index]
-        shared = ranks_on_one_gpu(gpus.items())
+        shared = _ranks_on_one_gpu(gpus.items())
         if shared and not may_share:
-            raise LaunchError(_words_on_sharing(shared, [offers[rank] for rank in mates]))
+            raise LaunchError(_format_sharing(shared, [offers[rank] for rank in mates]))
     return devices
 
 
-def ranks_on_one_gpu(gpus: Iterable[tuple[int, str]]) -> list[int]:
-    """Return the first ranks that share a GPU, of pairs of rank and GPU. Local."""
+def _ranks_on_one_gpu(gpus: Iterable[tuple[int, str]]) -> list[int]:
+    """Return the first ranks that share a GPU, of pairs of rank and GPU."""
     owners = ranks_by_value(gpus).values()
     return next((ranks for ranks in owners if len(ranks) > 1), [])
 
 
-def _words_on_sharing(ranks: Sequence[int], of_node: Sequence[Offer | None]) -> str:
+def _format_sharing(ranks: Sequence[int], of_node: Sequence[Offer | None]) -> str:
     visible = {gpu for offer in of_node if offer is not None for gpu in offer.gpus}
     num_ranks = sum(offer is not None for offer in of_node)
     who = f"{rank_list(ranks)} would compute on one GPU"
@@ -236,19 +194,9 @@ class Gpu:
 def open_device_capabilities(
     world: World, device: Device, override: bool | None
 ) -> DeviceCapabilities:
-    """Return what can be done with the device memory of the ranks of `world`.
-
-    **Collective** over its communicator. Where all ranks have GPUs, the first call takes some
-    seconds: CUDA-awareness is tried, and NCCL is started.
-
-    Parameters
-    ----------
-    world : World
-    device : Device
-        Where the replica of this rank computes.
-    override : bool or None
-        The setting ``MPISTRAT_CUDA_AWARE``.
-    """
+    """Return what can be done with the device memory of the ranks of `world`. **Collective**."""
+    # Where all ranks have GPUs, the first call takes some seconds: CUDA-awareness is tried, and
+    # NCCL is started.
     gpus: list[Gpu | None] = world.comm.allgather(_describe(device))
     hosts = [rank for rank, gpu in enumerate(gpus) if gpu is None]
     if len(hosts) == world.size:
@@ -263,7 +211,7 @@ def open_device_capabilities(
 
 
 def why_not_mpi(awareness: CudaAwareness) -> str:
-    """Return why MPI may not be given device memory, empty where it may. Local."""
+    """Return why MPI may not be given device memory, empty where it may."""
     if awareness.answer is Answer.PROVED:
         return ""
     answer = awareness.answer.name.lower()
@@ -272,7 +220,7 @@ def why_not_mpi(awareness: CudaAwareness) -> str:
 
 
 def why_not_nccl(gpus: Sequence[Gpu]) -> str:
-    """Return why ranks with these GPUs cannot use NCCL together, empty where they can. Local."""
+    """Return why ranks with these GPUs cannot use NCCL together, empty where they can."""
     for rank, gpu in enumerate(gpus):
         if gpu.why_not_nccl:
             return f"rank {rank} has no NCCL: {gpu.why_not_nccl}"
@@ -280,7 +228,7 @@ def why_not_nccl(gpus: Sequence[Gpu]) -> str:
     for rank, version in enumerate(versions):
         if version != versions[0]:
             return f"rank 0 has NCCL {versions[0]} and rank {rank} has {version}"
-    shared = ranks_on_one_gpu((rank, gpu.identity) for rank, gpu in enumerate(gpus))
+    shared = _ranks_on_one_gpu((rank, gpu.identity) for rank, gpu in enumerate(gpus))
     return f"{rank_list(shared)} share one GPU" if shared else ""
 
 
@@ -295,7 +243,7 @@ def _open_nccl(world: World, device: Device, gpus: list[Gpu]) -> tuple[NcclLink 
 
 
 def _describe(device: Device) -> Gpu | None:
-    """Return what this rank says of its GPU, ``None`` without one. Raises nothing. Local."""
+    """Return what this rank says of its GPU, ``None`` without one. Raises nothing."""
     if device.kind != "gpu":
         return None
     try:

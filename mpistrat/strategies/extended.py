@@ -1,4 +1,4 @@
-"""What algorithms can do that know about distribution: reduce to a place, update, broadcast."""
+"""StrategyExtended, the interface for libraries: reduce to a place, update, broadcast."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from mpistrat.options import (
     InputContext,
     InputOptions,
     ReduceOp,
+    ReduceOpLike,
     ValueContext,
 )
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.reductions import (
+    Destination,
     format_device,
     local_components,
     reduce_pairs,
@@ -37,7 +39,7 @@ from mpistrat.strategies.reductions import (
 )
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import PerReplica, localize, per_replica
+from mpistrat.values import PerReplica, T, localize, per_replica
 from mpistrat.variables import Variable, check_replicas_agree, container_of, variables_to_compare
 
 __all__ = ["StrategyExtended"]
@@ -53,26 +55,26 @@ class StrategyExtended(ExtendedV1):
     """
 
     _is_default = False
-    distributes_variables = True
-    container: Any
+    _distributes_variables = True
+    _container: Any
 
     def __init__(self, collectives: Collectives) -> None:
-        self.collectives = collectives
-        self.variable_numbers = itertools.count()
+        self._collectives = collectives
+        self._variable_numbers = itertools.count()
 
     def _copied_for(self, container: Any) -> StrategyExtended:
-        """Return a copy for a strategy of its own on the same ranks. Local."""
-        old = self.collectives
+        """Return a copy for a strategy of its own on the same ranks."""
+        old = self._collectives
         twin = copy.copy(self)
-        twin.container = container
-        twin.collectives = Collectives(old.channel, old.capabilities, old.options)
-        twin.variable_numbers = itertools.count()
+        twin._container = container
+        twin._collectives = Collectives(old.channel, old.capabilities, old.options)
+        twin._variable_numbers = itertools.count()
         return twin
 
     @property
     def device(self) -> Device:
         """Where the replica of this rank computes. Local."""
-        return self.collectives.device
+        return self._collectives.device
 
     @property
     def xp(self) -> Any:
@@ -82,7 +84,7 @@ class StrategyExtended(ExtendedV1):
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The device string of each rank's replica. Local."""
-        size = self.collectives.size
+        size = self._collectives.size
         return tuple(format_device(r, self.device.kind, self.device.index) for r in range(size))
 
     @property
@@ -96,21 +98,15 @@ class StrategyExtended(ExtendedV1):
         return False
 
     def _require_cross_replica(self, what: str) -> None:
-        """Make sure that `what` is called in cross-replica context, or outside every scope. Local.
-
-        Raises
-        ------
-        ContextError
-            Inside a replica function, or in a context of another strategy.
-        """
+        """Make sure that `what` is called in cross-replica context, or outside every scope."""
         frame = context.current()
         if frame is None:
             return
-        if frame.strategy is not self.container:
+        if frame.strategy is not self._container:
             if frame.strategy.extended._is_default:
                 return
             raise ContextError(
-                f"{what} of {self.container!r} was called in the {frame.kind.value} of "
+                f"{what} of {self._container!r} was called in the {frame.kind.value} of "
                 f"{frame.strategy!r}. Different strategies cannot be mixed or nested."
             )
         if frame.kind is context.Kind.REPLICA:
@@ -122,20 +118,14 @@ class StrategyExtended(ExtendedV1):
             )
 
     def _require_scope(self, what: str) -> None:
-        """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`. Local.
-
-        Raises
-        ------
-        ContextError
-            Outside, or in a context of another strategy.
-        """
+        """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`."""
         frame = context.current()
         if frame is None or frame.strategy.extended._is_default:
             raise ContextError(
-                f"{what} needs the scope of {self.container!r}, but it was called outside of it. "
+                f"{what} needs the scope of {self._container!r}, but it was called outside of it. "
                 f'Call it inside "with strategy.scope():".'
             )
-        context.mode_for(self.container, what)
+        context.mode_for(self._container, what)
 
     def call_for_each_replica(
         self,
@@ -148,15 +138,15 @@ class StrategyExtended(ExtendedV1):
         **Collective**: every rank makes the call, but nothing is exchanged by it.
         """
         self._require_cross_replica("run")
-        channel = self.collectives.channel
+        channel = self._collectives.channel
         channel.ledger.runs += 1
         local_args = [localize(each) for each in args]
         local_kwargs = {}
         if kwargs:
             local_kwargs = {name: localize(each) for name, each in kwargs.items()}
         # Not `with ReplicaContext(...)`, which would check once more what was checked above.
-        replica = ReplicaContext(self.container)
-        frame = context.Frame(context.Kind.REPLICA, self.container, replica)
+        replica = ReplicaContext(self._container)
+        frame = context.Frame(context.Kind.REPLICA, self._container, replica)
         with context.entered(frame), span("run", "run"):
             try:
                 result = fn(*local_args, **local_kwargs)
@@ -168,24 +158,24 @@ class StrategyExtended(ExtendedV1):
     def _merge(self, result: Any) -> Any:
         return None if result is None else per_replica(result)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+    def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
         self._require_cross_replica("reduce")
-        with self.collectives.call("reduce") as call:
+        with self._collectives.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def _gather(self, value: Any, axis: int) -> Any:
         """Concatenate `value` in host memory: see `Strategy.gather`. **Collective**."""
         self._require_cross_replica("gather")
-        with self.collectives.call("gather") as call:
+        with self._collectives.call("gather") as call:
             gathered = all_gather_nest(call, local_components(value), axis)
         return nests.map_nest(host_view, gathered)
 
     def reduce_to(
         self,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOpLike,
         value: Any,
-        destinations: Any,
+        destinations: Destination,
         options: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce `value` over replicas to the devices of `destinations`.
@@ -204,23 +194,32 @@ class StrategyExtended(ExtendedV1):
         -------
         Mirrored, or an array where `destinations` is a device string
         """
-        return self.batch_reduce_to(reduce_op, [(value, destinations)], options, "reduce_to")[0]
+        return self._reduce_pairs("reduce_to", reduce_op, [(value, destinations)], options)[0]
 
     def batch_reduce_to(
         self,
-        reduce_op: ReduceOp | str,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
+        reduce_op: ReduceOpLike,
+        value_destination_pairs: Iterable[tuple[Any, Destination]],
         options: CommunicationOptions | None = None,
-        kind: str = "batch_reduce_to",
     ) -> list[Any]:
         """Do `reduce_to` for each (value, destinations) pair; small values travel together.
 
         **Collective**: every rank makes the call.
         """
+        return self._reduce_pairs("batch_reduce_to", reduce_op, value_destination_pairs, options)
+
+    def _reduce_pairs(
+        self,
+        kind: str,
+        reduce_op: ReduceOpLike,
+        pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        """Reduce each value of `pairs` to its destination; `kind` names the public method."""
         self._require_cross_replica(kind)
-        with self.collectives.call(kind, options=options) as call:
+        with self._collectives.call(kind, options=options) as call:
             op = ReduceOp.parse(reduce_op)
-            return reduce_pairs(call, op, list(value_destination_pairs), self.container)
+            return reduce_pairs(call, op, list(pairs), self._container)
 
     def update(
         self,
@@ -257,9 +256,9 @@ class StrategyExtended(ExtendedV1):
             raise TypeError(f"update: var must be a mpistrat.Variable, not {var!r}.")
         self._check_is_ours("update", var)
         what = f"update of variable {var.name!r}"
-        return call_in_update_context(self.container, what, fn, (var,), args, kwargs, group)
+        return call_in_update_context(self._container, what, fn, (var,), args, kwargs, group)
 
-    def assert_replicas_agree(self, variables: Any) -> None:
+    def assert_replicas_agree(self, variables: object) -> None:
         """Make sure that mirrored variables still hold the same bytes on every rank.
 
         **Collective**: every rank gives the same variables. The ranks compare one digest for
@@ -286,7 +285,7 @@ class StrategyExtended(ExtendedV1):
         """
         what = "assert_replicas_agree"
         self._require_cross_replica(what)
-        with self.collectives.call(what) as call:
+        with self._collectives.call(what) as call:
             found = variables_to_compare(what, variables)
             for variable in found.values():
                 self._check_is_ours(what, variable)
@@ -315,16 +314,18 @@ class StrategyExtended(ExtendedV1):
         OSError
             If the file cannot be written.
         """
-        return str(flight_dumps.dump(path, self.collectives.channel))
+        return str(flight_dumps.dump(path, self._collectives.channel))
 
     def _check_is_ours(self, what: str, variable: Variable) -> None:
-        if variable.strategy not in (None, self.container):
+        if variable.strategy not in (None, self._container):
             raise ContextError(
                 f"{what}: the variable {variable.name!r} belongs to {variable.strategy!r}, not to "
-                f"{self.container!r}. Different strategies cannot be mixed."
+                f"{self._container!r}. Different strategies cannot be mixed."
             )
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    def colocate_vars_with(
+        self, colocate_with_variable: Variable | tuple[str, ...]
+    ) -> AbstractContextManager[None]:
         """Make variables live where another one does, within the ``with`` block. Local.
 
         Every variable of a strategy lives on every replica, so this only checks its argument.
@@ -346,13 +347,7 @@ class StrategyExtended(ExtendedV1):
         return contextlib.nullcontext()
 
     def _check_locality(self, what: str, place: Any) -> None:
-        """Make sure that `place` is a variable of this strategy or its non-slot devices. Local.
-
-        Raises
-        ------
-        ValueError
-            If it is neither.
-        """
+        """Make sure that `place` is a variable of this strategy or its non-slot devices."""
         if isinstance(place, Variable):
             is_ours = self.variable_created_in_scope(place)
         else:
@@ -365,7 +360,7 @@ class StrategyExtended(ExtendedV1):
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Return whether the variable `v` belongs to this strategy. Local."""
-        return v.strategy is self.container
+        return v.strategy is self._container
 
     def value_container(self, value: Any) -> Any:
         """Return the distributed value or variable that `value` is a component of. Local.
@@ -374,30 +369,30 @@ class StrategyExtended(ExtendedV1):
         """
         return container_of(value)
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return a tuple with this rank's component of `value`. Local."""
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return a tuple with this rank's component of `value`."""
         if isinstance(value, Variable):
             return value.values
         return (localize(value),)
 
-    def distribute_dataset(
+    def _distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None
     ) -> DistributedDataset:
         """Split each global batch over replicas. **Collective**."""
-        return self._owned(distribute(dataset, options, self.collectives, self.device))
+        return self._owned(distribute(dataset, options, self._collectives, self.device))
 
-    def distribute_from_function(
+    def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> DistributedDataset:
         """Make one distributed data set of each rank's own. **Collective**."""
         return self._owned(
-            distribute_from_function(dataset_fn, options, self.collectives, self.device)
+            distribute_from_function(dataset_fn, options, self._collectives, self.device)
         )
 
     def _owned(self, dataset: DistributedDataset) -> DistributedDataset:
-        dataset.strategy = self.container
+        dataset.strategy = self._container
         return dataset
 
-    def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> PerReplica:
-        """Return the `PerReplica` of ``value_fn(context)``. Local."""
-        return PerReplica(value_fn(ValueContext(self.collectives.rank, self.collectives.size)))
+    def _values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
+        """Return the `PerReplica` of ``value_fn(context)``."""
+        return PerReplica(value_fn(ValueContext(self._collectives.rank, self._collectives.size)))

@@ -1,26 +1,28 @@
-"""The part of `StrategyExtended` that tf.distribute keeps for programs of its version 1."""
+"""StrategyExtended, version 1: what tf.distribute keeps for older programs."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat import context, nests
 from mpistrat.arguments import as_array
-from mpistrat.arrays import Device, place
+from mpistrat.arrays import Array, Device, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.context import call_in_update_context
 from mpistrat.data.dataset import Dataset
-from mpistrat.errors import ContextError, warn_deprecated
-from mpistrat.options import ReduceOp
-from mpistrat.strategies.reductions import parse_destination
+from mpistrat.data.iterators import ElementIterator, Optional
+from mpistrat.errors import ContextError, OutOfRangeError, warn_deprecated
+from mpistrat.options import ReduceOpLike
+from mpistrat.strategies.reductions import Destination, parse_destination
 from mpistrat.values import Mirrored, PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 
-__all__ = ["ExtendedV1", "MultiStepContext"]
+__all__ = ["ExtendedV1", "InputIterator", "MultiStepContext"]
 
 
 class MultiStepContext:
@@ -34,7 +36,7 @@ class MultiStepContext:
         Outputs before the first step, by name.
     """
 
-    def __init__(self, strategy: Any, initial_outputs: dict[str, Any] | None = None) -> None:
+    def __init__(self, strategy: Any, initial_outputs: Mapping[str, Any] | None = None) -> None:
         self._strategy = strategy
         self._last_step_outputs = dict(initial_outputs or {})
         self._non_tensor_outputs: dict[str, Any] = {}
@@ -50,7 +52,7 @@ class MultiStepContext:
         return self._non_tensor_outputs
 
     def set_last_step_output(
-        self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
+        self, name: str, output: Any, reduce_op: ReduceOpLike | None = None
     ) -> None:
         """Keep `output` as that of this step.
 
@@ -89,11 +91,52 @@ class MultiStepContext:
         self._non_tensor_outputs[name] = output
 
 
+class InputIterator:
+    """An iterator that starts again when it is initialised.
+
+    Parameters
+    ----------
+    dataset : iterable
+        A distributed data set, or a plain one under the default strategy.
+    """
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self._dataset = dataset
+        # Made by the first get_next, so that initialising a new iterator skips no pass.
+        self._iterator: Any = None
+
+    def initialize(self) -> None:
+        """Start the next pass, or the first one. Local."""
+        self._iterator = None
+
+    def get_next(self) -> Any:
+        """Return the next element.
+
+        Raises
+        ------
+        OutOfRangeError
+            Past the end.
+        """
+        element = self.get_next_as_optional()
+        if not element.has_value():
+            raise OutOfRangeError("The pass has ended. Call initialize() for the next.")
+        return element.get_value()
+
+    def get_next_as_optional(self) -> Optional:
+        """Return an `Optional` with the next element, without one at the end of the pass."""
+        if self._iterator is None:
+            self._iterator = iter(self._dataset)
+        try:
+            return Optional(next(self._iterator))
+        except StopIteration:
+            return Optional()
+
+
 class ExtendedV1(abc.ABC):
     """Methods for steps on iterators, non-slot variables and roles of ranks."""
 
-    collectives: Collectives
-    container: Any
+    _collectives: Collectives
+    _container: Any
 
     @property
     @abc.abstractmethod
@@ -107,11 +150,11 @@ class ExtendedV1(abc.ABC):
 
     @abc.abstractmethod
     def _require_cross_replica(self, what: str) -> None:
-        """Make sure that `what` is called in cross-replica context. Local."""
+        """Make sure that `what` is called in cross-replica context."""
 
     @abc.abstractmethod
     def _check_locality(self, what: str, place: Any) -> None:
-        """Make sure that `place` is a variable of this strategy or its non-slot devices. Local."""
+        """Make sure that `place` is a variable of this strategy or its non-slot devices."""
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -126,12 +169,12 @@ class ExtendedV1(abc.ABC):
     @property
     def should_checkpoint(self) -> bool:
         """Whether this rank writes checkpoints: true on rank 0. Local."""
-        return self.collectives.rank == 0
+        return self._collectives.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this rank reports progress: true on rank 0. Local."""
-        return self.collectives.rank == 0
+        return self._collectives.rank == 0
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> Dataset:
         """Return a data set of the examples along the first axis of a nest of arrays. Local.
@@ -158,7 +201,9 @@ class ExtendedV1(abc.ABC):
             )
         return Dataset.from_arrays(nests.map_nest(_stacked, numpy_input, atoms=(list,)))
 
-    def broadcast_to(self, array: Any, destinations: Any) -> Mirrored:
+    def broadcast_to(
+        self, array: npt.ArrayLike | Mirrored[Any], destinations: Destination
+    ) -> Mirrored[Array]:
         """Return rank 0's `array`, mirrored.
 
         **Collective**: every rank makes the call, with an array of the same shape and dtype.
@@ -175,8 +220,8 @@ class ExtendedV1(abc.ABC):
             For another value or destination.
         """
         self._require_cross_replica("broadcast_to")
-        with self.collectives.call("broadcast_to") as call:
-            where = parse_destination(call, destinations, self.container)
+        with self._collectives.call("broadcast_to") as call:
+            where = parse_destination(call, destinations, self._container)
             if where is not None and where.task is not None:
                 raise ValueError(
                     f"broadcast_to: the destination {destinations!r} is on one rank, but the value "
@@ -193,7 +238,7 @@ class ExtendedV1(abc.ABC):
     def experimental_run_steps_on_iterator(
         self,
         fn: Callable[[MultiStepContext, Any], Any],
-        iterator: Any,
+        iterator: ElementIterator | InputIterator,
         iterations: int = 1,
         initial_loop_values: dict[str, Any] | None = None,
     ) -> MultiStepContext:
@@ -222,13 +267,13 @@ class ExtendedV1(abc.ABC):
         self._require_cross_replica("experimental_run_steps_on_iterator")
         if iterations < 0:
             raise ValueError(f"iterations must be at least 0, not {iterations}.")
-        outputs = MultiStepContext(self.container, initial_loop_values)
-        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self.container)):
+        outputs = MultiStepContext(self._container, initial_loop_values)
+        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self._container)):
             for _ in range(iterations):
                 fn(outputs, iterator.get_next())
         return outputs
 
-    def read_var(self, v: Variable) -> Any:
+    def read_var(self, v: Variable) -> Array:
         """Return the value of a variable over all replicas, as it is now.
 
         **Collective** for a SyncOnRead variable, whose components it aggregates, else local.
@@ -246,7 +291,7 @@ class ExtendedV1(abc.ABC):
 
     def update_non_slot(
         self,
-        colocate_with: Any,
+        colocate_with: Variable | tuple[str, ...],
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -277,7 +322,7 @@ class ExtendedV1(abc.ABC):
         self._require_cross_replica("update_non_slot")
         self._check_locality("update_non_slot", colocate_with)
         return call_in_update_context(
-            self.container, "update_non_slot", fn, (), args, kwargs, group
+            self._container, "update_non_slot", fn, (), args, kwargs, group
         )
 
 

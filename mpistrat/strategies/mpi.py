@@ -1,4 +1,4 @@
-"""One replica on each MPI rank."""
+"""MPIStrategy: one replica on each MPI rank."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class MPIStrategy(Strategy):
 
     def __repr__(self) -> str:
         extended = self.extended
-        rank, size = extended.collectives.rank, extended.collectives.size
+        rank, size = extended._collectives.rank, extended._collectives.size
         return f"<MPIStrategy rank {rank} of {size} on {extended.device}>"
 
 

@@ -1,4 +1,4 @@
-"""One replica without MPI: the default and the one-device strategy."""
+"""Strategies of one replica without MPI: the default one and `OneDeviceStrategy`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mpistrat.options import (
     InputContext,
     InputOptions,
     ReduceOp,
+    ReduceOpLike,
     ValueContext,
 )
 from mpistrat.replica import ReplicaContext
@@ -27,14 +28,14 @@ from mpistrat.strategies.strategy import ClusterResolver, Strategy
 from mpistrat.values import unwrap_mirrored
 from mpistrat.variables import Variable
 
-__all__ = ["DefaultStrategy", "OneDeviceStrategy", "default_strategy"]
+__all__ = ["OneDeviceStrategy", "default_strategy"]
 
 
 class DefaultExtended(StrategyExtended):
     """Leaves values, variables and data sets as they are."""
 
     _is_default = True
-    distributes_variables = False
+    _distributes_variables = False
 
     def __init__(self) -> None:
         super().__init__(Collectives.solo(Device("cpu")))
@@ -42,79 +43,67 @@ class DefaultExtended(StrategyExtended):
     def _merge(self, result: Any) -> Any:
         return result
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """Return `value` as it is; with an axis, reduce it along that. Local."""
+    def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
+        """Return `value` as it is; with an axis, reduce it along that."""
         if axis is None:
             self._require_cross_replica("reduce")
             ReduceOp.parse(reduce_op)
             return value
-        return super().reduce(reduce_op, value, axis)
+        return super()._reduce(reduce_op, value, axis)
 
-    def batch_reduce_to(
+    def _reduce_pairs(
         self,
-        reduce_op: ReduceOp | str,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
-        options: CommunicationOptions | None = None,
-        kind: str = "batch_reduce_to",
+        kind: str,
+        reduce_op: ReduceOpLike,
+        pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None,
     ) -> list[Any]:
-        """Return the values, not wrapped, once operation and destinations are checked. Local."""
-        reduced = super().batch_reduce_to(reduce_op, value_destination_pairs, options, kind)
+        """Return the values, not wrapped, once operation and destinations are checked."""
+        reduced = super()._reduce_pairs(kind, reduce_op, pairs, options)
         return [unwrap_mirrored(each) for each in reduced]
 
     def broadcast_to(self, array: Any, destinations: Any) -> Any:
-        """Return `array`, not wrapped, once `destinations` is checked. Local."""
+        """Return `array`, not wrapped, once `destinations` is checked."""
         return unwrap_mirrored(super().broadcast_to(array, destinations))
 
     def _require_scope(self, what: str) -> None:
-        """Make sure that `what` is called outside the scopes of other strategies. Local.
-
-        Raises
-        ------
-        ContextError
-            In a context of another strategy.
-        """
-        context.mode_for(self.container, what)
+        """Make sure that `what` is called outside the scopes of other strategies."""
+        context.mode_for(self._container, what)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
-        """Return the variable of `var_list` that comes first by name. Deprecated. Local."""
+        """Return the variable of `var_list` that comes first by name. Deprecated."""
         warn_deprecated("non_slot_devices", "Every variable lives on every replica.")
         return min(var_list, key=lambda variable: variable.name)
 
     def value_container(self, value: Any) -> Any:
-        """Return `value` itself: nothing is wrapped. Local."""
+        """Return `value` itself: nothing is wrapped."""
         return value
 
-    def distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> Any:
-        """Return `dataset` as it is. Local."""
+    def _distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> Any:
+        """Return `dataset` as it is."""
         return dataset
 
-    def distribute_from_function(
+    def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> Any:
-        """Return ``dataset_fn(InputContext())`` as it is. Local."""
+        """Return ``dataset_fn(InputContext())`` as it is."""
         return dataset_fn(InputContext())
 
-    def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Return ``value_fn(ValueContext())`` as it is. Local."""
+    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Return ``value_fn(ValueContext())`` as it is."""
         return value_fn(ValueContext())
 
     def variable_created_in_scope(self, v: Variable) -> bool:
-        """Return whether the variable `v` is a plain one. Local."""
+        """Return whether the variable `v` is a plain one."""
         return v.strategy is None
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return a tuple with `value`. Local."""
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return a tuple with `value`."""
         return (value,)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """Not known to the default strategy.
-
-        Raises
-        ------
-        ContextError
-            Always.
-        """
+        """Not known to the default strategy."""
         raise ContextError(
             "The default strategy has no worker devices. Enter the scope of an MPIStrategy or a "
             "OneDeviceStrategy first."
@@ -141,13 +130,13 @@ class DefaultStrategy(Strategy):
 
 @functools.lru_cache(maxsize=1)
 def default_strategy() -> DefaultStrategy:
-    """Return the default strategy. Local."""
+    """Return the default strategy."""
     return DefaultStrategy()
 
 
 @functools.lru_cache(maxsize=1)
 def default_replica_context() -> ReplicaContext:
-    """Return the replica context outside every scope. Local."""
+    """Return the replica context outside every scope."""
     return ReplicaContext(default_strategy())
 
 

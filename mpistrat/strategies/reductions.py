@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpistrat import nests
 from mpistrat.arguments import as_array, normalize_axes
-from mpistrat.arrays import Device, host_view, is_array, namespace_of, place
+from mpistrat.arrays import Array, Device, host_view, is_array, namespace_of, place
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.nested import all_reduce_nest, reduce_over_axes
 from mpistrat.comm.wire import result_dtype, wire_dtype
@@ -20,7 +20,7 @@ from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerRepli
 from mpistrat.variables import MirroredVariable, Variable
 
 __all__ = [
-    "Components",
+    "Destination",
     "Place",
     "format_device",
     "local_components",
@@ -29,6 +29,9 @@ __all__ = [
     "reduce_pairs",
     "reduce_to_host",
 ]
+
+Destination: TypeAlias = "Variable | DistributedValues[Any] | Array | str"
+"""Where a reduced value goes: to the replicas, or to the device that a string names."""
 
 _GRAMMAR = re.compile(
     r"(?:/job:worker)?(?:/replica:0)?(?:/task:(?P<task>\d+))?/?(?:device:)?"
@@ -50,13 +53,7 @@ class Place:
 
 
 def parse_place(text: str, num_tasks: int) -> Place:
-    """Return the place that `text` names among `num_tasks` ranks. Local.
-
-    Raises
-    ------
-    ValueError
-        For another form, or a rank that is not there.
-    """
+    """Return the place that `text` names among `num_tasks` ranks."""
     match = _GRAMMAR.fullmatch(text)
     if match is None:
         raise ValueError(
@@ -72,18 +69,12 @@ def parse_place(text: str, num_tasks: int) -> Place:
 
 
 def format_device(task: int, kind: str, index: int) -> str:
-    """Return the full device string of a device on rank `task`. Local."""
+    """Return the full device string of a device on rank `task`."""
     return f"/job:worker/replica:0/task:{task}/device:{kind.upper()}:{index}"
 
 
 def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> Place | None:
-    """Return the place that a device string names, ``None`` for where the replicas are. Local.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `destination` is not a place that `strategy` has.
-    """
+    """Return the place that a device string names, ``None`` for where the replicas are."""
     if isinstance(destination, str):
         return _named_place(call, destination, strategy.extended.device)
     if destination is None:
@@ -114,7 +105,7 @@ def _named_place(call: CollectiveCall, text: str, device: Device) -> Place:
     return where
 
 
-class Components:
+class _Components:
     """A nest whose mirrored leaves need no communication.
 
     Parameters
@@ -155,7 +146,7 @@ class Components:
         self.rest = nests.unflatten(self._structure, kept)
 
     def joined(self, reduced_rest: Any) -> Any:
-        """Return the nest of the reduced `rest` and the mirrored leaves. Local."""
+        """Return the nest of the reduced `rest` and the mirrored leaves."""
         reduced = iter(nests.flatten(reduced_rest)[0])
         positions = range(self._structure.num_leaves)
         leaves = [self.mirrored[i] if i in self.mirrored else next(reduced) for i in positions]
@@ -163,7 +154,7 @@ class Components:
 
 
 def local_components(value: Any) -> Any:
-    """Return `value` with this rank's component of each variable and distributed value. Local."""
+    """Return `value` with this rank's component of each variable and distributed value."""
     return nests.map_nest(_local_component, localize(value))
 
 
@@ -190,14 +181,8 @@ def _check_mirrored(kind: str, op: ReduceOp, value: Any) -> None:
 
 
 def reduce_to_host(call: CollectiveCall, op: ReduceOp, value: Any, axis: Any) -> Any:
-    """Reduce a nest over replicas, and over `axis` where given, to host memory. **Collective**.
-
-    Raises
-    ------
-    ValueError
-        For SUM or PROD of a mirrored value, which would count it once per replica.
-    """
-    components = Components(call.kind, op, value)
+    """Reduce a nest over replicas, and over `axis` where given, to host memory. **Collective**."""
+    components = _Components(call.kind, op, value)
     for position, mirrored in components.mirrored.items():
         components.mirrored[position] = _reduce_locally(call.kind, op, mirrored, axis)
     if axis is None:
@@ -210,15 +195,9 @@ def reduce_to_host(call: CollectiveCall, op: ReduceOp, value: Any, axis: Any) ->
 def reduce_pairs(
     call: CollectiveCall, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], strategy: Any
 ) -> list[Any]:
-    """Reduce each value to its destination, small ones together. **Collective**.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For a value or destination that cannot be.
-    """
+    """Reduce each value to its destination, small ones together. **Collective**."""
     places = [parse_destination(call, destination, strategy) for _, destination in pairs]
-    components = [Components(call.kind, op, value) for value, _ in pairs]
+    components = [_Components(call.kind, op, value) for value, _ in pairs]
     one_task = [where.task if where is not None else None for where in places]
     together = [each.rest for each, task in zip(components, one_task, strict=True) if task is None]
     reduced = iter(all_reduce_nest(call, op, together))

@@ -1,4 +1,4 @@
-"""The strategy: the public face of a group of replicas."""
+"""Strategy, the public interface of a group of replicas."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from mpistrat import context
-from mpistrat.data.iterators import Optional
-from mpistrat.errors import OutOfRangeError, warn_deprecated
-from mpistrat.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions
+from mpistrat.arrays import Array
+from mpistrat.data.iterators import ElementIterator
+from mpistrat.errors import warn_deprecated
+from mpistrat.options import InputOptions, InputReplicationMode, ReduceOpLike, RunOptions
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.values import PerReplica
+from mpistrat.strategies.extended_v1 import InputIterator
+from mpistrat.values import DistributedValues, Number, PerReplica, T
+from mpistrat.variables import Variable
 
 if TYPE_CHECKING:
     from mpistrat.data.dataset import Dataset
     from mpistrat.data.distributed_dataset import DistributedDataset
     from mpistrat.options import InputContext, ValueContext
 
-__all__ = ["ClusterResolver", "InputIterator", "Strategy"]
+__all__ = ["ClusterResolver", "Strategy"]
 
 
 @dataclass(frozen=True)
@@ -42,45 +48,7 @@ class ClusterResolver:
     """Always ``"worker"``: every rank computes."""
 
 
-class InputIterator:
-    """An iterator that starts again when it is initialised.
-
-    Parameters
-    ----------
-    dataset : iterable
-        A distributed data set, or a plain one under the default strategy.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        # Made by the first get_next, so that initialising a new iterator skips no pass.
-        self._iterator: Any = None
-
-    def initialize(self) -> None:
-        """Start the next pass, or the first one. Local."""
-        self._iterator = None
-
-    def get_next(self) -> Any:
-        """Return the next element.
-
-        Raises
-        ------
-        OutOfRangeError
-            Past the end.
-        """
-        element = self.get_next_as_optional()
-        if not element.has_value():
-            raise OutOfRangeError("The pass has ended. Call initialize() for the next.")
-        return element.get_value()
-
-    def get_next_as_optional(self) -> Optional:
-        """Return an `Optional` with the next element, without one at the end of the pass."""
-        if self._iterator is None:
-            self._iterator = iter(self._dataset)
-        try:
-            return Optional(next(self._iterator))
-        except StopIteration:
-            return Optional()
+ValueT = TypeVar("ValueT", bound="np.ndarray | Number")
 
 
 class Strategy:
@@ -92,7 +60,7 @@ class Strategy:
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
-        extended.container = self
+        extended._container = self
 
     @property
     def extended(self) -> StrategyExtended:
@@ -102,7 +70,7 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose gradients are reduced together. Local."""
-        return self._extended.collectives.size
+        return self._extended._collectives.size
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -119,6 +87,33 @@ class Strategy:
         self._extended._require_cross_replica("scope")
         with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self)):
             yield self
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., None],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> None: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., ValueT],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> PerReplica[ValueT]: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any: ...
 
     def run(
         self,
@@ -165,11 +160,29 @@ class Strategy:
             raise TypeError(f"run: options must be RunOptions, not {options!r}.")
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
+    @overload
     def reduce(
         self,
-        reduce_op: ReduceOp | str,
-        value: Any,
+        reduce_op: ReduceOpLike,
+        value: DistributedValues[Number] | Number,
+        axis: None = None,
+    ) -> np.number[Any]: ...
+
+    @overload
+    def reduce(
+        self,
+        reduce_op: ReduceOpLike,
+        value: DistributedValues[Array] | Array | Variable,
         axis: int | tuple[int, ...] | None = None,
+    ) -> npt.NDArray[Any]: ...
+
+    @overload
+    def reduce(
+        self, reduce_op: ReduceOpLike, value: Any, axis: int | tuple[int, ...] | None = None
+    ) -> Any: ...
+
+    def reduce(
+        self, reduce_op: ReduceOpLike, value: Any, axis: int | tuple[int, ...] | None = None
     ) -> Any:
         """Reduce `value` over replicas, and over `axis` where given, to host memory.
 
@@ -199,9 +212,11 @@ class Strategy:
         EpochError
             If the ranks disagree.
         """
-        return self._extended.reduce(reduce_op, value, axis)
+        return self._extended._reduce(reduce_op, value, axis)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(
+        self, value: DistributedValues[Any] | Array | Variable, axis: int
+    ) -> npt.NDArray[Any]:
         """Concatenate `value` over replicas along `axis`, in rank order, in host memory.
 
         **Collective**: every rank makes the call, with the same dtype and axis.
@@ -228,11 +243,21 @@ class Strategy:
         NotImplementedError
             For `IndexedSlices`.
         """
-        return self._extended.gather(value, axis)
+        gathered: npt.NDArray[Any] = self._extended._gather(value, axis)
+        return gathered
+
+    @overload
+    def experimental_local_results(self, value: DistributedValues[T]) -> tuple[T]: ...
+
+    @overload
+    def experimental_local_results(self, value: Variable) -> tuple[Array, ...]: ...
+
+    @overload
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]: ...
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components of `value` on this rank: a tuple with one element. Local."""
-        return self._extended.local_results(value)
+        return self._extended._local_results(value)
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None
@@ -248,7 +273,7 @@ class Strategy:
         DataError
             On every rank, if its files do not fit.
         """
-        return self._extended.distribute_dataset(dataset, options)
+        return self._extended._distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(
         self,
@@ -259,13 +284,13 @@ class Strategy:
 
         **Collective**. The data sets are batched per replica, and may differ in length.
         """
-        return self._extended.distribute_from_function(dataset_fn, options)
+        return self._extended._distribute_from_function(dataset_fn, options)
 
     def experimental_distribute_values_from_function(
-        self, value_fn: Callable[[ValueContext], Any]
-    ) -> PerReplica:
+        self, value_fn: Callable[[ValueContext], T]
+    ) -> PerReplica[T]:
         """Return the `PerReplica` whose component on each rank is ``value_fn(context)``. Local."""
-        return self._extended.values_from_function(value_fn)
+        return self._extended._values_from_function(value_fn)
 
     # Names that are deprecated, and names that steer graphs and sessions.
 
@@ -274,21 +299,21 @@ class Strategy:
         warn_deprecated("unwrap", "Use experimental_local_results.")
         return self.experimental_local_results(value)
 
-    def group(self, value: Any, name: str | None = None) -> None:
+    def group(self, value: object, name: str | None = None) -> None:
         """Do nothing: `value` is already computed. A no-op by nature. Local."""
         return
 
     def configure(
         self,
-        session_config: Any = None,
-        cluster_spec: Any = None,
+        session_config: object = None,
+        cluster_spec: object = None,
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
         """Do nothing: there are no sessions and no servers. A no-op by nature. Local."""
         return
 
-    def update_config_proto(self, config_proto: Any) -> Any:
+    def update_config_proto(self, config_proto: T) -> T:
         """Return a copy of `config_proto`: there are no sessions. A no-op by nature. Local."""
         return copy.deepcopy(config_proto)
 
@@ -302,7 +327,7 @@ class Strategy:
         return self.extended.experimental_make_numpy_dataset(numpy_input, session)
 
     def colocate_vars_with(
-        self, colocate_with_variable: Any
+        self, colocate_with_variable: Variable | tuple[str, ...]
     ) -> contextlib.AbstractContextManager[None]:
         """Return `StrategyExtended.colocate_vars_with`. Deprecated. Local."""
         warn_deprecated("Strategy.colocate_vars_with", "Use extended.colocate_vars_with.")
@@ -333,7 +358,9 @@ class Strategy:
             )
         return InputIterator(self.distribute_datasets_from_function(input_fn))
 
-    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
+    def experimental_run(
+        self, fn: Callable[..., Any], input_iterator: InputIterator | ElementIterator | None = None
+    ) -> Any:
         """Run `fn` on the next element of `input_iterator`. Deprecated.
 
         **Collective**: every rank makes the call.

@@ -43,7 +43,7 @@ def assert_all_ranks(strategy: Strategy, condition: Any, message: str = "") -> N
     AssertionError
         On every rank, naming those where it is false.
     """
-    answers = strategy.extended.collectives.gather_json(bool(condition), "assert_all_ranks")
+    answers = strategy.extended._collectives.gather_json(bool(condition), "assert_all_ranks")
     wrong = [rank for rank, answer in enumerate(answers) if not answer]
     if wrong:
         text = f"false on {rank_list(wrong)} of {len(answers)}"
@@ -84,7 +84,7 @@ class StrategyTests:
         """Make the strategy. **Collective**."""
         self.strategy = self.make_strategy()
         self.size = self.strategy.num_replicas_in_sync
-        self.rank = self.strategy.extended.collectives.rank
+        self.rank = self.strategy.extended._collectives.rank
         self.total = self.size * (self.size - 1) // 2
 
     def local(self, value: Any) -> Any:
@@ -194,7 +194,8 @@ class StrategyTests:
 
     def test_gather_and_its_refusals(self) -> None:
         assert self.strategy.gather(np.array([self.rank]), 0).tolist() == list(range(self.size))
-        for value, axis in ((1.0, 0), (np.ones(2), 1)):
+        bad: list[tuple[Any, int]] = [(1.0, 0), (np.ones(2), 1)]
+        for value, axis in bad:
             with refused(ValueError, "axis"):
                 self.strategy.gather(value, axis)
 
@@ -205,8 +206,9 @@ class StrategyTests:
         np.testing.assert_allclose(self.strategy.reduce("mean", examples, axis=0), joined.mean())
         with refused(ValueError, "axis 1"):
             self.strategy.reduce("sum", examples, axis=1)
+        unknown: Any = "median"
         with refused(ValueError, "Unknown reduction"):
-            self.strategy.reduce("median", examples, axis=0)
+            self.strategy.reduce(unknown, examples, axis=0)
 
     def test_mirrored_variables(self) -> None:
         variable = self.variable(np.zeros(2), "SUM")

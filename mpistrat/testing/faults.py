@@ -87,7 +87,7 @@ def _channel_of(strategy: Strategy | None) -> Channel:
     if strategy is None and has_strategy():
         strategy = get_strategy()
     if strategy is not None:
-        channel: Channel = strategy.extended.collectives.channel
+        channel: Channel = strategy.extended._collectives.channel
         return channel
     over_all: Channel = attached(communicator(None), "channel", _refuse)
     return over_all

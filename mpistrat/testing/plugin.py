@@ -118,7 +118,7 @@ def strategy() -> MPIStrategy:
 @pytest.fixture
 def shared_tmp_path(strategy: MPIStrategy, tmp_path: Path) -> Path:
     """A new folder, the same one on every rank. **Collective**."""
-    return Path(strategy.extended.collectives.broadcast_json(str(tmp_path), kind="tmp_path"))
+    return Path(strategy.extended._collectives.broadcast_json(str(tmp_path), kind="tmp_path"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,12 +1,13 @@
-"""How a variable behaves among arrays: operators, conversions, copies."""
+"""Array protocol of variables: operators, conversions, copies."""
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrat.arrays import Array, host_view
@@ -23,18 +24,18 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """For messages. Local."""
+        """For messages."""
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Shape of the value. Local."""
+        """Shape of the value."""
 
     @abstractmethod
     def value(self) -> Array:
         """Return the array that operators see."""
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         value = host_view(self.value())
         if copy:
             return np.array(value, dtype=dtype)
@@ -54,7 +55,7 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
         read = [each.value() if isinstance(each, ArrayLike) else each for each in inputs]
         return getattr(ufunc, method)(*read, **kwargs)
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Any) -> Any:
         part = self.value()[index]
         # A view would let a later write show through, and on a device be written to.
         return part.copy() if getattr(part, "base", None) is not None else part
@@ -64,7 +65,7 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
             raise TypeError(f"The variable {self.name!r} is 0-d and has no len().")
         return self.shape[0]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> NoReturn:
         raise TypeError(f"The variable {self.name!r} is not iterable. Iterate over its value().")
 
     def __float__(self) -> float:
@@ -82,13 +83,13 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
     def __bool__(self) -> bool:
         return bool(self.value())
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> NoReturn:
         raise TypeError(
             f"The variable {self.name!r} cannot be copied shallowly: two variables would share "
             "their storage. Use copy.deepcopy, or the variable itself."
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             f"The variable {self.name!r} cannot be pickled: it belongs to its strategy and its "
             "ranks. Save it with mpistrat.Checkpoint, or pickle its numpy()."

@@ -1,4 +1,4 @@
-"""Whether replicas still hold the same: digests of them compared over ranks."""
+"""Replica drift: digests of variables, compared over ranks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,7 @@ _MAX_GROUPS = 16
 
 
 def variables_to_compare(kind: str, objects: Any) -> dict[str, Variable]:
-    """Return the variables in `objects` by path, each once. Local.
-
-    Parameters
-    ----------
-    kind : str
-        The public function, for messages.
-    objects : Variable, Trackable, other object, or dicts, lists and tuples of them
-        The SyncOnRead variables of trackables and other objects are left out.
-
-    Raises
-    ------
-    ValueError
-        For a SyncOnRead variable that is given itself, or where there is nothing to compare.
-    TypeError
-        For something given that can hold no variable.
-    """
+    """Return the variables in `objects` by path, each once."""
     everything = list(_variables_in(kind, "", objects))
     found: dict[str, Variable] = {}
     known: set[int] = set()
@@ -80,24 +65,16 @@ def _variables_in(
 
 
 def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -> None:
-    """Make sure that every replica holds the same bytes. **Collective**.
-
-    One message of 16 bytes a variable where they do.
-
-    Raises
-    ------
-    ReplicaDriftError
-        On every rank, for the first variable that differs.
-    """
+    """Make sure that every replica holds the same bytes. **Collective**."""
     components = [each.values[0] for each in variables.values()]
     digests = np.array([_digest(each) for each in components], np.uint64)
     # The largest digest is the smallest one too where all are equal.
-    words = np.stack([digests, ~digests])
+    pairs = np.stack([digests, ~digests])
     signature = tuple(
         (path, str(each.dtype), tuple(each.shape))
         for path, each in zip(variables, components, strict=True)
     )
-    (largest,) = call.all_reduce(ReduceOp.MAX, [words], signature)
+    (largest,) = call.all_reduce(ReduceOp.MAX, [pairs], signature)
     differing = np.flatnonzero(largest[0] != ~largest[1]).tolist()
     if differing:
         path = list(variables)[differing[0]]

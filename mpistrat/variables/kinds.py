@@ -43,7 +43,7 @@ class MirroredVariable(Variable, on_read=False):
                     "inside strategy.run."
                 )
             checked = write.checked(self._target, value)
-            call.agree("one value", write.words(checked))
+            call.agree("one value", write.signature(checked))
         return checked
 
     def _merged(self, write: Write, value: Any) -> Any:
@@ -58,7 +58,7 @@ class MirroredVariable(Variable, on_read=False):
 
     @property
     def _collectives(self) -> Collectives:
-        collectives: Collectives = self.strategy.extended.collectives
+        collectives: Collectives = self.strategy.extended._collectives
         return collectives
 
 
@@ -111,7 +111,7 @@ class SyncOnReadVariable(Variable, on_read=True):
                     "meaning in cross-replica context: call it inside strategy.run, or use assign."
                 )
             share = self._share(write.checked(self._target, value))
-            call.agree("one value", write.words(share))
+            call.agree("one value", write.signature(share))
         write.apply(self._storage, share)
 
     def _check_is_dense(self, write: Write) -> None:
@@ -129,12 +129,13 @@ class SyncOnReadVariable(Variable, on_read=True):
         if self.dtype.kind == "b":
             raise ValueError(f"The bool variable {self.name!r} cannot be divided under SUM.")
         if self.dtype.kind not in "iu":
-            return array / self.dtype.type(size)
+            quotient: Array = array / self.dtype.type(size)
+            return quotient
         # The number of replicas may not fit into a small dtype, but the shares do.
         wide = array.astype("i8" if self.dtype.kind == "i" else "u8")
         replicas = wide.dtype.type(size)
         # The first replicas hold one more, so that the sum is exact.
-        share = wide // replicas + (rank < wide % replicas)
+        share: Array = wide // replicas + (rank < wide % replicas)
         return share.astype(self.dtype)
 
     def _kind(self) -> context.Kind:
@@ -150,17 +151,11 @@ class SyncOnReadVariable(Variable, on_read=True):
 
     @property
     def _collectives(self) -> Collectives:
-        collectives: Collectives = self.strategy.extended.collectives
+        collectives: Collectives = self.strategy.extended._collectives
         return collectives
 
     def _save_value(self) -> Array | None:
-        """Return the aggregated value on rank 0, ``None`` elsewhere. **Collective**.
-
-        Raises
-        ------
-        ValueError
-            If the aggregation is NONE.
-        """
+        """Return the aggregated value on rank 0, ``None`` elsewhere. **Collective**."""
         is_root = self._collectives.rank == 0
         is_first = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
         value = self._storage if is_root else None
@@ -188,5 +183,5 @@ class SyncOnReadVariable(Variable, on_read=True):
         return own
 
     def _load_value(self, array: np.ndarray) -> None:
-        """Set this replica's component: value / N under SUM, else the value. Local."""
+        """Set this replica's component: value / N under SUM, else the value."""
         ASSIGN.apply(self._storage, self._share(ASSIGN.checked(self._target, array)))

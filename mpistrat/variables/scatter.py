@@ -1,4 +1,4 @@
-"""The methods of a variable that write to some of its rows."""
+"""Scatter updates: `IndexedSlices` written to rows of a variable."""
 
 from __future__ import annotations
 
@@ -18,36 +18,13 @@ from mpistrat.options import VariableAggregation
 from mpistrat.values import DistributedValues, IndexedSlices
 from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic
 
-__all__ = [
-    "BATCH_SCATTER_UPDATE",
-    "SCATTER_ADD",
-    "SCATTER_DIV",
-    "SCATTER_MAX",
-    "SCATTER_MIN",
-    "SCATTER_MUL",
-    "SCATTER_SUB",
-    "SCATTER_UPDATE",
-    "RowWrites",
-    "split_into_rounds",
-]
+__all__ = ["RowWrites", "split_into_rounds"]
 
 
 def split_into_rounds(rows: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Return an order of `rows` in rounds without duplicates, and where each round ends. Local.
-
-    Parameters
-    ----------
-    rows : numpy.ndarray
-        Integers of shape ``(n,)``.
-
-    Returns
-    -------
-    order : numpy.ndarray
-        A permutation of ``range(n)``: the k-th occurrences of all rows are in round k, so that
-        what happens to one row happens in the order in which it came.
-    ends : list of int
-        Position in `order` behind the last element of each round.
-    """
+    """Return an order of `rows` in rounds without duplicates, and where each round ends."""
+    # The k-th occurrences of all rows are in round k, so that what happens to one row happens in
+    # the order in which it came.
     if rows.size == 0:
         return np.zeros(0, np.int64), []
     by_row = np.argsort(rows, kind="stable")
@@ -75,7 +52,7 @@ class SliceWrite:
     is_batched: bool = False
 
     def checked(self, target: Target, value: Any) -> IndexedSlices:
-        """Return `value` with rows of the variable's dtype on its device. Local."""
+        """Return `value` with rows of the variable's dtype on its device."""
         what = f"{self.how} of variable {target.name!r}"
         self._check_target(what, target)
         slices = value.values[0] if isinstance(value, DistributedValues) else value
@@ -108,8 +85,8 @@ class SliceWrite:
         if self.is_ordering and target.dtype.kind == "c":
             raise TypeError(f"{what}: complex numbers (dtype {target.dtype}) have no order.")
 
-    def words(self, value: IndexedSlices) -> tuple[Any, ...]:
-        """Return dtype and shape of the rows. Local."""
+    def signature(self, value: IndexedSlices) -> tuple[Any, ...]:
+        """Return dtype and shape of the rows."""
         return (str(value.values.dtype), tuple(value.values.shape))
 
     def merged(self, call: CollectiveCall, target: Target, value: IndexedSlices) -> IndexedSlices:
@@ -123,7 +100,7 @@ class SliceWrite:
         return IndexedSlices(values, indices)
 
     def apply(self, storage: Array, value: IndexedSlices) -> None:
-        """Combine the rows of `storage` with those given, in place and in order. Local."""
+        """Combine the rows of `storage` with those given, in place and in order."""
         xp = namespace_of(storage)
         order, ends = split_into_rounds(value.indices)
         # A copy: what was given may be a view of the storage.
@@ -189,29 +166,33 @@ def _divide(old: Array, new: Array) -> Array:
         return old / new
     # Integers are cut towards zero, as in TensorFlow and C.
     quotient = old // new
-    return quotient + ((old % new != 0) & ((old < 0) != (new < 0))).astype(old.dtype)
+    is_rounded_up: Array = (old % new != 0) & ((old < 0) != (new < 0))
+    cut: Array = quotient + is_rounded_up.astype(old.dtype)
+    return cut
 
 
 def _minimum(old: Array, new: Array) -> Array:
-    return namespace_of(old).minimum(old, new)
+    smaller: Array = namespace_of(old).minimum(old, new)
+    return smaller
 
 
 def _maximum(old: Array, new: Array) -> Array:
-    return namespace_of(old).maximum(old, new)
+    larger: Array = namespace_of(old).maximum(old, new)
+    return larger
 
 
 def _replace(old: Array, new: Array) -> Array:
     return new
 
 
-SCATTER_ADD: Write = SliceWrite("scatter_add", operator.add, is_arithmetic=True)
-SCATTER_SUB: Write = SliceWrite("scatter_sub", operator.sub, is_arithmetic=True)
-SCATTER_MUL: Write = SliceWrite("scatter_mul", operator.mul, is_arithmetic=True)
-SCATTER_DIV: Write = SliceWrite("scatter_div", _divide, is_arithmetic=True)
-SCATTER_MIN: Write = SliceWrite("scatter_min", _minimum, is_ordering=True)
-SCATTER_MAX: Write = SliceWrite("scatter_max", _maximum, is_ordering=True)
-SCATTER_UPDATE: Write = SliceWrite("scatter_update", _replace)
-BATCH_SCATTER_UPDATE: Write = SliceWrite("batch_scatter_update", _replace, is_batched=True)
+_SCATTER_ADD: Write = SliceWrite("scatter_add", operator.add, is_arithmetic=True)
+_SCATTER_SUB: Write = SliceWrite("scatter_sub", operator.sub, is_arithmetic=True)
+_SCATTER_MUL: Write = SliceWrite("scatter_mul", operator.mul, is_arithmetic=True)
+_SCATTER_DIV: Write = SliceWrite("scatter_div", _divide, is_arithmetic=True)
+_SCATTER_MIN: Write = SliceWrite("scatter_min", _minimum, is_ordering=True)
+_SCATTER_MAX: Write = SliceWrite("scatter_max", _maximum, is_ordering=True)
+_SCATTER_UPDATE: Write = SliceWrite("scatter_update", _replace)
+_BATCH_SCATTER_UPDATE: Write = SliceWrite("batch_scatter_update", _replace, is_batched=True)
 
 
 class RowWrites(ABC):
@@ -252,22 +233,22 @@ class RowWrites(ABC):
         NotImplementedError
             On a SyncOnRead variable.
         """
-        return self._write(SCATTER_ADD, sparse_delta, read_value)
+        return self._write(_SCATTER_ADD, sparse_delta, read_value)
 
     def scatter_sub(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
         """Subtract rows in place. **Collective** or local as `scatter_add`, and like it."""
-        return self._write(SCATTER_SUB, sparse_delta, read_value)
+        return self._write(_SCATTER_SUB, sparse_delta, read_value)
 
     def scatter_mul(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
         """Multiply rows in place. **Collective** or local as `scatter_add`, and like it."""
-        return self._write(SCATTER_MUL, sparse_delta, read_value)
+        return self._write(_SCATTER_MUL, sparse_delta, read_value)
 
     def scatter_div(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
         """Divide rows in place, integers towards zero.
 
         **Collective** or local as `scatter_add`, and otherwise like it.
         """
-        return self._write(SCATTER_DIV, sparse_delta, read_value)
+        return self._write(_SCATTER_DIV, sparse_delta, read_value)
 
     def scatter_min(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
         """Replace rows by the smaller of old and given elements.
@@ -279,21 +260,21 @@ class RowWrites(ABC):
         NotImplementedError
             On a mirrored variable under SUM or MEAN, and on a SyncOnRead variable.
         """
-        return self._write(SCATTER_MIN, sparse_delta, read_value)
+        return self._write(_SCATTER_MIN, sparse_delta, read_value)
 
     def scatter_max(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
         """Replace rows by the larger of old and given elements.
 
         **Collective** or local as `scatter_add`; raises as `scatter_min`.
         """
-        return self._write(SCATTER_MAX, sparse_delta, read_value)
+        return self._write(_SCATTER_MAX, sparse_delta, read_value)
 
     def scatter_update(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
         """Replace rows by those given; of duplicates the last one stays.
 
         **Collective** or local as `scatter_add`; raises as `scatter_min`.
         """
-        return self._write(SCATTER_UPDATE, sparse_delta, read_value)
+        return self._write(_SCATTER_UPDATE, sparse_delta, read_value)
 
     def batch_scatter_update(
         self, sparse_delta: IndexedSlices, read_value: bool = True
@@ -312,4 +293,4 @@ class RowWrites(ABC):
         read_value : bool
             Whether to return the new value.
         """
-        return self._write(BATCH_SCATTER_UPDATE, sparse_delta, read_value)
+        return self._write(_BATCH_SCATTER_UPDATE, sparse_delta, read_value)

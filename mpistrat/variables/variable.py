@@ -1,19 +1,21 @@
-"""What every variable has: storage on the replica's device, reads and writes in place."""
+"""Variables: storage on the replica's device, reads and writes in place."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import weakref
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat import context
 from mpistrat.arrays import Array, Device, host_copy, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.options import VariableAggregation, VariableSynchronization
-from mpistrat.values import container_of_component
+from mpistrat.values import DistributedValues, container_of_component
 from mpistrat.variables.array_like import ArrayLike
 from mpistrat.variables.scatter import RowWrites
 from mpistrat.variables.writes import (
@@ -26,7 +28,10 @@ from mpistrat.variables.writes import (
     numeric,
 )
 
-__all__ = ["Variable", "container_of", "default_name", "note_given_name"]
+__all__ = ["Variable", "container_of"]
+
+Initial: TypeAlias = npt.ArrayLike | Callable[[], npt.ArrayLike]
+Value: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 _DEFAULT = re.compile(r"Variable(_\d+)?")
 _numbers = itertools.count()
@@ -37,18 +42,16 @@ _given_to_plain: set[str] = set()
 """Names that look like default ones and are taken."""
 
 
-def default_name(strategy: Any) -> str:
-    """Return the next name that no variable of `strategy` has. Local.
-
-    Variables of a strategy are made by all ranks in the same order, so all find the same.
-    """
-    numbers = _numbers if strategy is None else strategy.extended.variable_numbers
+def _default_name(strategy: Any) -> str:
+    """Return the next name that no variable of `strategy` has."""
+    # Variables of a strategy are made by all ranks in the same order, so all find the same.
+    numbers = _numbers if strategy is None else strategy.extended._variable_numbers
     names = (f"Variable_{number}" if number else "Variable" for number in numbers)
     return next(name for name in names if name not in _taken(strategy))
 
 
-def note_given_name(strategy: Any, name: str) -> None:
-    """Keep `name` from being given by default. Local."""
+def _note_given_name(strategy: Any, name: str) -> None:
+    """Keep `name` from being given by default."""
     if _DEFAULT.fullmatch(name):
         _taken(strategy).add(name)
 
@@ -96,6 +99,8 @@ class Variable(RowWrites, ArrayLike):
     _kinds: ClassVar[dict[bool, type[Variable]]] = {}
     """The kinds of distributed variables, by whether they are read across replicas."""
     _storage: Array
+    """The local component, in C order. Optimizers, metrics and checkpoints update it in place, a
+    mirrored one with the same values on every rank."""
 
     def __init_subclass__(cls, *, on_read: bool) -> None:
         super().__init_subclass__()
@@ -103,45 +108,45 @@ class Variable(RowWrites, ArrayLike):
 
     def __new__(
         cls,
-        initial_value: Any = None,
+        initial_value: Initial | None = None,
         trainable: bool | None = None,
         name: str | None = None,
-        dtype: Any = None,
-        synchronization: Any = VariableSynchronization.AUTO,
-        aggregation: Any = VariableAggregation.NONE,
+        dtype: npt.DTypeLike | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> Variable:
         """Choose the kind of variable that the context and `synchronization` ask for."""
         frame = context.current()
-        distributed = frame is not None and frame.strategy.extended.distributes_variables
+        distributed = frame is not None and frame.strategy.extended._distributes_variables
         if cls is Variable and distributed:
             cls = Variable._kinds[synchronization is VariableSynchronization.ON_READ]
         return object.__new__(cls)
 
     def __init__(
         self,
-        initial_value: Any,
+        initial_value: Initial,
         trainable: bool | None = None,
         name: str | None = None,
-        dtype: Any = None,
+        dtype: npt.DTypeLike | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> None:
         frame = context.current()
-        distributed = frame is not None and frame.strategy.extended.distributes_variables
+        distributed = frame is not None and frame.strategy.extended._distributes_variables
         self._strategy = frame.strategy if frame is not None and distributed else None
         on_read = synchronization is VariableSynchronization.ON_READ
         self._trainable = not on_read if trainable is None else bool(trainable)
         self._synchronization = synchronization
         self._aggregation = aggregation
         collectives = frame.collectives if frame else Collectives.solo(_HOST)
-        self._name = default_name(self._strategy) if name is None else name
+        self._name = _default_name(self._strategy) if name is None else name
         with collectives.call("Variable", self._name) as call:
             value = initial_value() if callable(initial_value) else initial_value
             value = numeric(self._name, value, dtype)
             check_modes(self._name, synchronization, aggregation, value.dtype)
             modes = (synchronization.name, aggregation.name, self._trainable)
             self._storage = place(call.broadcast(value, modes), collectives.device)
-        note_given_name(self._strategy, self._name)
+        _note_given_name(self._strategy, self._name)
         self._target = Target(
             self._name,
             self.shape,
@@ -203,15 +208,6 @@ class Variable(RowWrites, ArrayLike):
         """The components on this rank: a tuple with one read-only view. Local."""
         return (Variable.value(self),)
 
-    @property
-    def storage(self) -> Array:
-        """The local component itself, in C order, for code that updates it in place. Local.
-
-        What is written to a mirrored variable must be the same on every rank, as in update
-        context.
-        """
-        return self._storage
-
     def value(self) -> Array:
         """Return the value as a read-only view of the storage, without a copy.
 
@@ -219,7 +215,7 @@ class Variable(RowWrites, ArrayLike):
         **Local**, but for SyncOnRead variables in cross-replica context: there the components
         are aggregated, which is **Collective**, and the result is an array of its own.
         """
-        view = self._storage.view()
+        view: Array = self._storage.view()
         if type(view) is np.ndarray:
             view.setflags(write=False)
         return view
@@ -229,11 +225,11 @@ class Variable(RowWrites, ArrayLike):
         value = self.value()
         return value.copy() if value.base is not None else value
 
-    def numpy(self) -> np.ndarray:
+    def numpy(self) -> npt.NDArray[Any]:
         """Return a snapshot of `value()` in host memory. Collective where that is."""
         return host_copy(self.value())
 
-    def assign(self, value: Any, read_value: bool = True) -> Array | None:
+    def assign(self, value: Value, read_value: bool = True) -> Array | None:
         """Write `value` in place. No broadcasting: the shapes must be equal.
 
         What that means depends on the kind of variable, the context and `aggregation`
@@ -255,11 +251,11 @@ class Variable(RowWrites, ArrayLike):
         """
         return self._write(ASSIGN, value, read_value)
 
-    def assign_add(self, delta: Any, read_value: bool = True) -> Array | None:
+    def assign_add(self, delta: Value, read_value: bool = True) -> Array | None:
         """Add `delta` in place. **Collective** or local as `assign`, and otherwise like it."""
         return self._write(ASSIGN_ADD, delta, read_value)
 
-    def assign_sub(self, delta: Any, read_value: bool = True) -> Array | None:
+    def assign_sub(self, delta: Value, read_value: bool = True) -> Array | None:
         """Subtract `delta` in place. **Collective** or local as `assign`, and otherwise like it."""
         return self._write(ASSIGN_SUB, delta, read_value)
 
@@ -275,11 +271,9 @@ class Variable(RowWrites, ArrayLike):
         write.apply(self._storage, write.checked(self._target, value))
 
     def _save_value(self) -> Array | None:
-        """Return what a checkpoint stores: an array on rank 0, which other ranks may have too.
-
-        It lies where the variable does and may be its storage. **Collective** for SyncOnRead
-        variables, else **Local**.
-        """
+        """Return what a checkpoint stores: an array on rank 0, which other ranks may have too."""
+        # It lies where the variable does and may be its storage. For SyncOnRead variables this is
+        # collective.
         return self._storage
 
     def _load_value(self, array: np.ndarray) -> None:
@@ -287,15 +281,12 @@ class Variable(RowWrites, ArrayLike):
         self._write_locally(ASSIGN, array)
 
     def _load_piece(self, start: int, piece: np.ndarray) -> None:
-        """Set a part of what `_load_value` sets, from element `start` of the flat value on.
-
-        **Local**, on every rank alike. The dtype of `piece` is that of the variable.
-        """
+        """Set a part of what `_load_value` sets, from element `start` of the flat value on."""
         flat = self._storage.reshape(-1)
         flat[start : start + piece.size] = place(self._own_part(piece), self._target.device)
 
     def _own_part(self, array: np.ndarray) -> np.ndarray:
-        """Return what this replica holds of a stored value. Local."""
+        """Return what this replica holds of a stored value."""
         return array
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
@@ -315,10 +306,7 @@ class Variable(RowWrites, ArrayLike):
 
 
 def container_of(value: Any) -> Any:
-    """Return the variable or distributed value that `value` is a component of. Local.
-
-    Itself where it belongs to none that still exists.
-    """
+    """Return the variable or distributed value that `value` is a component of, or `value`."""
     storage = getattr(value, "base", None)
     variable = _by_storage.get(id(storage)) if storage is not None else None
     return container_of_component(value) if variable is None else variable

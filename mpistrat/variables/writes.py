@@ -1,4 +1,4 @@
-"""The ways to write to a variable: what each accepts, how replicas merge it, what it does."""
+"""Writes to variables: what each accepts, how replicas merge it, what it does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ __all__ = [
     "DenseWrite",
     "Target",
     "Write",
-    "as_given",
     "can_cast",
     "cast_to",
     "check_arithmetic",
@@ -35,13 +34,7 @@ _KINDS = "biufc"
 
 
 def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
-    """Return the initial `value` of the variable `name` as a host array. Local.
-
-    Raises
-    ------
-    ValueError
-        If it is no numeric array.
-    """
+    """Return the initial `value` of the variable `name` as a host array."""
     if not isinstance(name, str):
         raise TypeError(f"The name of a variable must be a string, not {name!r}.")
     if isinstance(value, np.ma.MaskedArray):
@@ -70,14 +63,8 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
     return array
 
 
-def as_given(what: str, value: Any) -> tuple[Array, bool]:
-    """Return what was given to a write as an array, and whether it was plain Python. Local.
-
-    Raises
-    ------
-    TypeError
-        For a masked array, whose mask would be lost, and for `IndexedSlices`.
-    """
+def _as_given(what: str, value: Any) -> tuple[Array, bool]:
+    """Return what was given to a write as an array, and whether it was plain Python."""
     if isinstance(value, DistributedValues):
         value = value.values[0]
     elif isinstance(value, ArrayLike):
@@ -105,13 +92,7 @@ def _exact(value: Any, array: np.ndarray) -> np.ndarray:
 
 
 def cast_to(what: str, array: Array, is_plain: bool, dtype: np.dtype, device: Device) -> Array:
-    """Return `array` in `dtype` on `device`, itself where it already is so. Local.
-
-    Raises
-    ------
-    TypeError
-        If the cast leaves its kind, or Python numbers are out of range.
-    """
+    """Return `array` in `dtype` on `device`, itself where it already is so."""
     if not (_holds(dtype, array) if is_plain else can_cast(array.dtype, dtype)):
         raise TypeError(
             f"{what}: a value of dtype {array.dtype} does not fit into {dtype}. Cast it first."
@@ -120,10 +101,8 @@ def cast_to(what: str, array: Array, is_plain: bool, dtype: np.dtype, device: De
 
 
 def can_cast(source: np.dtype, target: np.dtype) -> bool:
-    """Return whether arrays of dtype `source` may be written to one of `target`. Local.
-
-    They may within a kind and to a wider one, as by NumPy's ``same_kind``.
-    """
+    """Return whether arrays of dtype `source` may be written to one of `target`."""
+    # They may within a kind and to a wider one, as by NumPy's `same_kind`.
     if target.name == "bfloat16":
         return source.name == "bfloat16" or source.kind in "biuf"
     if source.name == "bfloat16":
@@ -132,10 +111,8 @@ def can_cast(source: np.dtype, target: np.dtype) -> bool:
 
 
 def _holds(dtype: np.dtype, numbers: np.ndarray) -> bool:
-    """Return whether Python numbers, as the array `numbers`, fit into `dtype`. Local.
-
-    Their own dtype does not count, as in NumPy's promotion, but their kind and range do.
-    """
+    """Return whether Python numbers, as the array `numbers`, fit into `dtype`."""
+    # Their own dtype does not count, as in NumPy's promotion, but their kind and range do.
     if dtype.kind not in _KINDS or numbers.dtype.kind not in _KINDS:
         return can_cast(numbers.dtype, dtype)
     if dtype.kind in "iu" and numbers.dtype.kind in "biu" and numbers.size:
@@ -146,13 +123,7 @@ def _holds(dtype: np.dtype, numbers: np.ndarray) -> bool:
 
 
 def check_modes(name: str, synchronization: Any, aggregation: Any, dtype: np.dtype) -> None:
-    """Refuse modes that a variable of `dtype` cannot have. Local.
-
-    Raises
-    ------
-    ValueError
-        Naming the variable.
-    """
+    """Refuse modes that a variable of `dtype` cannot have."""
     for mode, cls in (
         (synchronization, VariableSynchronization),
         (aggregation, VariableAggregation),
@@ -202,16 +173,16 @@ class Write(Protocol):
         """Name of the method, for messages."""
 
     def checked(self, target: Target, value: Any) -> Any:
-        """Return `value` in the form that the other methods take. Local."""
+        """Return `value` in the form that the other methods take."""
 
-    def words(self, value: Any) -> tuple[Any, ...]:
-        """Return what ranks that give one value for all must agree on. Local."""
+    def signature(self, value: Any) -> tuple[Any, ...]:
+        """Return what ranks that give one value for all must agree on."""
 
     def merged(self, call: CollectiveCall, target: Target, value: Any) -> Any:
         """Return the one value that the replicas' values amount to. **Collective**."""
 
     def apply(self, storage: Array, value: Any) -> None:
-        """Write to `storage` in place. Local."""
+        """Write to `storage` in place."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +194,7 @@ class DenseWrite:
     is_arithmetic: bool = True
 
     def checked(self, target: Target, value: Any) -> Array:
-        """Return `value` as an array of the variable's shape and dtype on its device. Local."""
+        """Return `value` as an array of the variable's shape and dtype on its device."""
         if target.shape == () and _NUMBERS.get(type(value)) == target.dtype.char:
             # What counters and sums of metrics take, many times in a step.
             number = np.asarray(value)
@@ -232,7 +203,7 @@ class DenseWrite:
         what = f"{self.how} of variable {target.name!r}"
         if self.is_arithmetic:
             check_arithmetic(what, target)
-        array, is_plain = as_given(what, value)
+        array, is_plain = _as_given(what, value)
         if tuple(array.shape) != target.shape:
             raise ValueError(
                 f"{what}: the value has the shape {tuple(array.shape)}, but the variable "
@@ -240,8 +211,8 @@ class DenseWrite:
             )
         return cast_to(what, array, is_plain, target.dtype, target.device)
 
-    def words(self, value: Array) -> tuple[Any, ...]:
-        """Return dtype and shape. Local."""
+    def signature(self, value: Array) -> tuple[Any, ...]:
+        """Return dtype and shape."""
         return (str(value.dtype), tuple(value.shape))
 
     def merged(self, call: CollectiveCall, target: Target, value: Array) -> Array:
@@ -252,7 +223,7 @@ class DenseWrite:
         return merged
 
     def apply(self, storage: Array, value: Array) -> None:
-        """Write to `storage` in place. Local."""
+        """Write to `storage` in place."""
         self.apply_to(storage, value)
 
 
@@ -261,13 +232,7 @@ _NUMBERS = {float: "d", np.float64: "d", int: "l"}
 
 
 def check_arithmetic(what: str, target: Target) -> None:
-    """Refuse arithmetic on bools.
-
-    Raises
-    ------
-    TypeError
-        Naming the variable.
-    """
+    """Refuse arithmetic on bools."""
     if target.dtype.kind == "b":
         raise TypeError(
             f"{what}: the variable is of dtype bool, which has no arithmetic. Use assign with "

@@ -63,7 +63,7 @@ def test_an_exception_caught_on_one_rank_is_an_error_at_the_next_collective(stra
 
 
 def test_together_raises_on_all_ranks_and_leaves_the_strategy_usable(strategy, rank, size):
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     with pytest.raises(FileNotFoundError, match="no such"), collectives.all_or_none("work", "name"):
         if rank == size - 1:
             raise FileNotFoundError("no such thing")
@@ -74,7 +74,7 @@ def test_together_raises_on_all_ranks_and_leaves_the_strategy_usable(strategy, r
 
 
 def test_a_missing_rank_is_a_timeout(strategy):
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     options = ms.CommunicationOptions(timeout_seconds=0.5)
     assert collectives.call("anything", options=options).timeout_s == 0.5
 
@@ -134,7 +134,7 @@ def test_a_second_thread_is_refused_while_one_is_in_a_collective(strategy, size)
         except ms.errors.ContextError as error:
             seen.append(str(error))
 
-    with strategy.extended.collectives.call("reduce"):
+    with strategy.extended._collectives.call("reduce"):
         thread = threading.Thread(target=use)
         thread.start()
         thread.join()

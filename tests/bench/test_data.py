@@ -16,7 +16,7 @@ def test_all_ranks_get_equal_figures_that_have_places_in_tables(strategy, monkey
     # Its workers are processes of their own, which is no matter of the figures.
     monkeypatch.setattr(data, "loader_reads", lambda path: None)
     findings = data.BENCHMARK.measure(Choices(num_samples=1, sizes=(), num_examples=NUM_EXAMPLES))
-    everyone = strategy.extended.collectives.gather_json(findings.tables)
+    everyone = strategy.extended._collectives.gather_json(findings.tables)
     assert all(each == everyone[0] for each in everyone)
     rows = {row["what"]: row for row in findings.tables["results"]}
     scans = {"gzip": "h5py, scan, gzip", "contiguous": "h5py, scan, contiguous"}

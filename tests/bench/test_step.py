@@ -56,7 +56,7 @@ def test_ddp_learns_the_same(strategy, by_hand, rank, size):
     pytest.importorskip("torch")
     from mpistrat.bench.step import DdpLoop, open_ddp_loop
 
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     loop = open_ddp_loop(collectives, "127.0.0.1", size, random_batch(rank, size))
     assert isinstance(loop, DdpLoop), loop
     try:

@@ -83,7 +83,7 @@ def test_the_file_has_the_values_of_the_moment_of_save(strategy, weight, make, g
         with h5py.File(path) as file:
             assert file.attrs["step"] == step
             assert np.all(file["variables/weight"][()] == step)
-        strategy.extended.collectives.gather_json(None)
+        strategy.extended._collectives.gather_json(None)
     assert manager.restore_or_initialize() == path
     assert np.all(weight.value() == 2)
 
@@ -134,7 +134,7 @@ def test_sync_on_read_variables_are_aggregated_before_save_returns(
     manager.wait()
     with h5py.File(path) as file:
         assert np.all(file["variables/total"][()] == size * (size + 1) / 2)
-    strategy.extended.collectives.gather_json(None)
+    strategy.extended._collectives.gather_json(None)
 
 
 @pytest.mark.mpi
@@ -181,7 +181,7 @@ if how == "exception":
 if how == "exception of another" and rank == 1:
     raise RuntimeError("uncaught")
 if how == "exception of another":
-    strategy.extended.collectives.gather_json(None)
+    strategy.extended._collectives.gather_json(None)
 if how == "exception of rank 0" and rank == 0:
     raise RuntimeError("uncaught")
 if how == "exception after the end of rank 0" and rank == 1:

@@ -87,7 +87,7 @@ def test_an_error_on_every_rank_and_the_older_file_intact(
         if trouble is full_disk:  # nor is a file lost that would have been replaced
             with pytest.raises(ms.errors.CheckpointError, match=f"cannot be written: {words}"):
                 checkpoint.write(older)
-    strategy.extended.collectives.gather_json(None)
+    strategy.extended._collectives.gather_json(None)
     assert manager.checkpoints == [older]
     with strategy.scope():
         assert ms.latest_checkpoint(manager.directory) == older
@@ -95,7 +95,7 @@ def test_an_error_on_every_rank_and_the_older_file_intact(
     assert np.all(large.value() == 1)
     newer = save(2)
     assert manager.checkpoints == [older, newer]
-    strategy.extended.collectives.gather_json(None)
+    strategy.extended._collectives.gather_json(None)
     if trouble is not removed_folder:  # which took the unfinished file with it
         assert sorted(os.listdir(manager.directory)) == ["checkpoint-1.h5", "checkpoint-2.h5"]
 
@@ -108,7 +108,7 @@ import mpistrat as ms
 
 disk = Path(sys.argv[1])
 strategy = ms.MPIStrategy(device="cpu")
-rank, collectives = strategy.cluster_resolver.task_id, strategy.extended.collectives
+rank, collectives = strategy.cluster_resolver.task_id, strategy.extended._collectives
 with strategy.scope():
     large = ms.Variable(np.zeros(100_000), name="large")
     small = ms.Variable(np.zeros(3), name="small")

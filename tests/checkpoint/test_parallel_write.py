@@ -38,7 +38,7 @@ def world(strategy):
     own = ms.Variable(np.full(LARGE, strategy.cluster_resolver.task_id), name="own")
     rng = np.random.default_rng(0)
     objects = {**large, "small": small, "on_read": on_read, "own": own, "rng": rng}
-    return strategy.extended.collectives, ms.Checkpoint(**objects), large
+    return strategy.extended._collectives, ms.Checkpoint(**objects), large
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_each_rank_writes_whole_pages_of_its_own(world, mpi_tmp_path, blocks_wri
     assert sum(map(bool, by_rank)) == min(size, len(NAMES))
     blocks = sorted(itertools.chain.from_iterable(by_rank))
     assert sum(num_bytes for _, num_bytes in blocks) == sum(
-        each.storage.nbytes for each in large.values()
+        each._storage.nbytes for each in large.values()
     )
     pages = {
         (page, rank)

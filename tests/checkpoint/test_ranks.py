@@ -25,7 +25,7 @@ def strategy():
 
 
 def world(strategy):
-    return strategy.extended.collectives.rank, strategy.num_replicas_in_sync
+    return strategy.extended._collectives.rank, strategy.num_replicas_in_sync
 
 
 def sync_on_read(name, aggregation, dtype=np.float64):
@@ -282,7 +282,7 @@ def test_old_files_are_gone_when_save_returns_on_any_rank(strategy, mpi_tmp_path
     for step in range(3):
         manager.save(step)
         assert os.listdir(mpi_tmp_path) == [f"checkpoint-{step}.h5"]
-        strategy.extended.collectives.gather_json(None)
+        strategy.extended._collectives.gather_json(None)
 
 
 @pytest.mark.mpi
@@ -398,7 +398,7 @@ else:
     assert left == EXAMPLES // BATCH - STEPS
     assert optimizer.iterations.numpy() == EXAMPLES // BATCH
     assert float(seen.result()) == EXAMPLES * (EXAMPLES - 1) / 2  # each example once
-    moment = strategy.extended.collectives.gather_json(
+    moment = strategy.extended._collectives.gather_json(
         [float(objects["weight"].values[0][0]), float(scale)])
     assert all(each == moment[0] for each in moment)
     if rank == 0:

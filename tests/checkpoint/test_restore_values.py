@@ -56,11 +56,11 @@ def test_every_byte_is_read_once_by_all_ranks_together(strategy, mpi_tmp_path, b
     checkpoint, variables = make(strategy, 20)
     checkpoint.restore(path).assert_consumed()
     assert holds(variables, 1)
-    by_rank = strategy.extended.collectives.gather_json(blocks_read)
+    by_rank = strategy.extended._collectives.gather_json(blocks_read)
     assert sum(map(bool, by_rank)) == min(size, len(NAMES))
     blocks = sorted(itertools.chain.from_iterable(by_rank))
     assert sum(num_bytes for _, num_bytes in blocks) == sum(
-        variable.storage.nbytes for variable in variables.values()
+        variable._storage.nbytes for variable in variables.values()
     )
     assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(blocks))
 
@@ -69,7 +69,7 @@ def test_every_byte_is_read_once_by_all_ranks_together(strategy, mpi_tmp_path, b
 def test_a_rank_that_does_not_see_the_file_gets_its_values(
     strategy, mpi_tmp_path, blocks_read, monkeypatch
 ):
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     rank, size = collectives.rank, collectives.size
     path = Path(make(strategy, 1)[0].write(mpi_tmp_path / "run.h5"))
     other = mpi_tmp_path / f"of-rank-{rank}"
@@ -91,7 +91,7 @@ def test_a_rank_that_does_not_see_the_file_gets_its_values(
 @pytest.mark.mpi
 @pytest.mark.parametrize("damage", ["flips", "ends"])
 def test_damage_that_several_ranks_find_is_one_error(strategy, mpi_tmp_path, monkeypatch, damage):
-    rank = strategy.extended.collectives.rank
+    rank = strategy.extended._collectives.rank
     path = Path(make(strategy, 1)[0].write(mpi_tmp_path / "run.h5"))
     checkpoint, variables = make(strategy, 20)
     numbers = (1, 2, 4)
@@ -116,7 +116,7 @@ def test_damage_that_several_ranks_find_is_one_error(strategy, mpi_tmp_path, mon
             read_at(handle, offset, piece)
 
         monkeypatch.setattr(restore_values, "read_at", cut)
-    strategy.extended.collectives.gather_json(None)
+    strategy.extended._collectives.gather_json(None)
     open_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ms.errors.CheckpointCorruptError) as caught:
         checkpoint.restore(path)

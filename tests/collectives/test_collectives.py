@@ -7,7 +7,7 @@ import mpistrat as ms
 
 @pytest.fixture
 def collectives(strategy):
-    return strategy.extended.collectives
+    return strategy.extended._collectives
 
 
 def num_rounds(collectives, do):

@@ -91,7 +91,7 @@ def test_blocks_do_not_matter_and_bound_the_memory(strategy, all_reduce, rank, m
     expected = as_bytes(all_reduce("sum", whole))
     monkeypatch.setattr("mpistrat.comm.reducers._BYTES_PER_BLOCK", 2**15)
     monkeypatch.setattr("mpistrat.comm.reducers._BYTES_PER_SLICE", 16)
-    reducer = ReduceScatterReducer(strategy.extended.collectives.channel.transport)
+    reducer = ReduceScatterReducer(strategy.extended._collectives.channel.transport)
     message = Message([whole], [whole], Pool())
     tracemalloc.start()
     try:

@@ -10,7 +10,7 @@ def all_reduce(strategy, value, op="sum"):
 
 
 def test_equal_calls_share_one_reduction(strategy):
-    prepared = strategy.extended.collectives.prepared
+    prepared = strategy.extended._collectives.prepared
     for _ in range(3):
         all_reduce(strategy, [np.ones(3), np.ones(4)])
     assert len(prepared) == 1
@@ -34,7 +34,7 @@ def test_results_are_not_memory_of_the_reduction(strategy, size, num_elements, o
 
 
 def test_a_reduction_fits_plain_arrays_of_the_same_kinds_alone(strategy):
-    with strategy.extended.collectives.call("all_reduce") as call:
+    with strategy.extended._collectives.call("all_reduce") as call:
         reduction = call.prepare(ms.ReduceOp.SUM, [np.ones((2, 3)), np.ones(4, np.int32)])
         if call.prepare(ms.ReduceOp.SUM, [np.ones(1)]).fits([np.ones(1)]):
             assert reduction.fits([np.zeros((2, 3)), np.zeros(4, np.int32)])

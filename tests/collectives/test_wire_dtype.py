@@ -33,7 +33,7 @@ class MeasuringTransport:
 
 @pytest.fixture
 def calls(strategy, monkeypatch):
-    channel = strategy.extended.collectives.channel
+    channel = strategy.extended._collectives.channel
     measuring = MeasuringTransport(channel.transport)
     monkeypatch.setattr(channel, "transport", measuring)
     return measuring.calls

@@ -33,7 +33,7 @@ def compute(cuda, array, values):
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 16, 17, 100])
 @pytest.mark.parametrize("is_started", [False, True])
 def test_every_copy_waits_for_what_it_needs(cuda, strategy, rank, size, length, is_started):
-    transport = strategy.extended.collectives.channel.transport
+    transport = strategy.extended._collectives.channel.transport
     copier = DeviceCopier(Device("gpu"))
     reducer = StagedReducer(copier, MpiReducer(transport))
     results = []

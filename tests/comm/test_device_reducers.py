@@ -28,7 +28,7 @@ def collectives(request, strategy):
 
 
 def with_ways(strategy, name):
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     collectives.capabilities = capabilities_of(name)
     return collectives
 
@@ -151,7 +151,7 @@ def test_in_shared_memory_parts_change_no_bit(strategy, rank, dtype):
 
 
 def test_in_a_world_of_one_nothing_moves(monkeypatch):
-    collectives = ms.OneDeviceStrategy().extended.collectives
+    collectives = ms.OneDeviceStrategy().extended._collectives
     for way in ("mpi", "staged"):
         monkeypatch.setattr(collectives, "capabilities", capabilities_of(way))
         arrays = nest(0, Op.SUM)
@@ -226,7 +226,7 @@ def test_what_nccl_does_not_know_is_refused_where_it_is_asked_for(strategy, rank
 
 
 def test_staged_is_the_same_as_mpi_for_host_arrays(strategy, counts, rank):
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     for name in ("STAGED", "MPI"):
         counts.clear()
         implementation = ms.CommunicationImplementation[name]
@@ -238,7 +238,7 @@ def test_without_a_gpu_nothing_is_open(strategy):
     capabilities = open_device_capabilities(open_world(None), Device("cpu"), None)
     assert capabilities.places([np.ones(3), to_device(np.ones(3))]) == ()
     assert (capabilities.copier, capabilities.link, capabilities.why_not_mpi) == (None, None, "")
-    assert capabilities == strategy.extended.collectives.capabilities
+    assert capabilities == strategy.extended._collectives.capabilities
 
 
 def test_where_some_ranks_have_no_gpu_all_know(strategy, rank, size, others):

@@ -16,7 +16,7 @@ pytestmark = [
 
 @pytest.fixture(params=["AUTO", "NCCL", "MPI", "STAGED"])
 def options(request, gpus):
-    capabilities = gpus.extended.collectives.capabilities
+    capabilities = gpus.extended._collectives.capabilities
     why_not = {"NCCL": capabilities.why_not_nccl, "MPI": capabilities.why_not_mpi}.get(
         request.param
     )

@@ -24,7 +24,7 @@ PRELUDE = """
 import numpy as np
 import mpistrat as ms
 strategy = ms.MPIStrategy(device="cpu")
-collectives = strategy.extended.collectives
+collectives = strategy.extended._collectives
 rank, size = collectives.rank, collectives.size
 length = 2**31 // {itemsize} + 5
 ends = [0, 2**28, 2**29, 2**30, 2**31, length]

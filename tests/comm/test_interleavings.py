@@ -32,7 +32,7 @@ class Workload:
     """
 
     def __init__(self, strategy, seed):
-        collectives = strategy.extended.collectives
+        collectives = strategy.extended._collectives
         self.strategy = strategy
         self.rank, self.size = collectives.rank, collectives.size
         self.common = random.Random(seed)
@@ -128,7 +128,7 @@ class Workload:
             self.expect(result, expected)
 
     def do_agreement(self, replica, number):
-        everyone = self.strategy.extended.collectives.gather_json([number, self.rank])
+        everyone = self.strategy.extended._collectives.gather_json([number, self.rank])
         assert everyone == [[number, each] for each in range(self.size)]
 
     def end_all(self):
@@ -155,7 +155,7 @@ def test_with_many_large_ones(strategy, monkeypatch):
 @pytest.mark.parametrize(("block_bytes", "small_bytes"), [(64, 0), (4096, 0), (4096, 2**20)])
 def test_blocks_of_every_size(strategy, monkeypatch, block_bytes, small_bytes):
     """Small blocks pass each other most often."""
-    node = strategy.extended.collectives.channel.transport.node
+    node = strategy.extended._collectives.channel.transport.node
     if node is not None:
         monkeypatch.setattr(node, "sizes", (block_bytes, small_bytes))
     monkeypatch.setattr(f"{__name__}.LENGTHS", [0, 1, 100, 1_000, 4_000])

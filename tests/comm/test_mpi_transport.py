@@ -70,7 +70,7 @@ def test_gathers_of_different_lengths(strategy, rank, size, limit, dtype):
 
 
 def test_a_gather_to_one_rank(strategy, rank, size, limit):
-    transport = strategy.extended.collectives.channel.transport
+    transport = strategy.extended._collectives.channel.transport
     counts = [3 * each + 1 for each in range(size)]
     part = np.full(counts[rank], rank, np.int32)
     for root in range(size):
@@ -82,7 +82,7 @@ def test_a_gather_to_one_rank(strategy, rank, size, limit):
 
 
 def test_broadcasts(strategy, rank, size, limit):
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended._collectives
     for root in range(size):
         for shape in ((101,), (20, 3), (), (0,)):
             expected = numbers(root, shape, "f8")
@@ -90,7 +90,7 @@ def test_broadcasts(strategy, rank, size, limit):
 
 
 def test_what_is_agreed_and_checkpoints(strategy, rank, size, limit, shared_tmp_path):
-    assert strategy.extended.collectives.gather_json("x" * 100 * rank) == [
+    assert strategy.extended._collectives.gather_json("x" * 100 * rank) == [
         "x" * 100 * each for each in range(size)
     ]
     with strategy.scope():

@@ -15,7 +15,7 @@ def node(rank, monkeypatch):
     def make(text):
         monkeypatch.setenv("MPISTRAT_SHARED_MIN_BYTES", text)
         strategy = ms.MPIStrategy(MPI.COMM_WORLD.Dup(), device="cpu")
-        node = strategy.extended.collectives.channel.transport.node
+        node = strategy.extended._collectives.channel.transport.node
         if node is None:
             pytest.skip("no ranks share memory")
         return strategy, node
@@ -31,12 +31,12 @@ def test_it_can_be_given_and_ranks_take_the_largest(node, rank, size):
 def test_it_is_measured_and_the_same_on_all_ranks(node):
     strategy, found = node("auto")
     assert found.min_bytes in (0, 2**14, 2**18, 2**19)
-    assert len(set(strategy.extended.collectives.gather_json(found.min_bytes))) == 1
+    assert len(set(strategy.extended._collectives.gather_json(found.min_bytes))) == 1
 
 
 def test_auto_obeys_it_and_shared_does_not(node):
     strategy, _ = node("5000")
-    transport = strategy.extended.collectives.channel.transport
+    transport = strategy.extended._collectives.channel.transport
     for implementation, num_bytes, is_shared in [
         (ms.CommunicationImplementation.AUTO, 4999, False),
         (ms.CommunicationImplementation.AUTO, 5000, True),

@@ -86,7 +86,7 @@ def test_every_dtype_op_and_size(strategy, rank, size, op, dtype):
     for length, result in zip(chosen, results, strict=True):
         assert result.dtype == expected.dtype
         np.testing.assert_array_equal(result, expected[:length])
-    digests = strategy.extended.collectives.gather_json(digest(results))
+    digests = strategy.extended._collectives.gather_json(digest(results))
     assert digests == [digests[0]] * size
     assert digest([rows[rank]]) == digest([numbers(op, dtype, rank)])
 
@@ -117,14 +117,14 @@ def test_floats_have_the_same_bits_on_all_ranks(strategy, rank, size):
             row = np.random.default_rng([rank, length]).normal(size=length).astype(dtype)
             for op in ("sum", "mean", "prod"):
                 result = strategy.reduce(op, row)
-                digests = strategy.extended.collectives.gather_json(digest([result]))
+                digests = strategy.extended._collectives.gather_json(digest([result]))
                 assert digests == [digests[0]] * size
 
 
 def test_memory_is_shared_where_it_can_be(strategy, size):
     from mpistrat.native import native_library
 
-    is_shared = strategy.extended.collectives.channel.transport.node is not None
+    is_shared = strategy.extended._collectives.channel.transport.node is not None
     assert is_shared is (size > 1 and native_library() is not None)
 
 
@@ -162,7 +162,7 @@ def test_who_is_interrupted_before_the_agreement_may_try_again(strategy, rank, s
 )
 def test_results_are_right_wherever_they_lie(strategy, rank, size, op, fill):
     if fill == "all ranks" or (fill == "rank 0" and rank == 0):
-        pool = strategy.extended.collectives.channel.pool
+        pool = strategy.extended._collectives.channel.pool
         held = [pool.take((2**22,), np.dtype(np.uint8)) for _ in range(17)]
         assert len({array.ctypes.data for array in held}) == len(held)
     for length in (16_383, 131_073, 262_145, 1_048_577):
@@ -181,5 +181,5 @@ def test_results_are_right_wherever_they_lie(strategy, rank, size, op, fill):
             )
             np.testing.assert_allclose(alone, expected_of(op, rows), rtol=1e-6)
             alone[:] = -rank  # it is this rank's own
-            strategy.extended.collectives.gather_json(None)
+            strategy.extended._collectives.gather_json(None)
             assert (alone == -rank).all()

@@ -23,7 +23,7 @@ from tests.comm.test_interleavings import Workload
 from tests.comm.test_shared_reducer import digest, numbers
 
 strategy = ms.MPIStrategy(device="cpu")
-collectives = strategy.extended.collectives
+collectives = strategy.extended._collectives
 size = collectives.size
 node = collectives.channel.transport.node
 print("node", type(node).__name__, os.path.dirname(ms.__file__), flush=True)

@@ -38,7 +38,7 @@ def test_batches_are_there_when_they_are_handed_out(cuda, strategy, rank, size, 
     dataset = Dataset.from_arrays({"x": numbers, "y": numbers[:, None] * 0.5}).batch(4 * size)
     if prefetch:
         dataset = dataset.prefetch(prefetch)
-    batches = distribute(dataset, None, strategy.extended.collectives, GPU)
+    batches = distribute(dataset, None, strategy.extended._collectives, GPU)
     for _ in range(2):
         found = []
         for batch in batches:
@@ -56,7 +56,7 @@ def test_batches_are_there_when_they_are_handed_out(cuda, strategy, rank, size, 
 
 def test_a_pass_that_is_broken_off_leaves_no_copy_under_way(cuda, strategy, size):
     dataset = Dataset.range(64 * size).batch(4 * size).prefetch(4)
-    iterator = iter(distribute(dataset, None, strategy.extended.collectives, GPU))
+    iterator = iter(distribute(dataset, None, strategy.extended._collectives, GPU))
     next(iterator)
     iterator.close()
     assert len(cuda.others) == 1

@@ -104,7 +104,7 @@ def test_a_delay_comes_at_its_collective_on_its_rank(strategy, rank, last, colle
             calls.append((began, time.monotonic()))
         assert injection.is_done is (rank == last)
     # All wait for the last rank, because a reduction ends nowhere before all have come.
-    delayed = strategy.extended.collectives.gather_json(calls[collective - 1])
+    delayed = strategy.extended._collectives.gather_json(calls[collective - 1])
     assert all(ended - delayed[last][0] > 0.09 for _, ended in delayed)
 
 
@@ -114,7 +114,7 @@ def test_a_delay_without_a_number_comes_at_every_collective(strategy):
         for _ in range(CALLS):
             strategy.reduce("sum", 1)
     assert time.monotonic() - began > 0.029 * CALLS
-    assert strategy.extended.collectives.channel.on_collective is None
+    assert strategy.extended._collectives.channel.on_collective is None
 
 
 def test_jitter_is_drawn_from_its_seed(strategy, rank, monkeypatch):
@@ -123,7 +123,7 @@ def test_jitter_is_drawn_from_its_seed(strategy, rank, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(time, "sleep", sleeps.append)
             with ms.testing.inject("jitter:0.5", seed=seed, strategy=strategy):
-                channel = strategy.extended.collectives.channel
+                channel = strategy.extended._collectives.channel
                 for number in range(5):
                     channel.on_collective(number)
         return sleeps
@@ -131,7 +131,7 @@ def test_jitter_is_drawn_from_its_seed(strategy, rank, monkeypatch):
     first, again, other = draw(1), draw(1), draw(2)
     assert first == again != other
     assert all(0 <= each <= 0.5 for each in first)
-    of_ranks = strategy.extended.collectives.gather_json(first)
+    of_ranks = strategy.extended._collectives.gather_json(first)
     assert all(a != b for a, b in itertools.combinations(of_ranks, 2))
 
 

@@ -169,13 +169,13 @@ def test_a_step_allocates_nothing_large(strategy, dtype):
         optimizer = ms.optimizers.Adam(0.1, weight_decay=0.1, global_clipnorm=1.0)
         optimizer.apply_gradients([(gradient, variable)])
         arrays = (variable, *(optimizer.slot(variable, f"{n}_moment") for n in ("first", "second")))
-        addresses = [each.storage.__array_interface__["data"] for each in arrays]
+        addresses = [each._storage.__array_interface__["data"] for each in arrays]
         tracemalloc.start()
         optimizer.apply_gradients([(gradient, variable)])
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak < 0.5 * gradient.nbytes + 2**18
-    again = [each.storage.__array_interface__["data"] for each in arrays]
+    again = [each._storage.__array_interface__["data"] for each in arrays]
     assert again == addresses, "storage stays where it is"
 
 

@@ -43,7 +43,7 @@ class Soak:
     def __init__(self, strategy: MPIStrategy, seed: int) -> None:
         self.strategy = strategy
         self.size = strategy.num_replicas_in_sync
-        self.rank = strategy.extended.collectives.rank
+        self.rank = strategy.extended._collectives.rank
         self.total = self.size * (self.size - 1) // 2
         self.common = random.Random(seed)
         self.own = random.Random(f"{seed} on rank {self.rank}")
@@ -92,7 +92,7 @@ class Soak:
         self.strategy.extended.assert_replicas_agree({"weight": self.weight})
 
     def _all_hear(self, is_over: bool) -> bool:
-        collectives = self.strategy.extended.collectives
+        collectives = self.strategy.extended._collectives
         return bool(collectives.broadcast_json(is_over, kind="Soak"))
 
     def _shape(self) -> tuple[int, ...]:
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     strategy = MPIStrategy(device="cpu")
-    channel = strategy.extended.collectives.channel
+    channel = strategy.extended._collectives.channel
     soak = Soak(strategy, arguments.seed)
     inject(f"jitter:{_JITTER_S}", seed=arguments.seed, strategy=strategy)
     soak.run_for(arguments.seconds)

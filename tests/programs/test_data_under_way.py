@@ -16,7 +16,7 @@ pytestmark = pytest.mark.launches
 
 IN_THE_MIDDLE = """
 import threading
-channel = strategy.extended.collectives.channel
+channel = strategy.extended._collectives.channel
 before = channel.ledger.sequence
 def act():
     # Arrays may be copied before the ranks agree.

@@ -30,7 +30,7 @@ def record(strategy, tmp_path):
 
 
 def next_number(strategy):
-    return strategy.extended.collectives.channel.ledger.sequence
+    return strategy.extended._collectives.channel.ledger.sequence
 
 
 def test_entries_say_what_was_agreed_and_where(strategy, record, rank, size):

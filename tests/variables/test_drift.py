@@ -217,9 +217,9 @@ def test_bytes_that_hold_no_value_do_not_count(strategy, check, rank, dtype):
         variable = ms.Variable(np.ones(8, dtype), name="w")
 
     def rewrite(w):
-        random = np.random.default_rng(rank).integers(0, 256, w.storage.nbytes)
-        w.storage.view(np.uint8)[:] = random
-        for part in (w.storage.real, w.storage.imag) if w.dtype.kind == "c" else (w.storage,):
+        random = np.random.default_rng(rank).integers(0, 256, w._storage.nbytes)
+        w._storage.view(np.uint8)[:] = random
+        for part in (w._storage.real, w._storage.imag) if w.dtype.kind == "c" else (w._storage,):
             np.add(np.zeros(8), 1, out=part)  # leaves the padding of x86's long double alone
 
     strategy.extended.update(variable, rewrite)

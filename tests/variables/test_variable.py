@@ -34,7 +34,7 @@ def test_rank_0_s_initial_value_reaches_all(strategy, rank):
 def test_default_names_are_unique_and_equal_on_all_ranks(strategy):
     first, second = make(strategy, Aggregation.NONE), make(strategy, Aggregation.NONE)
     assert first.name != second.name
-    names = strategy.extended.collectives.gather_json([first.name, second.name])
+    names = strategy.extended._collectives.gather_json([first.name, second.name])
     assert all(each == names[0] for each in names)
 
 
@@ -320,7 +320,7 @@ def test_initial_values_travel_in_pieces(strategy, rank, size, dtype, monkeypatc
     monkeypatch.setattr(mpi_buffers, "PART_BYTES", 16)
     root = size - 1
     array = (np.arange(35).reshape(5, 7) % 2 + (rank == root)).astype(dtype)
-    with strategy.extended.collectives.call("test") as call:
+    with strategy.extended._collectives.call("test") as call:
         result = call.broadcast(array, root=root)
     expected = (np.arange(35).reshape(5, 7) % 2 + 1).astype(dtype)
     np.testing.assert_array_equal(result, expected)

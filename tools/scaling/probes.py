@@ -57,7 +57,7 @@ def measure_samples(comm: MPI.Intracomm, sizes: Sequence[int], num_samples: int)
         if num_bytes >= _SMALLEST_SUM_BYTES:
             works["sum"] = Work(bytes_reduced=num_bytes)
             candidates["sum"] = lambda: np.add(array, other, out=result)
-        timings = take_turns(candidates, strategy.extended.collectives, num_samples)
+        timings = take_turns(candidates, strategy.extended._collectives, num_samples)
         for name, work in works.items():
             samples.append((name, num_bytes, work, timings.median_s(name)))
 

@@ -213,7 +213,7 @@ def _read_layout(dataset: Any, path: str, name: str) -> _FieldLayout:
 
 def _bytes_per_row(spec: ArraySpec) -> int:
     """Return the size of one example of a field."""
-    return spec.dtype.itemsize * math.prod(spec.known_shape)
+    return spec.dtype.itemsize * math.prod(spec._known_shape)
 
 
 def _check_same_specs(names: Sequence[str], first: FileEntry, other: FileEntry) -> None:

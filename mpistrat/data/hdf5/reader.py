@@ -51,7 +51,7 @@ class Hdf5Reader:
         self._pid = os.getpid()
         self._plans = plan_fields(catalog, window_rows)
         specs = [layout.spec for layout in catalog.files[0].layouts]
-        self._specs = [(spec.known_shape, spec.dtype) for spec in specs]
+        self._specs = [(spec._known_shape, spec.dtype) for spec in specs]
         self._filled = [field for field, size in enumerate(catalog.row_sizes) if size]
         self._chunked = [
             field
