@@ -67,7 +67,7 @@ larger = values + 1  # type: ignore[operator]  # pyright: ignore[reportOperatorI
 number: ms.PerReplica[int] = values  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
 strategy.run(step, options="fast")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
 strategy.experimental_run(step, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-strategy.extended._collectives  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+strategy.extended.collectives  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 strategy.extended.variable_numbers  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 
 ms.CommunicationOptions(wire_dtype="bfloat16", timeout_seconds=5)
