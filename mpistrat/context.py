@@ -18,16 +18,7 @@ from mpistrat.values import PerReplica, mirror, unwrap_mirrored
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = [
-    "Frame",
-    "Kind",
-    "Strategy",
-    "call_in_update_context",
-    "current",
-    "entered",
-    "mode_for",
-    "set_base",
-]
+__all__ = ["Frame", "Kind", "call_in_update_context", "current", "entered", "mode_for", "set_base"]
 
 Strategy = Any
 """A `mpistrat.Strategy`, which a higher layer defines."""

@@ -14,7 +14,15 @@ from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.errors import CheckpointError
 
-__all__ = ["Entry", "Retention", "file_name", "latest_checkpoint", "list_folder", "warn_of_damage"]
+__all__ = [
+    "PREFIX",
+    "Entry",
+    "Retention",
+    "file_name",
+    "latest_checkpoint",
+    "list_folder",
+    "warn_of_damage",
+]
 
 PREFIX = "checkpoint-"
 _WHAT = "latest_checkpoint"

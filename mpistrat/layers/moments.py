@@ -15,7 +15,6 @@ from mpistrat.options import ReduceOp
 __all__ = [
     "Moments",
     "Normalization",
-    "along",
     "local_moments",
     "normalize",
     "pooled_moments",

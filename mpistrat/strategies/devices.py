@@ -17,15 +17,7 @@ from mpistrat.mpi.world import World, attached, is_started
 from mpistrat.system.cpu import cores_near_pci, own_cores
 from mpistrat.system.text import rank_list, ranks_by_value
 
-__all__ = [
-    "Offer",
-    "choose_devices",
-    "make_offer",
-    "open_device_capabilities",
-    "prepare_device",
-    "why_not_mpi",
-    "why_not_nccl",
-]
+__all__ = ["Offer", "choose_devices", "make_offer", "open_device_capabilities", "prepare_device"]
 
 
 @dataclass(frozen=True)

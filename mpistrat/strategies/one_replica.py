@@ -28,7 +28,7 @@ from mpistrat.strategies.strategy import ClusterResolver, Strategy
 from mpistrat.values import unwrap_mirrored
 from mpistrat.variables import Variable
 
-__all__ = ["OneDeviceStrategy", "default_strategy"]
+__all__ = ["OneDeviceStrategy", "default_replica_context", "default_strategy"]
 
 
 class DefaultExtended(StrategyExtended):

@@ -21,7 +21,6 @@ from mpistrat.variables import MirroredVariable, Variable
 
 __all__ = [
     "Destination",
-    "Place",
     "format_device",
     "local_components",
     "parse_destination",

@@ -20,6 +20,8 @@ from mpistrat import settings
 from mpistrat.mpi.launcher import mpiexec, without_launcher
 from mpistrat.system.processes import Program, send_signal
 
+__all__ = ["main", "rank_and_size", "run"]
+
 _UNWANTED = (
     # An unbuffered Python writes a line and its end separately, so that lines of ranks mix.
     "PYTHONUNBUFFERED",
