@@ -40,8 +40,9 @@ LIMITS: dict[str, Limit] = {
     "step: files": 15,
     "step: changes of file": 40,
     "restore: files": 30,
-    "restore: agreement rounds": 14,
-    "write: files": 31,
+    "restore: agreement rounds": 6,
+    "write: files": 25,
+    "write: agreement rounds": 3,
     "batch: files": 14,
 }
 """The largest value of each figure; for a pair, the smallest too."""

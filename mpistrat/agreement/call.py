@@ -17,7 +17,7 @@ from mpistrat.system.text import format_detail, text_of
 from mpistrat.tracing.flight_recorder import FlightEntry, State, users_place
 from mpistrat.tracing.spans import Recorder, active, mark
 
-__all__ = ["AllOrNone", "Call"]
+__all__ = ["AllOrNone", "Call", "CommonOutcome"]
 
 _C = TypeVar("_C", bound="Call")
 
@@ -174,11 +174,13 @@ class Call:
             self.channel.disagreement(self.channel.exchange(report))
 
 
-class AllOrNone:
-    """Context manager around work that fails on all ranks if it fails on any. **Collective**."""
+class CommonOutcome:
+    """Context manager around work that fails on all ranks if it fails on any."""
 
-    # Ranks that failed raise their own error, the others one of the same class and text, and the
-    # strategy stays usable. The body must not contain collectives that a failing rank would miss.
+    # **Collective** at its end, in one round, so the ranks must be known to do the same work: an
+    # earlier agreement of the same public call. Ranks that failed raise their own error, the
+    # others one of the same class and text, and the strategy stays usable. The body must not
+    # contain collectives that a failing rank would miss.
 
     def __init__(
         self,
@@ -192,8 +194,8 @@ class AllOrNone:
         self._call = Call(channel, kind, name, timeout_s, owner)
 
     def __enter__(self) -> None:
-        with self._call as call:
-            call.agree("begins")
+        with self._call:
+            pass  # finds the user's line, for messages
 
     def __exit__(
         self,
@@ -233,6 +235,14 @@ class AllOrNone:
             report["what"] += f" with {type(error).__name__}"
             report["site"] = failure_site(trace)
         _raise_for_all(channel, report, error)
+
+
+class AllOrNone(CommonOutcome):
+    """`CommonOutcome` of work that the ranks agree to begin, in a round before it."""
+
+    def __enter__(self) -> None:
+        with self._call as call:
+            call.agree("begins")
 
 
 def _raise_for_all(channel: Channel, report: dict[str, Any], own: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that rank 0 writes in a thread while the program goes on."""
+"""Asynchronous checkpoints: rank 0 copies the state, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpistrat.system.threads import Background
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
-__all__ = ["BackgroundSaver", "Snapshot"]
+__all__ = ["BackgroundSaver"]
 
 
 class Snapshot:
@@ -36,7 +36,7 @@ class Snapshot:
         self._items: list[Item] = []
 
     def clear(self) -> None:
-        """Begin a new snapshot. Local."""
+        """Begin a new snapshot."""
         self._memory = {
             each.path: each.array
             for each in self._items
@@ -45,7 +45,7 @@ class Snapshot:
         self._items = []
 
     def add(self, item: Item) -> None:
-        """Copy the values of `item` on the rank that has them. Local."""
+        """Copy the values of `item` on the rank that has them."""
         array = item.array
         if array is None:
             return
@@ -58,13 +58,7 @@ class Snapshot:
         self._items.append(item)
 
     def write(self, path: str, header: Header) -> None:
-        """Write the file `path`. Local, in any thread.
-
-        Raises
-        ------
-        CheckpointError
-            If it cannot be written; `path` is then as it was.
-        """
+        """Write the file `path`. From any thread."""
         with create_checkpoint(path, header) as writer:
             for item in self._items:
                 writer.add(item)
@@ -92,32 +86,16 @@ class BackgroundSaver:
 
     @spanned("checkpoint", _WHAT)
     def begin(self, root: Trackable, path: str, step: int, then: Callable[[], object]) -> None:
-        """Copy the state below `root`, and begin to write it to `path`. **Collective**.
-
-        Parameters
-        ----------
-        root : Trackable
-        path : str
-        step : int
-        then : callable
-            Called on rank 0, in the thread, once the file is on disk.
-
-        Raises
-        ------
-        CheckpointError
-            If there is no memory for the copy on rank 0; nothing is written then.
-        TypeError, ValueError
-            As `StateCollector` does.
-        """
+        """Copy the state below `root`, begin to write it, and `then` call that in the thread."""
         began_s = time.perf_counter()
         gathering = StateCollector(root, _WHAT, path)
-        work = RootWork(gathering.ranks)
+        work = RootWork(gathering.collectives)
         work.attempt(self._snapshot.clear)
         work.attempt_each(self._snapshot.add, gathering.items())
-        with gathering.ranks.all_or_none(_WHAT, path):
+        with gathering.collectives.common_outcome(_WHAT, path):
             _check_copied(work)
         self._path = path
-        if gathering.ranks.rank:
+        if gathering.collectives.rank:
             return
         snapshot, header = self._snapshot, gathering.header(step)
 
@@ -133,18 +111,12 @@ class BackgroundSaver:
         self._wait = self._thread.submit(write)
         self._thread.close()
 
-    def end(self, ranks: Collectives) -> bool:
-        """Wait for the file that is being written; return whether there was one. **Collective**.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, if it could not be written; what was there before is unchanged.
-        """
+    def end(self, collectives: Collectives) -> bool:
+        """Wait for the file that is being written; return whether there was one. **Collective**."""
         if self._path is None:
             return False
         path, self._path = self._path, None
-        with ranks.all_or_none(_WHAT, path):
+        with collectives.all_or_none(_WHAT, path):
             if self._wait is not None:
                 wait, self._wait = self._wait, None
                 try:
@@ -158,7 +130,7 @@ class BackgroundSaver:
         return self._thread is not None and self._thread.is_busy()
 
     def finish(self) -> None:
-        """Wait at the end of the program, and log what nobody will ask for. Local."""
+        """Wait at the end of the program, and log what nobody will ask for."""
         try:
             if self._wait is not None:
                 self._wait()
@@ -186,7 +158,7 @@ class _Unended:
         self._pid = 0
 
     def add(self, saver: BackgroundSaver) -> None:
-        """Wait for `saver` at the end of the program. Local."""
+        """Wait for `saver` at the end of the program."""
         if self._pid != os.getpid():  # the first, also the first of a fork
             self._pid = os.getpid()
             self._savers.clear()
@@ -196,7 +168,7 @@ class _Unended:
         self._savers.add(saver)
 
     def discard(self, saver: BackgroundSaver) -> None:
-        """Wait for `saver` no more. Local."""
+        """Stop waiting for `saver`."""
         self._savers.discard(saver)
 
     def finish(self) -> None:

@@ -31,15 +31,15 @@ def save(
     """
     began_s = time.perf_counter()
     gathering = StateCollector(root, _WHAT, path, parallel)
-    ranks, target = gathering.ranks, gathering.path
-    with file_of_root(ranks, _WHAT, target, gathering.header(step)) as file:
+    collectives, target = gathering.collectives, gathering.path
+    with file_of_root(collectives, _WHAT, target, gathering.header(step)) as file:
         if parallel:
             writing = ParallelWriting(file, target)
             writing.take(gathering.items())
-            writing.write(ranks, _WHAT)
+            writing.write(collectives, _WHAT)
         else:
             file.attempt_each(file.write, gathering.items())
-    if ranks.rank == 0:
+    if collectives.rank == 0:
         _logger.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - began_s)
     return target
 

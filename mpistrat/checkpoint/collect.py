@@ -1,4 +1,4 @@
-"""Rank 0's part of a save, in step with the other ranks whatever it meets."""
+"""Collecting state on rank 0, which stays in step with the other ranks if it fails."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mpistrat.checkpoint.deferred import check_nothing_waits
-from mpistrat.checkpoint.format import Header, is_storable
+from mpistrat.checkpoint.format import Header, digest_of_text, is_storable
 from mpistrat.checkpoint.object_graph import Tree, walk
-from mpistrat.checkpoint.ranks import agree_on_path, collectives_for, mpi_library
+from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
 from mpistrat.checkpoint.state_json import split_state
 from mpistrat.checkpoint.writer import (
     BufferLifetime,
@@ -33,45 +33,36 @@ class StateCollector:
     Making one is **Collective**: all ranks prove that they have the same objects, and that these
     can be saved.
 
-    Parameters
-    ----------
-    root : Trackable
-    what : str
-        The public function, for messages.
-    path : path
-        The file that is to be written, equal on all ranks.
-    parallel : bool
-        Whether all ranks write, equal on all ranks.
-
     Attributes
     ----------
-    ranks : Collectives
+    collectives : Collectives
     path : str
-
-    Raises
-    ------
-    CheckpointError, TypeError, ValueError
-        On every rank, if objects cannot be saved, differ over ranks, or lack restored values.
     """
 
     def __init__(
         self, root: Trackable, what: str, path: str | os.PathLike[str], parallel: bool = False
     ) -> None:
         self._tree = tree = walk(root._checkpoint_children())
-        self.ranks: Collectives = collectives_for(tree, what)
-        self.path = agree_on_path(self.ranks, what, path, parallel=parallel)
+        self.collectives: Collectives = collectives_for(tree, what)
+        self.path = agree_on_path(self.collectives, what, path, parallel=parallel)
         self._states: list[Item] = []
-        with self.ranks.all_or_none(what, self.path):
-            _check_savable(tree)
-            if self.ranks.rank == 0:  # expect_partial() may have been called there alone
-                check_nothing_waits(what, root, tree)
-            for name, each in tree.stateful.items():
-                self._states += _items_of_state(name, each.state_dict())
-        _check_same_on_all_ranks(self.ranks, what, self.path, tree)
+        digests = self.collectives.on_all(lambda: self._check(root, what), what, self.path)
+        if len(set(digests)) > 1:
+            _refuse_differing(self.collectives, what, self.path, tree)
+
+    def _check(self, root: Trackable, what: str) -> str:
+        """Take the states of objects, and return the digest of all paths."""
+        _check_savable(self._tree)
+        if self.collectives.rank == 0:  # expect_partial() may have been called there alone
+            check_nothing_waits(what, root, self._tree)
+        for name, each in self._tree.stateful.items():
+            self._states += _items_of_state(name, each.state_dict())
+        return digest_of_text("\0".join(self._tree.paths()).encode())
 
     def header(self, step: int) -> Header:
-        """Return the attributes of the root group. Local."""
-        return Header(step=step, num_replicas=self.ranks.size, mpi_library=mpi_library(self.ranks))
+        """Return the attributes of the root group."""
+        transport = self.collectives.channel.transport
+        return Header(step=step, num_replicas=transport.size, mpi_library=transport.library)
 
     def items(self) -> Iterator[Item]:
         """Yield all that goes into the file, in step on all ranks. **Collective**.
@@ -121,27 +112,29 @@ def _check_savable(tree: Tree) -> None:
             )
 
 
-def _check_same_on_all_ranks(ranks: Collectives, what: str, path: str, tree: Tree) -> None:
+def _refuse_differing(collectives: Collectives, what: str, path: str, tree: Tree) -> None:
+    """Raise on every rank how the objects of the first rank that differs do. **Collective**."""
     own = tree.paths()
-    first = ranks.broadcast_json(own)
-    with ranks.all_or_none(what, path):
+    first = collectives.broadcast_json(own)
+    with collectives.common_outcome(what, path):
         if own != first:
             differing = sorted(set(own) ^ set(first)) or "only in their order"
             raise ValueError(
-                f"{what}: the objects on rank {ranks.rank} of {ranks.size} differ from those on "
-                f"rank 0: {differing}. Every rank must save the same objects in the same order."
+                f"{what}: the objects on rank {collectives.rank} of {collectives.size} differ from "
+                f"those on rank 0: {differing}. Every rank must save the same objects in the same "
+                "order."
             )
 
 
 class RootWork:
     """Work of rank 0 between collectives, whose first failure is kept until `check`."""
 
-    def __init__(self, ranks: Collectives) -> None:
-        self._is_root = ranks.rank == 0
+    def __init__(self, collectives: Collectives) -> None:
+        self._is_root = collectives.rank == 0
         self._failure: Exception | None = None
 
     def attempt(self, do: Callable[..., object], *arguments: Any) -> None:
-        """Call `do` on rank 0, unless something has failed before. Local."""
+        """Call `do` on rank 0, unless something has failed before."""
         if self._is_root and self._failure is None:
             try:
                 do(*arguments)
@@ -155,12 +148,12 @@ class RootWork:
             del item  # or the next would come while this one is there
 
     def abandon(self, error: BaseException) -> None:
-        """Do nothing more, because of `error`. Local."""
+        """Do nothing more, because of `error`."""
         if self._failure is None:
             self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
 
     def check(self) -> None:
-        """Raise what went wrong. Local."""
+        """Raise what went wrong."""
         if self._failure is not None:
             raise self._failure
 
@@ -168,8 +161,8 @@ class RootWork:
 class RootFile(RootWork):
     """The file that rank 0 writes."""
 
-    def __init__(self, ranks: Collectives, path: str, header: Header) -> None:
-        super().__init__(ranks)
+    def __init__(self, collectives: Collectives, path: str, header: Header) -> None:
+        super().__init__(collectives)
         self._context = create_checkpoint(path, header)
         self._writer: CheckpointWriter | None = None
         self.attempt(self._open)
@@ -178,43 +171,45 @@ class RootFile(RootWork):
         self._writer = self._context.__enter__()
 
     def attempt_with(self, add: Callable[[CheckpointWriter], object]) -> None:
-        """Call `add` on rank 0 with the writer, unless something has failed before. Local."""
+        """Call `add` on rank 0 with the writer, unless something has failed before."""
         if self._writer is not None:
             self.attempt(add, self._writer)
 
     def write(self, item: Item) -> None:
-        """Write `item` on rank 0. Local."""
+        """Write `item` on rank 0."""
         self.attempt_with(lambda writer: writer.add(item))
 
     def abandon(self, error: BaseException) -> None:
-        """Remove what has been written, because of `error`. Local."""
+        """Remove what has been written, because of `error`."""
         super().abandon(error)
         if self._writer is not None:
             self._writer = None
             try:
                 self._context.__exit__(type(error), error, error.__traceback__)
-            except Exception as told:  # the same error in the words of this library
-                self._failure = told
+            except Exception as explained:
+                self._failure = explained
 
     def complete(self) -> None:
-        """Put the file in its place on rank 0, or raise what went wrong. Local."""
+        """Put the file in its place on rank 0, or raise what went wrong."""
         self.check()
         if self._writer is not None:
             self._context.__exit__(None, None, None)
 
 
 @contextlib.contextmanager
-def file_of_root(ranks: Collectives, what: str, path: str, header: Header) -> Iterator[RootFile]:
+def file_of_root(
+    collectives: Collectives, what: str, path: str, header: Header
+) -> Iterator[RootFile]:
     """Have rank 0 write the file `path`, for the public function `what`. **Collective**.
 
     Where rank 0 fails to write, it still takes part for the rest, and the error is raised on
     every rank at the end.
     """
-    file = RootFile(ranks, path, header)
+    file = RootFile(collectives, path, header)
     try:
         yield file
     except BaseException as error:
         file.abandon(error)
         raise
-    with ranks.all_or_none(what, path):
+    with collectives.common_outcome(what, path):
         file.complete()

@@ -1,4 +1,4 @@
-"""What a restore has read, and how it finds its way into the objects, now and later."""
+"""Deferred restoration: values of a file wait until the program makes their objects."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint.object_graph import PlacedDependent, Tree, find_paths, walk
+from mpistrat.checkpoint.object_graph import PlacedSlot, Tree, slot_paths, walk
 from mpistrat.checkpoint.state_json import join_state, split_state
 from mpistrat.errors import CheckpointError, CheckpointMismatchError
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
 
 __all__ = [
-    "LateChild",
     "Restoration",
     "Shape",
-    "Waiting",
-    "attach_children",
+    "attach_slots",
     "check_nothing_waits",
     "check_shapes",
+    "deferred_slots",
     "describe",
-    "fresh_children",
-    "late_children",
-    "make_children",
+    "fresh_slots",
+    "make_slots",
     "shapes_as_json",
     "shapes_from_json",
 ]
@@ -42,11 +40,6 @@ def check_shapes(path: str, tree: Tree, stored: dict[str, Shape]) -> None:
     Variables must have the shape and dtype of the file. Arrays of a ``state_dict()`` must have
     its dtype and number of dimensions, and its lengths but for the first: a history may have
     grown. An array that the object does not have yet, or that is empty there, may become any.
-
-    Raises
-    ------
-    CheckpointMismatchError
-        If shapes or dtypes differ; the message names each array, with both.
     """
     lines = [*_of_variables(tree, stored), *_of_states(tree, stored)]
     if lines:
@@ -85,23 +78,23 @@ def _difference(name: str, stored: Shape, own: Shape) -> str:
 
 
 def describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
-    """Return shape and dtype as messages show them. Local."""
+    """Return shape and dtype as messages show them."""
     return f"{dtype} of shape {shape}"
 
 
 def shapes_as_json(shapes: Mapping[str, Shape]) -> Any:
-    """Return shapes and dtypes as a JSON value. Local."""
+    """Return shapes and dtypes as a JSON value."""
     return [[name, shape, dtype.str] for name, (shape, dtype) in shapes.items()]
 
 
 def shapes_from_json(value: Any) -> dict[str, Shape]:
-    """Return what `shapes_as_json` took apart. Local."""
+    """Return the shapes that `shapes_as_json` converted."""
     return {name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in value}
 
 
 @dataclass(frozen=True)
-class LateChild:
-    """A child that `owner` has for the variable `of`, or will have."""
+class DeferredSlot:
+    """A slot that `owner` has for the variable `of`, or will have: a momentum, a moment."""
 
     owner: Trackable
     owner_path: str
@@ -118,8 +111,8 @@ class LateChild:
         return id(self.owner), self.name, id(self.of)
 
 
-def late_children(tree: Tree) -> dict[str, LateChild]:
-    """Return what each variable of `tree` has or will have, by path. Local."""
+def deferred_slots(tree: Tree) -> dict[str, DeferredSlot]:
+    """Return by path the slots that variables of `tree` have or will have, made or not."""
     own = {id(variable): path for path, variable in reversed(list(tree.variables.items()))}
     found = {}
     for owner_path, owner in tree.trackables.items():
@@ -127,21 +120,21 @@ def late_children(tree: Tree) -> dict[str, LateChild]:
             dependents = [
                 (owner_path, Dependent(name, None, tree.variables[path])) for path in own.values()
             ]
-            places = {**tree.outside, **find_paths(dependents, tree.variables)[0]}
+            places = {**tree.outside, **slot_paths(dependents, tree.variables)[0]}
             for path, place in places.items():
                 of: Any = place[1].of
                 if place[0] == owner_path and place[1].name == name:
-                    found[path] = LateChild(owner, owner_path, name, of, own.get(id(of)), make)
+                    found[path] = DeferredSlot(owner, owner_path, name, of, own.get(id(of)), make)
     return found
 
 
-def make_children(
-    late: Mapping[str, LateChild], tree: Tree, stored: Collection[str]
+def make_slots(
+    slots: Mapping[str, DeferredSlot], tree: Tree, stored: Collection[str]
 ) -> dict[str, Variable]:
     """Return, by path, new children for what only the file has. **Collective**."""
     made: dict[tuple[int, str, int], Variable] = {}
     by_path = {}
-    for path, each in late.items():
+    for path, each in slots.items():
         if path in stored and path not in tree.variables:
             if each.key not in made:
                 made[each.key] = each.make(each.of)
@@ -149,22 +142,22 @@ def make_children(
     return by_path
 
 
-def attach_children(late: Mapping[str, LateChild], made: Mapping[str, Variable]) -> None:
-    """Give the owners the children that have been `made`, as they are. Local."""
+def attach_slots(slots: Mapping[str, DeferredSlot], made: Mapping[str, Variable]) -> None:
+    """Attach the slots that have been `made` to their owners, without filling them."""
     for path, child in {id(child): (path, child) for path, child in made.items()}.values():
-        late[path].owner._on_new_child = None
-        late[path].owner._attach_child(late[path].name, child, of=late[path].of)
+        slots[path].owner._on_new_child = None
+        slots[path].owner._attach_child(slots[path].name, child, of=slots[path].of)
 
 
-def fresh_children(
-    late: Mapping[str, LateChild], tree: Tree, stored: Collection[str]
+def fresh_slots(
+    slots: Mapping[str, DeferredSlot], tree: Tree, stored: Collection[str]
 ) -> dict[str, Variable]:
-    """Return the children that the program which wrote the file did not have yet. Local."""
-    owners = {each.owner_path for each in late.values()}
+    """Return the slots that the program which wrote the file had not made yet."""
+    owners = {each.owner_path for each in slots.values()}
     owners = {owner for owner in owners if any(each.startswith(f"{owner}/") for each in stored)}
     return {
         path: tree.variables[path]
-        for path, each in late.items()
+        for path, each in slots.items()
         if path in tree.variables
         and path not in stored
         and (each.of_path is None or each.of_path in stored)
@@ -186,19 +179,13 @@ class Restoration:
     """Paths of the objects that have been filled."""
     variables: dict[str, Variable] = field(default_factory=dict)
     """The variables that have been found, by path: later children may belong to them."""
-    waiting: list[PlacedDependent] = field(default_factory=list)
+    waiting: list[PlacedSlot] = field(default_factory=list)
     """Children whose variable has not been found yet."""
     is_partial: bool = False
     """Whether what no object has taken is not missed."""
 
     def load_state(self, tree: Tree) -> Callable[[], None]:
-        """Fill the stateful objects of `tree` that the file has; return how to undo it. Local.
-
-        Raises
-        ------
-        CheckpointMismatchError
-            If an object refuses its state; all of them are then as they were.
-        """
+        """Fill the stateful objects of `tree` that the file has; return how to undo it."""
         undo = contextlib.ExitStack()
         for path, stateful in tree.stateful.items():
             if path not in self.state:
@@ -216,19 +203,15 @@ class Restoration:
         return undo.close
 
     def load_variables(self, tree: Tree) -> None:
-        """Assign the variables of `tree` that the file has. Local."""
+        """Assign the variables of `tree` that the file has."""
         for path, variable in tree.variables.items():
             if path in self.arrays:
                 variable._load_value(self.arrays[path])
 
     def take(self, tree: Tree, filled: Iterable[str] = ()) -> None:
-        """Forget what the objects of `tree` have got, and wait for their later children. Local.
+        """Forget what the objects of `tree` have received, and wait for their later children.
 
-        Parameters
-        ----------
-        tree : Tree
-        filled : iterable of str
-            Paths of the variables that have got values that were never here.
+        `filled` are the paths of variables whose values never were in `arrays`.
         """
         for path in tree.paths():
             self.restored.discard(path)  # an object in the place of one that had been filled
@@ -250,11 +233,11 @@ class Restoration:
         self.waiting += [each for path, each in tree.outside.items() if path not in self.restored]
 
     def wait_for_children(self, path: str, trackable: Trackable) -> None:
-        """Fill the children that `trackable` gets from now on. Local."""
+        """Fill each child as soon as `trackable` gets it."""
         trackable._on_new_child = Waiting(self, path)
 
     def fill_new_child(self, prefix: str, name: str, child: object, of: object) -> None:
-        """Fill the `child` that the object at the path `prefix` has got. Local."""
+        """Fill the `child` that has been attached to the object at the path `prefix`."""
         objects = {name: child} if of is None else {}
         dependents = [] if of is None else [(prefix, Dependent(name, child, of))]
         tree = walk(objects, prefix, dependents, self.variables)
@@ -273,7 +256,7 @@ class Restoration:
         return arrays | dict.fromkeys(self.state, "state")
 
     def arrays_below(self, path: str) -> list[str]:
-        """Return the keys of the arrays that belong to the state `path`. Local."""
+        """Return the keys of the arrays that belong to the state `path`."""
         below = f"{path}/"
         return [name.removeprefix(below) for name in self.arrays if name.startswith(below)]
 
@@ -290,7 +273,7 @@ class Waiting:
     prefix: str
 
     def __call__(self, name: str, child: object, of: object) -> None:
-        """Fill `child`. Local."""
+        """Fill `child`."""
         self.restoration.fill_new_child(self.prefix, name, child, of)
 
     def missing_below(self, prefix: str) -> dict[str, tuple[str, str]]:

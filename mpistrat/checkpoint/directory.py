@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which are there, how old they are, and which one is sound."""
+"""Checkpoint directories: retention, ages, and which file is sound."""
 
 from __future__ import annotations
 
@@ -32,18 +32,12 @@ class Entry:
 
 
 def file_name(step: int) -> str:
-    """Return the name of the checkpoint of `step`. Local."""
+    """Return the name of the checkpoint of `step`."""
     return f"{PREFIX}{step}.h5"
 
 
 def list_folder(directory: str | os.PathLike[str]) -> list[Entry]:
-    """Return the checkpoints in `directory`, which may be missing, oldest first. Local.
-
-    Raises
-    ------
-    CheckpointError
-        If the folder cannot be read.
-    """
+    """Return the checkpoints in `directory`, which may be missing, oldest first."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -86,13 +80,9 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     TypeError, ValueError
         If `directory` is no path.
     """
-    ranks = collectives_for(Tree(), _WHAT)
-    folder = agree_on_path(ranks, _WHAT, directory)
-    found: str | None = None
-    with ranks.all_or_none(_WHAT, folder):
-        if ranks.rank == 0:
-            found = _find_sound(folder)
-    answer: str | None = ranks.broadcast_json(found)
+    collectives = collectives_for(Tree(), _WHAT)
+    folder = agree_on_path(collectives, _WHAT, directory)
+    answer: str | None = collectives.on_root(lambda: _find_sound(folder), _WHAT, folder)
     return answer
 
 
@@ -110,25 +100,15 @@ def _find_sound(directory: str) -> str | None:
 
 
 def warn_of_damage(error: CheckpointError) -> None:
-    """Log that a checkpoint is passed over because of `error`. Local."""
+    """Log that a checkpoint is passed over because of `error`."""
     _logger.warning("Passing over a checkpoint that is not sound. %s", error)
 
 
 class Retention:
-    """The rule of `max_to_keep` and `keep_every_n_hours`, and the files that it governs.
+    """Which of the files in a directory stay: the newest `max_to_keep`, and some older ones.
 
-    Parameters
-    ----------
-    max_to_keep : int or None
-        So many of the newest stay; ``None`` keeps all.
-    keep_every_s : float or None
-        Of the older ones, one stays whenever so many seconds lie between it and the last that
-        stayed for this reason.
-    found : sequence of Entry
-        What the folder holds already, oldest first. Files beyond `max_to_keep` are there
-        because they were kept before.
-    now_s : float
-        Where the count of seconds begins in an empty folder.
+    Of older files, one stays whenever `keep_every_s` seconds lie between it and the last one that
+    stayed for this reason; in an empty directory the seconds count from `now_s`.
     """
 
     def __init__(
@@ -141,6 +121,7 @@ class Retention:
         self._max_to_keep = max_to_keep
         self._keep_every_s = keep_every_s
         self._count_from_s = float("-inf")
+        # Files beyond `max_to_keep` are there because they were kept before.
         self._recent = list(found)
         self._kept: list[Entry] = []
         self._keep_some_of(self._older())
@@ -155,11 +136,11 @@ class Retention:
 
     @property
     def entries(self) -> list[Entry]:
-        """All files, oldest first. Local."""
+        """All files, oldest first."""
         return sorted(self._kept + self._recent)
 
     def add(self, entry: Entry) -> list[Entry]:
-        """Take in a new file, and return those that are to go. Local."""
+        """Add a new file, and return those that are to be removed."""
         self._kept = [each for each in self._kept if each.path != entry.path]
         self._recent = [each for each in self._recent if each.path != entry.path]
         self._recent.append(entry)

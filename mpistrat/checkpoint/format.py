@@ -28,7 +28,6 @@ __all__ = [
     "digest_of_array",
     "digest_of_text",
     "format_digest",
-    "is_digest",
     "is_path_part",
     "is_storable",
 ]
@@ -57,7 +56,7 @@ class Header:
 
     @staticmethod
     def now() -> str:
-        """Return the time as `created` holds it. Local."""
+        """Return the time as `created` holds it."""
         return datetime.now(timezone.utc).isoformat()
 
     @property
@@ -75,13 +74,7 @@ class Header:
         return created.timestamp()
 
     def check(self) -> None:
-        """Refuse what no program can have written.
-
-        Raises
-        ------
-        ValueError
-            If an attribute is out of its range.
-        """
+        """Raise ValueError for attributes that no program can have written."""
         if self.step < -1:
             raise ValueError(f"the attribute step is {self.step}")
         if self.num_replicas < 1:
@@ -123,39 +116,33 @@ class VariableInfo:
 
 
 def is_storable(dtype: np.dtype) -> bool:
-    """Return whether variables of `dtype` can be stored: numbers and booleans. Local."""
+    """Return whether variables of `dtype` can be stored: numbers and booleans."""
     return dtype.kind in "biufc"
 
 
 def is_digest(text: object) -> bool:
-    """Return whether `text` has the form of a digest. Local."""
+    """Return whether `text` has the form of a digest."""
     return isinstance(text, str) and re.fullmatch(r"sha256:[0-9a-f]{64}", text) is not None
 
 
 def digest_of_array(array: np.ndarray) -> str:
-    """Return the digest over the bytes of `array` in C order. Local."""
+    """Return the digest over the bytes of `array` in C order."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return format_digest(hashlib.sha256(flat.data))
 
 
 def digest_of_text(text: bytes) -> str:
-    """Return the digest of a text in UTF-8. Local."""
+    """Return the digest of a text in UTF-8."""
     return format_digest(hashlib.sha256(text))
 
 
 def format_digest(found: hashlib._Hash) -> str:
-    """Return a SHA-256 as the attribute ``digest`` holds it. Local."""
+    """Return a SHA-256 as the attribute ``digest`` holds it."""
     return f"sha256:{found.hexdigest()}"
 
 
 def check_path(path: str) -> None:
-    """Refuse an object path that HDF5 cannot hold.
-
-    Raises
-    ------
-    ValueError
-        If a part between two ``/`` is empty, ``.`` or ``..``, or if `path` contains a zero byte.
-    """
+    """Refuse an object path that HDF5 cannot hold."""
     if not all(map(is_path_part, path.split("/"))):
         raise ValueError(
             f"{path!r} cannot be the path of an object in a checkpoint: no part of it may be "
@@ -164,5 +151,5 @@ def check_path(path: str) -> None:
 
 
 def is_path_part(name: str) -> bool:
-    """Return whether `name` can stand between two ``/`` of an object path. Local."""
+    """Return whether `name` can stand between two ``/`` of an object path."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name

@@ -31,34 +31,13 @@ from mpistrat.system.files import remove_file
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
-__all__ = ["CheckpointManager", "restore_newest"]
+__all__ = ["CheckpointManager"]
 
 
 def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str | None:
     """Restore the objects below `root` from the last of `paths` that is sound. **Collective**.
 
     A restore assigns all or nothing, so each file is tried, and read once.
-
-    Parameters
-    ----------
-    root : Trackable
-    directory : str
-        For messages.
-    paths : sequence of str
-        Oldest first, equal on all ranks.
-
-    Returns
-    -------
-    str or None
-        The path of the file, ``None`` without any.
-
-    Raises
-    ------
-    CheckpointError
-        If there are checkpoints but none is sound: to start again in silence would lose what
-        the program had reached, and later checkpoints would take the places of these.
-    CheckpointMismatchError
-        If the file does not have every object of the program, or others.
     """
     errors: list[CheckpointError] = []
     for path in reversed(paths):
@@ -74,6 +53,8 @@ def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str
             return path
     if not errors:
         return None
+    # To start again in silence would lose what the program had reached, and later checkpoints
+    # would take the places of these.
     corrupt = any(isinstance(error, CheckpointCorruptError) for error in errors)
     raise (CheckpointCorruptError if corrupt else CheckpointError)(
         f"The folder {directory} has checkpoints, but none of them can be restored:\n"
@@ -106,7 +87,7 @@ class CheckpointManager:
         Gives the step where `save` is called without one.
     asynchronous : bool
         Whether `save` returns once it has copied the state, and rank 0 writes the copy while the
-        program goes on. Rank 0 keeps the memory of the copy for the next one.
+        program continues. Rank 0 keeps the memory of the copy for the next one.
     parallel : bool
         Whether all ranks write each file, as by ``Checkpoint.write(path, parallel=True)``. Not
         together with `asynchronous`.
@@ -197,8 +178,8 @@ class CheckpointManager:
         """
         self.wait()
         given = self._step(step)
-        ranks = self._collectives()
-        with ranks.call("CheckpointManager.save") as call:
+        collectives = self._collectives()
+        with collectives.call("CheckpointManager.save") as call:
             number = _checked_step(given)
             call.agree(number)
         path = os.path.join(self._directory, file_name(number))
@@ -212,9 +193,7 @@ class CheckpointManager:
             return path
         save(self._checkpoint, path, number, self._parallel)
         self._retention = planned
-        with ranks.all_or_none("CheckpointManager.save", path):
-            if ranks.rank == 0:
-                _remove_all(surplus)
+        collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)
         return path
 
     def restore_or_initialize(self, init_fn: Callable[[], object] | None = None) -> str | None:
@@ -277,7 +256,7 @@ class CheckpointManager:
         return given
 
     def _look_through(self) -> tuple[float, list[tuple[float, int, str]]]:
-        """Return the time and the files of the folder, after a clean-up. Local."""
+        """Return the time and the files of the folder, without those of dead writers."""
         for path in hdf5.remove_leftovers(self._directory, PREFIX):
             _logger.info("Removed %s, which a writer left behind when it died.", path)
         found = [(e.created_s, e.step, e.path) for e in list_folder(self._directory)]
@@ -285,12 +264,7 @@ class CheckpointManager:
 
     def _from_root(self, what: str, look: Callable[[], Any]) -> Any:
         """Return what `look` finds on rank 0, on every rank. **Collective**."""
-        ranks = self._collectives()
-        found = None
-        with ranks.all_or_none(what, self._directory):
-            if ranks.rank == 0:
-                found = look()
-        return ranks.broadcast_json(found)
+        return self._collectives().on_root(look, what, self._directory)
 
     def _collectives(self) -> Collectives:
         tree = walk(self._checkpoint._checkpoint_children())

@@ -1,4 +1,4 @@
-"""Walk a tree of objects and give each piece of state its path.
+"""Object graph of a checkpoint: which objects hold state, and under which paths.
 
 Attribute names and dict keys are joined by ``/``, list items count by number:
 ``model/layers/0/kernel``.
@@ -18,22 +18,16 @@ from mpistrat.trackable import Dependent, Reach, Trackable, has_attributes, walk
 from mpistrat.variables import Variable
 
 __all__ = [
-    "DeviceGeneratorState",
-    "GeneratorState",
-    "PlacedDependent",
-    "RandomStateState",
-    "Stateful",
+    "PlacedSlot",
     "Tree",
     "check_can_hold_state",
-    "find_paths",
-    "generator_state",
-    "part_of_name",
+    "slot_paths",
     "walk",
 ]
 
 
 def generator_state(value: object) -> Any:
-    """Return what gives and takes the state of a generator, ``None`` for other objects. Local."""
+    """Return an adapter with the state of a random generator, ``None`` for other objects."""
     if isinstance(value, np.random.Generator):
         return GeneratorState(value.bit_generator)
     if isinstance(value, np.random.RandomState):
@@ -51,18 +45,12 @@ class GeneratorState:
         self._bits = bits
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the bit generator, in JSON values. Local."""
+        """Return the state of the bit generator, in JSON values."""
         state: dict[str, Any] = _as_json(self._bits.state)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the state of the bit generator. Local.
-
-        Raises
-        ------
-        ValueError
-            If it is the state of another bit generator.
-        """
+        """Set the state of the bit generator."""
         self._bits.state = state
 
 
@@ -73,18 +61,12 @@ class RandomStateState:
         self._generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, in JSON values. Local."""
+        """Return the state, in JSON values."""
         state: dict[str, Any] = _as_json(self._generator.get_state(legacy=False))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the state. Local.
-
-        Raises
-        ------
-        ValueError
-            If it is the state of another bit generator.
-        """
+        """Set the state."""
         self._generator.set_state(state)
 
 
@@ -98,18 +80,12 @@ class DeviceGeneratorState:
         self._bits = bits
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the name of the bit generator, and the bytes of its state. Local."""
+        """Return the name of the bit generator, and the bytes of its state."""
         state: Array = self._bits._state
         return {"bit_generator": type(self._bits).__name__, "state": host_view(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the state in place. Local.
-
-        Raises
-        ------
-        ValueError
-            If it is the state of another bit generator, or of one of another size.
-        """
+        """Set the state in place."""
         own, given = self.state_dict(), state["state"]
         if (own["bit_generator"], own["state"].shape) != (state["bit_generator"], given.shape):
             raise ValueError(
@@ -126,31 +102,20 @@ def _as_json(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-PlacedDependent = tuple[str, Dependent]
+PlacedSlot = tuple[str, Dependent]
 """A dependent child, after the path of the object that keeps it."""
 
 
-def find_paths(
-    dependents: Iterable[PlacedDependent], variables: Mapping[str, Any]
-) -> tuple[dict[str, PlacedDependent], dict[str, PlacedDependent]]:
+def slot_paths(
+    dependents: Iterable[PlacedSlot], variables: Mapping[str, Any]
+) -> tuple[dict[str, PlacedSlot], dict[str, PlacedSlot]]:
     """Return `dependents` by path, and those of them whose variable is in no checkpoint. Local.
 
     The latter have the name of their variable in place of its path.
-
-    Parameters
-    ----------
-    dependents : iterable of (str, Dependent)
-    variables : dict of str to Variable
-        By path. The first path of a variable counts.
-
-    Raises
-    ------
-    ValueError
-        If two would have the same path.
     """
     paths = {id(variable): path for path, variable in reversed(list(variables.items()))}
-    found: dict[str, PlacedDependent] = {}
-    outside: dict[str, PlacedDependent] = {}
+    found: dict[str, PlacedSlot] = {}
+    outside: dict[str, PlacedSlot] = {}
     for prefix, dependent in dependents:
         of: Any = dependent.of
         below = paths.get(id(of))
@@ -201,40 +166,24 @@ class Tree:
     """Objects that may get children later."""
     empty: list[str] = field(default_factory=list)
     """Plain objects without any state below them."""
-    outside: dict[str, PlacedDependent] = field(default_factory=dict)
+    outside: dict[str, PlacedSlot] = field(default_factory=dict)
     """Children of variables that are not in the tree. Their paths have the variables' names."""
 
     def paths(self) -> list[str]:
-        """Return the paths of all variables and stateful objects. Local."""
+        """Return the paths of all variables and stateful objects."""
         return [*self.variables, *self.stateful]
 
 
 def walk(
     objects: Mapping[str, object],
     prefix: str = "",
-    dependents: Sequence[PlacedDependent] = (),
+    dependents: Sequence[PlacedSlot] = (),
     known: Mapping[str, Variable] | None = None,
 ) -> Tree:
     """Return the state below `objects`, whose names follow `prefix`. Local.
 
     Variables, trackables, generators and objects with ``state_dict()`` are found in dicts,
     lists, tuples, and in the attributes of other objects, whose other attributes are left out.
-
-    Parameters
-    ----------
-    objects : dict of str to object
-    prefix : str
-    dependents : sequence of (str, Dependent)
-        To be taken in too.
-    known : dict of str to Variable
-        Variables elsewhere in the checkpoint, by path, that dependents may belong to.
-
-    Raises
-    ------
-    TypeError
-        If a dict, list or tuple holds something that is no state.
-    ValueError
-        If two objects would have the same path, or one of them a path below another's.
     """
     walker = _Walker()
     for name, child in objects.items():
@@ -245,13 +194,7 @@ def walk(
 
 
 def check_can_hold_state(path: str, child: object) -> None:
-    """Refuse an object that a checkpoint can never save or fill.
-
-    Raises
-    ------
-    TypeError
-        For numbers, arrays, strings, functions and the like.
-    """
+    """Refuse an object that a checkpoint can never save or fill."""
     if _has_own_state(child) or isinstance(child, dict | list | tuple) or has_attributes(child):
         return
     raise TypeError(
@@ -277,11 +220,11 @@ def _is_leaf(child: object) -> bool:
 class _Walker:
     def __init__(self) -> None:
         self.tree = Tree()
-        self.dependents: list[PlacedDependent] = []
+        self.dependents: list[PlacedSlot] = []
 
-    def take_in(self, dependents: Sequence[PlacedDependent], known: Mapping[str, Variable]) -> None:
+    def take_in(self, dependents: Sequence[PlacedSlot], known: Mapping[str, Variable]) -> None:
         """Visit children that belong to variables, once the paths of these are known."""
-        found, self.tree.outside = find_paths(dependents, {**known, **self.tree.variables})
+        found, self.tree.outside = slot_paths(dependents, {**known, **self.tree.variables})
         for path, (_, dependent) in found.items():
             self.visit(path, dependent.child)
 

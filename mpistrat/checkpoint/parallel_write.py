@@ -1,7 +1,7 @@
-"""Large mirrored variables on their way into one file, from all ranks that see it.
+"""Parallel writing of large mirrored variables into one file, by all ranks that see it.
 
 All ranks hold the same values. So rank 0 makes room in the file, and each rank digests and writes
-some of the variables there, past the HDF5 library, which therefore needs no MPI of its own. No two
+some of the variables there, past the HDF5 library, which therefore needs no MPI. No two
 ranks write to one page of the file: network file systems, where each node keeps pages in memory,
 may lose what one of them has written. The last page of a variable goes through rank 0.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from mpistrat.arrays import Array, is_on_host
 from mpistrat.checkpoint.collect import RootFile
 from mpistrat.checkpoint.format import digest_of_array
-from mpistrat.checkpoint.ranks import agree_on_shares
+from mpistrat.checkpoint.ranks import Worker, divide_work, this_worker
 from mpistrat.checkpoint.raw_io import (
     BYTES_WORTH_A_THREAD,
     ChecksumPool,
@@ -39,15 +39,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class ParallelWriting:
-    """Takes the state on one rank, and writes this rank's share of the large variables.
-
-    Parameters
-    ----------
-    file : RootFile
-        Takes the rest: the file on rank 0, a stand-in elsewhere.
-    path : str
-        The final name, for messages.
-    """
+    """Writes this rank's share of the large variables, and all else through `file`."""
 
     def __init__(self, file: RootFile, path: str) -> None:
         self._file = file
@@ -75,44 +67,44 @@ class ParallelWriting:
     def _reserve(self, item: Item, array: Array, writer: CheckpointWriter) -> None:
         self._offsets[item.path] = writer.reserve(item, array)
 
-    def write(self, ranks: Collectives, what: str) -> None:
-        """Write the large variables. **Collective**.
-
-        Parameters
-        ----------
-        ranks : Collectives
-        what : str
-            The public function, for messages.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, if one cannot write its share. What rank 0 fails at, its file keeps.
-        """
+    def write(self, collectives: Collectives, what: str) -> None:
+        """Write the large variables. **Collective**."""
         own: list[_Room] = []
         self._file.attempt_with(lambda writer: own.append(_Room.of(writer, self._offsets)))
-        room = ranks.broadcast_json(asdict(own[0]) if own else None)
+        room = collectives.broadcast_json(asdict(own[0]) if own else None)
         if room is None:  # rank 0 has failed
             return
-        written = self._write_shares(ranks, what, _Room(**room))
-        reports = ranks.gather_json({name: asdict(each) for name, each in written.items()})
+        reports = self._write_shares(collectives, what, _Room(**room))
         self._file.attempt_with(lambda writer: self._complete(writer, reports))
 
-    def _write_shares(self, ranks: Collectives, what: str, room: _Room) -> dict[str, _Written]:
-        handle = None
-        try:
-            with ranks.all_or_none(what, self._path), explaining(self._path):
-                handle = room.open(must_be_there=ranks.rank == 0)
-            sizes = {name: self._arrays[name].nbytes for name in room.offsets}
-            shares = agree_on_shares(ranks, sizes, handle is not None)
-            with ranks.all_or_none(what, self._path), explaining(self._path):
-                if handle is None:
-                    return {}
-                places = {name: room.offsets[name] for name in shares.own}
-                written = self._write_own(handle, places, shares.num_threads)
-                if ranks.rank:  # rank 0 flushes the file at its end
+    def _write_shares(
+        self, collectives: Collectives, what: str, room: _Room
+    ) -> list[dict[str, dict[str, str]]]:
+        """Return by rank and variable what has been written. **Collective**."""
+        rank = collectives.rank
+        handle: int | None = None
+
+        def open_file() -> Worker | None:
+            nonlocal handle
+            with explaining(self._path):
+                handle = room.open(must_be_there=rank == 0)
+            return None if handle is None else this_worker()
+
+        def write_own() -> dict[str, dict[str, str]]:
+            if handle is None:
+                return {}
+            with explaining(self._path):
+                places = {name: room.offsets[name] for name in work.own}
+                written = self._write_own(handle, places, work.num_threads)
+                if rank:  # rank 0 flushes the file at its end
                     os.fsync(handle)
-                return written
+            return {name: asdict(each) for name, each in written.items()}
+
+        try:
+            workers = collectives.on_all(open_file, what, self._path)
+            sizes = {name: self._arrays[name].nbytes for name in room.offsets}
+            work = divide_work(sizes, workers, rank)
+            return collectives.on_all(write_own, what, self._path)
         finally:
             if handle is not None:
                 os.close(handle)

@@ -90,7 +90,7 @@ class PreemptionCheckpointHandler:
             self._previous[number] = signal.signal(number, self._note)
 
     def save_checkpoint_if_preempted(self) -> bool:
-        """Save if any rank has been told of the end; to be called once a step. **Collective**.
+        """Save if any rank has noticed the end of the job. **Collective**, once a step.
 
         The agreement is a reduction of one number. The file is on disk when this returns, also
         with ``asynchronous=True``. It saves once; from then on the signals are ignored, so that
@@ -112,8 +112,8 @@ class PreemptionCheckpointHandler:
             self._noticed = "the end of the job is near"
         self._own[0] = self._noticed is not None
         with self._ranks.call(_WHAT) as call:
-            (told,) = call.all_reduce(ReduceOp.MAX, [self._own])
-        if not told[0]:
+            (noticed,) = call.all_reduce(ReduceOp.MAX, [self._own])
+        if not noticed[0]:
             return False
         if self._noticed is not None:
             _logger.warning("%s: all ranks save a checkpoint.", self._noticed)
@@ -165,7 +165,7 @@ def _checked_signals(signals: Any) -> list[signal.Signals]:
 
 
 def _end_of_job(margin_s: Any) -> float:
-    """Return from when on, in seconds since 1970, the job is to be saved."""
+    """Return when to save the job, in seconds since 1970."""
     if margin_s is None:
         return float("inf")
     if isinstance(margin_s, bool) or not isinstance(margin_s, numbers.Real):

@@ -1,4 +1,4 @@
-"""Find the ranks that save and restore together."""
+"""Ranks of a save or restore: their strategy, their path, the division of their work."""
 
 from __future__ import annotations
 
@@ -14,44 +14,26 @@ from mpistrat.arguments import as_bool
 from mpistrat.arrays import Device
 from mpistrat.checkpoint.object_graph import Tree
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.comm.transport import SoloTransport
 from mpistrat.errors import ContextError
-from mpistrat.mpi.world import library_version
 from mpistrat.system.cpu import cores_of_mask, mask_of_cores, own_cores
 
 __all__ = [
-    "Shares",
+    "WorkDivision",
+    "Worker",
     "agree_on_path",
-    "agree_on_shares",
     "checked_path",
     "collectives_for",
-    "mpi_library",
+    "divide_work",
     "share_out",
+    "this_worker",
 ]
 
 
 def agree_on_path(
-    ranks: Collectives, what: str, path: str | os.PathLike[str], **switches: bool
+    collectives: Collectives, what: str, path: str | os.PathLike[str], **switches: bool
 ) -> str:
-    """Return `path` as a string, once all ranks have given the same. **Collective**.
-
-    Parameters
-    ----------
-    ranks : Collectives
-    what : str
-        The public function, for messages.
-    path : path
-    **switches : bool
-        What else must be equal, by the name of the argument.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `checked_path` and `as_bool`, where it is bad on this rank.
-    EpochMismatchError
-        If it is bad on another rank, or differs there.
-    """
-    with ranks.call(what) as call:
+    """Return `path` as a string, once all ranks pass it and the same `switches`. **Collective**."""
+    with collectives.call(what) as call:
         checked = checked_path(what, path)
         for name, value in switches.items():
             switches[name] = as_bool(name, value)
@@ -60,15 +42,7 @@ def agree_on_path(
 
 
 def checked_path(what: str, path: str | os.PathLike[str]) -> str:
-    """Return `path` as a string, exactly as it is. Local.
-
-    Raises
-    ------
-    TypeError
-        If it is neither a string nor a path.
-    ValueError
-        If it is empty, or contains a zero byte.
-    """
+    """Return `path` as a string, unchanged, or raise why it is none."""
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(name, str):
         raise TypeError(f"{what} needs a path as a string or pathlib.Path, not {path!r}.")
@@ -77,9 +51,18 @@ def checked_path(what: str, path: str | os.PathLike[str]) -> str:
     return name
 
 
+Worker = tuple[str, int]
+"""A rank that reads or writes: the name of its host, and the mask of the cores it may use."""
+
+
+def this_worker() -> Worker:
+    """Return this rank as a worker."""
+    return socket.gethostname(), mask_of_cores(own_cores())
+
+
 @dataclass(frozen=True)
-class Shares:
-    """Who does what, and this rank's own part."""
+class WorkDivision:
+    """Which rank reads or writes which large variables, and this rank's own part."""
 
     owners: Mapping[str, int]
     """The rank of each variable."""
@@ -89,31 +72,25 @@ class Shares:
     """How many threads have a core here, 0 where this rank does not take part."""
 
 
-def agree_on_shares(ranks: Collectives, sizes: Mapping[str, int], takes_part: bool) -> Shares:
-    """Share out variables among the ranks that take part. **Collective**.
+def divide_work(
+    sizes: Mapping[str, int], workers: Sequence[Worker | None], rank: int
+) -> WorkDivision:
+    """Divide variables of these `sizes` in bytes among the ranks that are `workers`.
 
-    Parameters
-    ----------
-    ranks : Collectives
-    sizes : mapping of str to int
-        Bytes of each variable, equal on all ranks.
-    takes_part : bool
-        Whether this rank does. Without `sizes` it may be none.
+    Without `sizes` there may be no worker.
     """
-    host = socket.gethostname()
-    own = mask_of_cores(own_cores()) if takes_part else 0
-    seats = ranks.gather_json([host, own] if takes_part else None)
-    owners = share_out(sizes, [rank for rank, seat in enumerate(seats) if seat])
-    beside = [seat[1] for seat in seats if seat and seat[0] == host]
-    return Shares(
-        owners,
-        [name for name, owner in owners.items() if owner == ranks.rank],
-        _num_threads(own, beside),
-    )
+    owners = share_out(sizes, [each for each, worker in enumerate(workers) if worker])
+    own = workers[rank]
+    num_threads = 0
+    if own is not None:
+        host, cores = own
+        beside = [worker[1] for worker in workers if worker and worker[0] == host]
+        num_threads = _num_threads(cores, beside)
+    return WorkDivision(owners, [name for name in owners if owners[name] == rank], num_threads)
 
 
 def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
-    """Return which of `ranks` has each variable, so that each has about as many bytes. Local."""
+    """Return which of `ranks` has each variable, so that each has about as many bytes."""
     loads = [(0, rank) for rank in ranks]
     owners = {}
     for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
@@ -132,18 +109,6 @@ def collectives_for(tree: Tree, what: str) -> Collectives:
     """Return the collectives of the strategy of the objects in `tree`. Local.
 
     Where they have none, those of the current strategy, else those of one process without MPI.
-
-    Parameters
-    ----------
-    tree : Tree
-    what : str
-        The public function, for messages.
-
-    Raises
-    ------
-    ContextError
-        If the objects belong to several strategies, or if this is not the cross-replica
-        context of theirs.
     """
     strategy = _strategy_of(tree, what)
     if strategy is None:
@@ -179,10 +144,3 @@ def _strategy_of(tree: Tree, what: str) -> Any:
 
 def _distributes(strategy: Any) -> bool:
     return bool(getattr(getattr(strategy, "extended", None), "_distributes_variables", False))
-
-
-def mpi_library(collectives: Collectives) -> str:
-    """Return name and version of the MPI library, ``"none"`` for one process without. Local."""
-    if isinstance(collectives.channel.transport, SoloTransport):
-        return "none"
-    return library_version()

@@ -1,4 +1,4 @@
-"""Large arrays in an HDF5 file, written and read where they lie, past the HDF5 library.
+"""Raw reads and writes of large arrays where they lie in an HDF5 file, with checksums.
 
 The library serves one thread at a time. A program that trains reads its data while a checkpoint
 is written beside it, so the bytes of large arrays take the file's own descriptor.
@@ -51,7 +51,7 @@ def pieces_on_host(array: Array) -> Iterator[np.ndarray]:
 
 
 def copy_to_host(target: np.ndarray, source: Array) -> None:
-    """Write `source` to `target`, a host array in C order of its shape and dtype. Local."""
+    """Write `source` to `target`, a host array in C order of its shape and dtype."""
     for into, piece in zip(pieces(target, BYTES_PER_PIECE), pieces_on_host(source), strict=True):
         np.copyto(into, piece)
 
@@ -65,15 +65,9 @@ _BYTES_OF_CHUNKS = 2**26
 def selections(
     shape: tuple[int, ...], item_bytes: int, chunks: Sequence[int] | None = None
 ) -> Iterator[tuple[int | slice, ...]]:
-    """Yield selections that cover an array of `shape`, each contiguous in C order. Local.
+    """Yield selections that cover an array of `shape`, each contiguous in C order.
 
-    Parameters
-    ----------
-    shape : tuple of int
-    item_bytes : int
-    chunks : sequence of int, optional
-        Selections end where chunks end, as far as the memory allows, because part of a chunk
-        costs as much as all of it.
+    They end where `chunks` end, as far as memory allows: part of a chunk costs as much as all.
     """
     if not shape:
         yield ()
@@ -104,17 +98,10 @@ _OnPart = Callable[[np.ndarray], object]
 
 
 class Checksum:
-    """The digest of one array, which comes in pieces.
+    """The digest of one array, which comes in pieces, computed in a thread.
 
-    Parameters
-    ----------
-    thread : Background
-        What computes it.
-    stop : threading.Event
-        Once it is set, no further part is touched.
-    before, after : callable, optional
-        Called in the thread with each part of the array, in order, before or after it goes into
-        the digest: to read it, or to write it.
+    `before` and `after` are called there with each part of the array, before or after it goes into
+    the digest: to read it, or to write it. Once `stop` is set, no further part is touched.
     """
 
     def __init__(
@@ -152,22 +139,17 @@ class Checksum:
                 self._after(part)
 
     def result(self) -> str:
-        """Return the digest, once it is complete; raises what went wrong. Local."""
+        """Return the digest, once it is complete; raises what went wrong."""
         while self._waits:
             self._waits.popleft()()
         return format_digest(self._hash)
 
 
 class ChecksumPool:
-    """Context manager that makes digests, and waits at its end until no thread is at work.
+    """Threads that compute digests; a context manager that waits for them at its end.
 
     After an exception what is still to be done is left: nobody wants it, and whoever interrupts
     a second time would close files that threads write to.
-
-    Parameters
-    ----------
-    cores : int, optional
-        How many cores there are for them, by default all that this process may use.
     """
 
     def __init__(self, cores: int | None = None) -> None:
@@ -177,7 +159,7 @@ class ChecksumPool:
         self._stop = threading.Event()
 
     def begin(self, before: _OnPart | None = None, after: _OnPart | None = None) -> Checksum:
-        """Return the digest of another array; see `Checksum`. Local."""
+        """Return the digest of another array; see `Checksum`."""
         self._count += 1
         thread = self._threads[self._count % len(self._threads)]
         return Checksum(thread, self._stop, before, after)
@@ -194,7 +176,7 @@ class ChecksumPool:
 
 
 def create_unwritten(group: Any, path: str, array: Array) -> Any:
-    """Return a new data set for `array`, which has its place in the file but no values. Local."""
+    """Return a new data set for `array`, which has its place in the file but no values."""
     h5p, h5d = h5py().h5p, h5py().h5d
     plist = h5p.create(h5p.DATASET_CREATE)
     plist.set_layout(h5d.CONTIGUOUS)
@@ -204,16 +186,7 @@ def create_unwritten(group: Any, path: str, array: Array) -> Any:
 
 
 class InOrder:
-    """Moves one part of an array after the other, from a place in a file on.
-
-    Parameters
-    ----------
-    move : callable
-        `read_at` or `write_at`.
-    handle : int
-    offset : int
-        Where the first part begins.
-    """
+    """Reads or writes the parts of an array in order, the first of them at `offset`."""
 
     def __init__(
         self, move: Callable[[int, int, np.ndarray], None], handle: int, offset: int
@@ -223,19 +196,13 @@ class InOrder:
         self._offset = offset
 
     def __call__(self, part: np.ndarray) -> None:
-        """Move the next `part`. Local."""
+        """Move the next `part`."""
         self._move(self._handle, self._offset, part)
         self._offset += part.nbytes
 
 
 def write_at(handle: int, offset: int, piece: np.ndarray) -> None:
-    """Write the bytes of `piece` to an open file, and have the system begin to flush them. Local.
-
-    Raises
-    ------
-    OSError
-        If the system refuses.
-    """
+    """Write the bytes of `piece` to an open file, and have the system begin to flush them."""
     left = memoryview(piece.reshape(-1).view(np.uint8).data)
     while left:
         written = os.pwrite(handle, left, offset)
@@ -251,13 +218,7 @@ def _begin_to_flush(handle: int, offset: int, num_bytes: int) -> None:
 
 
 def read_at(handle: int, offset: int, piece: np.ndarray) -> None:
-    """Fill `piece` with bytes of an open file. Local.
-
-    Raises
-    ------
-    OSError
-        If the system refuses, or the file ends before.
-    """
+    """Fill `piece` with bytes of an open file, or raise OSError where it ends before."""
     left = memoryview(piece.reshape(-1).view(np.uint8).data)
     while left:
         num_bytes = os.preadv(handle, [left], offset)

@@ -1,4 +1,4 @@
-"""Read a checkpoint file, and trust nothing in it before it has been checked."""
+"""Reader of checkpoint files, which trusts nothing that it has not checked."""
 
 from __future__ import annotations
 
@@ -95,13 +95,7 @@ class CheckpointReader:
             raise ValueError("; ".join(lines))
 
     def read_variable(self, name: str) -> np.ndarray:
-        """Return the values of a variable, in native byte order. Local.
-
-        Raises
-        ------
-        CheckpointCorruptError
-            If they do not have the digest that the file gives.
-        """
+        """Return the values of a variable, in native byte order."""
         info = self.variables[name]
         with naming_damage(self.path, name):
             values = np.empty(info.shape, info.dtype)
@@ -130,11 +124,6 @@ class CheckpointReader:
         """Yield the values of a variable in C order, flat, in native byte order. Local.
 
         The memory this takes does not depend on the size of the variable.
-
-        Raises
-        ------
-        CheckpointCorruptError
-            At the end, if they do not have the digest that the file gives.
         """
         info, dataset = self.variables[name], self._variables[name]
         digest = hashlib.sha256()
@@ -149,13 +138,7 @@ class CheckpointReader:
             check_digest(format_digest(digest), info.digest)
 
     def read_state(self, name: str) -> Any:
-        """Return the JSON state of an object. Local.
-
-        Raises
-        ------
-        CheckpointCorruptError
-            If the text does not have the digest that the file gives.
-        """
+        """Return the JSON state of an object."""
         with naming_damage(self.path, name):
             dataset = self._state[name]
             text = dataset[()] if dataset.shape == () and dataset.dtype.kind in "OS" else None
@@ -166,13 +149,7 @@ class CheckpointReader:
             return load_json(text)
 
     def verify(self) -> None:
-        """Read everything piece by piece and forget it. Local.
-
-        Raises
-        ------
-        CheckpointCorruptError
-            If anything is damaged; the message names all of it.
-        """
+        """Read everything in pieces, and raise an error that names all that is damaged."""
         damage = []
         for names, read in (
             (self.variables, self._read_through),
@@ -193,15 +170,7 @@ class CheckpointReader:
 
 @contextlib.contextmanager
 def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[CheckpointReader]:
-    """Open a checkpoint file for reading. Local.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no file, it cannot be opened, or it has another or a newer format.
-    CheckpointCorruptError
-        If it is damaged.
-    """
+    """Open a checkpoint file for reading."""
     path = Path(path)
     readable = os.path.isfile(path) and os.access(path, os.R_OK)
     error = CheckpointCorruptError if readable else CheckpointError
@@ -260,26 +229,14 @@ def _read_info(dataset: Any) -> VariableInfo:
 
 
 def check_digest(found: str, stored: str) -> None:
-    """Compare the digest of values with the one that a file gives. Local.
-
-    Raises
-    ------
-    ValueError
-        If they differ.
-    """
+    """Raise ValueError unless values have the digest that the file gives."""
     if found != stored:
         raise ValueError("the values do not have the digest that was stored with them")
 
 
 @contextlib.contextmanager
 def naming_damage(path: str | os.PathLike[str], where: str) -> Iterator[None]:
-    """Turn what h5py, NumPy and json raise over bad bytes into an error with the place. Local.
-
-    Raises
-    ------
-    CheckpointCorruptError
-        In the place of these.
-    """
+    """Turn errors of h5py, NumPy and json over bad bytes into a `CheckpointCorruptError`."""
     try:
         yield
     except (OSError, RuntimeError, ValueError, TypeError, LookupError, MemoryError) as reason:

@@ -1,14 +1,12 @@
-"""Restore a tree of objects: what is read and checked all ranks assign, or none does."""
+"""Restore of all objects on all ranks, or of none: all is checked before any changes."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,32 +14,28 @@ import numpy as np
 from mpistrat.checkpoint.deferred import (
     Restoration,
     Shape,
-    attach_children,
+    attach_slots,
     check_shapes,
+    deferred_slots,
     describe,
-    fresh_children,
-    late_children,
-    make_children,
-    shapes_as_json,
-    shapes_from_json,
+    fresh_slots,
+    make_slots,
 )
 from mpistrat.checkpoint.object_graph import Tree, walk
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
-from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
 from mpistrat.checkpoint.restore_values import (
-    Places,
+    SharedFile,
     Values,
     broadcast_array,
-    find_places,
     load_variables,
-    read_values,
+    open_together,
 )
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError, _UnmatchedPathsError
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
-__all__ = ["RestoreStatus", "check_nothing_missing", "restore"]
+__all__ = ["RestoreStatus", "restore"]
 
 _logger = logging.getLogger("mpistrat")
 
@@ -107,13 +101,7 @@ class RestoreStatus:
 
 
 def check_nothing_missing(path: str, tree: Tree, stored: set[str]) -> None:
-    """Check that the file `path` with the paths `stored` has every object of `tree`. Local.
-
-    Raises
-    ------
-    CheckpointMismatchError
-        If not; the message names all paths.
-    """
+    """Check that the file `path` with the paths `stored` has every object of `tree`."""
     _raise_unmatched(path, _missing(tree, stored), [])
 
 
@@ -158,89 +146,77 @@ def restore(
     """Fill the objects below `root` from the file `path`. **Collective**.
 
     Everything is read, checked and compared before the first object changes.
-
-    Parameters
-    ----------
-    root : Trackable
-    path : path
-    allow_missing : bool
-        Whether objects that the file does not have may stay as they are.
     """
     began_s = time.perf_counter()
     tree = walk(root._checkpoint_children())
-    ranks = collectives_for(tree, _WHAT)
-    file = agree_on_path(ranks, _WHAT, path)
-    state, shapes, values = _read(ranks, file)
-    late = late_children(tree)
-    made = make_children(late, tree, shapes)
-    tree.variables |= made
-    fresh = fresh_children(late, tree, {*shapes, *state})
-    variables = {name: tree.variables[name] for name in shapes if name in tree.variables}
-    with ranks.all_or_none(_WHAT, file):
-        check_shapes(file, tree, shapes)
-        if not allow_missing:
-            check_nothing_missing(file, tree, {*shapes, *state, *fresh})
-        for name, variable in variables.items():
-            variable._load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
+    collectives = collectives_for(tree, _WHAT)
+    path = agree_on_path(collectives, _WHAT, path)
+    with open_together(collectives, _WHAT, path) as file:
+        state, shapes = file.state, file.shapes
+        slots = deferred_slots(tree)
+        made = make_slots(slots, tree, shapes)
+        tree.variables |= made
+        fresh = fresh_slots(slots, tree, {*shapes, *state})
+        variables = {name: tree.variables[name] for name in shapes if name in tree.variables}
+
+        def check() -> None:
+            check_shapes(path, tree, shapes)
+            if not allow_missing:
+                check_nothing_missing(path, tree, {*shapes, *state, *fresh})
+            for name, variable in variables.items():
+                variable._load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
+
+        values = _read(collectives, file, check)
     others = {name: shape for name, shape in shapes.items() if name not in variables}
-    arrays = _broadcast(ranks, file, values, others)
-    restoration = Restoration(file, arrays, state)
-    _load_state(ranks, restoration, tree)
-    with ranks.call(_WHAT, file) as call:
+    restoration = Restoration(path, _broadcast(collectives, path, values, others), state)
+    _load_state(collectives, restoration, tree)
+    with collectives.call(_WHAT, path) as call:
         call.agree("values of variables")
         load_variables(call, values, variables)
     for variable in fresh.values():
         variable._load_value(np.zeros(variable.shape, variable.dtype))
-    attach_children(late, made)
+    attach_slots(slots, made)
     restoration.take(tree, {**variables, **fresh})
     restoration.wait_for_children("", root)
-    if ranks.rank == 0:
-        _logger.info("Checkpoint %s restored in %.2f s", file, time.perf_counter() - began_s)
-    return RestoreStatus(root, restoration, warns=ranks.rank == 0)
+    if collectives.rank == 0:
+        _logger.info("Checkpoint %s restored in %.2f s", path, time.perf_counter() - began_s)
+    return RestoreStatus(root, restoration, warns=collectives.rank == 0)
 
 
-def _read(ranks: Collectives, path: str) -> tuple[dict[str, Any], dict[str, Shape], Values]:
-    """Return state, shapes and values of a file that is known to be whole. **Collective**."""
-    contents: dict[str, Any] = {}
-    reader: CheckpointReader | None = None
-    with contextlib.ExitStack() as stack:
-        with ranks.all_or_none(_WHAT, path):
-            if ranks.rank == 0:
-                reader = stack.enter_context(open_checkpoint(path))
-                contents = _describe(reader)
-        contents = ranks.broadcast_json(contents)
-        shapes = shapes_from_json(contents["shapes"])
-        places = Places(**contents["places"])
-        values = read_values(ranks, _WHAT, path, reader, places, shapes)
-    return contents["state"], shapes, values
+def _read(collectives: Collectives, file: SharedFile, check: Callable[[], None]) -> Values:
+    """Return the values of a file that is whole and passes `check`. **Collective**."""
+    values = Values({}, {})
 
+    def check_and_read() -> dict[str, str]:
+        nonlocal values
+        check()
+        values = file.read()
+        return file.damage
 
-def _describe(reader: CheckpointReader) -> dict[str, Any]:
-    """Return as JSON values all state of a file, and the shapes and places of its arrays."""
-    try:
-        state = {name: reader.read_state(name) for name in reader.state_paths}
-    except CheckpointCorruptError:
-        reader.verify()  # names what else is damaged
-        raise
-    shapes = {name: (each.shape, each.dtype) for name, each in reader.variables.items()}
-    places = asdict(find_places(reader))
-    return {"state": state, "shapes": shapes_as_json(shapes), "places": places}
+    damage: dict[str, str] = {}
+    for each in collectives.on_all(check_and_read, _WHAT, file.path):
+        damage |= each
+    if damage:
+        with collectives.common_outcome(_WHAT, file.path):
+            if collectives.rank == 0:
+                raise CheckpointCorruptError("\n".join(damage[name] for name in sorted(damage)))
+    return values
 
 
 def _broadcast(
-    ranks: Collectives, path: str, values: Values, shapes: Mapping[str, Shape]
+    collectives: Collectives, path: str, values: Values, shapes: Mapping[str, Shape]
 ) -> dict[str, np.ndarray]:
     """Move those of the `values` that `shapes` names to every rank. **Collective**."""
-    with ranks.call(_WHAT, path) as call:
+    with collectives.call(_WHAT, path) as call:
         call.agree("values without an object", *shapes)
         return {name: broadcast_array(call, values, name, shape) for name, shape in shapes.items()}
 
 
-def _load_state(ranks: Collectives, restoration: Restoration, tree: Tree) -> None:
+def _load_state(collectives: Collectives, restoration: Restoration, tree: Tree) -> None:
     """Fill the objects of the user's own: only these can still refuse, so they come first."""
     undo: Callable[[], None] | None = None
     try:
-        with ranks.all_or_none(_WHAT, restoration.path):
+        with collectives.common_outcome(_WHAT, restoration.path):
             undo = restoration.load_state(tree)
     except Exception:
         if undo is not None:

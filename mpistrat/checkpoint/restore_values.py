@@ -1,4 +1,4 @@
-"""Read the values of a file and check them, on all ranks of one node that see it.
+"""Parallel reading of a checkpoint, by the ranks of one node, and its broadcast.
 
 Most of the time goes into digests, so each of these ranks reads some of the large variables, and
 keeps them until all are known to be whole. Every byte is read once, by the node of rank 0.
@@ -6,18 +6,20 @@ keeps them until all are known to be whole. Every byte is read once, by the node
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.arrays import is_on_host, pieces
-from mpistrat.checkpoint.deferred import Shape
-from mpistrat.checkpoint.ranks import agree_on_shares
+from mpistrat.checkpoint.deferred import Shape, shapes_as_json, shapes_from_json
+from mpistrat.checkpoint.ranks import WorkDivision, divide_work, this_worker
 from mpistrat.checkpoint.raw_io import (
     BYTES_PER_PIECE,
     BYTES_WORTH_A_THREAD,
@@ -25,25 +27,27 @@ from mpistrat.checkpoint.raw_io import (
     InOrder,
     read_at,
 )
-from mpistrat.checkpoint.reader import CheckpointReader, check_digest, naming_damage
+from mpistrat.checkpoint.reader import (
+    CheckpointReader,
+    check_digest,
+    naming_damage,
+    open_checkpoint,
+)
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.errors import CheckpointCorruptError
 from mpistrat.options import VariableSynchronization
 from mpistrat.sharding import cut
 from mpistrat.variables import Variable
 
-__all__ = ["Places", "Values", "broadcast_array", "find_places", "load_variables", "read_values"]
+__all__ = ["SharedFile", "Values", "broadcast_array", "load_variables", "open_together"]
 
 
-@dataclass(frozen=True)
-class Places:
-    """Which file rank 0 has open, and where in it the large variables lie."""
+class Block(NamedTuple):
+    """Where the values of a large variable lie in a file, and the digest stored with them."""
 
-    host: str = ""
-    file: Sequence[int] = ()
-    """Its device and its number there."""
-    blocks: Mapping[str, tuple[int, int, str]] = field(default_factory=dict)
-    """By path the first byte, the number of bytes, and the digest."""
+    offset: int
+    num_bytes: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -56,87 +60,111 @@ class Values:
     """The ranks that have those that are not on rank 0."""
 
     def owner(self, name: str) -> int:
-        """Return the rank that has a variable. Local."""
+        """Return the rank that has a variable."""
         return self.owners.get(name, 0)
 
 
-def find_places(reader: CheckpointReader) -> Places:
-    """Return what other ranks need to read from the file of `reader`. Local."""
-    status = os.fstat(reader.handle)
+class SharedFile:
+    """A checkpoint file that rank 0 has open, and the ranks of its node that read it too.
+
+    Attributes
+    ----------
+    path : str
+    state : dict of str to JSON values
+        All state, by path, on every rank.
+    shapes : dict of str to Shape
+        Of all arrays, by path, on every rank.
+    damage : dict of str to str
+        What is wrong with the variables that this rank has read, by path.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.state: dict[str, Any] = {}
+        self.shapes: dict[str, Shape] = {}
+        self.damage: dict[str, str] = {}
+        self._reader: CheckpointReader | None = None
+        self._handle: int | None = None
+        self._blocks: dict[str, Block] = {}
+        self._work = WorkDivision({}, (), 0)
+
+    def open(self, is_root: bool, stack: contextlib.ExitStack) -> dict[str, Any]:
+        """Open the file until `stack` is closed, and return what other ranks must know of it."""
+        if is_root:
+            self._reader = stack.enter_context(open_checkpoint(self.path))
+            self._handle = self._reader.handle
+            return {**_identity(self._handle), **_describe(self._reader)}
+        try:
+            self._handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # may be a pipe here
+        except OSError:
+            return {}
+        stack.callback(os.close, self._handle)
+        return _identity(self._handle)
+
+    def divide(self, of_ranks: Sequence[Mapping[str, Any]], rank: int) -> None:
+        """Divide the work among those that have opened the same file, by what `open` returned."""
+        root = of_ranks[0]
+        self.state = root["state"]
+        self.shapes = shapes_from_json(root["shapes"])
+        self._blocks = {name: Block(*block) for name, block in root["blocks"].items()}
+        workers = [
+            each["worker"] if each.get("file") == root["file"] else None for each in of_ranks
+        ]
+        sizes = {name: block.num_bytes for name, block in self._blocks.items()}
+        self._work = divide_work(sizes, workers, rank)
+
+    def read(self) -> Values:
+        """Read this rank's part; what is wrong with it is in `damage` then."""
+        part = _Part(self.path, self._handle, self._work.num_threads)
+        part.read_blocks({name: (self._blocks[name], self.shapes[name]) for name in self._work.own})
+        if self._reader is not None:
+            part.read_rest(self._reader, self._blocks)
+        self.damage = part.damage
+        return Values(part.arrays, self._work.owners)
+
+
+@contextlib.contextmanager
+def open_together(collectives: Collectives, what: str, path: str) -> Iterator[SharedFile]:
+    """Open a checkpoint on rank 0, and on ranks that see the same file. **Collective**.
+
+    `what` is the public function, for messages. Raises `CheckpointError` on every rank if rank 0
+    finds no checkpoint.
+    """
+    file, rank = SharedFile(path), collectives.rank
+    with contextlib.ExitStack() as stack:
+        file.divide(collectives.on_all(lambda: file.open(rank == 0, stack), what, path), rank)
+        yield file
+
+
+def _identity(handle: int) -> dict[str, Any]:
+    """Return who has opened which file, as JSON values."""
+    status = os.fstat(handle)
+    return {
+        "worker": this_worker(),
+        "file": [socket.gethostname(), status.st_dev, status.st_ino],
+    }
+
+
+def _describe(reader: CheckpointReader) -> dict[str, Any]:
+    """Return as JSON values all state of a file, and the shapes and places of its arrays."""
+    try:
+        state = {name: reader.read_state(name) for name in reader.state_paths}
+    except CheckpointCorruptError:
+        reader.verify()  # names what else is damaged
+        raise
+    shapes = {name: (each.shape, each.dtype) for name, each in reader.variables.items()}
+    return {"state": state, "shapes": shapes_as_json(shapes), "blocks": _find_blocks(reader)}
+
+
+def _find_blocks(reader: CheckpointReader) -> dict[str, Block]:
+    """Return where the large variables lie that lie in the file as they do in memory."""
     blocks = {}
     for name, info in reader.variables.items():
         if info.size_bytes >= BYTES_WORTH_A_THREAD:
             offset = reader.offset_of(name)
             if offset is not None:
-                blocks[name] = offset, info.size_bytes, info.digest
-    return Places(socket.gethostname(), (status.st_dev, status.st_ino), blocks)
-
-
-def read_values(
-    ranks: Collectives,
-    what: str,
-    path: str,
-    reader: CheckpointReader | None,
-    places: Places,
-    shapes: Mapping[str, Shape],
-) -> Values:
-    """Read and check everything in a file. **Collective**.
-
-    Parameters
-    ----------
-    ranks : Collectives
-    what : str
-        The public function, for messages.
-    path : str
-        The file.
-    reader : CheckpointReader or None
-        On rank 0.
-    places : Places
-        From `find_places`, equal on all ranks.
-    shapes : mapping of str to Shape
-        Of everything in the file, equal on all ranks.
-
-    Raises
-    ------
-    CheckpointCorruptError
-        On every rank, if something is damaged; the message names all of it.
-    """
-    own_handle = _open_same(path, places) if reader is None else None
-    handle = own_handle if reader is None else reader.handle
-    try:
-        sizes = {name: size for name, (_, size, _) in places.blocks.items()}
-        shares = agree_on_shares(ranks, sizes, handle is not None)
-        with ranks.all_or_none(what, path):
-            part = _Part(path, handle, shares.num_threads)
-            part.read_blocks({name: (places.blocks[name], shapes[name]) for name in shares.own})
-            if reader is not None:
-                part.read_rest(reader, places)
-    finally:
-        if own_handle is not None:
-            os.close(own_handle)
-    damage: dict[str, str] = {}
-    for each in ranks.gather_json(part.damage):
-        damage |= each
-    if damage:
-        with ranks.all_or_none(what, path):
-            if ranks.rank == 0:
-                raise CheckpointCorruptError("\n".join(damage[name] for name in sorted(damage)))
-    return Values(part.arrays, shares.owners)
-
-
-def _open_same(path: str, places: Places) -> int | None:
-    """Return a descriptor of rank 0's file, ``None`` where this rank does not see it."""
-    if not places.blocks or places.host != socket.gethostname():
-        return None
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which may be a pipe here
-    except OSError:
-        return None
-    status = os.fstat(handle)
-    if [status.st_dev, status.st_ino] == list(places.file):
-        return handle
-    os.close(handle)
-    return None
+                blocks[name] = Block(offset, info.size_bytes, info.digest)
+    return blocks
 
 
 class _Part:
@@ -150,27 +178,27 @@ class _Part:
         self.damage: dict[str, str] = {}
         """What is wrong with a variable, by path."""
 
-    def read_blocks(self, blocks: Mapping[str, tuple[tuple[int, int, str], Shape]]) -> None:
-        """Read large variables in several threads. Local."""
-        if self._handle is None:
+    def read_blocks(self, blocks: Mapping[str, tuple[Block, Shape]]) -> None:
+        """Read large variables in several threads."""
+        if self._handle is None or not blocks:
             return
         with ChecksumPool(self._threads) as digests:
             digesters = {}
-            for name, ((offset, _, _), (shape, dtype)) in blocks.items():
+            for name, (block, (shape, dtype)) in blocks.items():
                 array = self.arrays[name] = np.empty(shape, dtype)
-                digesters[name] = digests.begin(before=InOrder(read_at, self._handle, offset))
+                digesters[name] = digests.begin(before=InOrder(read_at, self._handle, block.offset))
                 digesters[name].update(array.reshape(-1), is_view=True)
-            for name, ((_, _, digest), _) in blocks.items():
+            for name, (block, _) in blocks.items():
                 try:
                     with naming_damage(self._path, name):
-                        check_digest(digesters[name].result(), digest)
+                        check_digest(digesters[name].result(), block.digest)
                 except CheckpointCorruptError as error:
                     self.damage[name] = str(error)
 
-    def read_rest(self, reader: CheckpointReader, places: Places) -> None:
-        """Read what is small, or does not lie in the file as it does in memory. Local."""
+    def read_rest(self, reader: CheckpointReader, blocks: Container[str]) -> None:
+        """Read what is small, or does not lie in the file as it does in memory."""
         for name in reader.variables:
-            if name not in places.blocks:
+            if name not in blocks:
                 try:
                     self.arrays[name] = reader.read_variable(name)
                 except CheckpointCorruptError as error:
@@ -181,15 +209,6 @@ def broadcast_array(call: CollectiveCall, values: Values, name: str, of: Shape) 
     """Return one of the `values` on every rank.
 
     **Collective** inside of a `call` that has been agreed on.
-
-    Parameters
-    ----------
-    call : CollectiveCall
-    values : Values
-    name : str
-        Equal on all ranks.
-    of : Shape
-        Shape and dtype, equal on all ranks.
     """
     array = values.arrays.pop(name, None)
     found = np.empty(*of) if array is None else array
@@ -208,8 +227,8 @@ def load_variables(call: CollectiveCall, values: Values, variables: Mapping[str,
     names = {id(variable): name for name, variable in variables.items()}.values()
     variables = {name: variables[name] for name in names}
     owners = sorted({values.owner(name) for name in variables})
-    lanes = [_pieces_from(owner, values, variables) for owner in owners]
-    for row in itertools.zip_longest(*lanes):
+    senders = [_pieces_from(owner, values, variables) for owner in owners]
+    for row in itertools.zip_longest(*senders):
         moving = [(owner, each) for owner, each in zip(owners, row, strict=True) if each]
         call.broadcast_each([each.buffer for _, each in moving], [owner for owner, _ in moving])
         for _, each in moving:
@@ -233,7 +252,7 @@ class _Piece:
 
 
 def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) -> Iterator[_Piece]:
-    """Yield what `owner` sends, as this rank needs it. Local."""
+    """Yield what `owner` sends, as this rank needs it."""
     for name, variable in variables.items():
         if values.owner(name) != owner:
             continue
@@ -246,7 +265,7 @@ def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) 
 
 
 def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
-    """Yield pieces in memory of their own, which the next piece uses again. Local."""
+    """Yield pieces in temporary memory, which each next piece uses again."""
     size = int(np.prod(variable.shape))
     memory = np.empty(min(size, _length(variable.dtype)), variable.dtype)
     for each in cut(size, _length(variable.dtype)):

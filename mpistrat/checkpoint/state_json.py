@@ -1,4 +1,4 @@
-"""Split what ``state_dict()`` returns into JSON and arrays, and join them again.
+"""State dicts as JSON text and arrays: split for a file, and joined again.
 
 Arrays leave the JSON, which keeps a ``null`` in their place only where the path alone could
 not tell the place: inside lists, and under keys that contain ``/``.
@@ -24,18 +24,12 @@ _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def dump_json(value: Any) -> str:
-    """Return `value` as JSON text that any parser reads. Local."""
+    """Return `value` as JSON text that any parser reads."""
     return json.dumps(_marked(value), allow_nan=False)
 
 
 def load_json(text: bytes) -> Any:
-    """Return the value that `dump_json` was given. Local.
-
-    Raises
-    ------
-    ValueError
-        If `text` is no JSON, or holds an unknown mark.
-    """
+    """Return the value that `dump_json` was given; ValueError for other texts."""
     return _unmarked(json.loads(text))
 
 
@@ -73,22 +67,7 @@ _ABSENT = object()
 
 
 def split_state(state: object, owner: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the JSON part of `state`, and its arrays by path below the owner. Local.
-
-    Parameters
-    ----------
-    state : dict
-        Arrays and JSON values in dicts and lists. Tuples become lists.
-    owner : str
-        Path of the object, for messages.
-
-    Raises
-    ------
-    TypeError
-        If `state` holds something else.
-    ValueError
-        If two arrays would have one path.
-    """
+    """Return the JSON part of `state`, and its arrays by path below the owner."""
     if not isinstance(state, dict):
         raise TypeError(
             f"state_dict() of {owner!r} must return a dict, not {type(state).__name__}."
@@ -184,13 +163,7 @@ def _at(value: Any, place: tuple[Any, ...]) -> Any:
 
 
 def join_state(rest: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return the state that `split_state` took apart; `rest` is filled in place. Local.
-
-    Raises
-    ------
-    ValueError
-        If an array has no place in `rest`.
-    """
+    """Return the state that `split_state` was given; `rest` is filled in place."""
     left = dict(arrays)
     for path, place in list(_nulls(rest, "")):
         if path in left:

@@ -1,4 +1,4 @@
-"""Check how the values of a data set lie in a file, before HDF5 unpacks them.
+"""Validation of untrusted files: attributes, links, layouts, and compression bombs.
 
 What a checkpoint declares is bounded by what its file holds: a small file cannot make a reader
 fill the memory, neither with a shape nor with compressed zeros.
@@ -21,7 +21,6 @@ from mpistrat.hdf5 import h5py
 from mpistrat.system.text import readable_size
 
 __all__ = [
-    "Contents",
     "check_expansion",
     "check_layout",
     "check_streams",
@@ -47,7 +46,7 @@ def write_attribute(node: Any, name: str, value: bool | int | str | Sequence[str
 
 
 def read_attribute(node: Any, name: str) -> bool | int | str | None:
-    """Return one value; ``None`` if it is missing, or of a kind that no checkpoint has. Local."""
+    """Return one value; ``None`` if it is missing, or of a kind that no checkpoint has."""
     found, stored = _open(node, name)
     if found is None or found.shape != ():
         return None
@@ -127,15 +126,7 @@ class Contents:
     """What no checkpoint has: links, second names, other kinds of objects."""
 
     def check(self, roots: set[str]) -> None:
-        """Refuse what is no tree of data sets below the groups `roots`. Local.
-
-        Raises
-        ------
-        KeyError
-            If one of these groups is missing.
-        ValueError
-            If something else is there; the message names it.
-        """
+        """Raise unless this is a tree of data sets below the groups `roots`."""
         if self.problems:
             raise ValueError("; ".join(self.problems))
         tops = {path.partition("/")[0] for path in (*self.groups, *self.datasets)}
@@ -146,7 +137,7 @@ class Contents:
                 raise KeyError(f"there is no group {root}")
 
     def below(self, root: str) -> dict[str, Any]:
-        """Return the data sets below the group `root` by their path there, sorted. Local."""
+        """Return the data sets below the group `root` by their path there, sorted."""
         inside = f"{root}/"
         found = {p: each for p, each in self.datasets.items() if p.startswith(inside)}
         return {path.removeprefix(inside): found[path] for path in sorted(found)}
@@ -203,17 +194,9 @@ _REPACK = "h5repack -f NONE -l CONTI IN OUT"
 
 
 def check_layout(dataset: Any, file_bytes: int) -> int:
-    """Refuse values that lie in other files, or behind filters that could run wild. Local.
+    """Return the bytes of memory that reading `dataset` takes at most.
 
-    Returns
-    -------
-    int
-        How much memory HDF5 takes at most to read all of `dataset`, in bytes.
-
-    Raises
-    ------
-    ValueError
-        If that is so.
+    Refuses values that lie in other files, or behind filters whose output has no bound.
     """
     shape = dataset.shape
     if shape is None:
@@ -251,13 +234,7 @@ def _filters(properties: Any) -> list[tuple[int, str]]:
 
 
 def check_expansion(unpacked: int, file_bytes: int) -> None:
-    """Refuse a file whose values are out of all proportion to its size. Local.
-
-    Raises
-    ------
-    ValueError
-        If they are.
-    """
+    """Refuse a file whose values are out of all proportion to its size."""
     if unpacked > max(_HARMLESS_BYTES, _HIGHEST_COMPRESSION * file_bytes):
         raise ValueError(
             f"its values take {readable_size(unpacked)}, which is larger than the file of "
@@ -267,13 +244,7 @@ def check_expansion(unpacked: int, file_bytes: int) -> None:
 
 
 def check_streams(dataset: Any) -> None:
-    """Refuse compressed chunks that go on behind their end: HDF5 would unpack all of it. Local.
-
-    Raises
-    ------
-    ValueError
-        If there is one.
-    """
+    """Refuse compressed chunks that are longer than they say: HDF5 would unpack all of them."""
     if dataset.chunks is None:  # and so without filters
         return
     filters = [number for number, _ in _filters(dataset.id.get_create_plist())]

@@ -1,9 +1,10 @@
-"""Write a checkpoint file: header, variables and state, one at a time."""
+"""Writer of checkpoint files: header, variables and state, one at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ class BufferLifetime(enum.Enum):
     """Who has the values of a variable, and for how long."""
 
     BRIEF = enum.auto()
-    """Rank 0, until it has been told of the next variable."""
+    """Rank 0, until the next variable comes."""
     LONG = enum.auto()
     """Rank 0, until the end of the save."""
     EVERYWHERE = enum.auto()
@@ -73,7 +74,7 @@ def variable_item(
     trainable: bool = False,
     life: BufferLifetime = BufferLifetime.LONG,
 ) -> Item:
-    """Return the item of a variable, or of an array of an object's state. Local."""
+    """Return the item of a variable, or of an array of an object's state."""
     attributes: dict[str, bool | str] = {
         "synchronization": synchronization,
         "aggregation": aggregation,
@@ -83,20 +84,12 @@ def variable_item(
 
 
 def state_item(path: str, state: Any, arrays: Sequence[str] = ()) -> Item:
-    """Return the item of a JSON value with the names of its arrays below `path`. Local."""
+    """Return the item of a JSON value with the names of its arrays below `path`."""
     return Item(STATE, path, np.array(dump_json(state).encode()), {"arrays": arrays})
 
 
 class CheckpointWriter:
     """The content of a checkpoint file that is being written.
-
-    Parameters
-    ----------
-    file : h5py.File
-    header : Header
-    path : path
-        The final name, for messages.
-    digests : ChecksumPool
 
     Attributes
     ----------
@@ -107,7 +100,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, file: Any, header: Header, path: str | os.PathLike[str], digests: ChecksumPool
+        self, file: Any, header: Header, path: str | os.PathLike[str], stack: contextlib.ExitStack
     ) -> None:
         self._path = path
         for name, value in asdict(header).items():
@@ -116,8 +109,13 @@ class CheckpointWriter:
         self.temporary: str = file.filename
         self.handle: int = file.id.get_vfd_handle()
         self._groups = {name: file.create_group(name) for name in (VARIABLES, STATE)}
-        self._digests = digests
+        self._stack = stack
         self._unfinished: list[tuple[Any, Checksum]] = []
+
+    @functools.cached_property
+    def _digests(self) -> ChecksumPool:
+        """Threads that only a checkpoint of large arrays needs."""
+        return self._stack.enter_context(ChecksumPool())
 
     def add(self, item: Item) -> None:
         """Add one data set, whose values are here. Local.
@@ -149,7 +147,7 @@ class CheckpointWriter:
             return offset
 
     def set_digest(self, path: str, digest: str) -> None:
-        """Add the digest of a variable for which there was only room. Local."""
+        """Add the digest of a variable whose values were written by `write_at`."""
         with explaining(self._path):
             write_attribute(self._groups[VARIABLES][path], "digest", digest)
 
@@ -181,7 +179,7 @@ class CheckpointWriter:
         return dataset
 
     def finish(self) -> None:
-        """Write the digests that were not complete before. Local."""
+        """Write the digests that were not complete before."""
         with explaining(self._path):
             for dataset, digester in self._unfinished:
                 write_attribute(dataset, "digest", digester.result())
@@ -190,19 +188,12 @@ class CheckpointWriter:
 
 @contextlib.contextmanager
 def create_checkpoint(path: str | os.PathLike[str], header: Header) -> Iterator[CheckpointWriter]:
-    """Write a checkpoint that appears under `path` once it is complete and on disk. Local.
-
-    Raises
-    ------
-    CheckpointError
-        If the folder or the file cannot be written; `path` is then as it was.
-    """
+    """Write a checkpoint that appears under `path` once it is complete and on disk."""
     header = replace(header, created=header.created or Header.now())
     with contextlib.ExitStack() as stack:
         with explaining(path):
             file = stack.enter_context(hdf5.create_atomically(path))
-            digests = stack.enter_context(ChecksumPool())
-            writer = CheckpointWriter(file, header, path, digests)
+            writer = CheckpointWriter(file, header, path, stack)
         yield writer
         writer.finish()
         with explaining(path):
@@ -216,13 +207,7 @@ def _set_attributes(dataset: Any, item: Item) -> None:
 
 @contextlib.contextmanager
 def explaining(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the system and h5py raise into an error with the remedy. Local.
-
-    Raises
-    ------
-    CheckpointError
-        In the place of these.
-    """
+    """Turn errors of the system and of h5py into a `CheckpointError` with the remedy."""
     try:
         yield
     except (OSError, RuntimeError) as reason:  # h5py raises either where the system refuses

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.agreement.call import AllOrNone, Call
+from mpistrat.agreement.call import AllOrNone, Call, CommonOutcome
 from mpistrat.agreement.channel import Channel
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
 from mpistrat.collectives.prepared import PreparedReduction, dtype_name
@@ -58,7 +58,8 @@ class CollectiveCall(Call):
             raise TypeError(
                 f"{self.kind}: options must be CommunicationOptions, not {self.options!r}."
             )
-        check_options(self.options, self._collectives.capabilities)
+        if not self._collectives.has_checked(self.options):
+            check_options(self.options, self._collectives.capabilities)
 
     def prepare(
         self,
@@ -200,6 +201,10 @@ class Collectives:
         self.number = channel.num_strategies
         channel.num_strategies += 1
 
+    def has_checked(self, options: CommunicationOptions) -> bool:
+        """Return whether these are the options that were checked when this was made."""
+        return options is self.options or options is self._lossless_options
+
     @classmethod
     def solo(cls, device: Device) -> Collectives:
         """Return the collectives of a world of one rank without MPI."""
@@ -228,6 +233,24 @@ class Collectives:
         """
         return AllOrNone(self.channel, kind, name, self.options.timeout_seconds, self.number)
 
+    def common_outcome(self, kind: str, name: str | None = None) -> CommonOutcome:
+        """Return `all_or_none` for ranks that are known to be in step: one round, at the end."""
+        return CommonOutcome(self.channel, kind, name, self.options.timeout_seconds, self.number)
+
+    def on_all(self, work: Callable[[], Any], kind: str, name: str | None = None) -> list[Any]:
+        """Return the JSON values that `work` returns on each rank, in rank order. **Collective**.
+
+        Where it fails on any rank, it fails on all. The ranks must be known to be in step, and
+        `work` may do no collective.
+        """
+        with self.common_outcome(kind, name):
+            own = work()
+        return self.channel.exchange(own)
+
+    def on_root(self, work: Callable[[], Any], kind: str, name: str | None = None) -> Any:
+        """Return on every rank what `work` returns on rank 0. **Collective**, as `on_all`."""
+        return self.on_all(work if self.rank == 0 else _nothing, kind, name)[0]
+
     def broadcast(self, array: Array, root: int = 0, kind: str = "broadcast") -> Array:
         """Return the `array` of `root`, whose shape and dtype all ranks pass. **Collective**."""
         with self.call(kind) as call:
@@ -241,3 +264,7 @@ class Collectives:
     def broadcast_json(self, value: Any, root: int = 0, kind: str = "broadcast_json") -> Any:
         """Return the JSON `value` of `root`; that of the others does not matter. **Collective**."""
         return self.gather_json(value if self.rank == root else None, kind)[root]
+
+
+def _nothing() -> None:
+    """Stand in for work that another rank does."""

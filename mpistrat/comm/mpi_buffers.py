@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpistrat.arrays import Array, is_on_host, pieces
 from mpistrat.options import ReduceOp
 
-__all__ = ["in_parts", "operator", "plan_windows"]
+__all__ = ["PART_BYTES", "in_parts", "operator", "plan_windows"]
 
 _OPERATORS = {
     ReduceOp.SUM: MPI.SUM,
@@ -43,21 +43,20 @@ def _wrapping_sum(itemsize: int) -> MPI.Op:
     return MPI.Op.Create(add, commute=True)
 
 
-_PART_BYTES = 2**28
+PART_BYTES = 2**28
+"""The longest message, so that counts of any MPI library hold it."""
 
 
 def in_parts(buffer: np.ndarray) -> list[np.ndarray]:
     """Return views of `buffer`, in C order, equal for arrays of equal dtype and size."""
-    if buffer.nbytes <= _PART_BYTES:
+    if buffer.nbytes <= PART_BYTES:
         return [buffer]
-    return pieces(buffer, _PART_BYTES)
+    return pieces(buffer, PART_BYTES)
 
 
 def plan_windows(counts: Sequence[int], itemsize: int) -> list[tuple[int, list[int]]]:
     """Return, for each message of a gather, where each part starts and the lengths by rank."""
-    if sum(counts) * itemsize <= _PART_BYTES:
-        return [(0, list(counts))]
-    length = max(_PART_BYTES // itemsize // len(counts), 1)
+    length = max(PART_BYTES // itemsize // len(counts), 1)
     return [
         (start, [min(max(count - start, 0), length) for count in counts])
         for start in range(0, max(counts), length)

@@ -13,13 +13,15 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import synchronize
+from mpistrat.comm import mpi_buffers
 from mpistrat.comm.hierarchical import share_memory
-from mpistrat.comm.mpi_buffers import in_parts, operator, plan_windows
+from mpistrat.comm.mpi_buffers import in_parts, operator
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
 from mpistrat.comm.shared_memory import ROUND_BYTES, NodeMemory
 from mpistrat.comm.shared_reducer import compiled_function
 from mpistrat.comm.transport import NodeReducer, Occupancy, Piggyback, Round, SoloRound
+from mpistrat.mpi.world import library_version
 from mpistrat.options import ReduceOp
 
 __all__ = ["MpiTransport"]
@@ -126,6 +128,7 @@ class MpiTransport:
         self._under_way: list[tuple[list[MPI.Request], np.ndarray, np.ndarray]] = []
         self.rank = comm.rank
         self.size = comm.size
+        self.library = library_version()
         self.node: NodeReducer | None = None
         self.piggyback: Piggyback | None = None
         self.occupancy = Occupancy()
@@ -213,13 +216,14 @@ class MpiTransport:
         gathered: np.ndarray | None,
     ) -> None:
         """Fill `gathered` with the parts of all ranks, by as many calls of `move` as it takes."""
-        windows = plan_windows(counts, part.itemsize)
-        for start, lengths in windows:
+        if sum(counts) * part.itemsize <= mpi_buffers.PART_BYTES:
+            goal = None if gathered is None else _as_parts(gathered, counts)
+            move([_as_bytes(part), MPI.BYTE], goal)
+            return
+        for start, lengths in mpi_buffers.plan_windows(counts, part.itemsize):
             send = [_as_bytes(part[start : start + lengths[self.rank]]), MPI.BYTE]
             if gathered is None:
                 move(send, None)
-            elif len(windows) == 1:
-                move(send, _as_parts(gathered, lengths))
             else:
                 received = np.empty(sum(lengths), part.dtype)
                 move(send, _as_parts(received, lengths))

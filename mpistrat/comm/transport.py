@@ -127,6 +127,8 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    library: str
+    """Name and version of the MPI library, ``"none"`` without."""
     pool: Pool
     """Memory for results."""
     occupancy: Occupancy
@@ -201,6 +203,7 @@ class SoloTransport:
 
     rank = 0
     size = 1
+    library = "none"
     node: NodeReducer | None = None
     piggyback: Piggyback | None = None
 

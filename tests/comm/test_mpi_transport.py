@@ -13,7 +13,7 @@ MPI = ms.CommunicationOptions(implementation=ms.CommunicationImplementation.MPI)
 
 @pytest.fixture(params=[24, 500])
 def limit(request, monkeypatch):
-    monkeypatch.setattr(mpi_buffers, "_PART_BYTES", request.param)
+    monkeypatch.setattr(mpi_buffers, "PART_BYTES", request.param)
     return request.param
 
 
