@@ -70,19 +70,27 @@ def filters_of(dataset: Any) -> list[tuple[int, tuple[int, ...]]]:
 
 def is_stored_as(dataset: Any, dtype: Any) -> bool:
     """Return whether the bytes of `dataset` are those of arrays of `dtype`."""
-    return bool(dataset.id.get_type().equal(h5py().h5t.py_create(dtype, logical=True)))
+    # Equal dtypes may differ in their metadata, by which h5py marks strings and references.
+    make = _type_of if dtype.metadata is None else _type_of.__wrapped__
+    return bool(dataset.id.get_type().equal(make(dtype)))
+
+
+@functools.lru_cache(64)
+def _type_of(dtype: Any) -> Any:
+    return h5py().h5t.py_create(dtype, logical=True)
 
 
 def contiguous_offset(dataset: Any) -> int | None:
     """Return where the elements of `dataset` begin in its file, ``None`` if not in one piece."""
     # A user block at the beginning of the file counts too. Only files that are read in the usual
     # way have an offset.
-    if dataset.chunks or not dataset.size or dataset.file.driver != "sec2":
+    offset = dataset.id.get_offset()  # none where they are in chunks, the header or other files
+    if offset is None or not dataset.size:
         return None
     if dataset.id.get_storage_size() != dataset.nbytes:  # nothing is allocated in the file yet
         return None
-    offset = dataset.id.get_offset()  # none where they are in the header or in other files
-    is_plain = offset is not None and is_stored_as(dataset, dataset.dtype)
+    access = h5py().h5i.get_file_id(dataset.id).get_access_plist()
+    is_plain = access.get_driver() == h5py().h5fd.SEC2 and is_stored_as(dataset, dataset.dtype)
     return int(offset) if is_plain else None
 
 

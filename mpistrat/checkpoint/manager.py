@@ -14,7 +14,10 @@ from mpistrat import hdf5
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.checkpoint.async_save import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint, save
-from mpistrat.checkpoint.directory import (
+from mpistrat.checkpoint.object_graph import walk
+from mpistrat.checkpoint.ranks import checked_path, collectives_for
+from mpistrat.checkpoint.restore import restore
+from mpistrat.checkpoint.retention import (
     PREFIX,
     Entry,
     Retention,
@@ -22,9 +25,6 @@ from mpistrat.checkpoint.directory import (
     list_folder,
     warn_of_damage,
 )
-from mpistrat.checkpoint.object_graph import walk
-from mpistrat.checkpoint.ranks import checked_path, collectives_for
-from mpistrat.checkpoint.restore import restore
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from mpistrat.system.files import remove_file

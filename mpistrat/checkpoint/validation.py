@@ -41,7 +41,7 @@ def write_attribute(node: Any, name: str, value: bool | int | str | Sequence[str
     array = array.astype(f"S{array.itemsize + 1}")  # a zero byte ends each text, as in C
     h5a, h5s = h5py().h5a, h5py().h5s
     space = h5s.create(h5s.SCALAR) if array.shape == () else h5s.create_simple(array.shape)
-    stored = _type_of_fixed_texts(array.itemsize)
+    stored = _fixed_texts(array.itemsize, h5py().h5t.STR_NULLTERM, h5py().h5t.CSET_UTF8)
     h5a.create(node.id, name.encode(), stored, space).write(array, stored)
 
 
@@ -84,29 +84,38 @@ def _open(node: Any, name: str) -> tuple[Any, Any]:
     return (found, stored) if isinstance(stored, kinds) else (None, None)
 
 
-@functools.cache
-def _type_of_fixed_texts(num_bytes: int) -> Any:
-    """Return the type of texts in UTF-8, each with a zero byte at its end."""
-    h5t = h5py().h5t
-    found = h5t.C_S1.copy()
+# h5py would make these types again for each attribute, which takes as long as reading it.
+
+
+@functools.lru_cache(256)
+def _fixed_texts(num_bytes: int, padding: int, charset: int) -> Any:
+    """Return the type of texts of `num_bytes` each."""
+    found = h5py().h5t.C_S1.copy()
     found.set_size(num_bytes)
-    found.set_cset(h5t.CSET_UTF8)
+    found.set_strpad(padding)
+    found.set_cset(charset)
     return found
 
 
 @functools.cache
 def _type_of_texts() -> Any:
-    """Return the type of Python's strings in memory, which h5py would make for each read."""
+    """Return the type of Python's strings in memory."""
     return h5py().h5t.py_create(h5py().string_dtype())
 
 
 def _read(attribute: Any, stored: Any, shape: tuple[int, ...]) -> np.ndarray:
-    if isinstance(stored, h5py().h5t.TypeStringID) and stored.is_variable_str():
+    h5t = h5py().h5t
+    if not isinstance(stored, h5t.TypeStringID):
+        values = np.empty(shape, stored.dtype)
+        attribute.read(values)
+    elif stored.is_variable_str():
         values = np.empty(shape, object)
         attribute.read(values, _type_of_texts())
     else:
-        values = np.empty(shape, stored.dtype)
-        attribute.read(values)
+        size = stored.get_size()
+        values = np.empty(shape, f"S{size}")
+        # NumPy fills its texts with zero bytes, whatever the file does.
+        attribute.read(values, _fixed_texts(size, h5t.STR_NULLPAD, stored.get_cset()))
     return values
 
 

@@ -10,12 +10,11 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import address_of
-from mpistrat.comm.mpi_buffers import operator
+from mpistrat.comm.ops import compiled_function, divide, mpi_operator
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.reducers import divide
 from mpistrat.comm.shared_memory import NodeMemory
-from mpistrat.comm.shared_reducer import SharedMemoryReducer, compiled_function
+from mpistrat.comm.shared_reducer import SharedMemoryReducer
 from mpistrat.comm.transport import NodeReducer, Occupancy, Reducer
 from mpistrat.options import ReduceOp
 from mpistrat.settings import settings_at_the_end
@@ -89,7 +88,7 @@ class HierarchicalReducer:
         place = library.reduce_slice(sequence, function[0], slices, source, num_bytes)
         own = memory.view(*place).view(dtype)
         if self._peers != MPI.COMM_NULL and own.size:
-            self._peers.Allreduce(MPI.IN_PLACE, own, operator(op, own))
+            self._peers.Allreduce(MPI.IN_PLACE, own, mpi_operator(op, own))
             if op is ReduceOp.MEAN:
                 divide(own, self._size)
         library.collect_slices(sequence, slices, target, num_bytes)

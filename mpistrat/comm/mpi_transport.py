@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.arrays import synchronize
-from mpistrat.comm import mpi_buffers
+from mpistrat.arrays import pieces, synchronize
 from mpistrat.comm.hierarchical import share_memory
-from mpistrat.comm.mpi_buffers import in_parts, operator
+from mpistrat.comm.ops import compiled_function, mpi_operator
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
 from mpistrat.comm.shared_memory import NodeMemory
-from mpistrat.comm.shared_reducer import compiled_function
 from mpistrat.comm.transport import NodeReducer, Occupancy, Piggyback, Round, SoloRound
 from mpistrat.mpi.world import library_version
 from mpistrat.options import ReduceOp
@@ -28,6 +26,9 @@ __all__ = ["MpiTransport"]
 
 _MASK = 2**64 - 1
 _VALUES = struct.Struct("=4Q")
+
+_PART_BYTES = 2**28
+"""The longest message, so that counts of any MPI library hold it."""
 
 _POLLS = 200
 """Polls in about 100 us, after which a waiting rank looks at limits and losses too."""
@@ -144,7 +145,7 @@ class MpiTransport:
         synchronize(source)
         with self.occupancy:
             for part, goal in _pairs(source, target):
-                self.comm.Allreduce(part, goal, operator(op, goal))
+                self.comm.Allreduce(part, goal, mpi_operator(op, goal))
 
     def start_all_reduce(
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
@@ -153,7 +154,9 @@ class MpiTransport:
         # MPI writes to the target until the end, also where the user has dropped the handle.
         self._under_way = [each for each in self._under_way if not MPI.Request.Testall(each[0])]
         pairs = _pairs(source, target)
-        requests = [self.comm.Iallreduce(part, goal, operator(op, goal)) for part, goal in pairs]
+        requests = [
+            self.comm.Iallreduce(part, goal, mpi_operator(op, goal)) for part, goal in pairs
+        ]
         self._under_way.append((requests, source, target))
         return functools.partial(self._wait, requests)
 
@@ -175,9 +178,9 @@ class MpiTransport:
         with self.occupancy:
             for part in in_parts(buffer):
                 if self.rank == root:
-                    self.comm.Reduce(MPI.IN_PLACE, part, operator(op, part), root)
+                    self.comm.Reduce(MPI.IN_PLACE, part, mpi_operator(op, part), root)
                 else:
-                    self.comm.Reduce(part, None, operator(op, part), root)
+                    self.comm.Reduce(part, None, mpi_operator(op, part), root)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Overwrite `buffer` with that of `root`. **Collective**."""
@@ -216,11 +219,11 @@ class MpiTransport:
         gathered: np.ndarray | None,
     ) -> None:
         """Fill `gathered` with the parts of all ranks, by as many calls of `move` as it takes."""
-        if sum(counts) * part.itemsize <= mpi_buffers.PART_BYTES:
+        if sum(counts) * part.itemsize <= _PART_BYTES:
             goal = None if gathered is None else _as_parts(gathered, counts)
             move([_as_bytes(part), MPI.BYTE], goal)
             return
-        for start, lengths in mpi_buffers.plan_windows(counts, part.itemsize):
+        for start, lengths in plan_windows(counts, part.itemsize):
             send = [_as_bytes(part[start : start + lengths[self.rank]]), MPI.BYTE]
             if gathered is None:
                 move(send, None)
@@ -228,8 +231,8 @@ class MpiTransport:
                 # A window holds a slice of each rank's part, and these lie apart in the result.
                 received = np.empty(sum(lengths), part.dtype)
                 move(send, _as_parts(received, lengths))
-                pieces = _split(received, lengths)
-                for place, piece in zip(_split(gathered, counts), pieces, strict=True):
+                parts = zip(_split(gathered, counts), _split(received, lengths), strict=True)
+                for place, piece in parts:
                     place[start : start + piece.size] = piece
 
     def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
@@ -277,3 +280,19 @@ def _as_parts(buffer: np.ndarray, counts: Sequence[int]) -> list[object]:
 
 def _split(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
     return np.split(buffer, np.cumsum(counts)[:-1])
+
+
+def in_parts(buffer: np.ndarray) -> list[np.ndarray]:
+    """Return views of `buffer`, in C order, equal for arrays of equal dtype and size."""
+    if buffer.nbytes <= _PART_BYTES:
+        return [buffer]
+    return pieces(buffer, _PART_BYTES)
+
+
+def plan_windows(counts: Sequence[int], itemsize: int) -> list[tuple[int, list[int]]]:
+    """Return, for each message of a gather, where each part starts and the lengths by rank."""
+    length = max(_PART_BYTES // itemsize // len(counts), 1)
+    return [
+        (start, [min(max(count - start, 0), length) for count in counts])
+        for start in range(0, max(counts), length)
+    ]

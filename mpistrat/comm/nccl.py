@@ -15,8 +15,8 @@ from mpistrat.arrays import (
     nccl_library,
     on_device_of,
 )
+from mpistrat.comm.ops import MOVES_AS, divide
 from mpistrat.comm.packing import Message
-from mpistrat.comm.reducers import MOVES_AS, divide
 from mpistrat.options import ReduceOp
 
 if TYPE_CHECKING:

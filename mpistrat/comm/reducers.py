@@ -6,69 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mpistrat.comm.ops import MOVES_AS, combine, divide
 from mpistrat.comm.packing import Message
 from mpistrat.comm.transport import Transport
 from mpistrat.comm.wire import accumulator_dtype, cast
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut, slice_of_rank
 
-__all__ = ["MOVES_AS", "MpiReducer", "ReduceScatterReducer", "divide"]
-
-_UFUNCS = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.PROD: np.multiply,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-}
-
-
-def combine(op: ReduceOp, pieces: np.ndarray) -> np.ndarray:
-    """Return the reduction of the rows of `pieces`, element by element, in their memory."""
-    # Neighbours in rank order combine first, (0, 1), (2, 3), ..., then neighbouring pairs, and so
-    # on; a row without a neighbour waits. So the bits of an element depend on the number of rows
-    # and the element's values alone. Overflow gives inf, without a warning, as in MPI.
-    size, step = len(pieces), 1
-    with np.errstate(all="ignore"):
-        while step < size:
-            low, high = pieces[: size - step : 2 * step], pieces[step :: 2 * step]
-            if op is ReduceOp.PROD and pieces.dtype.kind == "c":
-                _multiply_complex(low, high)
-            else:
-                _UFUNCS[op](low, high, out=low)
-            step *= 2
-    result: np.ndarray = pieces[0]
-    if op is ReduceOp.MEAN:
-        divide(result, size)
-    _unify_nan(result)
-    return result
-
-
-def _multiply_complex(target: np.ndarray, other: np.ndarray) -> None:
-    # NumPy's own product rounds once or twice (FMA), depending on an element's place in memory.
-    real = target.real * other.real - target.imag * other.imag
-    target.imag = target.real * other.imag + target.imag * other.real
-    target.real = real
-
-
-def divide(buffer: np.ndarray, size: int) -> None:
-    """Divide `buffer` by the number of ranks, in place; complex numbers part by part."""
-    with np.errstate(all="ignore"):
-        for part in (buffer.real, buffer.imag) if buffer.dtype.kind == "c" else (buffer,):
-            np.true_divide(part, size, out=part)
-
-
-def _unify_nan(result: np.ndarray) -> None:
-    # Which of two NaN a sum passes on may depend on an element's place in the vector registers.
-    if result.dtype.kind == "c":
-        _unify_nan(result.real)
-        _unify_nan(result.imag)
-    elif result.dtype.kind == "f":
-        np.copyto(result, np.nan, where=np.isnan(result))
-
-
-MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}
-"""The reduction between ranks, before a division."""
+__all__ = ["MpiReducer", "ReduceScatterReducer"]
 
 
 class MpiReducer:

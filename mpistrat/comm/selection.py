@@ -6,9 +6,9 @@ import numpy as np
 
 from mpistrat.comm.device_reducers import DeviceCapabilities, DirectReducer, StagedReducer
 from mpistrat.comm.nccl import NcclReducer
+from mpistrat.comm.ops import compiled_function
 from mpistrat.comm.pack_plan import Pack, Plan
 from mpistrat.comm.reducers import MpiReducer, ReduceScatterReducer
-from mpistrat.comm.shared_reducer import compiled_function
 from mpistrat.comm.transport import Reducer, Transport
 from mpistrat.comm.wire import is_narrow
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp

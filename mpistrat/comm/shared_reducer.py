@@ -7,40 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mpistrat.comm.ops import compiled_function
 from mpistrat.comm.packing import Message
 from mpistrat.comm.shared_memory import NodeMemory, StepSequence
 from mpistrat.comm.transport import Occupancy
 from mpistrat.options import ReduceOp
 from mpistrat.system.threads import Background
 
-__all__ = ["SharedMemoryReducer", "compiled_function"]
-
-# As native/sequences.c numbers them.
-_ARITHMETIC = ("f4", "f8", "u1", "u2", "u4", "u8")
-_ORDER = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
-_FUNCTIONS = {
-    name: number
-    for number, name in enumerate(
-        [(op, each) for op in (ReduceOp.SUM, ReduceOp.PROD) for each in _ARITHMETIC]
-        + [(op, each) for op in (ReduceOp.MIN, ReduceOp.MAX) for each in _ORDER]
-    )
-}
-
-
-@functools.lru_cache
-def compiled_function(op: ReduceOp, dtype: np.dtype) -> tuple[int, int] | None:
-    """Return the number of a compiled function and the bytes of its numbers, if there is one."""
-    kind, itemsize = dtype.kind, dtype.itemsize
-    if op is ReduceOp.MEAN:
-        op = ReduceOp.SUM
-        if kind not in "fc":
-            return None
-    if kind == "c" and op is ReduceOp.SUM:
-        kind, itemsize = "f", itemsize // 2  # parts are added one by one; MEAN divides each
-    if kind == "i" and op in (ReduceOp.SUM, ReduceOp.PROD):
-        kind = "u"
-    number = _FUNCTIONS.get((op, f"{kind}{itemsize}"))
-    return None if number is None else (number, itemsize)
+__all__ = ["SharedMemoryReducer"]
 
 
 _BLOCK_BYTES = 2**19

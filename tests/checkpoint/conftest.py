@@ -4,7 +4,7 @@ from tests.helpers import outside_mpiexec
 
 collect_ignore = outside_mpiexec(
     "test_checkpoint.py",
-    "test_directory.py",
+    "test_retention.py",
     "test_generators.py",
     "test_json_text.py",
     "test_manager.py",

@@ -4,12 +4,12 @@ from tests.helpers import outside_mpiexec
 
 collect_ignore = outside_mpiexec(
     "test_casts.py",
-    "test_mpi_buffers.py",
+    "test_message_parts.py",
     "test_ordered_keys.py",
     "test_pack_plan.py",
     "test_packing.py",
     "test_pool.py",
-    "test_reducers.py",
+    "test_ops.py",
     "test_shared_memory.py",
     "test_slices.py",
     "test_wire.py",

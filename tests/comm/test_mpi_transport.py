@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.comm import mpi_buffers
+from mpistrat.comm import mpi_transport
 from tests.helpers import result_of, triangle
 from tests.random_arrays import expected_of
 
@@ -13,7 +13,7 @@ MPI = ms.CommunicationOptions(implementation=ms.CommunicationImplementation.MPI)
 
 @pytest.fixture(params=[24, 500])
 def limit(request, monkeypatch):
-    monkeypatch.setattr(mpi_buffers, "PART_BYTES", request.param)
+    monkeypatch.setattr(mpi_transport, "_PART_BYTES", request.param)
     return request.param
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.arrays import pieces
-from mpistrat.comm import mpi_buffers
+from mpistrat.comm import mpi_transport
 from tests.helpers import triangle
 
 Aggregation = ms.VariableAggregation
@@ -317,7 +317,7 @@ def test_pieces_cover_an_array(shape, bytes_per_piece):
 
 @pytest.mark.parametrize("dtype", ["?", "f2", ">f8", "c16", "u1"])
 def test_initial_values_travel_in_pieces(strategy, rank, size, dtype, monkeypatch):
-    monkeypatch.setattr(mpi_buffers, "PART_BYTES", 16)
+    monkeypatch.setattr(mpi_transport, "_PART_BYTES", 16)
     root = size - 1
     array = (np.arange(35).reshape(5, 7) % 2 + (rank == root)).astype(dtype)
     with strategy.extended._collectives.call("test") as call:

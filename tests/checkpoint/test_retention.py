@@ -3,7 +3,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.checkpoint.directory import Entry, Retention
+from mpistrat.checkpoint.retention import Entry, Retention
 
 
 def entry(hour, step=None):

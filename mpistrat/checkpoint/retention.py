@@ -1,4 +1,4 @@
-"""Checkpoint directories: retention, ages, and which file is sound."""
+"""Retention of checkpoints in a directory: which files are there, and which of them stay."""
 
 from __future__ import annotations
 

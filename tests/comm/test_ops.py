@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.comm.reducers import combine
+from mpistrat.comm.ops import combine
 from mpistrat.options import ReduceOp
 from tests.tree_reduction import fold_in_tree
 

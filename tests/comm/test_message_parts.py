@@ -3,14 +3,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.comm import mpi_buffers
-from mpistrat.comm.mpi_buffers import in_parts, plan_windows
+from mpistrat.comm import mpi_transport
+from mpistrat.comm.mpi_transport import in_parts, plan_windows
 
 
 @pytest.fixture(scope="module", params=[1, 10, 64, 2**28], autouse=True)
 def limit(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mpi_buffers, "PART_BYTES", request.param)
+        patch.setattr(mpi_transport, "_PART_BYTES", request.param)
         yield request.param
 
 

@@ -1,0 +1,132 @@
+"""Reduction ops: how NumPy, compiled code and MPI compute each of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, is_on_host
+from mpistrat.options import ReduceOp
+
+__all__ = ["MOVES_AS", "combine", "compiled_function", "divide", "mpi_operator"]
+
+_UFUNCS = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.PROD: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+
+
+def combine(op: ReduceOp, pieces: np.ndarray) -> np.ndarray:
+    """Return the reduction of the rows of `pieces`, element by element, in their memory."""
+    # Neighbours in rank order combine first, (0, 1), (2, 3), ..., then neighbouring pairs, and so
+    # on; a row without a neighbour waits. So the bits of an element depend on the number of rows
+    # and the element's values alone. Overflow gives inf, without a warning, as in MPI.
+    size, step = len(pieces), 1
+    with np.errstate(all="ignore"):
+        while step < size:
+            low, high = pieces[: size - step : 2 * step], pieces[step :: 2 * step]
+            if op is ReduceOp.PROD and pieces.dtype.kind == "c":
+                _multiply_complex(low, high)
+            else:
+                _UFUNCS[op](low, high, out=low)
+            step *= 2
+    result: np.ndarray = pieces[0]
+    if op is ReduceOp.MEAN:
+        divide(result, size)
+    _unify_nan(result)
+    return result
+
+
+def _multiply_complex(target: np.ndarray, other: np.ndarray) -> None:
+    # NumPy's own product rounds once or twice (FMA), depending on an element's place in memory.
+    real = target.real * other.real - target.imag * other.imag
+    target.imag = target.real * other.imag + target.imag * other.real
+    target.real = real
+
+
+def divide(buffer: np.ndarray, size: int) -> None:
+    """Divide `buffer` by the number of ranks, in place; complex numbers part by part."""
+    with np.errstate(all="ignore"):
+        for part in (buffer.real, buffer.imag) if buffer.dtype.kind == "c" else (buffer,):
+            np.true_divide(part, size, out=part)
+
+
+def _unify_nan(result: np.ndarray) -> None:
+    # Which of two NaN a sum passes on may depend on an element's place in the vector registers.
+    if result.dtype.kind == "c":
+        _unify_nan(result.real)
+        _unify_nan(result.imag)
+    elif result.dtype.kind == "f":
+        np.copyto(result, np.nan, where=np.isnan(result))
+
+
+MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}
+"""The reduction between ranks, before a division."""
+
+
+# As native/sequences.c numbers them.
+_ARITHMETIC = ("f4", "f8", "u1", "u2", "u4", "u8")
+_ORDER = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
+_FUNCTIONS = {
+    name: number
+    for number, name in enumerate(
+        [(op, each) for op in (ReduceOp.SUM, ReduceOp.PROD) for each in _ARITHMETIC]
+        + [(op, each) for op in (ReduceOp.MIN, ReduceOp.MAX) for each in _ORDER]
+    )
+}
+
+
+@functools.lru_cache
+def compiled_function(op: ReduceOp, dtype: np.dtype) -> tuple[int, int] | None:
+    """Return the number of a compiled function and the bytes of its numbers, if there is one."""
+    kind, itemsize = dtype.kind, dtype.itemsize
+    if op is ReduceOp.MEAN:
+        op = ReduceOp.SUM
+        if kind not in "fc":
+            return None
+    if kind == "c" and op is ReduceOp.SUM:
+        kind, itemsize = "f", itemsize // 2  # parts are added one by one; MEAN divides each
+    if kind == "i" and op in (ReduceOp.SUM, ReduceOp.PROD):
+        kind = "u"
+    number = _FUNCTIONS.get((op, f"{kind}{itemsize}"))
+    return None if number is None else (number, itemsize)
+
+
+def mpi_operator(op: ReduceOp, array: Array) -> Any:
+    """Return MPI's operator for the numbers of `array`, for MEAN the sum."""
+    # Sums of 8- and 16-bit integers on the host wrap, as in NumPy and in shared memory. MPI says
+    # nothing of overflow, and Open MPI saturates as many of them as fill its vector registers.
+    dtype = array.dtype
+    if op is ReduceOp.SUM and dtype.itemsize < 4 and dtype.kind in "iu" and is_on_host(array):
+        return _wrapping_sum(dtype.itemsize)
+    return _mpi_operators()[op]
+
+
+@functools.cache
+def _mpi_operators() -> dict[ReduceOp, Any]:
+    from mpi4py import MPI  # not before MPI is needed
+
+    return {
+        ReduceOp.SUM: MPI.SUM,
+        ReduceOp.MEAN: MPI.SUM,
+        ReduceOp.MIN: MPI.MIN,
+        ReduceOp.MAX: MPI.MAX,
+        ReduceOp.PROD: MPI.PROD,
+    }
+
+
+@functools.lru_cache
+def _wrapping_sum(itemsize: int) -> Any:
+    from mpi4py import MPI
+
+    def add(source: Any, target: Any, datatype: MPI.Datatype) -> None:
+        total = np.frombuffer(target, dtype)
+        total += np.frombuffer(source, dtype)
+
+    dtype = np.dtype(f"u{itemsize}")  # unsigned sums have the bits of signed ones
+    return MPI.Op.Create(add, commute=True)
