@@ -102,6 +102,7 @@ SURFACE = {
     """,
     optimizers.SGD: "momentum nesterov",
     optimizers.Adam: "beta_1 beta_2 epsilon",
+    optimizers.ExponentialMovingAverage: "apply average decay num_updates",
     optimizers.GradientAccumulator: "add apply grads_and_vars num_added reset variables",
     optimizers.LossScale: """
         backoff_factor growth_factor growth_interval initial_scale num_skipped_steps value
@@ -157,6 +158,7 @@ def held(tmp_path_factory):
         variables = [ms.Variable(values), ms.Variable(values, synchronization=on_read)]
         objects += [*variables, optimizers.SGD(0.1), optimizers.Adam(0.1), optimizers.LossScale()]
         objects += [optimizers.GradientAccumulator(variables[:1]), layers.BatchNorm(4)]
+        objects += [optimizers.ExponentialMovingAverage(0.9)]
         objects += [metrics.Accuracy(), metrics.Mean(), metrics.MeanSquaredError(), metrics.Sum()]
         objects += [metrics.TopKAccuracy(), metrics.AUC(), metrics.F1(), metrics.MeanIoU(2)]
         objects += [metrics.ConfusionMatrix(2), metrics.Precision(), metrics.Recall()]
