@@ -30,11 +30,11 @@ Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
     "files": 185,
-    "lines": 33_500,
+    "lines": 33_550,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 763,
+    "exported names": 766,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,
