@@ -9,9 +9,15 @@ ifeq ($(filter $(MPI),mpich openmpi),)
 $(error MPI=$(MPI) is unknown. Use MPI=mpich or MPI=openmpi)
 endif
 
+ifeq ($(shell printf %s '$(subst ','\'',$(RANKS))' | grep -cxE '[1-9][0-9]*'),0)
+$(error RANKS=$(RANKS) is no number of ranks. Use RANKS=1, RANKS=2, ...)
+endif
+
 VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 PY := $(VENV)/bin/python
-INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+# An installation takes minutes, and says meanwhile what it does.
+INSTALL := set -o pipefail; $(PY) -m pip install --disable-pip-version-check --progress-bar off
+SHOW := | { grep --line-buffered -v '^Requirement already satisfied' || true; }
 LAUNCH := $(PY) -m mpistrat.testing
 SHELL := /bin/bash
 export OMP_NUM_THREADS := 1
@@ -94,13 +100,16 @@ $(VENV)/.python:
 SOURCES := pyproject.toml setup.py mpistrat/optimizers/kernels.py $(wildcard mpistrat/native/*.[ch])
 
 $(VENV)/.jobs: $(SOURCES) | $(VENV)/.python
-	$(INSTALL) -e ".[$(MPI),jobs]"
+	@echo 'installing .[$(MPI),jobs] into $(VENV)'
+	@$(INSTALL) -e ".[$(MPI),jobs]" $(SHOW)
 	touch $@
 
 $(VENV)/.test: $(SOURCES) | $(VENV)/.python
-	$(INSTALL) -e ".[$(MPI),jobs,test]"
+	@echo 'installing .[$(MPI),jobs,test] into $(VENV)'
+	@$(INSTALL) -e ".[$(MPI),jobs,test]" $(SHOW)
 	touch $(VENV)/.jobs $@
 
 $(VENV)/.docs: $(SOURCES) | $(VENV)/.jobs
-	$(INSTALL) -e ".[$(MPI),jobs,docs]"
+	@echo 'installing .[$(MPI),jobs,docs] into $(VENV)'
+	@$(INSTALL) -e ".[$(MPI),jobs,docs]" $(SHOW)
 	touch $@

@@ -8,6 +8,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+RANKS=${RANKS:-2}
+if ! [[ $RANKS =~ ^[1-9][0-9]*$ ]]; then
+    echo "local.sh: RANKS=$RANKS is no number of ranks; use RANKS=1, RANKS=2, ..." >&2
+    exit 2
+fi
 if [ -z "${PYTHON:-}" ]; then
     if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; else PYTHON=python; fi
 fi
@@ -34,5 +39,5 @@ data=data/digits.h5
 export MPISTRAT_OVERSUBSCRIBE=${MPISTRAT_OVERSUBSCRIBE:-on}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
 if [ -t 2 ]; then export FORCE_COLOR=${FORCE_COLOR:-1}; fi
-exec "$mpiexec" ${flags[@]+"${flags[@]}"} -n "${RANKS:-2}" \
+exec "$mpiexec" ${flags[@]+"${flags[@]}"} -n "$RANKS" \
     "$PYTHON" jobs/train_digits.py --data "$data" "$@" </dev/null

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -225,7 +226,12 @@ def move_aside(folder):
 
 
 class RankZeroParser(argparse.ArgumentParser):
-    """A parser whose error messages only rank 0 prints."""
+    """A parser whose help and error messages only rank 0 prints."""
+
+    def print_help(self, file=None):
+        """Print the help once."""
+        if ms.MPIStrategy(device="cpu").extended.should_save_summary:
+            super().print_help(file)
 
     def error(self, message):
         """Print the usage and `message` once, and exit on every rank."""
@@ -261,6 +267,16 @@ def parse_arguments():
     return parser.parse_args()
 
 
+def describe(strategy):
+    """Return on how many ranks, with which MPI library and on which device a job runs."""
+    from mpi4py import MPI  # here, because the strategy starts MPI
+
+    library, version = MPI.get_vendor()
+    version = ".".join(map(str, version))
+    ranks = strategy.num_replicas_in_sync
+    return f"{ranks} rank(s), {library} {version}, {strategy.extended.device}"
+
+
 def main():
     """Train, test and save. **Collective**: every rank runs this program."""
     args = parse_arguments()
@@ -268,6 +284,8 @@ def main():
     speaks = strategy.extended.should_save_summary  # on rank 0
     if args.epochs < 1:
         raise ValueError(f"--epochs must be at least 1, not {args.epochs}.")
+    if speaks:
+        print(f"training on {describe(strategy)}", file=sys.stderr, flush=True)
     training = Training(strategy, args)
     history = training.history
     if speaks and not args.resume:

@@ -102,6 +102,7 @@ SURFACE = {
     """,
     optimizers.SGD: "momentum nesterov",
     optimizers.Adam: "beta_1 beta_2 epsilon",
+    optimizers.ExponentialMovingAverage: "apply average decay num_updates",
     optimizers.GradientAccumulator: "add apply grads_and_vars num_added reset variables",
     optimizers.LossScale: """
         backoff_factor growth_factor growth_interval initial_scale num_skipped_steps value
@@ -112,9 +113,19 @@ SURFACE = {
     schedules.ExponentialDecay: "decay_rate decay_steps initial_learning_rate staircase",
     schedules.PiecewiseConstantDecay: "boundaries values",
     metrics.Metric: "name reset_state result",
+    metrics.AUC: """
+        curve from_logits num_thresholds summation_method thresholds update_state
+    """,
     metrics.Accuracy: "update_state",
+    metrics.ConfusionMatrix: "num_classes update_state",
+    metrics.F1: "average threshold update_state",
     metrics.Mean: "update_state",
+    metrics.MeanIoU: """
+        axis ignore_class num_classes sparse_y_pred sparse_y_true update_state
+    """,
     metrics.MeanSquaredError: "update_state",
+    metrics.Precision: "class_id thresholds top_k update_state",
+    metrics.Recall: "class_id thresholds top_k update_state",
     metrics.Sum: "update_state",
     metrics.TopKAccuracy: "k update_state",
     layers.BatchNorm: """
@@ -147,8 +158,10 @@ def held(tmp_path_factory):
         variables = [ms.Variable(values), ms.Variable(values, synchronization=on_read)]
         objects += [*variables, optimizers.SGD(0.1), optimizers.Adam(0.1), optimizers.LossScale()]
         objects += [optimizers.GradientAccumulator(variables[:1]), layers.BatchNorm(4)]
+        objects += [optimizers.ExponentialMovingAverage(0.9)]
         objects += [metrics.Accuracy(), metrics.Mean(), metrics.MeanSquaredError(), metrics.Sum()]
-        objects += [metrics.TopKAccuracy()]
+        objects += [metrics.TopKAccuracy(), metrics.AUC(), metrics.F1(), metrics.MeanIoU(2)]
+        objects += [metrics.ConfusionMatrix(2), metrics.Precision(), metrics.Recall()]
         dataset = data.Dataset.range(8).batch(4)
         distributed = strategy.experimental_distribute_dataset(dataset)
         iterator = iter(distributed)

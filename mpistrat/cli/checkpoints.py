@@ -25,12 +25,14 @@ from mpistrat.cli.output import (
     check_can_draw,
     check_can_write,
     is_terminal,
+    on_one_line,
     print_error,
     print_json,
     print_line,
     print_table,
     tree_labels,
 )
+from mpistrat.cli.state import differing_paths, in_short
 from mpistrat.cli.statistics import draw, summarize, tell_apart
 from mpistrat.errors import CheckpointError, DataError
 from mpistrat.system.text import readable_size
@@ -55,6 +57,9 @@ def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PNG",
         help="also draw a histogram of each variable into PNG (checkpoints)",
     )
+    parser.add_argument(
+        "--full", action="store_true", help="show long state in full, not shortened (checkpoints)"
+    )
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -78,7 +83,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(content)
     else:
-        _print_for_people(arguments.file, content)
+        _print_for_people(arguments.file, content, arguments.full)
     if note:
         print_error("inspect", note)
     return 0
@@ -116,20 +121,22 @@ def _content(reader: CheckpointReader, with_statistics: bool) -> dict[str, Any]:
     }
 
 
-def _print_for_people(file: str, content: dict[str, Any]) -> None:
+def _print_for_people(file: str, content: dict[str, Any], in_full: bool) -> None:
     header = content["attributes"]
     step = "unknown step" if header["step"] < 0 else f"step {header['step']}"
-    print_line(
+    text = (
         f"{file}: {step}, {header['created']}, {header['num_replicas']} replica(s), "
         f"mpistrat {header['mpistrat_version']}, format version {header['format_version']}, "
         f"MPI library: {header['mpi_library']}"
     )
+    print_line(on_one_line(text))
     variables: dict[str, dict[str, Any]] = content["variables"]
     if variables:
         shown = [n for n in _STATISTICS if all(n in each for each in variables.values())]
         print_table((*_COLUMNS, *shown), _rows(variables, shown))
     if content["state"]:
-        rows = [(name, json.dumps(value)) for name, value in content["state"].items()]
+        as_text = json.dumps if in_full else in_short
+        rows = [(name, as_text(value)) for name, value in content["state"].items()]
         print_table(("state", "value"), rows)
     size = readable_size(sum(_size_bytes(each) for each in variables.values()))
     print_line(f"{len(variables)} variable(s), {size}; {len(content['state'])} with other state")
@@ -229,9 +236,9 @@ def _verdict(file: Path) -> dict[str, Any]:
 
 def _formatted(file: Path, verdict: dict[str, Any]) -> str:
     if not verdict["sound"]:
-        return f"{file}: NOT SOUND\n{verdict['error']}"
+        return f"{on_one_line(file)}: NOT SOUND\n{verdict['error']}"
     size = readable_size(verdict["size_bytes"])
-    return f"{file}: sound, {verdict['num_variables']} variable(s), {size}"
+    return f"{on_one_line(file)}: sound, {verdict['num_variables']} variable(s), {size}"
 
 
 VERIFY = Command(
@@ -248,19 +255,21 @@ def _add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 def _diff(arguments: argparse.Namespace) -> int:
     try:
         with open_checkpoint(arguments.a) as a, open_checkpoint(arguments.b) as b:
-            rows = [*_variables(a, b), *_state(a, b)]
-            num_paths = len({*a.variables, *b.variables}) + len({*a.state_paths, *b.state_paths})
+            rows = [*_variables(a, b), *_state(a, b, in_full=arguments.json)]
+            names = [*{*a.variables, *b.variables}, *{*a.state_paths, *b.state_paths}]
     except CheckpointError as error:
         print_error("diff", error)
         return 1 if os.path.isfile(arguments.a) and os.path.isfile(arguments.b) else 2
     if arguments.json:
-        print_json({"equal": not rows, "num_paths": num_paths, "differences": dict(rows)})
+        print_json({"equal": not rows, "num_paths": len(names), "differences": dict(rows)})
         return 1 if rows else 0
     if not rows:
-        print_line(f"{arguments.a} and {arguments.b} are equal: {num_paths} path(s)")
+        print_line(on_one_line(f"{arguments.a} and {arguments.b} are equal: {len(names)} path(s)"))
         return 0
     print_table(("path", "difference"), rows)
-    print_line(f"{len(rows)} path(s) differ between a = {arguments.a} and b = {arguments.b}")
+    num_differing = len({path for path, _ in rows}.intersection(names))
+    ending = f"{num_differing} path(s) differ between a = {arguments.a} and b = {arguments.b}"
+    print_line(on_one_line(ending))
     return 1
 
 
@@ -295,14 +304,25 @@ def _values(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str
         yield "equal numbers in other bits (signs of zeros, or kinds of NaN)"
 
 
-def _state(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, str]]:
+_MAX_PATHS = 20
+"""Paths inside of one state that are named."""
+
+
+def _state(a: CheckpointReader, b: CheckpointReader, in_full: bool) -> Iterator[tuple[str, str]]:
+    """Yield each state that differs, and below it where."""
     for name in sorted({*a.state_paths, *b.state_paths}):
         if name not in a.state_paths or name not in b.state_paths:
             yield name, _only_in(name in a.state_paths)
             continue
         of_a, of_b = a.read_state(name), b.read_state(name)
-        if of_a != of_b:
-            yield name, f"state {json.dumps(of_a)} in a, {json.dumps(of_b)} in b"
+        inside = list(differing_paths(name, of_a, of_b))
+        if inside:
+            as_text = json.dumps if in_full else in_short
+            yield name, f"state {as_text(of_a)} in a, {as_text(of_b)} in b"
+        shown = inside if in_full else inside[:_MAX_PATHS]
+        yield from ((path, what) for path, what in shown if path != name)
+        if len(inside) > len(shown):
+            yield f"{name}/...", f"{len(inside) - len(shown)} more, which --json shows"
 
 
 def _only_in(in_a: bool) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "check_can_draw",
     "check_can_write",
     "is_terminal",
+    "on_one_line",
     "print_error",
     "print_json",
     "print_line",
@@ -82,9 +83,7 @@ def is_terminal() -> bool:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table: one line for each row, folded where the terminal is too narrow."""
-    cells = [
-        [_printable(str(cell), sys.stdout).replace("\n", "\\n") for cell in row] for row in rows
-    ]
+    cells = [[_printable(on_one_line(cell), sys.stdout) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
     if not is_terminal():  # for grep and awk: neither cut nor folded
         for row in (columns, *cells):
@@ -113,6 +112,11 @@ def _fold(console: Console, cell: str, width: int) -> list[str]:
     if cell_len(cell) <= width:
         return [cell]
     return [line.plain for line in Text(cell).wrap(console, width)]
+
+
+def on_one_line(text: object) -> str:
+    """Return what came from a file or a user with its line ends as escapes."""
+    return str(text).replace("\n", "\\n")
 
 
 def print_line(text: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from mpistrat.arrays import Device, count_gpus, nccl_library
 from mpistrat.mpi.launcher import Launcher
 from mpistrat.mpi.world import World
+from mpistrat.native import missing_libraries
 from mpistrat.settings import environment
 from mpistrat.strategies.devices import Offer, make_offer
 from mpistrat.system.cpu import own_cores
@@ -121,6 +122,8 @@ class RankFacts:
     gpu_variables: Mapping[str, str] = field(default_factory=dict)
     nccl: str = ""
     """NCCL's version; empty where there is none."""
+    not_compiled: tuple[str, ...] = ()
+    """What is done without compiled code."""
 
     @property
     def asked_threads(self) -> int:
@@ -146,6 +149,7 @@ def collect_facts(world: World | None, library: str, launcher: Launcher) -> Rank
         no_gpu=no_gpu,
         gpu_variables={name: variables[name] for name in _GPUS if name in variables},
         nccl=_nccl_version() if offer is not None else "",
+        not_compiled=missing_libraries(),
     )
 
 

@@ -19,6 +19,7 @@ from mpistrat.doctor.hardware import (
 )
 from mpistrat.doctor.start import Start, start
 from mpistrat.doctor.storage import FolderFacts, check_folder, check_hdf5, probe_folder, probe_hdf5
+from mpistrat.native import HOW_TO_COMPILE
 from mpistrat.settings import settings
 from mpistrat.system.text import rank_list
 
@@ -59,7 +60,7 @@ def examine(folder: str) -> Report | None:
     own = collect_facts(world, begun.library, begun.launcher)
     facts: list[RankFacts] = world.comm.allgather(own) if world else [own]
     findings = [*begun.findings, _check_settings()]
-    findings.append(_check_software(facts))
+    findings += [_check_software(facts), _check_kernels(facts)]
     cores = check_cores(facts)
     findings += [cores, check_blas_threads(facts)]
     findings += [check_gpus(facts), check_nccl(facts)]
@@ -113,6 +114,20 @@ def _check_software(facts: list[RankFacts]) -> Finding:
             )
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     return Finding.ok("software", versions + (" on every rank" if len(facts) > 1 else ""))
+
+
+def _check_kernels(facts: list[RankFacts]) -> Finding:
+    lacking = [each for each in facts if each.not_compiled]
+    if not lacking:
+        return Finding.ok("compiled kernels", "there")
+    return Finding.warning(
+        "compiled kernels",
+        f"missing for {' and '.join(lacking[0].not_compiled)} on "
+        f"{rank_list(each.rank for each in lacking)} (on {lacking[0].node}): there was no C "
+        "compiler when mpistrat was installed",
+        "MPI and NumPy do the same, more slowly.",
+        HOW_TO_COMPILE,
+    )
 
 
 def _format(facts: RankFacts) -> str:

@@ -1,6 +1,23 @@
 """Metrics: accumulated by each replica alone, summed when the result is read."""
 
-from mpistrat.metrics.metric import Metric
+from mpistrat.metrics.auc import AUC
+from mpistrat.metrics.classification import F1, Precision, Recall
+from mpistrat.metrics.confusion_matrix import ConfusionMatrix, MeanIoU
+from mpistrat.metrics.metric import Metric, from_sums
 from mpistrat.metrics.standard import Accuracy, Mean, MeanSquaredError, Sum, TopKAccuracy
 
-__all__ = ["Accuracy", "Mean", "MeanSquaredError", "Metric", "Sum", "TopKAccuracy"]
+__all__ = [
+    "AUC",
+    "F1",
+    "Accuracy",
+    "ConfusionMatrix",
+    "Mean",
+    "MeanIoU",
+    "MeanSquaredError",
+    "Metric",
+    "Precision",
+    "Recall",
+    "Sum",
+    "TopKAccuracy",
+    "from_sums",
+]

@@ -1,30 +1,48 @@
-"""Metric base class: SyncOnRead SUM variables, an update, a result and a reset."""
+"""Metric base class: SyncOnRead SUM variables, an update, a result and a reset.
+
+`from_sums` makes a metric from two functions.
+"""
 
 from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mpistrat import context
+from mpistrat import context, nests
 from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, host_copy, host_view, is_on_host, namespace_of
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpistrat.strategies import get_strategy
 from mpistrat.trackable import Trackable
 from mpistrat.values import DistributedValues, local_component
 from mpistrat.variables import Variable
 
-__all__ = ["Given", "Metric", "as_pair", "as_values", "beside", "check_real", "weighted"]
+__all__ = [
+    "Given",
+    "Metric",
+    "SumsByUpdate",
+    "as_pair",
+    "as_values",
+    "beside",
+    "beside_first_axes",
+    "check_real",
+    "class_numbers",
+    "from_sums",
+    "weighted",
+    "weights_of",
+]
 
 
+_Result = TypeVar("_Result")
 Given: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 
-class Metric(Trackable, abc.ABC):
+class Metric(Trackable, abc.ABC, Generic[_Result]):
     """Base of metrics.
 
     **Collective** in a strategy's scope, because it makes variables.
@@ -40,9 +58,9 @@ class Metric(Trackable, abc.ABC):
         self.name = type(self).__name__.lower() if name is None else name
         self._sums: dict[str, Variable] = {}
 
-    def _make_sum(self, what: str) -> Variable:
+    def _make_sum(self, what: str, shape: tuple[int, ...] = ()) -> Variable:
         variable = Variable(
-            np.float64(0),
+            np.zeros(shape),
             trainable=False,
             name=f"{self.name}/{what}",
             synchronization=VariableSynchronization.ON_READ,
@@ -52,8 +70,8 @@ class Metric(Trackable, abc.ABC):
         self._sums[what] = variable
         return variable
 
-    def _add(self, *numbers: float) -> None:
-        """Add one of `numbers` to each sum, in the order in which they were made."""
+    def _add(self, *numbers: Any) -> None:
+        """Add a number or array to each sum, in the order in which they were made."""
         frame = context.current()
         is_replica = frame is not None and frame.kind is context.Kind.REPLICA
         here = frame.strategy if frame is not None and is_replica else None
@@ -61,15 +79,15 @@ class Metric(Trackable, abc.ABC):
             if variable.strategy is here:
                 # What assign_add comes to, many times in a step.
                 total = variable._storage
-                total += number
+                total += number if type(number) is float else beside(number, total)
             else:
                 variable.assign_add(number, read_value=False)
 
     @abc.abstractmethod
-    def _compute(self, sums: Mapping[str, np.float64]) -> np.float64:
+    def _compute(self, sums: Mapping[str, Any]) -> _Result:
         """Return the result from the sums over all replicas, by the names they were made with."""
 
-    def result(self) -> np.float64:
+    def result(self) -> _Result:
         """Return the value over all replicas. **Collective**: every rank makes the call.
 
         All sums of the metric travel in one message. Inside `Strategy.run` too the value is that
@@ -78,15 +96,21 @@ class Metric(Trackable, abc.ABC):
         Returns
         -------
         numpy scalar
-            The same on every rank.
+            The same on every rank. Some metrics have an array of several values.
 
         Raises
         ------
         ContextError
             In a context of another strategy than the metric's.
+        ValueError
+            If the metric gets its sums by its first update, and has had none.
         EpochError
             If the ranks disagree.
         """
+        if not self._sums:
+            raise ValueError(
+                f"The metric {self.name!r} has no result before its first update_state."
+            )
         sums = {what: variable.values[0] for what, variable in self._sums.items()}
         strategy = next(iter(self._sums.values())).strategy
         if strategy is not None:
@@ -110,6 +134,107 @@ class Metric(Trackable, abc.ABC):
         return f"<{type(self).__name__} {self.name!r}>"
 
 
+class SumsByUpdate(Metric[Any]):
+    """A metric that knows the shapes of its sums from its first update."""
+
+    def __init__(self, name: str | None) -> None:
+        super().__init__(name)
+        self._strategy = get_strategy()
+
+    def _add_computed(self, compute: Callable[[], Mapping[str, Any]]) -> None:
+        """Add the sums that `compute` returns by name; **Collective** the first time."""
+        kind = f"{type(self).__name__.lstrip('_')}.update_state"
+        if self._sums:
+            sums = compute()
+            made = {what: variable.shape for what, variable in self._sums.items()}
+            if _shapes(sums) != made:
+                raise ValueError(
+                    f"{kind}: {self.name!r} has sums of the shapes {made} by its first update, but "
+                    f"this one gives {_shapes(sums)}."
+                )
+        else:
+            context.mode_for(self._strategy, f"The metric {self.name!r}")
+            with self._strategy.extended._collectives.call(kind, self.name) as call:
+                sums = compute()
+                call.agree(str(_shapes(sums)))
+            with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self._strategy)):
+                for what, shape in _shapes(sums).items():
+                    self._make_sum(what, shape)
+        self._add(*sums.values())
+
+
+def _shapes(sums: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {what: tuple(np.shape(each)) for what, each in sums.items()}
+
+
+class _FromSums(SumsByUpdate):
+    """What `from_sums` returns."""
+
+    def __init__(
+        self, sums_fn: Callable[..., Any], result_fn: Callable[[Any], Any], name: str | None
+    ) -> None:
+        for what, fn in ("sums_fn", sums_fn), ("result_fn", result_fn):
+            if not callable(fn):
+                raise TypeError(f"from_sums: {what} must be a function, not {fn!r}.")
+        super().__init__("from_sums" if name is None else name)
+        self._sums_fn, self._result_fn = sums_fn, result_fn
+        self._structure: nests.Structure | None = None
+
+    def update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Add what ``sums_fn(*args, **kwargs)`` returns. Local, but for the first call."""
+
+        def compute() -> dict[str, Array]:
+            local = [local_component(each) for each in args]
+            named = {name: local_component(each) for name, each in kwargs.items()}
+            paths, leaves, self._structure = nests.flatten_with_paths(
+                self._sums_fn(*local, **named)
+            )
+            sums = {}
+            for path, leaf in zip(paths, leaves, strict=True):
+                array = as_values("sums_fn's result", leaf)
+                check_real("the sums", array)
+                sums[f"sums/{path}" if path else "sums"] = array.astype(np.float64)
+            return sums
+
+        self._add_computed(compute)
+
+    def _compute(self, sums: Mapping[str, Any]) -> Any:
+        assert self._structure is not None
+        return self._result_fn(nests.unflatten(self._structure, sums.values()))
+
+
+def from_sums(
+    sums_fn: Callable[..., Any], result_fn: Callable[[Any], Any], name: str | None = None
+) -> Metric[Any]:
+    """Return a metric whose result is a function of sums over all examples.
+
+    Its ``update_state(*args, **kwargs)`` adds what ``sums_fn(*args, **kwargs)`` returns for a part
+    of a batch; its ``result()`` is what `result_fn` makes of the sums over all updates and
+    replicas. So it is right however examples are split among replicas. Local; the first
+    ``update_state`` is **Collective**, because it makes variables: every rank makes it, also for
+    an empty part.
+
+    Parameters
+    ----------
+    sums_fn : callable
+        Returns a number, an array, or a nest of them, always of the same shapes, each of which is
+        0 for an empty part. Sums are kept in float64.
+    result_fn : callable
+        Takes such a nest of NumPy scalars and arrays.
+    name : str, optional
+
+    Returns
+    -------
+    Metric
+
+    Raises
+    ------
+    TypeError
+        If one of them is no function.
+    """
+    return _FromSums(sums_fn, result_fn, name)
+
+
 def as_values(what: str, value: Any) -> Array:
     """Return what a metric was given, an array, tensor, sequence or number, as an array."""
     if type(value) is np.ndarray:
@@ -126,17 +251,35 @@ def weighted(values: Any, sample_weight: Any) -> tuple[float, float]:
         return float(values.sum(dtype=np.float64)), float(values.size)
     xp = namespace_of(values)
     values = values.astype(np.float64, copy=False)
+    weights = weights_of(values, sample_weight)
+    return float(xp.sum(values * weights)), float(xp.sum(weights))
+
+
+def weights_of(values: Array, sample_weight: Any) -> Array:
+    """Return the weight of each of `values` in float64, by default 1."""
+    xp = namespace_of(values)
+    if sample_weight is None:
+        ones: Array = xp.ones(values.shape)
+        return ones
     weights = as_values("sample_weight", sample_weight)
     check_real("sample_weight", weights)
     weights = weights.astype(np.float64, copy=False)
     try:
-        weights = xp.broadcast_to(beside(weights, values), values.shape)
+        broadcast: Array = xp.broadcast_to(beside(weights, values), values.shape)
     except ValueError:
         raise ValueError(
             f"sample_weight of shape {tuple(weights.shape)} cannot be broadcast to values of "
             f"shape {tuple(values.shape)}."
         ) from None
-    return float(xp.sum(values * weights)), float(xp.sum(weights))
+    return broadcast
+
+
+def beside_first_axes(sample_weight: Any, ndim: int) -> Any:
+    """Return the weights with axes of length 1 behind their own, up to `ndim` axes."""
+    if sample_weight is None:
+        return None
+    weights = as_values("sample_weight", sample_weight)
+    return weights.reshape(weights.shape + (1,) * (ndim - weights.ndim))
 
 
 def as_pair(kind: str, y_true: Any, y_pred: Any, remedy: str) -> tuple[Array, Array]:
@@ -156,6 +299,18 @@ def check_real(what: str, array: Array) -> None:
     """Refuse what holds no real numbers."""
     if not _is_real(array.dtype):
         raise TypeError(f"{what} of a metric must be real numbers, not of dtype {array.dtype}.")
+
+
+def class_numbers(kind: str, what: str, labels: Array) -> Array:
+    """Return `labels`, which must be of an integer dtype."""
+    if labels.shape == (0,) and labels.dtype == np.float64:
+        return labels.astype(np.int64)  # an empty sequence has no dtype
+    if labels.dtype.kind not in "iu":
+        raise TypeError(
+            f"{kind} takes class numbers of an integer dtype, but {what} has the dtype "
+            f"{labels.dtype}. Cast it first."
+        )
+    return labels
 
 
 @functools.lru_cache

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpistrat.arguments import as_integer, span_outside
 from mpistrat.arrays import Array, namespace_of
-from mpistrat.metrics.metric import Given, Metric, as_pair, as_values, beside, check_real, weighted
+from mpistrat.metrics.metric import (
+    Given,
+    Metric,
+    as_pair,
+    as_values,
+    beside,
+    beside_first_axes,
+    check_real,
+    class_numbers,
+    weighted,
+)
 from mpistrat.strategies import get_strategy
 
 __all__ = ["Accuracy", "Mean", "MeanSquaredError", "Sum", "TopKAccuracy"]
 
 
-class Sum(Metric):
+class Sum(Metric[np.float64]):
     """The (weighted) sum of all values given to all replicas.
 
     Parameters
@@ -43,7 +52,7 @@ class Sum(Metric):
         return sums["total"]
 
 
-class RunningMean(Metric):
+class RunningMean(Metric[np.float64]):
     """A total and a count, and their quotient: what metrics that are means share."""
 
     def __init__(self, name: str | None = None) -> None:
@@ -137,15 +146,7 @@ class MeanSquaredError(RunningMean):
         errors = truth.astype(np.float64)
         errors -= guess
         errors *= errors
-        self._take_in(errors, _beside_first_axes(sample_weight, errors.ndim))
-
-
-def _beside_first_axes(sample_weight: Any, ndim: int) -> Any:
-    """Return the weights with axes of length 1 behind their own, up to `ndim` axes."""
-    if sample_weight is None:
-        return None
-    weights = as_values("sample_weight", sample_weight)
-    return weights.reshape(weights.shape + (1,) * (ndim - weights.ndim))
+        self._take_in(errors, beside_first_axes(sample_weight, errors.ndim))
 
 
 class TopKAccuracy(RunningMean):
@@ -200,7 +201,8 @@ class TopKAccuracy(RunningMean):
             If the labels are no integers, or the scores no real numbers.
         """
         scores = as_values("y_pred", y_pred)
-        labels = beside(_integers(as_values("y_true", y_true)), scores)
+        labels = as_values("y_true", y_true)
+        labels = beside(class_numbers("TopKAccuracy", "y_true", labels), scores)
         check_real("y_pred", scores)
         self._check_shapes(labels, scores)
         _check_range(labels, scores.shape[1])
@@ -222,17 +224,6 @@ class TopKAccuracy(RunningMean):
                 f"TopKAccuracy with k={self.k} needs scores of at least {self.k} classes, but "
                 f"y_pred has the shape {tuple(scores.shape)}. Make it with a smaller k."
             )
-
-
-def _integers(labels: Array) -> Array:
-    if labels.shape == (0,) and labels.dtype == np.float64:
-        return labels.astype(np.int64)  # an empty sequence has no dtype
-    if labels.dtype.kind not in "iu":
-        raise TypeError(
-            f"TopKAccuracy takes class numbers of an integer dtype, but y_true has the dtype "
-            f"{labels.dtype}. Cast it first."
-        )
-    return labels
 
 
 def _check_range(labels: Array, num_classes: int) -> None:

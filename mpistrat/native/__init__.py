@@ -10,7 +10,13 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["find_library", "native_library"]
+__all__ = ["HOW_TO_COMPILE", "find_library", "missing_libraries", "native_library"]
+
+HOW_TO_COMPILE = (
+    "Install a C compiler, such as gcc, and the headers of Python, then install mpistrat again "
+    "from its source folder: pip install --force-reinstall --no-deps --no-cache-dir ."
+)
+"""What to do where `missing_libraries` names any."""
 
 
 @functools.lru_cache
@@ -31,6 +37,16 @@ def _digest() -> str:
     for path in sorted(Path(__file__).parent.glob("*.[ch]")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def missing_libraries() -> tuple[str, ...]:
+    """Return what is done without compiled code, because there was no compiler at installation."""
+    missing = []
+    if native_library() is None:
+        missing.append("reductions in shared memory")
+    if not any(Path(__file__).parents[1].glob("optimizers/_host_kernels*.so")):
+        missing.append("optimizer updates")
+    return tuple(missing)
 
 
 def find_library(folder: Path, stem: str, digest: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from typing import TYPE_CHECKING
 
 from mpistrat.agreement.call import AllOrNone
@@ -22,6 +23,7 @@ from mpistrat.mpi.world import (
     world_ranks,
     world_size,
 )
+from mpistrat.native import HOW_TO_COMPILE, missing_libraries
 from mpistrat.options import CommunicationOptions
 from mpistrat.settings import Settings, settings
 from mpistrat.strategies.devices import (
@@ -110,6 +112,8 @@ class MPIStrategy(Strategy):
         num_mates = len(world.ranks_of_node)
         if num_mates > world.num_cores and world.local_rank == 0 and not chosen.oversubscribe:
             _warn_of_shared_cores(num_mates, world.num_cores)
+        if comm.size > 1:
+            _warn_of_missing_kernels()
         super().__init__(StrategyExtended(Collectives(channel, capabilities, options)))
         self._cluster_resolver = ClusterResolver(
             task_id=world.rank,
@@ -148,6 +152,18 @@ def _open_devices(
     with AllOrNone(channel, "MPIStrategy"):
         devices = choose_devices(offers, world.node_of_rank, chosen.oversubscribe)
     return open_device_capabilities(world, devices[world.rank], chosen.cuda_aware)
+
+
+@functools.cache
+def _warn_of_missing_kernels() -> None:
+    missing = missing_libraries()
+    if missing:
+        warnings.warn(
+            f"mpistrat was installed without its compiled kernels: {' and '.join(missing)} are "
+            f"slower. {HOW_TO_COMPILE}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 @functools.cache

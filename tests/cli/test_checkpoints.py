@@ -124,6 +124,72 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
     assert "two\\nlines" in out
 
 
+def test_hostile_root_attributes_do_not_reach_the_terminal(tmp_path, capsys):
+    hostile = "\x1b[2J MPICH\n/tmp/other.h5: step 9\r\x9b"
+    path = str(tmp_path / "run.h5")
+    with create_checkpoint(path, Header(step=3, num_replicas=2, mpi_library=hostile)):
+        pass
+    assert main(["inspect", path]) == 0
+    captured = capsys.readouterr()
+    assert "\\x1b[2J MPICH\\n/tmp/other.h5: step 9\\r\\x9b" in captured.out
+    assert not {"\x1b", "\r", "\x9b"} & set(captured.out + captured.err)
+
+
+def history(num_rows, **changes):
+    rows = [{"epoch": number, "loss": 1 / (number + 1)} for number in range(num_rows)]
+    return {"rows": rows, "best": 3, "note": "x" * 1000, **changes}
+
+
+def test_long_state_is_shortened_unless_asked(tmp_path, capsys):
+    path = write(tmp_path / "run.h5", state=history(1000))
+    assert main(["inspect", path]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data ")]
+    first, last = '{"epoch": 0, "loss": 1.0}', '{"epoch": 999, "loss": 0.001}'
+    assert f'"rows": list of 1000 dicts: {first}, ..., {last}' in row
+    assert '"best": 3' in row
+    assert '"note": text of 1000 characters: "xxx' in row
+    assert len(row) < 500
+    assert main(["inspect", path, "--full"]) == 0
+    assert json.dumps(history(1000)) in capsys.readouterr().out
+    assert main(["inspect", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"]["data"] == history(1000)
+
+
+def test_diff_names_the_paths_inside_of_state(tmp_path, capsys):
+    one, other = (
+        history(1000, rate=[0.1, float("nan")]),
+        history(1000, extra=None, rate=[0.2, float("nan")]),
+    )
+    other["rows"][999]["loss"] = 7
+    other["best"] = None
+    a, b = write(tmp_path / "a.h5", state=one), write(tmp_path / "b.h5", state=other)
+    assert main(["diff", a, b]) == 1
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.partition(" ")[2].strip() for line in out.splitlines()}
+    assert rows["data/rows[999]/loss"] == "0.001 in a, 7 in b"
+    assert rows["data/best"] == "3 in a, null in b"
+    assert rows["data/extra"] == "only in b"
+    assert rows["data/rate[0]"] == "0.1 in a, 0.2 in b"
+    assert len([path for path in rows if path.startswith("data/")]) == 4
+    assert "1 path(s) differ" in out
+
+
+def test_diff_names_at_most_twenty_paths_of_a_state(tmp_path, capsys):
+    a = write(tmp_path / "a.h5", state=list(range(1000)))
+    b = write(tmp_path / "b.h5", state=list(range(1, 998)))
+    assert main(["diff", a, b]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("data[")]) == 20
+    assert any(
+        line.split() == ["data/...", "980", "more,", "which", "--json", "shows"] for line in lines
+    )
+    assert max(map(len, lines)) < 500
+    assert main(["diff", a, b, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["differences"]
+    assert found["data[999]"] == "only in a"
+    assert len(found) == 1001
+
+
 def test_verify(file, tmp_path, capsys):
     assert main(["verify", file]) == 0
     assert f"{file}: sound, 3 variable(s)" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import glob
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -159,14 +160,15 @@ def _top_level_names(file: Any, path: str) -> dict[str, str]:
 
 
 def _read_entry(file: Any, path: str, names: Sequence[str], stamp: tuple[int, ...]) -> FileEntry:
-    lengths = {name: _find(file, path, name).shape[0] for name in names}
+    datasets = [_find(file, path, name) for name in names]
+    lengths = {name: len(dataset) for name, dataset in zip(names, datasets, strict=True)}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
         raise DataError(
             f"The fields of {path} must have one length, but {found} rows. Name fields that "
             "belong together with fields=(...)."
         )
-    layouts = tuple(_read_layout(_find(file, path, name), path, name) for name in names)
+    layouts = tuple(map(_read_layout, datasets, itertools.repeat(path), names))
     return FileEntry(path, lengths[names[0]], layouts, stamp)
 
 
@@ -177,7 +179,7 @@ def _find(file: Any, path: str, name: str) -> Any:
         known += f" and {len(file) - _MAX_SHOWN} more" if len(file) > _MAX_SHOWN else ""
         what = _what_is_there(file, name, dataset)
         raise DataError(f"The field {name!r} {what} in {path}, which has {known} at its top level.")
-    check_virtual_sources(dataset)
+    _warn_of_files_elsewhere(dataset, check_virtual_sources(dataset))
     if not dataset.shape:
         raise DataError(
             f"The field {name!r} of {path} is a scalar or empty, but a first dimension, the "
@@ -231,24 +233,34 @@ def _contiguous_storage(dataset: Any) -> _ContiguousStorage | None:
     return None if offset is None else _ContiguousStorage(offset, dataset.dtype)
 
 
-def check_virtual_sources(dataset: Any) -> None:
-    """Make sure that the sources of a virtual data set exist, but those of a series (``%b``)."""
+def check_virtual_sources(dataset: Any) -> list[str]:
+    """Make sure that the sources of a virtual data set exist, and return their paths."""
+    # A series (``%b`` in its name) may end anywhere, so its sources need not exist.
     if not dataset.is_virtual:
-        return
-    checked = set()
+        return []
+    paths = {}
     for source in dataset.virtual_sources():
         key = source.file_name, source.dset_name
-        if "%" not in "".join(key) and key not in checked:
-            checked.add(key)
-            _check_source(dataset, *key)
+        if key not in paths:
+            is_series = "%" in "".join(key)
+            paths[key] = (
+                _series_path(dataset, key[0]) if is_series else _check_source(dataset, *key)
+            )
+    return list(paths.values())
 
 
-def _check_source(dataset: Any, file_name: str, name: str) -> None:
+def _series_path(dataset: Any, file_name: str) -> str:
+    folder = os.path.dirname(dataset.file.filename)
+    return str(dataset.file.filename if file_name == "." else os.path.join(folder, file_name))
+
+
+def _check_source(dataset: Any, file_name: str, name: str) -> str:
+    """Return the path of a source, or raise DataError where there is none."""
     where = f"The virtual data set {dataset.name!r} of {dataset.file.filename}"
     if file_name == ".":
         if name not in dataset.file:
             raise DataError(f"{where} needs {name!r} of the same file, which is missing.")
-        return
+        return str(dataset.file.filename)
     path = next(filter(os.path.exists, _source_paths(dataset, file_name)), None)
     if path is None:
         raise DataError(
@@ -262,6 +274,7 @@ def _check_source(dataset: Any, file_name: str, name: str) -> None:
         raise DataError(f"{where} needs the file {path}, which cannot be read: {reason}.") from None
     if not is_there:
         raise DataError(f"{where} needs {name!r} of {path}, which has no such data set.")
+    return path
 
 
 def _source_paths(dataset: Any, file_name: str) -> Iterator[str]:
@@ -273,3 +286,30 @@ def _source_paths(dataset: Any, file_name: str) -> Iterator[str]:
     for each in (os.fsdecode(prefix), folder, real_folder):
         for name in (file_name, os.path.basename(file_name)):
             yield os.path.join(each, name)
+
+
+def _warn_of_files_elsewhere(dataset: Any, sources: list[str]) -> None:
+    """Name the files outside of the folder of its own file that `dataset` is read from."""
+    # Whoever made the file has chosen them: they may be any that the user of the program can read.
+    own = dataset.file.filename
+    folders = {os.path.realpath(os.path.dirname(own)), os.path.dirname(os.path.realpath(own))}
+    paths = [os.path.realpath(path) for path in (*_external_paths(dataset), *sources)]
+    elsewhere = sorted(
+        {path for path in paths if all(os.path.commonpath([path, f]) != f for f in folders)}
+    )
+    if elsewhere:
+        shown = ", ".join(elsewhere[:_MAX_SHOWN])
+        shown += f" and {len(elsewhere) - _MAX_SHOWN} more" if len(elsewhere) > _MAX_SHOWN else ""
+        warnings.warn(
+            f"The data set {dataset.name!r} of {own} takes its elements from outside of that "
+            f"file's folder: {shown}. Read it only if you trust who made the file.",
+            stacklevel=2,
+        )
+
+
+def _external_paths(dataset: Any) -> Iterator[str]:
+    """Yield the files of external storage (HDF5 reference, H5Pset_efile_prefix)."""
+    prefix = os.fsdecode(dataset.id.get_access_plist().get_efile_prefix())
+    folder = os.path.dirname(os.path.abspath(dataset.file.filename))
+    for name, _, _ in dataset.external or ():
+        yield os.path.join(prefix.replace("${ORIGIN}", folder), name)

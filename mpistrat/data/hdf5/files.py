@@ -161,14 +161,15 @@ class FieldAccess:
 
     def fetch(self, start: int) -> StoredRows | None:
         """Return the chunks that begin with row `start`, still encoded, or ``None``."""
-        # None where only h5py can decode them, or where it fills in what was never written.
+        # None where only h5py can decode them, or where it fills in what was never written: it
+        # reports that as MemoryError where no chunk of the data set was.
         if self._decoder is None:
             return None
         chunks = []
         for origin, region in self._chunk_regions:
             try:
                 filter_mask, content = self._identifier.read_direct_chunk((start, *origin))
-            except (OSError, RuntimeError, ValueError):
+            except (MemoryError, OSError, RuntimeError, ValueError):
                 return None
             chunks.append((region, filter_mask, content))
         return StoredRows(self._decoder, self._dtype, self._chunk_shape, chunks)
@@ -206,16 +207,12 @@ class StoredRows:
     chunks: list[tuple[_Region, int, bytes]]
     """Of each which region of the rows it fills, the filter mask and the content."""
 
-    def decode(self, rows: np.ndarray) -> bool:
-        """Fill `rows`, or return False: then `FieldAccess.read` can, or says why not."""
+    def decode(self, rows: np.ndarray) -> None:
+        """Fill `rows`; ``ValueError`` where a chunk is damaged."""
         num_bytes = math.prod(self.chunk_shape) * self.dtype.itemsize
         for region, filter_mask, content in self.chunks:
-            try:
-                decoded = self.decoder.decode(content, filter_mask, num_bytes)
-            except ValueError:
-                return False
+            decoded = self.decoder.decode(content, filter_mask, num_bytes)
             elements = np.frombuffer(decoded, self.dtype).reshape(self.chunk_shape)
             target = rows[region]
             # Chunks extend beyond the edges of the data set.
             target[...] = elements[tuple(map(slice, target.shape))]
-        return True

@@ -6,9 +6,12 @@ decode chunks side by side.
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import ctypes
 import importlib
+import struct
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ __all__ = ["ChunkDecoder", "make_decoder"]
 _Decode = Callable[[Any, int], Any]
 """Takes an encoded chunk and its final size in bytes, returns it with one filter less."""
 
-_DEFLATE, _SHUFFLE, _FLETCHER32, _LZF = 1, 2, 3, 32000
+_DEFLATE, _SHUFFLE, _FLETCHER32, _BZIP2, _LZF, _LZ4 = 1, 2, 3, 307, 32000, 32004
 _CHECKSUM_BYTES = 4
 
 
@@ -36,7 +39,7 @@ class ChunkDecoder:
     """One for each filter, in the order in which they were applied."""
 
     def decode(self, encoded: Any, filter_mask: int, num_bytes: int) -> Any:
-        """Return the `num_bytes` of a chunk."""
+        """Return the `num_bytes` of a chunk; ``ValueError`` where it is damaged."""
         # Bit i of the mask is set where filter i was left out for this chunk.
         for number in reversed(range(len(self.filters))):
             if not filter_mask >> number & 1:
@@ -61,6 +64,8 @@ def _decoder_of(filter_id: int, values: Sequence[int]) -> _Decode | None:
         return partial(_unshuffle, values[0])
     if filter_id == _FLETCHER32:
         return _without_checksum
+    if filter_id == _BZIP2:
+        return _decode_bzip2
     if filter_id == _LZF and _lzf() is not None:
         return _decode_lzf
     return _plugin_decoder(filter_id, values)
@@ -124,10 +129,21 @@ def _weights(num_words: int) -> np.ndarray:
     return weights
 
 
+def _decode_bzip2(encoded: Any, num_bytes: int) -> bytes:
+    """Return what bzip2 has encoded."""
+    # The plugin, and HDF5 with it, would never return from a stream whose end is missing.
+    try:
+        return bz2.decompress(encoded)
+    except (OSError, ValueError) as reason:
+        raise ValueError(f"the compressed data are damaged: {reason}") from reason
+
+
 def _decode_lzf(encoded: Any, num_bytes: int) -> bytes:
     """Return what LZF has encoded."""
-    decoded = ctypes.create_string_buffer(num_bytes)
-    length = _lzf()(bytes(encoded), len(encoded), decoded, num_bytes)
+    # A filter before this one, such as a checksum, may have made the chunk larger.
+    room = num_bytes + num_bytes // 64 + 64
+    decoded = ctypes.create_string_buffer(room)
+    length = _lzf()(bytes(encoded), len(encoded), decoded, room)
     if not length:
         raise ValueError("a chunk cannot be decoded by LZF")
     return decoded.raw[:length]
@@ -145,7 +161,7 @@ def _lzf() -> Any:
     return function
 
 
-_REENTRANT = {"blosc", "blosc2", "bshuf", "bzip2", "lz4", "zstd"}
+_REENTRANT = {"blosc", "blosc2", "bshuf", "lz4", "zstd"}
 """Plugins of hdf5plugin that ask nothing of HDF5 while they decode."""
 
 _REVERSE = 0x0100
@@ -185,6 +201,8 @@ def _plugin_decoder(filter_id: int, values: Sequence[int]) -> _Decode | None:
     parameters = (ctypes.c_uint * len(values))(*values)
 
     def decode(encoded: Any, num_bytes: int) -> bytes:
+        if filter_id == _LZ4:
+            _check_lz4_blocks(encoded)
         size = ctypes.c_size_t(len(encoded))
         # The function frees this memory, and returns other memory in its place.
         memory = ctypes.c_void_p(_libc().malloc(max(len(encoded), 1)))
@@ -198,13 +216,28 @@ def _plugin_decoder(filter_id: int, values: Sequence[int]) -> _Decode | None:
                 ctypes.byref(size),
                 ctypes.byref(memory),
             )
-            if not length:
+            if not 0 < length <= sys.maxsize:  # zstd returns its error codes, as negative sizes
                 raise ValueError(f"the filter {filter_id} cannot decode a chunk")
             return ctypes.string_at(memory, length)
         finally:
             _libc().free(memory)
 
     return decode
+
+
+def _check_lz4_blocks(encoded: Any) -> None:
+    """Make sure that all blocks of a chunk of LZ4 are there, beyond which its plugin reads."""
+    # The size of the chunk (8 bytes) and of a block (4), then before each block its own size.
+    try:
+        num_bytes, block_bytes = struct.unpack_from(">QI", encoded)
+        position = struct.calcsize(">QI")
+        for _ in range(-(-num_bytes // min(block_bytes, num_bytes))):
+            (size,) = struct.unpack_from(">I", encoded, position)
+            position += struct.calcsize(">I") + size
+    except (struct.error, ZeroDivisionError):
+        position = sys.maxsize
+    if position > len(encoded):
+        raise ValueError("the end of a chunk of LZ4 is missing")
 
 
 @cache

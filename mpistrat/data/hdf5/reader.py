@@ -189,8 +189,14 @@ class Hdf5Reader:
         stored = self._fetch(field, row_ranges)
         for (file, start, stop), (_, slot), content in zip(row_ranges, chunks, stored, strict=True):
             rows = slot[: stop - start]
-            if content is None or not content.decode(rows):
+            if content is None:
                 self._read(file, field, start, rows)
+                continue
+            # h5py decodes no better what is damaged, but delivers a short chunk as it is.
+            try:
+                content.decode(rows)
+            except ValueError as reason:
+                raise self._read_error(reason, file, field, start, stop) from reason
 
     def _fetch(self, field: int, row_ranges: list[tuple[int, int, int]]) -> list[StoredRows | None]:
         """Return chunks as they are stored; ``None`` for those that h5py has to decode."""

@@ -208,6 +208,29 @@ def test_virtual_data_sets_and_what_they_lack(numbered, tmp_path):
     first_use_raises(path, match="'/label' of .*joined.h5 needs the file second.h5, .*missing")
 
 
+def test_data_outside_of_the_folder_of_their_file_are_named_in_a_warning(numbered, tmp_path):
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside.mkdir()
+    outside.mkdir()
+    numbered(20, name="inside/near.h5")
+    numbered(20, name="outside/far.h5")
+    with h5py.File(inside / "data.h5", "w") as file:
+        for name, path in ("near", inside / "raw"), ("far", outside / "raw"):
+            file.create_dataset(name, data=np.arange(20), external=[(path, 0, 160)])
+        for name, source in ("near.h5", "near.h5"), ("far.h5", f"{outside}/far.h5"):
+            layout = h5py.VirtualLayout((20,), "i8")
+            layout[:] = h5py.VirtualSource(source, "label", (20,))
+            file.create_virtual_dataset(f"of {name}", layout)
+    for name, elsewhere in ("far", outside / "raw"), ("of far.h5", outside / "far.h5"):
+        dataset = Dataset.from_hdf5(inside / "data.h5", name)
+        with pytest.warns(UserWarning, match=f"'/{name}' of .*: {elsewhere}. Read") as caught:
+            assert [len(list(dataset.batch(20))) for _ in range(2)] == [1, 1]
+        assert len(caught) == 1
+    for name in ("near", "of near.h5"):  # warnings are errors here
+        (batch,) = Dataset.from_hdf5(inside / "data.h5", name).batch(20)
+        assert batch.tolist() == list(range(20))
+
+
 def test_files_that_do_not_fit_each_other(numbered, tmp_path):
     paths = [numbered(5), tmp_path / "wide.h5"]
     with h5py.File(paths[1], "w") as file:

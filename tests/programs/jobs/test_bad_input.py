@@ -178,3 +178,9 @@ def test_an_unknown_option_is_explained_once(job):
     assert done.stderr.count("unrecognized arguments: --bach-size") == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert job.files() == before
+
+
+def test_help_is_printed_once(job):
+    done = job.run("--help", limit_s=LIMIT_S)
+    assert done.returncode == 0
+    assert done.stdout.count("usage: train_digits.py") == 1, done.stdout

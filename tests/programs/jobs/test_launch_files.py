@@ -98,6 +98,33 @@ def test_local_prepares_and_trains(checkout):
     assert (checkout / "runs/digits/checkpoint-2.h5").exists()
 
 
+@pytest.mark.parametrize("ranks", ["two", "0", "-1", "1.5", "2 3"])
+def test_a_number_of_ranks_that_is_none_is_a_sentence(checkout, ranks):
+    sentence = f"RANKS={ranks} is no number of ranks"
+    done = run(checkout, "jobs/local.sh", PYTHON=sys.executable, RANKS=ranks)
+    assert (done.returncode, done.stderr.count(sentence)) == (2, 1)
+    assert not (checkout / "data").exists()
+    shutil.copy(ROOT / "Makefile", checkout)
+    done = run(checkout, "make", "train", f"RANKS={ranks}")
+    assert (done.returncode, done.stderr.count(sentence)) == (2, 1)
+    assert not (checkout / ".venv").exists()
+
+
+def test_make_says_what_is_installed(checkout):
+    shutil.copy(ROOT / "Makefile", checkout)
+    (checkout / "pyproject.toml").write_text("nothing = that can be installed")
+    (checkout / "setup.py").touch()
+    shutil.copytree(ROOT / "mpistrat", checkout / "mpistrat")
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    (checkout / ".venv" / ".python").touch()
+    done = run(checkout, "make", "train", "MPI=mpich")
+    assert done.returncode != 0, "the code of pip is lost"
+    assert "installing .[mpich,jobs] into .venv" in done.stdout
+    assert "Obtaining file:" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["local.sh", "train.sbatch"])
 def test_the_scripts_are_sound_bash(name):
     done = subprocess.run(["bash", "-n", ROOT / "jobs" / name], timeout=60)

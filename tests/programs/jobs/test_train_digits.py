@@ -98,6 +98,10 @@ def test_a_log_file_has_one_plain_line_per_epoch(job):
         assert line.startswith(f"epoch {epoch}/3  loss ")
         assert "examples/s" in line
         assert "s left" in line
+    library = "Open MPI" if launch.is_open_mpi() else "MPICH"
+    (described,) = [each for each in done.stderr.splitlines() if "training on" in each]
+    assert described.startswith(f"training on 2 rank(s), {library} ")
+    assert described.endswith((", cpu:0", ", gpu:0"))
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(job, finished):

@@ -1,0 +1,162 @@
+"""Exponential moving averages of variables."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from mpistrat import context
+from mpistrat.arguments import as_finite, as_integer
+from mpistrat.optimizers.gradients import check_owners, check_takes_gradients, listed, owner_among
+from mpistrat.optimizers.slots import Slots, zero_slot
+from mpistrat.strategies import get_strategy
+from mpistrat.strategies.one_replica import default_strategy
+from mpistrat.trackable import Trackable
+from mpistrat.variables import SyncOnReadVariable, Variable
+
+__all__ = ["ExponentialMovingAverage"]
+
+_SLOT = "average"
+
+
+class ExponentialMovingAverage(Trackable):
+    """Averages of variables over the steps of training, as tf.train's of that name.
+
+    `apply` sets each average to ``decay * average + (1 - decay) * variable``; the first one to the
+    variable itself. An average is a mirrored variable, equal on all ranks, float32 for variables
+    of float16 and bfloat16. In a checkpoint that of the variable ``model/kernel`` has the path
+    ``ema/average/model/kernel``.
+
+    Parameters
+    ----------
+    decay : float
+        In [0, 1], for example 0.999.
+    num_updates : int, optional
+        How often the variables have been updated. If given, the decay is at most ``(1 +
+        num_updates) / (10 + num_updates)``, so that averages follow faster at the beginning. Set
+        the attribute before each `apply`.
+
+    Raises
+    ------
+    TypeError
+        If `decay` is no number or `num_updates` no integer.
+    ValueError
+        For a value out of range.
+    """
+
+    def __init__(self, decay: float, num_updates: int | None = None) -> None:
+        super().__init__()
+        self.decay = decay
+        self.num_updates = num_updates
+        self._slots = Slots()
+        self._current_decay()
+
+    def _current_decay(self) -> float:
+        """Return the decay of a step now; the attributes are checked, as a program may set them."""
+        decay = as_finite("ExponentialMovingAverage: decay", self.decay)
+        if not 0 <= decay <= 1:
+            raise ValueError(f"ExponentialMovingAverage: decay must be in [0, 1], not {decay}.")
+        if self.num_updates is None:
+            return decay
+        number = as_integer("ExponentialMovingAverage: num_updates", self.num_updates, 0)
+        return min(decay, (1 + number) / (10 + number))
+
+    def apply(self, var_list: Iterable[Variable]) -> None:
+        """Take the values of the variables into their averages.
+
+        To be called after each step of an optimizer, in `Strategy.run` or outside. The first call
+        makes the averages. **Collective**: every rank gives the same variables in the same order.
+        No values are sent.
+
+        Parameters
+        ----------
+        var_list : iterable of Variable
+            Mirrored or plain ones of floating dtype.
+
+        Raises
+        ------
+        ValueError
+            If there is no variable, or one is SyncOnRead and so differs from replica to replica.
+        TypeError
+            If an element is no variable, or a variable has no floating dtype.
+        ContextError
+            If a variable belongs to another strategy.
+        EpochMismatchError
+            If the ranks disagree on the variables or the decay.
+        """
+        variables = listed(var_list)
+        frame = context.current()
+        strategy = default_strategy() if frame is None else frame.strategy
+        if strategy.extended._is_default and isinstance(variables, list):
+            given = (each for each in variables if isinstance(each, Variable))
+            strategy = owner_among(given, get_strategy())
+        kind = "ExponentialMovingAverage.apply"
+        with strategy.extended._collectives.call(kind) as call:
+            _check_variables(kind, variables)
+            check_owners(kind, strategy, variables)
+            decay = self._current_decay()
+            call.agree(
+                f"decay={decay}", *((each.name, str(each.dtype), each.shape) for each in variables)
+            )
+        for variable in variables:
+            if self._slots.find(variable, _SLOT) is None:
+                self._attach_child(_SLOT, _first_average(variable), of=variable)
+        for variable in variables:
+            average = self.average(variable)._storage
+            # Equal on all ranks to the bit, because the variables are.
+            average += (1 - decay) * (variable._storage.astype(average.dtype) - average)
+
+    def average(self, variable: Variable) -> Variable:
+        """Return the average of `variable`. Local.
+
+        Raises
+        ------
+        KeyError
+            If there is none yet: averages are made by the first `apply`, or restored.
+        """
+        average = self._slots.find(variable, _SLOT)
+        if average is None:
+            raise KeyError(
+                f"There is no average of the variable {variable.name!r}, at least not before the "
+                "first ExponentialMovingAverage.apply with it."
+            )
+        return average
+
+    def _deferred_slots(self) -> Mapping[str, Callable[[Variable], Variable]]:
+        return {_SLOT: functools.partial(zero_slot, name=_SLOT)}
+
+    def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
+        super()._attach_child(name, child, of=of)
+        if isinstance(of, Variable) and isinstance(child, Variable):
+            self._slots.add(of, name, child)
+
+    def __repr__(self) -> str:
+        return f"ExponentialMovingAverage(decay={self.decay}, num_updates={self.num_updates})"
+
+
+def _first_average(variable: Variable) -> Variable:
+    average = zero_slot(variable, _SLOT)
+    average._storage[...] = variable._storage
+    return average
+
+
+def _check_variables(kind: str, variables: Any) -> None:
+    if not isinstance(variables, list):
+        raise TypeError(
+            f"{kind} takes an iterable of variables, not {variables!r} of type "
+            f"{type(variables).__name__}."
+        )
+    if not variables:
+        raise ValueError(f"{kind} was given no variable.")
+    for variable in variables:
+        if not isinstance(variable, Variable):
+            raise TypeError(
+                f"{kind} takes variables, not {variable!r} of type {type(variable).__name__}."
+            )
+        check_takes_gradients(kind, variable)
+        if isinstance(variable, SyncOnReadVariable):
+            raise ValueError(
+                f"{kind}: the SyncOnRead variable {variable.name!r} differs from replica to "
+                "replica. Give mirrored variables."
+            )
