@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -72,21 +72,18 @@ class Strategy:
         """Number of replicas whose gradients are reduced together. Local."""
         return self._extended._collectives.size
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
+    def scope(self) -> contextlib.AbstractContextManager[Strategy]:
         """Make this strategy current, in cross-replica context, within the ``with`` block.
 
-        Variables made inside are distributed. The scope may be entered again inside itself.
+        Variables made inside are distributed. A scope may be entered again, inside itself too.
         **Local**: entering and leaving cost nothing and wait for nobody.
 
         Raises
         ------
         ContextError
-            Inside `run`, or inside the scope of another strategy.
+            On entry, inside `run` or inside the scope of another strategy.
         """
-        self._extended._require_cross_replica("scope")
-        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self)):
-            yield self
+        return context.Scope(self)
 
     @overload
     def run(
