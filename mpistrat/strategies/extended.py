@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mpistrat import context, nests
-from mpistrat.arrays import Device, host_view
+from mpistrat.arrays import host_view
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.nested import all_gather_nest
 from mpistrat.context import call_in_update_context
@@ -32,14 +32,13 @@ from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.reductions import (
     Destination,
-    format_device,
     local_components,
     reduce_pairs,
     reduce_to_host,
 )
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import PerReplica, T, localize, per_replica
+from mpistrat.values import DistributedValues, PerReplica, localize, per_replica
 from mpistrat.variables import Variable, check_replicas_agree, container_of, variables_to_compare
 
 __all__ = ["StrategyExtended"]
@@ -72,25 +71,9 @@ class StrategyExtended(ExtendedV1):
         return twin
 
     @property
-    def device(self) -> Device:
-        """Where the replica of this rank computes. Local."""
-        return self._collectives.device
-
-    @property
     def xp(self) -> Any:
         """The array namespace of the replica's device: NumPy's or CuPy's. Local."""
         return self.device.namespace()
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The device string of each rank's replica. Local."""
-        size = self._collectives.size
-        return tuple(format_device(r, self.device.kind, self.device.index) for r in range(size))
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The device strings where variables live: those of the replicas. Local."""
-        return self.worker_devices
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -393,6 +376,12 @@ class StrategyExtended(ExtendedV1):
         dataset.strategy = self._container
         return dataset
 
-    def _values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
-        """Return the `PerReplica` of ``value_fn(context)``."""
-        return PerReplica(value_fn(ValueContext(self._collectives.rank, self._collectives.size)))
+    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Return ``value_fn(context)`` with each leaf as a `PerReplica`."""
+        nest = value_fn(ValueContext(self._collectives.rank, self._collectives.size))
+        return nests.map_nest(_as_per_replica, nest)
+
+
+def _as_per_replica(leaf: Any) -> Any:
+    stays = leaf is None or isinstance(leaf, DistributedValues | Variable)
+    return leaf if stays else PerReplica(leaf)

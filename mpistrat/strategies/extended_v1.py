@@ -18,7 +18,7 @@ from mpistrat.data.dataset import Dataset
 from mpistrat.data.iterators import ElementIterator, Optional
 from mpistrat.errors import ContextError, OutOfRangeError, warn_deprecated
 from mpistrat.options import ReduceOpLike
-from mpistrat.strategies.reductions import Destination, parse_destination
+from mpistrat.strategies.reductions import Destination, format_device, parse_destination
 from mpistrat.values import Mirrored, PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 
@@ -139,14 +139,20 @@ class ExtendedV1(abc.ABC):
     _container: Any
 
     @property
-    @abc.abstractmethod
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The device strings where variables live. Local."""
-
-    @property
-    @abc.abstractmethod
     def device(self) -> Device:
         """Where the replica of this rank computes. Local."""
+        return self._collectives.device
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device string of each rank's replica. Local."""
+        size = self._collectives.size
+        return tuple(format_device(r, self.device.kind, self.device.index) for r in range(size))
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The device strings where variables live: those of the replicas. Local."""
+        return self.worker_devices
 
     @abc.abstractmethod
     def _require_cross_replica(self, what: str) -> None:

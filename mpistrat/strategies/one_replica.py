@@ -22,9 +22,10 @@ from mpistrat.options import (
     ValueContext,
 )
 from mpistrat.replica import ReplicaContext
+from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.reductions import parse_place
-from mpistrat.strategies.strategy import ClusterResolver, Strategy
+from mpistrat.strategies.strategy import Strategy
 from mpistrat.values import unwrap_mirrored
 from mpistrat.variables import Variable
 

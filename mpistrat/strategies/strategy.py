@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
@@ -16,6 +15,7 @@ from mpistrat.arrays import Array
 from mpistrat.data.iterators import ElementIterator
 from mpistrat.errors import warn_deprecated
 from mpistrat.options import InputOptions, InputReplicationMode, ReduceOpLike, RunOptions
+from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import InputIterator
 from mpistrat.values import DistributedValues, Number, PerReplica, T
@@ -26,26 +26,7 @@ if TYPE_CHECKING:
     from mpistrat.data.distributed_dataset import DistributedDataset
     from mpistrat.options import InputContext, ValueContext
 
-__all__ = ["ClusterResolver", "Strategy"]
-
-
-@dataclass(frozen=True)
-class ClusterResolver:
-    """Facts about the job and this rank's place in it."""
-
-    task_id: int
-    """The rank."""
-    num_workers: int
-    """The number of ranks."""
-    local_rank: int
-    """Number of this rank among those of its node."""
-    hosts: tuple[str, ...]
-    """One name per node."""
-    launcher: str
-    """``"slurm"``, ``"openmpi"``, ``"mpich"``, ``"intel"``, ``"flux"``, ``"pals"``, ``"lsf"`` (for
-    jsrun), or ``"none"``."""
-    task_type: str = "worker"
-    """Always ``"worker"``: every rank computes."""
+__all__ = ["Strategy"]
 
 
 ValueT = TypeVar("ValueT", bound="np.ndarray | Number")
@@ -283,10 +264,20 @@ class Strategy:
         """
         return self._extended._distribute_from_function(dataset_fn, options)
 
+    @overload
     def experimental_distribute_values_from_function(
-        self, value_fn: Callable[[ValueContext], T]
-    ) -> PerReplica[T]:
-        """Return the `PerReplica` whose component on each rank is ``value_fn(context)``. Local."""
+        self, value_fn: Callable[[ValueContext], ValueT]
+    ) -> PerReplica[ValueT]: ...
+
+    @overload
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any: ...
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Return ``value_fn(context)`` with each leaf of the nest as a `PerReplica`. Local."""
         return self._extended._values_from_function(value_fn)
 
     # Names that are deprecated, and names that steer graphs and sessions.
