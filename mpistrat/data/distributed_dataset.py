@@ -69,7 +69,11 @@ class DistributedDataset:
 
     def __iter__(self) -> ElementIterator:
         pass_number, start, on_step = self._position.begin()
-        return ElementIterator(self._elements(pass_number, start), on_step)
+        return ElementIterator(self._elements(pass_number, start), on_step, self._check_context)
+
+    def _check_context(self) -> None:
+        if self.strategy is not None:
+            self.strategy.extended._require_cross_replica("next(iterator)")
 
     def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements of a pass on the device, each array as a `PerReplica`."""

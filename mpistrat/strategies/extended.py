@@ -362,12 +362,14 @@ class StrategyExtended(ExtendedV1):
         self, dataset: Dataset, options: InputOptions | None
     ) -> DistributedDataset:
         """Split each global batch over replicas. **Collective**."""
+        self._require_cross_replica("experimental_distribute_dataset")
         return self._owned(distribute(dataset, options, self._collectives, self.device))
 
     def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> DistributedDataset:
         """Make one distributed data set of each rank's own. **Collective**."""
+        self._require_cross_replica("distribute_datasets_from_function")
         return self._owned(
             distribute_from_function(dataset_fn, options, self._collectives, self.device)
         )

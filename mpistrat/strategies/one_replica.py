@@ -82,12 +82,14 @@ class DefaultExtended(StrategyExtended):
 
     def _distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> Any:
         """Return `dataset` as it is."""
+        self._require_cross_replica("experimental_distribute_dataset")
         return dataset
 
     def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> Any:
         """Return ``dataset_fn(InputContext())`` as it is."""
+        self._require_cross_replica("distribute_datasets_from_function")
         return dataset_fn(InputContext())
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
