@@ -26,6 +26,7 @@ __all__ = [
     "current",
     "entered",
     "mode_for",
+    "require_cross_replica",
     "set_base",
 ]
 
@@ -112,8 +113,7 @@ class Scope(ContextDecorator, Generic[S]):
         self._frame = Frame(Kind.CROSS_REPLICA, strategy)
 
     def __enter__(self) -> S:
-        strategy: Any = self._strategy
-        strategy.extended._require_cross_replica("scope")
+        require_cross_replica(self._strategy, "scope")
         _stack.frames.append(self._frame)
         return self._strategy
 
@@ -143,6 +143,27 @@ def mode_for(strategy: Strategy, what: str) -> Kind:
             "the scope of its own."
         )
     return frame.kind
+
+
+def require_cross_replica(strategy: Strategy, what: str) -> None:
+    """Make sure that `what` of `strategy` is called in cross-replica context, or in no scope."""
+    frame = current()
+    if frame is None:
+        return
+    if frame.strategy is not strategy:
+        if frame.strategy.extended._is_default:
+            return
+        raise ContextError(
+            f"{what} of {strategy!r} was called in the {frame.kind.value} of "
+            f"{frame.strategy!r}. Different strategies cannot be mixed or nested."
+        )
+    if frame.kind is Kind.REPLICA:
+        remedy = "Use get_replica_context().all_gather(), or" if what == "gather" else "Use"
+        raise ContextError(
+            f"{what} needs the cross-replica context, but it was called inside a function "
+            f"given to strategy.run. {remedy} get_replica_context().merge_call(fn) to call it "
+            "in fn."
+        )
 
 
 def call_in_update_context(

@@ -155,10 +155,6 @@ class ExtendedV1(abc.ABC):
         return self.worker_devices
 
     @abc.abstractmethod
-    def _require_cross_replica(self, what: str) -> None:
-        """Make sure that `what` is called in cross-replica context."""
-
-    @abc.abstractmethod
     def _check_locality(self, what: str, place: Any) -> None:
         """Make sure that `place` is a variable of this strategy or its non-slot devices."""
 
@@ -199,7 +195,7 @@ class ExtendedV1(abc.ABC):
         ValueError
             If a `session` is given, or the arrays of a list differ in shape.
         """
-        self._require_cross_replica("experimental_make_numpy_dataset")
+        context.require_cross_replica(self._container, "experimental_make_numpy_dataset")
         if session is not None:
             raise ValueError(
                 "experimental_make_numpy_dataset: there are no sessions here. Leave out the "
@@ -225,7 +221,7 @@ class ExtendedV1(abc.ABC):
         TypeError, ValueError
             For another value or destination.
         """
-        self._require_cross_replica("broadcast_to")
+        context.require_cross_replica(self._container, "broadcast_to")
         with self._collectives.call("broadcast_to") as call:
             where = parse_destination(call, destinations, self._container)
             if where is not None and where.task is not None:
@@ -270,7 +266,7 @@ class ExtendedV1(abc.ABC):
             If the data end before the steps do.
         """
         warn_deprecated("experimental_run_steps_on_iterator", "Use Strategy.run in a loop.")
-        self._require_cross_replica("experimental_run_steps_on_iterator")
+        context.require_cross_replica(self._container, "experimental_run_steps_on_iterator")
         if iterations < 0:
             raise ValueError(f"iterations must be at least 0, not {iterations}.")
         outputs = MultiStepContext(self._container, initial_loop_values)
@@ -284,7 +280,7 @@ class ExtendedV1(abc.ABC):
 
         **Collective** for a SyncOnRead variable, whose components it aggregates, else local.
         """
-        self._require_cross_replica("read_var")
+        context.require_cross_replica(self._container, "read_var")
         return v.read_value()
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
@@ -325,7 +321,7 @@ class ExtendedV1(abc.ABC):
             Inside a replica function.
         """
         warn_deprecated("update_non_slot", "Use update(variable, fn) for each variable.")
-        self._require_cross_replica("update_non_slot")
+        context.require_cross_replica(self._container, "update_non_slot")
         self._check_locality("update_non_slot", colocate_with)
         return call_in_update_context(
             self._container, "update_non_slot", fn, (), args, kwargs, group

@@ -324,7 +324,7 @@ class Strategy:
     def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
         """Return an iterator over the distributed data set. Deprecated. **Collective**."""
         warn_deprecated("make_dataset_iterator", "Use iter(experimental_distribute_dataset(...)).")
-        self.extended._require_cross_replica("make_dataset_iterator")
+        context.require_cross_replica(self, "make_dataset_iterator")
         return InputIterator(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
@@ -340,7 +340,7 @@ class Strategy:
             For another replication mode than PER_WORKER.
         """
         warn_deprecated("make_input_fn_iterator", "Use distribute_datasets_from_function.")
-        self.extended._require_cross_replica("make_input_fn_iterator")
+        context.require_cross_replica(self, "make_input_fn_iterator")
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(
                 f"make_input_fn_iterator: the replication mode {replication_mode!r} is not "
@@ -356,7 +356,7 @@ class Strategy:
         **Collective**: every rank makes the call.
         """
         warn_deprecated("experimental_run", "Use run(fn, args=(next(iterator),)).")
-        self.extended._require_cross_replica("experimental_run")
+        context.require_cross_replica(self, "experimental_run")
         return self.run(fn, args=() if input_iterator is None else (input_iterator.get_next(),))
 
     def experimental_distribute_datasets_from_function(
