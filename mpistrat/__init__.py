@@ -42,6 +42,7 @@ from mpistrat.strategies import (
     has_strategy,
     in_cross_replica_context,
 )
+from mpistrat.strategies import print_on_chief as print
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from mpistrat.variables import Variable
 from mpistrat.version import __version__
@@ -85,6 +86,7 @@ __all__ = [
     "layers",
     "metrics",
     "optimizers",
+    "print",
     "testing",
 ]
 

@@ -145,6 +145,15 @@ def mode_for(strategy: Strategy, what: str) -> Kind:
     return frame.kind
 
 
+_TWINS = {
+    "gather": "all_gather",
+    "barrier": "barrier",
+    "broadcast_object": "broadcast_object",
+    "gather_objects": "all_gather_object",
+}
+"""Methods of a strategy, and those of the replica context that do the same."""
+
+
 def require_cross_replica(strategy: Strategy, what: str) -> None:
     """Make sure that `what` of `strategy` is called in cross-replica context, or in no scope."""
     frame = current()
@@ -158,7 +167,8 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
             f"{frame.strategy!r}. Different strategies cannot be mixed or nested."
         )
     if frame.kind is Kind.REPLICA:
-        remedy = "Use get_replica_context().all_gather(), or" if what == "gather" else "Use"
+        twin = _TWINS.get(what)
+        remedy = f"Use get_replica_context().{twin}(), or" if twin else "Use"
         raise ContextError(
             f"{what} needs the cross-replica context, but it was called inside a function "
             f"given to strategy.run. {remedy} get_replica_context().merge_call(fn) to call it "

@@ -15,7 +15,7 @@ from mpistrat.arrays import Array
 from mpistrat.data.iterators import ElementIterator
 from mpistrat.errors import warn_deprecated
 from mpistrat.options import InputOptions, InputReplicationMode, ReduceOpLike, RunOptions
-from mpistrat.strategies.cluster import ClusterResolver
+from mpistrat.strategies.cluster import ClusterMember
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import InputIterator
 from mpistrat.values import DistributedValues, Number, PerReplica, T
@@ -32,7 +32,7 @@ __all__ = ["Strategy"]
 ValueT = TypeVar("ValueT", bound="np.ndarray | Number")
 
 
-class Strategy:
+class Strategy(ClusterMember):
     """State and computation distributed over replicas.
 
     Make one of its subclasses: `MPIStrategy`, or `OneDeviceStrategy` for one replica without
@@ -304,11 +304,6 @@ class Strategy:
     def update_config_proto(self, config_proto: T) -> T:
         """Return a copy of `config_proto`: there are no sessions. A no-op by nature. Local."""
         return copy.deepcopy(config_proto)
-
-    @property
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """Where this rank stands in the cluster; ``None`` where there is none. Local."""
-        return None
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> Dataset:
         """Return a data set of the examples along the first axis of a nest of arrays. Local."""

@@ -58,6 +58,14 @@ assert_type(strategy.reduce("mean", strategy.run(loss, args=(values,))), np.numb
 assert_type(strategy.reduce("max", 1.5), np.number[Any])
 assert_type(strategy.reduce("min", {"loss": values}), Any)
 assert_type(strategy.gather(values, axis=0), Anything)
+assert_type((strategy.rank, strategy.size, strategy.local_rank), tuple[int, int, int])
+assert_type(strategy.is_chief, bool)
+assert_type(strategy.gather_objects({"rank": strategy.rank}), list[Any])
+assert_type(strategy.broadcast_object(None, root=1), Any)
+strategy.barrier()
+ms.print("loss", 0.5, sep=": ", flush=False)
+ms.print("loss", color="red")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+strategy.rank = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 with strategy.scope() as entered:
     assert_type(entered, ms.Strategy)
 
@@ -128,6 +136,8 @@ def replica_step(x: Floats) -> Floats:
     assert_type(replica.all_gather(x, axis=0), Anything)
     pending = replica.start_all_reduce("SUM", [x, x])
     assert_type(pending.wait(), list[Floats])
+    assert_type(replica.all_gather_object(x), list[Any])
+    replica.barrier()
     assert_type(ms.gradients.all_reduce_pullback("SUM", x, x, x), Anything)
 
     replica.all_reduce("AVG", x)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
