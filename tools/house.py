@@ -29,12 +29,12 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 182,
-    "lines": 32_900,
+    "files": 183,
+    "lines": 33_000,
     "longest file": 400,
     "median file": (150, 220),
-    "loose modules": 17,
-    "exported names": 750,
+    "loose modules": 18,
+    "exported names": 753,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,

@@ -1,10 +1,20 @@
 """Optimizers: they reduce gradients over replicas and update variables."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 from mpistrat.optimizers import schedules
 from mpistrat.optimizers.accumulation import GradientAccumulator
 from mpistrat.optimizers.adam import Adam
+from mpistrat.optimizers.adam import Adam as AdamW
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.optimizer import Optimizer
 from mpistrat.optimizers.sgd import SGD
 
-__all__ = ["SGD", "Adam", "GradientAccumulator", "LossScale", "Optimizer", "schedules"]
+__all__ = ["SGD", "Adam", "AdamW", "GradientAccumulator", "LossScale", "Optimizer", "schedules"]
+
+if not TYPE_CHECKING:  # for type checkers, a name that is missing is an error
+
+    def __getattr__(name: str) -> NoReturn:
+        from mpistrat.migration import missing_name
+
+        raise missing_name(__name__, name)

@@ -57,7 +57,8 @@ class MPIStrategy(Strategy):
         The ranks that take part; by default COMM_WORLD. A private duplicate is used.
     device : str
         Where the replica of this rank computes: ``"auto"`` (a GPU of its own where cupy sees one,
-        the nearest that is free; else the host), ``"cpu"``, ``"gpu"`` or ``"gpu:K"``.
+        the nearest that is free; else the host), ``"cpu"``, ``"gpu"`` or ``"gpu:K"``. ``"cuda"``
+        means ``"gpu"``.
     communication_options : CommunicationOptions, optional
         For every collective that brings none of its own.
 

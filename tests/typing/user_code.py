@@ -75,6 +75,7 @@ larger = values + 1  # type: ignore[operator]  # pyright: ignore[reportOperatorI
 number: ms.PerReplica[int] = values  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
 strategy.run(step, options="fast")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
 strategy.experimental_run(step, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+ms.MirroredStrategy()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 strategy.extended.collectives  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 strategy.extended.variable_numbers  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -157,6 +158,11 @@ layer = ms.layers.BatchNorm(3)
 y, saved = layer.forward(np.ones((2, 3), np.float32))
 gradient, pairs = layer.backward(saved, y)
 ms.optimizers.SGD(0.1).apply_gradients(pairs)
+assert_type(ms.optimizers.AdamW(0.1, weight_decay=0.01), ms.optimizers.Adam)
+try:
+    strategy.reduce("SUM", 1)
+except ms.errors.CollectiveTimeoutError as timeout:
+    assert_type(timeout, ms.errors.EpochTimeoutError)
 layer.backward(y, y)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 checkpoint = ms.Checkpoint(weights=weights, mean=mean)
