@@ -78,3 +78,40 @@ def test_per_replica_takes_no_part_in_arithmetic(strategy, size):
         with pytest.raises(error, match="PerReplica"):
             refused()
     assert strategy.reduce("sum", 1) == size
+
+
+OUTSIDE_RUN = {
+    "all_reduce": lambda value: ms.get_replica_context().all_reduce("sum", value),
+    "all_reduce of a nest": lambda value: ms.get_replica_context().all_reduce("sum", [1, value]),
+    "start_all_reduce": lambda value: ms.get_replica_context().start_all_reduce("sum", value),
+    "all_gather": lambda value: ms.get_replica_context().all_gather(value, 0),
+    "BatchNorm": lambda value: ms.layers.BatchNorm(2).forward(value),
+    "pullback": lambda value: ms.gradients.all_reduce_pullback("sum", value, value, value),
+}
+
+
+@pytest.mark.parametrize("call", OUTSIDE_RUN.values(), ids=OUTSIDE_RUN)
+def test_per_replica_outside_of_run_asks_for_strategy_run(strategy, size, call):
+    value = strategy.run(lambda: np.ones((1, 2)))
+    with pytest.raises(TypeError, match=r"PerReplica: forgot strategy\.run\?"):
+        call(value)
+    assert ms.get_replica_context().all_reduce("sum", [1, np.ones(2)])[0] == 1
+    assert strategy.reduce("sum", 1) == size
+
+
+def test_collectives_of_a_scope_ask_for_strategy_run(strategy, size):
+    value = strategy.run(lambda: np.ones(2))
+    with strategy.scope():
+        variable = ms.Variable(np.ones(2))
+        on_read = ms.Variable(np.ones(2), synchronization=ms.VariableSynchronization.ON_READ)
+    calls = (
+        lambda: variable.assign(value),
+        lambda: on_read.assign_add(value),
+        lambda: strategy.extended.broadcast_to(value, "cpu:0"),
+        lambda: ms.optimizers.SGD(0.1).apply_gradients([(value, variable)]),
+        lambda: ms.Variable(value),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"forgot strategy\.run\?"), strategy.scope():
+            call()
+    assert strategy.reduce("sum", 1) == size

@@ -231,8 +231,8 @@ class ExtendedV1(abc.ABC):
                 )
             if isinstance(array, PerReplica):
                 raise ValueError(
-                    "broadcast_to: the value is a PerReplica, but rank 0's alone is sent. Give its "
-                    "component (experimental_local_results), or reduce it."
+                    "broadcast_to: the value is a PerReplica, but rank 0's alone is sent: forgot "
+                    "strategy.run? Give its component (numpy.asarray), or reduce it."
                 )
             value = call.broadcast(as_array(call.kind, unwrap_mirrored(array)))
         return Mirrored(value if where is None else place(value, Device(where.kind, where.index)))

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpistrat import context
+from mpistrat import context, nests
 from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.data.dataset import Dataset
@@ -26,7 +26,7 @@ from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.reductions import parse_place
 from mpistrat.strategies.strategy import Strategy
-from mpistrat.values import unwrap_mirrored
+from mpistrat.values import PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 
 __all__ = ["OneDeviceStrategy", "default_replica_context", "default_strategy"]
@@ -131,6 +131,33 @@ class DefaultStrategy(Strategy):
         return "<the default strategy>"
 
 
+class DefaultReplicaContext(ReplicaContext):
+    """The replica context outside every scope, where values of other strategies may stray."""
+
+    # Only here, because each look into the value would make the calls inside of `run` slower.
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Reduce `value` over one replica."""
+        _refuse_per_replica("all_reduce", value)
+        return super().all_reduce(reduce_op, value, options)
+
+    def start_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Begin `all_reduce`."""
+        _refuse_per_replica("start_all_reduce", value)
+        return super().start_all_reduce(reduce_op, value, options)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Concatenate `value` over one replica."""
+        _refuse_per_replica("all_gather", value)
+        return super().all_gather(value, axis, options)
+
+
+def _refuse_per_replica(kind: str, value: Any) -> None:
+    for leaf in nests.flatten(value)[0]:
+        if isinstance(leaf, PerReplica):
+            raise TypeError(leaf._why_no_array(kind))
+
+
 @functools.lru_cache(maxsize=1)
 def default_strategy() -> DefaultStrategy:
     """Return the default strategy."""
@@ -140,7 +167,7 @@ def default_strategy() -> DefaultStrategy:
 @functools.lru_cache(maxsize=1)
 def default_replica_context() -> ReplicaContext:
     """Return the replica context outside every scope."""
-    return ReplicaContext(default_strategy())
+    return DefaultReplicaContext(default_strategy())
 
 
 class OneDeviceStrategy(Strategy):
