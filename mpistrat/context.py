@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpistrat import nests
@@ -117,8 +118,37 @@ class Scope(ContextDecorator, Generic[S]):
         _stack.frames.append(self._frame)
         return self._strategy
 
-    def __exit__(self, *exc_info: object) -> None:
-        _remove_from(self._frame)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        frames = _stack.frames
+        if frames and frames[-1] is self._frame:
+            frames.pop()
+        elif error is None or isinstance(error, GeneratorExit):
+            self._leave_out_of_order(is_closed=error is not None)
+        else:  # which says more than that a scope inside was never left
+            _remove_from(self._frame)
+
+    def _leave_out_of_order(self, is_closed: bool) -> None:
+        """Remove this scope alone, and raise; `is_closed`: Python closes the generator it is in."""
+        # Scopes entered after it stay open: another generator may be inside of them.
+        frames = _stack.frames
+        positions = [i for i, frame in enumerate(frames) if frame is self._frame]
+        if positions:
+            what = f"while the {frames[-1].kind.value} of {frames[-1].strategy!r} is open inside it"
+            del frames[positions[-1]]
+        elif is_closed:
+            return  # it went with an outer context
+        else:
+            what = "in another thread than it was entered in, or after a context around it"
+        raise ContextError(
+            f"The scope of {self._strategy!r} was left {what}. Leave scopes in the reverse order "
+            "in which they were entered. A generator that yields inside a scope keeps it open "
+            "until it ends: enter the scope around the loop instead."
+        ) from None
 
 
 def set_base(frame: Frame | None) -> None:
