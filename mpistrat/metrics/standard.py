@@ -226,7 +226,7 @@ class TopKAccuracy(RunningMean):
 
 def _integers(labels: Array) -> Array:
     if labels.shape == (0,) and labels.dtype == np.float64:
-        return labels.astype(np.int64)  # an empty sequence has no dtype of its own
+        return labels.astype(np.int64)  # an empty sequence has no dtype
     if labels.dtype.kind not in "iu":
         raise TypeError(
             f"TopKAccuracy takes class numbers of an integer dtype, but y_true has the dtype "
