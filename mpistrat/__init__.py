@@ -5,6 +5,8 @@ Importing this package starts no MPI and imports neither h5py nor cupy. It does 
 `mpistrat` logger a handler that is silent where the program has its own.
 """
 
+import typing as _typing
+
 from mpistrat import data, errors, gradients, layers, metrics, optimizers, testing
 from mpistrat.checkpoint import (
     Checkpoint,
@@ -42,6 +44,7 @@ from mpistrat.strategies import (
     has_strategy,
     in_cross_replica_context,
 )
+from mpistrat.strategies import print_on_chief as print
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from mpistrat.variables import Variable
 from mpistrat.version import __version__
@@ -85,8 +88,16 @@ __all__ = [
     "layers",
     "metrics",
     "optimizers",
+    "print",
     "testing",
 ]
 
 _install_shutdown(_open_last_channel, _abort_world)
 _install_logs()
+
+if not _typing.TYPE_CHECKING:  # for type checkers, a name that is missing is an error
+
+    def __getattr__(name: str) -> _typing.NoReturn:
+        from mpistrat.migration import missing_name
+
+        raise missing_name(__name__, name)

@@ -70,7 +70,8 @@ class Device:
         """Return kind and number in the ``device=`` argument of a strategy, ``None`` for any."""
         if not isinstance(device, str):
             raise TypeError(f'device must be a string such as "auto" or "gpu:0", not {device!r}.')
-        match = re.fullmatch(r"(auto|cpu|gpu)(?:(?<=cpu):0|(?<=gpu):(\d+))?", device.lower())
+        named = device.lower().replace("cuda", "gpu")  # the name that PyTorch has for it
+        match = re.fullmatch(r"(auto|cpu|gpu)(?:(?<=cpu):0|(?<=gpu):(\d+))?", named)
         if match is None:
             raise ValueError(f'Unknown device {device!r}. Use "auto", "cpu", "gpu" or "gpu:K".')
         return match[1], int(match[2]) if match[2] else None

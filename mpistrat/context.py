@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpistrat import nests
 from mpistrat.errors import ContextError
@@ -18,7 +19,19 @@ from mpistrat.values import PerReplica, mirror, unwrap_mirrored
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["Frame", "Kind", "call_in_update_context", "current", "entered", "mode_for", "set_base"]
+__all__ = [
+    "Frame",
+    "Kind",
+    "Scope",
+    "call_in_update_context",
+    "current",
+    "entered",
+    "mode_for",
+    "require_cross_replica",
+    "set_base",
+]
+
+S = TypeVar("S")
 
 Strategy = Any
 """A `mpistrat.Strategy`, which a higher layer defines."""
@@ -67,18 +80,75 @@ class _Entered:
         self._frame = frame
 
     def __enter__(self) -> None:
-        frames = _stack.frames
-        self._depth = len(frames)
-        frames.append(self._frame)
+        _stack.frames.append(self._frame)
 
     def __exit__(self, *exc_info: object) -> None:
-        # A scope that was entered by hand inside and never left goes with this one.
-        del _stack.frames[self._depth :]
+        frames = _stack.frames
+        if frames and frames[-1] is self._frame:
+            frames.pop()
+        else:
+            _remove_from(self._frame)
 
 
 def entered(frame: Frame) -> AbstractContextManager[None]:
     """Make `frame` the innermost one within the ``with`` block."""
     return _Entered(frame)
+
+
+def _remove_from(frame: Frame) -> None:
+    """Remove `frame`, and what was entered after it and never left, from this thread's stack."""
+    frames = _stack.frames
+    for position in reversed(range(len(frames))):
+        if frames[position] is frame:
+            del frames[position:]
+            return
+
+
+class Scope(ContextDecorator, Generic[S]):
+    """The scope of a strategy, which a program may enter again, inside itself too."""
+
+    # It has no state but its frame, so that threads may share it.
+
+    def __init__(self, strategy: S) -> None:
+        self._strategy = strategy
+        self._frame = Frame(Kind.CROSS_REPLICA, strategy)
+
+    def __enter__(self) -> S:
+        require_cross_replica(self._strategy, "scope")
+        _stack.frames.append(self._frame)
+        return self._strategy
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        frames = _stack.frames
+        if frames and frames[-1] is self._frame:
+            frames.pop()
+        elif error is None or isinstance(error, GeneratorExit):
+            self._leave_out_of_order(is_closed=error is not None)
+        else:  # which says more than that a scope inside was never left
+            _remove_from(self._frame)
+
+    def _leave_out_of_order(self, is_closed: bool) -> None:
+        """Remove this scope alone, and raise; `is_closed`: Python closes the generator it is in."""
+        # Scopes entered after it stay open: another generator may be inside of them.
+        frames = _stack.frames
+        positions = [i for i, frame in enumerate(frames) if frame is self._frame]
+        if positions:
+            what = f"while the {frames[-1].kind.value} of {frames[-1].strategy!r} is open inside it"
+            del frames[positions[-1]]
+        elif is_closed:
+            return  # it went with an outer context
+        else:
+            what = "in another thread than it was entered in, or after a context around it"
+        raise ContextError(
+            f"The scope of {self._strategy!r} was left {what}. Leave scopes in the reverse order "
+            "in which they were entered. A generator that yields inside a scope keeps it open "
+            "until it ends: enter the scope around the loop instead."
+        ) from None
 
 
 def set_base(frame: Frame | None) -> None:
@@ -103,6 +173,37 @@ def mode_for(strategy: Strategy, what: str) -> Kind:
             "its own scope."
         )
     return frame.kind
+
+
+_TWINS = {
+    "gather": "all_gather",
+    "barrier": "barrier",
+    "broadcast_object": "broadcast_object",
+    "gather_objects": "all_gather_object",
+}
+"""Methods of a strategy, and those of the replica context that do the same."""
+
+
+def require_cross_replica(strategy: Strategy, what: str) -> None:
+    """Make sure that `what` of `strategy` is called in cross-replica context, or in no scope."""
+    frame = current()
+    if frame is None:
+        return
+    if frame.strategy is not strategy:
+        if frame.strategy.extended._is_default:
+            return
+        raise ContextError(
+            f"{what} of {strategy!r} was called in the {frame.kind.value} of "
+            f"{frame.strategy!r}. Different strategies cannot be mixed or nested."
+        )
+    if frame.kind is Kind.REPLICA:
+        twin = _TWINS.get(what)
+        remedy = f"Use get_replica_context().{twin}(), or" if twin else "Use"
+        raise ContextError(
+            f"{what} needs the cross-replica context, but it was called inside a function "
+            f"given to strategy.run. {remedy} get_replica_context().merge_call(fn) to call it "
+            "in fn."
+        )
 
 
 def call_in_update_context(

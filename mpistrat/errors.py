@@ -8,6 +8,8 @@ __all__ = [
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointMismatchError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
     "ContextError",
     "DataError",
     "EpochError",
@@ -47,6 +49,10 @@ class EpochMismatchError(EpochError):
 
 class EpochTimeoutError(EpochError, TimeoutError):
     """Some ranks did not come within the time given."""
+
+
+CollectiveMismatchError = EpochMismatchError
+CollectiveTimeoutError = EpochTimeoutError
 
 
 class ReplicaDriftError(EpochError):

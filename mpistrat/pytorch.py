@@ -15,6 +15,7 @@ __all__ = [
     "apply_differentiable",
     "host_array",
     "import_torch",
+    "is_bfloat16",
     "is_loaded",
     "is_tensor",
 ]
@@ -57,11 +58,16 @@ def is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def is_bfloat16(tensor: Any) -> bool:
+    """Return whether a tensor has the dtype that `host_array` widens."""
+    return str(tensor.dtype) == "torch.bfloat16"
+
+
 def host_array(tensor: Any) -> np.ndarray:
     """Return a tensor's value as a NumPy array, without a copy where it lies on the host."""
     # bfloat16, which NumPy does not have, becomes float32.
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if str(tensor.dtype) == "torch.bfloat16":
+    if is_bfloat16(tensor):
         tensor = tensor.float()
     array: np.ndarray = tensor.cpu().numpy()
     return array
@@ -71,7 +77,7 @@ def _tensor_like(array: np.ndarray, tensor: Any) -> Any:
     """Return `array` as a tensor on the device of `tensor`; floats get its dtype."""
     torch = importlib.import_module("torch")
     result = torch.from_numpy(np.asarray(array, order="C"))
-    dtype = tensor.dtype if str(tensor.dtype) == "torch.bfloat16" else result.dtype
+    dtype = tensor.dtype if is_bfloat16(tensor) else result.dtype
     return result.to(device=tensor.device, dtype=dtype)
 
 

@@ -1,12 +1,11 @@
-"""Replica context, and the handle of a reduction that is under way."""
+"""Replica context: what a replica may call."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -19,7 +18,13 @@ from mpistrat.collectives.autograd import (
     has_tensors,
 )
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.nested import all_gather_nest, all_reduce_nest, start_all_reduce_nest
+from mpistrat.collectives.nested import (
+    PendingReduction,
+    all_gather_nest,
+    all_reduce_nest,
+    start_all_reduce_nest,
+)
+from mpistrat.collectives.objects import barrier, broadcast_object, gather_objects
 from mpistrat.errors import ContextError, warn_deprecated
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.pytorch import is_loaded
@@ -28,36 +33,6 @@ from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, Number, T, localize, per_replica
 
 __all__ = ["ReplicaContext"]
-
-
-class PendingReduction(Generic[T]):
-    """A reduction that `ReplicaContext.start_all_reduce` has begun.
-
-    To drop it without `wait` is an error: the reduction goes on in memory that the program has
-    given up, and what it brings is lost. The next collective of this rank raises it.
-    """
-
-    def __init__(self, end: Callable[[], T], when_dropped: Callable[[], object]) -> None:
-        self._end: Callable[[], T] | None = end
-        self._when_dropped = when_dropped
-        self._result: Any = None
-
-    def wait(self) -> T:
-        """Return the result, once the other ranks have brought their part; the same again later.
-
-        Local: the ranks need not call it together, nor in one order. It has no time limit, because
-        every rank has begun the reduction.
-        """
-        if self._end is not None:
-            # Not after the end: who catches what that raises need not wait again.
-            end, self._end = self._end, None
-            self._result = end()
-        result: T = self._result
-        return result
-
-    def __del__(self) -> None:
-        if self._end is not None and not sys.is_finalizing():
-            self._when_dropped()
 
 
 class ReplicaContext:
@@ -347,6 +322,33 @@ class ReplicaContext:
                 return all_gather_tensors(call, self._backward_calls(call, options), nest, axis)
             return all_gather_nest(call, nest, axis)
 
+    def barrier(self) -> None:
+        """Return when every replica has made this call. **Collective**.
+
+        Raises
+        ------
+        ContextError
+            In cross-replica context: use `Strategy.barrier` there.
+        """
+        self._check("barrier")
+        barrier(self._collectives)
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Return a copy of the object of replica `root`, as `Strategy.broadcast_object`.
+
+        **Collective**: every replica makes the call, with the same `root`.
+        """
+        self._check("broadcast_object")
+        return broadcast_object(self._collectives, "broadcast_object", obj, root)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return copies of the objects of all replicas, as `Strategy.gather_objects`.
+
+        **Collective**: every replica makes the call.
+        """
+        self._check("gather_objects")
+        return gather_objects(self._collectives, "all_gather_object", obj)
+
     def _backward_calls(
         self, call: CollectiveCall, options: CommunicationOptions | None
     ) -> MakeCall:
@@ -361,17 +363,19 @@ class ReplicaContext:
         collectives: Collectives = self._strategy.extended._collectives
         return collectives
 
-    def _check(self) -> None:
+    def _check(self, twin: str | None = None) -> None:
+        # `twin` is the method of the strategy that does the same in cross-replica context.
         frame = context.current()
         if frame is not None and frame.replica_context is self:
             return
         if frame is None and self._strategy.extended._is_default:
             return
         here = "the default context" if frame is None else f"the {frame.kind.value}"
+        instead = "use the strategy that it is given" if twin is None else f"use strategy.{twin}"
         raise ContextError(
             f"This ReplicaContext belongs to a function given to run of {self._strategy!r}, but "
             f"it is used in {here}. Ask mpistrat.get_replica_context() for the current one inside "
-            "strategy.run; inside a merge_fn use the strategy that it is given."
+            f"strategy.run; inside a merge_fn {instead}."
         )
 
 

@@ -86,6 +86,7 @@ _READERS = {
     "cuda_aware": _Reader(_on_off_or_auto, "Use on, off or auto."),
     "shared_min_bytes": _Reader(_integer_or_auto, "Use a number of bytes, at least 0, or auto."),
     "exit_grace_s": _SECONDS,
+    "full_traceback": _SWITCH,
     "log": _Reader(_level, f"Use one of {', '.join(_LEVELS)}."),
     "flight_dir": _PATH,
     "flight_length": _Reader(_positive_integer, "Use a whole number, at least 1."),
@@ -114,6 +115,8 @@ class Settings:
     """From which size on arrays are reduced in shared memory; ``None`` (auto): it is measured."""
     exit_grace_s: float = 5.0
     """How long a rank that has failed waits for the others before it ends the job."""
+    full_traceback: bool = False
+    """Whether tracebacks show the frames of this package."""
     log: str | None = None
     """Level of the ``mpistrat`` logger; ``None``: the program's, or else WARNING."""
     flight_dir: str | None = None

@@ -29,6 +29,127 @@ def test_scope_is_entered_again_and_left_on_every_way(strategy):
     assert not ms.has_strategy()
 
 
+def test_a_scope_object_is_entered_again(strategy):
+    scope = strategy.scope()
+    for _ in range(2):
+        with scope as inside:
+            assert inside is strategy
+            assert ms.in_cross_replica_context()
+        assert not ms.has_strategy()
+
+
+def test_a_scope_object_is_entered_inside_itself(strategy):
+    scope = strategy.scope()
+    with scope:
+        with pytest.raises(KeyError), scope:
+            raise KeyError
+        assert ms.get_strategy() is strategy
+    assert not ms.has_strategy()
+    with pytest.raises(ms.errors.ContextError, match="merge_call"):
+        strategy.run(scope.__enter__)
+    assert not ms.has_strategy()
+
+
+def test_threads_share_a_scope_object(strategy):
+    scope, seen = strategy.scope(), []
+
+    def enter():
+        with scope:
+            seen.append(ms.get_strategy())
+        seen.append(ms.has_strategy())
+
+    with scope:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+        assert seen == [strategy, False]
+        assert ms.get_strategy() is strategy
+
+
+def test_a_scope_decorates_a_function(strategy):
+    @strategy.scope()
+    def build():
+        return ms.get_strategy()
+
+    assert build() is build() is strategy
+    assert not ms.has_strategy()
+
+
+def in_scope(strategy):
+    with strategy.scope():
+        yield ms.get_strategy()
+        yield ms.get_strategy()
+
+
+def close(generator):
+    generator.close()
+
+
+def exhaust(generator):
+    assert len(list(generator)) == 1
+
+
+OUT_OF_ORDER = "(?s)The scope of .*MPIStrategy.* was left while .* is open inside it.*generator"
+
+
+@pytest.mark.parametrize("leave", [close, exhaust])
+def test_generator_scopes_that_are_left_out_of_order_raise(strategy, leave):
+    first, second = in_scope(strategy), in_scope(strategy)
+    assert next(first) is next(second) is strategy
+    with pytest.raises(ms.errors.ContextError, match=OUT_OF_ORDER):
+        leave(first)
+    assert ms.get_strategy() is strategy, "the second one is still open"
+    leave(second)
+    assert not ms.has_strategy()
+
+
+def test_generator_scopes_that_are_left_in_order_are_fine(strategy):
+    first, second = in_scope(strategy), in_scope(strategy)
+    assert next(first) is next(second) is strategy
+    close(second)
+    assert ms.get_strategy() is strategy
+    exhaust(first)
+    assert not ms.has_strategy()
+
+
+def test_a_generator_scope_may_not_outlive_the_scope_around_it(strategy):
+    generator = in_scope(strategy)
+    with pytest.raises(ms.errors.ContextError, match=OUT_OF_ORDER), strategy.scope():
+        next(generator)
+    assert ms.get_strategy() is strategy
+    close(generator)
+    assert not ms.has_strategy()
+
+
+def test_a_generator_scope_that_is_left_inside_of_run_restores_all(strategy):
+    generator = in_scope(strategy)
+    next(generator)
+    with pytest.raises(ms.errors.ContextError, match="replica context of .* is open inside it"):
+        strategy.run(close, args=(generator,))
+    assert not ms.has_strategy()
+
+
+def test_a_scope_that_went_with_the_context_around_it_says_so(strategy):
+    closed, resumed = in_scope(strategy), in_scope(strategy)
+
+    def merge_fn(strategy):
+        assert next(closed) is next(resumed) is strategy
+
+    strategy.run(lambda: ms.get_replica_context().merge_call(merge_fn))
+    assert not ms.has_strategy()
+    close(closed)
+    with pytest.raises(ms.errors.ContextError, match="after a context around it"):
+        exhaust(resumed)
+    assert not ms.has_strategy()
+
+
+def test_an_exception_restores_contexts_through_scopes_that_were_never_left(strategy):
+    with pytest.raises(KeyError), strategy.scope():
+        strategy.scope().__enter__()
+        raise KeyError
+    assert not ms.has_strategy()
+
+
 def test_another_strategy_inside_a_scope_is_refused(strategy):
     other = ms.OneDeviceStrategy()
     with strategy.scope():

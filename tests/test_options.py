@@ -11,7 +11,7 @@ def test_reduce_op_takes_strings_of_any_case(text):
 
 def test_bad_options():
     for arguments, error in (
-        ({"bytes_per_pack": 0}, ValueError),
+        ({"bytes_per_pack": -1}, ValueError),
         ({"bytes_per_pack": 1.5}, TypeError),
         ({"timeout_seconds": 0}, ValueError),
         ({"implementation": "MPI"}, TypeError),
@@ -31,6 +31,7 @@ def test_bad_options():
         ("CPU:0", Place(None, "cpu", 0)),
         ("/cpu:0", Place(None, "cpu", 0)),
         ("/device:GPU:1", Place(None, "gpu", 1)),
+        ("cuda:1", Place(None, "gpu", 1)),
         ("/job:worker/task:3/device:GPU:0", Place(3, "gpu", 0)),
         ("/job:worker/replica:0/task:0/device:CPU:0", Place(0, "cpu", 0)),
         (format_device(2, "gpu", 1), Place(2, "gpu", 1)),

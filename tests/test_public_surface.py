@@ -13,11 +13,11 @@ import pytest
 import mpistrat as ms
 from mpistrat import data, layers, metrics, optimizers
 from mpistrat.checkpoint.restore import RestoreStatus
+from mpistrat.collectives.nested import PendingReduction
 from mpistrat.data.iterators import ElementIterator, Optional
 from mpistrat.optimizers import schedules
-from mpistrat.replica import PendingReduction
+from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended_v1 import InputIterator
-from mpistrat.strategies.strategy import ClusterResolver
 
 SURFACE = {
     # Strategies
@@ -28,6 +28,7 @@ SURFACE = {
         experimental_make_numpy_dataset experimental_run extended gather group
         make_dataset_iterator make_input_fn_iterator num_replicas_in_sync reduce run scope unwrap
         update_config_proto
+        rank size local_rank is_chief barrier broadcast_object gather_objects
     """,
     ms.MPIStrategy: "",
     ms.OneDeviceStrategy: "",
@@ -40,8 +41,8 @@ SURFACE = {
         update_non_slot value_container variable_created_in_scope worker_devices xp
     """,
     ms.ReplicaContext: """
-        all_gather all_reduce devices merge_call num_replicas_in_sync replica_id_in_sync_group
-        start_all_reduce strategy
+        all_gather all_gather_object all_reduce barrier broadcast_object devices merge_call
+        num_replicas_in_sync replica_id_in_sync_group start_all_reduce strategy
     """,
     ms.MultiStepContext: """
         last_step_outputs non_tensor_outputs set_last_step_output set_non_tensor_output

@@ -29,12 +29,12 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 185,
-    "lines": 33_550,
+    "files": 188,
+    "lines": 36_000,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 766,
+    "exported names": 800,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,
@@ -43,7 +43,7 @@ LIMITS: dict[str, Limit] = {
     "restore: agreement rounds": 6,
     "write: files": 25,
     "write: agreement rounds": 3,
-    "batch: files": 14,
+    "batch: files": 15,
 }
 """The largest value of each figure; for a pair, the smallest too."""
 

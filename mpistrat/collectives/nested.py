@@ -1,9 +1,10 @@
-"""Reductions of nests of arrays, and over axes."""
+"""Reductions of nests of arrays, over axes too, and the handle of one under way."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
@@ -13,9 +14,15 @@ from mpistrat.arrays import Array, host_view, is_array, namespace_of
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.comm.wire import result_dtype, wire_dtype
 from mpistrat.options import ReduceOp
-from mpistrat.values import DistributedValues, IndexedSlices, localize
+from mpistrat.values import DistributedValues, IndexedSlices, T, localize
 
-__all__ = ["all_gather_nest", "all_reduce_nest", "reduce_over_axes", "start_all_reduce_nest"]
+__all__ = [
+    "PendingReduction",
+    "all_gather_nest",
+    "all_reduce_nest",
+    "reduce_over_axes",
+    "start_all_reduce_nest",
+]
 
 
 def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str = "") -> Any:
@@ -31,6 +38,36 @@ def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str =
     agreed = (split.signature, detail) if detail else split.signature
     reduced = call.all_reduce(op, split.arrays, agreed)
     return split.joined(reduced, split.gathered_slices(call))
+
+
+class PendingReduction(Generic[T]):
+    """A reduction that `ReplicaContext.start_all_reduce` has begun.
+
+    To drop it without `wait` is an error: the reduction goes on in memory that the program has
+    given up, and what it brings is lost. The next collective of this rank raises it.
+    """
+
+    def __init__(self, end: Callable[[], T], when_dropped: Callable[[], object]) -> None:
+        self._end: Callable[[], T] | None = end
+        self._when_dropped = when_dropped
+        self._result: Any = None
+
+    def wait(self) -> T:
+        """Return the result, once the other ranks have brought their part; the same again later.
+
+        Local: the ranks need not call it together, nor in one order. It has no time limit, because
+        every rank has begun the reduction.
+        """
+        if self._end is not None:
+            # Not after the end: who catches what that raises need not wait again.
+            end, self._end = self._end, None
+            self._result = end()
+        result: T = self._result
+        return result
+
+    def __del__(self) -> None:
+        if self._end is not None and not sys.is_finalizing():
+            self._when_dropped()
 
 
 def start_all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any) -> Callable[[], Any]:

@@ -20,6 +20,7 @@ __all__ = [
     "cast_into",
     "is_floating",
     "is_narrow",
+    "named_dtype",
     "result_dtype",
     "wire_dtype",
 ]
@@ -39,7 +40,7 @@ def wire_dtype(op: ReduceOp, dtype: np.dtype, asked: str | None = None) -> np.dt
         if is_narrow(dtype):
             return _native(dtype)
         if dtype.char in _FLOATS:
-            return _named(asked)
+            return named_dtype(asked)
     if is_narrow(dtype):
         return np.dtype(np.float32)
     if op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -87,7 +88,8 @@ def accumulator_dtype(wire: np.dtype) -> np.dtype:
     return np.dtype(np.float32) if is_narrow(wire) else wire
 
 
-def _named(name: str) -> np.dtype:
+def named_dtype(name: str) -> np.dtype:
+    """Return the dtype of a name, which may be ``"bfloat16"``."""
     if name == "bfloat16":
         dtype: np.dtype = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
         return dtype

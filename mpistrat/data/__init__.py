@@ -1,5 +1,7 @@
 """Data sets: read in a fixed global order, divided among the ranks."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import DistributedDataset
 from mpistrat.data.random import example_rng, example_rngs
@@ -14,3 +16,10 @@ __all__ = [
     "example_rng",
     "example_rngs",
 ]
+
+if not TYPE_CHECKING:  # for type checkers, a name that is missing is an error
+
+    def __getattr__(name: str) -> NoReturn:
+        from mpistrat.migration import missing_name
+
+        raise missing_name(__name__, name)

@@ -1,19 +1,21 @@
-"""Failure report: one traceback for the job, and a line for each other cause."""
+"""Failure report: one traceback for the job, folded, and a line for each other cause."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from mpistrat.errors import EpochError, MpistratError
+from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import CodeOwner, code_owners
 from mpistrat.system.text import rank_list, text_of
 
-__all__ = ["describe_failure", "print_failures"]
+__all__ = ["describe_failure", "format_failure", "print_failures"]
 
 _MAX_LINES = 30
 _MAX_LINES_OF_MESSAGE = 24
@@ -35,12 +37,7 @@ def describe_failure(
         "summary": f"{kind.__name__}: {text_of(error)}".split("\n")[0][:300].removesuffix(": "),
         "key": [kind.__name__, same],
     }
-    parts = traceback.TracebackException(kind, error, trace)
-    if isinstance(error, MpistratError | KeyboardInterrupt):
-        # Its message says what the user did. Frames of this package would only distract.
-        parts.stack[:] = [
-            frame for frame in parts.stack if code_owners[frame.filename] is not CodeOwner.PACKAGE
-        ]
+    parts = _folded(kind, error, trace)
     message = list(parts.format_exception_only())
     lines = list(parts.format(chain=False))
     stack = lines[: -len(message)]
@@ -52,6 +49,94 @@ def describe_failure(
     # A long message must not push out the stack, nor its own first line.
     shown = _shortened(_lines(message), _MAX_LINES_OF_MESSAGE, _MAX_LINES_OF_MESSAGE // 2)
     return facts, "\n".join([*_shortened(_lines(stack), _MAX_LINES - len(shown)), *shown])
+
+
+def format_failure(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> str | None:
+    """Return the traceback as Python prints it, but folded; ``None`` where nothing is to fold."""
+    parts = _folded(kind, error, trace)
+    if not any(isinstance(each.stack, _FoldedStack) for each in _chain(parts)):
+        return None
+    return "".join(parts.format())
+
+
+class _FoldedStack(traceback.StackSummary):
+    """A stack in which one line stands for frames of this package that follow each other."""
+
+    # The frames stay in the list. What the program's debugger and loggers see is the exception's
+    # own traceback, which is not touched.
+
+    def __init__(self, frames: Sequence[traceback.FrameSummary]) -> None:
+        super().__init__(frames)
+        self.pieces: list[str | traceback.StackSummary] = []
+
+    def format(self, **options: Any) -> list[str]:
+        """Return the lines of each piece."""
+        lines: list[str] = []
+        for piece in self.pieces:
+            lines += [piece] if isinstance(piece, str) else piece.format(**options)
+        return lines
+
+
+def _folded(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> traceback.TracebackException:
+    parts = traceback.TracebackException(kind, error, trace)
+    if not settings_at_the_end().full_traceback:
+        for each in _chain(parts):
+            _fold(each, is_explained=isinstance(error, MpistratError | KeyboardInterrupt))
+    return parts
+
+
+def _chain(parts: traceback.TracebackException) -> list[traceback.TracebackException]:
+    """Return an exception with its causes, contexts and, of a group, members."""
+    inner = [parts.__cause__, parts.__context__, *(getattr(parts, "exceptions", None) or ())]
+    return [parts, *(each for one in inner if one is not None for each in _chain(one))]
+
+
+def _fold(parts: traceback.TracebackException, is_explained: bool) -> None:
+    """Fold the frames of this package, those apart where an error arose unexpectedly."""
+    frames = list(parts.stack)
+    is_ours = _frames_to_fold(frames)
+    if frames and is_ours[-1] and not is_explained and not _is_raised(frames[-1]):
+        # Nothing in the package raised it, so its innermost frames may say more than the message.
+        end = len(frames)
+        while end and is_ours[end - 1]:
+            end -= 1
+            is_ours[end] = False
+    if not any(is_ours):
+        return
+    stack = _FoldedStack(frames)
+    hint = "; MPISTRAT_FULL_TRACEBACK=on shows them"
+    for ours, run in itertools.groupby(zip(is_ours, frames, strict=True), lambda pair: pair[0]):
+        piece = [frame for _, frame in run]
+        if ours:
+            what = "1 frame" if len(piece) == 1 else f"{len(piece)} frames"
+            stack.pieces.append(f"  [{what} of mpistrat{hint}]\n")
+            hint = ""
+        else:
+            stack.pieces.append(traceback.StackSummary.from_list(piece))
+    parts.stack = stack
+
+
+def _frames_to_fold(frames: Sequence[traceback.FrameSummary]) -> list[bool]:
+    """Return which frames are of this package, or of Python between two that are."""
+    owners = [code_owners[frame.filename] for frame in frames]
+    is_ours = [owner is CodeOwner.PACKAGE for owner in owners]
+    last: int | None = None
+    for position, owner in enumerate(owners):
+        if owner is CodeOwner.PACKAGE:
+            if last is not None:
+                is_ours[last:position] = [True] * (position - last)
+            last = position
+        elif owner is CodeOwner.USER:
+            last = None
+    return is_ours
+
+
+def _is_raised(frame: traceback.FrameSummary) -> bool:
+    return (frame.line or "").startswith("raise")
 
 
 def print_failures(

@@ -22,7 +22,7 @@ from mpistrat.errors import EpochTimeoutError
 from mpistrat.failures import logs
 from mpistrat.failures.logs import print_line
 from mpistrat.failures.process_state import process
-from mpistrat.failures.report import describe_failure, print_failures
+from mpistrat.failures.report import describe_failure, format_failure, print_failures
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system import exit_hooks
 from mpistrat.system.callsite import failure_site
@@ -71,12 +71,14 @@ def _report(failure: exit_hooks.Failure) -> bool:
         try:
             process.open_channel(_grace_s())
         except EpochTimeoutError:
-            exit_hooks.show(failure)
+            exit_hooks.show(failure, format_failure(*failure))
             sys.stderr.flush()
             time.sleep(_PRINT_S)
             process.abort(1)
     if not process.channels or not process.can_communicate():
-        return getattr(failure.error, "_is_reported_elsewhere", False)
+        if not getattr(failure.error, "_is_reported_elsewhere", False):
+            exit_hooks.show(failure, format_failure(*failure))
+        return True
     sys.stdout.flush()
     site = failure_site(failure.trace)
     facts, text = describe_failure(*failure, site)

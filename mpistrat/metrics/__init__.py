@@ -1,5 +1,7 @@
 """Metrics: accumulated by each replica alone, summed when the result is read."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 from mpistrat.metrics.auc import AUC
 from mpistrat.metrics.classification import F1, Precision, Recall
 from mpistrat.metrics.confusion_matrix import ConfusionMatrix, MeanIoU
@@ -21,3 +23,10 @@ __all__ = [
     "TopKAccuracy",
     "from_sums",
 ]
+
+if not TYPE_CHECKING:  # for type checkers, a name that is missing is an error
+
+    def __getattr__(name: str) -> NoReturn:
+        from mpistrat.migration import missing_name
+
+        raise missing_name(__name__, name)

@@ -33,6 +33,7 @@ __all__ = [
     "open_world",
     "started_world",
     "thread_level",
+    "world_rank",
     "world_ranks",
     "world_size",
 ]
@@ -294,6 +295,17 @@ def world_ranks(comm: MPI.Intracomm) -> list[int]:
     own.Free()
     world.Free()
     return list(ranks)
+
+
+def world_rank() -> int:
+    """Return the rank of this process in the job, by its launcher where MPI is not started."""
+    if is_started():
+        from mpi4py import MPI
+
+        if not MPI.Is_finalized():
+            return MPI.COMM_WORLD.rank
+    launcher = find_launcher()
+    return 0 if launcher.is_inherited else launcher.task
 
 
 def world_size() -> int:

@@ -1,8 +1,11 @@
 """Optimizers: they reduce gradients over replicas and update variables."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 from mpistrat.optimizers import schedules
 from mpistrat.optimizers.accumulation import GradientAccumulator
 from mpistrat.optimizers.adam import Adam
+from mpistrat.optimizers.adam import Adam as AdamW
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.moving_average import ExponentialMovingAverage
 from mpistrat.optimizers.optimizer import Optimizer
@@ -11,9 +14,17 @@ from mpistrat.optimizers.sgd import SGD
 __all__ = [
     "SGD",
     "Adam",
+    "AdamW",
     "ExponentialMovingAverage",
     "GradientAccumulator",
     "LossScale",
     "Optimizer",
     "schedules",
 ]
+
+if not TYPE_CHECKING:  # for type checkers, a name that is missing is an error
+
+    def __getattr__(name: str) -> NoReturn:
+        from mpistrat.migration import missing_name
+
+        raise missing_name(__name__, name)

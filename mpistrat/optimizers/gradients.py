@@ -123,8 +123,9 @@ def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
     if isinstance(gradient, PerReplica | SyncOnReadVariable) and not summed:
         raise ValueError(
             f"{what} differs from replica to replica ({type(gradient).__name__}) and is not "
-            "summed here, so the replicas would drift apart. Call apply_gradients inside "
-            "strategy.run, or reduce it first, with reduce_to('sum', gradient, variable)."
+            "summed here, so the replicas would drift apart: forgot strategy.run? Call "
+            "apply_gradients inside of it, or reduce the gradient first, with "
+            "reduce_to('sum', gradient, variable)."
         )
     if isinstance(gradient, DistributedValues | Variable):
         gradient = gradient.values[0]

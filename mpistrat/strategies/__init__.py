@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpistrat import context
 from mpistrat.options import ReduceOp
 from mpistrat.replica import ReplicaContext
+from mpistrat.strategies.cluster import print_on_chief
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import MultiStepContext
 from mpistrat.strategies.mpi import MPIStrategy
@@ -27,6 +28,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "print_on_chief",
 ]
 
 

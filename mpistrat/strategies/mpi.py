@@ -26,6 +26,7 @@ from mpistrat.mpi.world import (
 from mpistrat.native import HOW_TO_COMPILE, missing_libraries
 from mpistrat.options import CommunicationOptions
 from mpistrat.settings import Settings, settings
+from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.devices import (
     Offer,
     choose_devices,
@@ -34,7 +35,7 @@ from mpistrat.strategies.devices import (
     prepare_device,
 )
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.strategies.strategy import ClusterResolver, Strategy
+from mpistrat.strategies.strategy import Strategy
 from mpistrat.tracing import timeline
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class MPIStrategy(Strategy):
         The ranks that take part; by default COMM_WORLD. A private duplicate is used.
     device : str
         Where the replica of this rank computes: ``"auto"`` (its own GPU where cupy sees one,
-        the nearest that is free; else the host), ``"cpu"``, ``"gpu"`` or ``"gpu:K"``.
+        the nearest that is free; else the host), ``"cpu"``, ``"gpu"`` or ``"gpu:K"``. ``"cuda"``
+        means ``"gpu"``.
     communication_options : CommunicationOptions, optional
         For every collective that is given no others.
 

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpistrat import context
+from mpistrat import context, nests
 from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.data.dataset import Dataset
@@ -22,10 +22,11 @@ from mpistrat.options import (
     ValueContext,
 )
 from mpistrat.replica import ReplicaContext
+from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.reductions import parse_place
-from mpistrat.strategies.strategy import ClusterResolver, Strategy
-from mpistrat.values import unwrap_mirrored
+from mpistrat.strategies.strategy import Strategy
+from mpistrat.values import PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 
 __all__ = ["OneDeviceStrategy", "default_replica_context", "default_strategy"]
@@ -46,7 +47,7 @@ class DefaultExtended(StrategyExtended):
     def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
         """Return `value` as it is; with an axis, reduce it along that."""
         if axis is None:
-            self._require_cross_replica("reduce")
+            context.require_cross_replica(self._container, "reduce")
             ReduceOp.parse(reduce_op)
             return value
         return super()._reduce(reduce_op, value, axis)
@@ -81,12 +82,14 @@ class DefaultExtended(StrategyExtended):
 
     def _distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> Any:
         """Return `dataset` as it is."""
+        context.require_cross_replica(self._container, "experimental_distribute_dataset")
         return dataset
 
     def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> Any:
         """Return ``dataset_fn(InputContext())`` as it is."""
+        context.require_cross_replica(self._container, "distribute_datasets_from_function")
         return dataset_fn(InputContext())
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
@@ -128,6 +131,33 @@ class DefaultStrategy(Strategy):
         return "<the default strategy>"
 
 
+class DefaultReplicaContext(ReplicaContext):
+    """The replica context outside every scope, where values of other strategies may stray."""
+
+    # Only here, because each look into the value would make the calls inside of `run` slower.
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Reduce `value` over one replica."""
+        _refuse_per_replica("all_reduce", value)
+        return super().all_reduce(reduce_op, value, options)
+
+    def start_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Begin `all_reduce`."""
+        _refuse_per_replica("start_all_reduce", value)
+        return super().start_all_reduce(reduce_op, value, options)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Concatenate `value` over one replica."""
+        _refuse_per_replica("all_gather", value)
+        return super().all_gather(value, axis, options)
+
+
+def _refuse_per_replica(kind: str, value: Any) -> None:
+    for leaf in nests.flatten(value)[0]:
+        if isinstance(leaf, PerReplica):
+            raise TypeError(leaf._why_no_array(kind))
+
+
 @functools.lru_cache(maxsize=1)
 def default_strategy() -> DefaultStrategy:
     """Return the default strategy."""
@@ -137,7 +167,7 @@ def default_strategy() -> DefaultStrategy:
 @functools.lru_cache(maxsize=1)
 def default_replica_context() -> ReplicaContext:
     """Return the replica context outside every scope."""
-    return ReplicaContext(default_strategy())
+    return DefaultReplicaContext(default_strategy())
 
 
 class OneDeviceStrategy(Strategy):

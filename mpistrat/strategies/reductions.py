@@ -34,7 +34,7 @@ Destination: TypeAlias = "Variable | DistributedValues[Any] | Array | str"
 
 _GRAMMAR = re.compile(
     r"(?:/job:worker)?(?:/replica:0)?(?:/task:(?P<task>\d+))?/?(?:device:)?"
-    r"(?P<kind>cpu|gpu)(?::(?P<index>\d+))?",
+    r"(?P<kind>cpu|gpu|cuda)(?::(?P<index>\d+))?",
     re.IGNORECASE,
 )
 
@@ -64,7 +64,8 @@ def parse_place(text: str, num_tasks: int) -> Place:
         raise ValueError(
             f"The device {text!r} is on task {task}, but the tasks are 0 to {num_tasks - 1}."
         )
-    return Place(task, match["kind"].lower(), int(match["index"] or 0))
+    kind = match["kind"].lower().replace("cuda", "gpu")
+    return Place(task, kind, int(match["index"] or 0))
 
 
 def format_device(task: int, kind: str, index: int) -> str:

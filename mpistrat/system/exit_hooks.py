@@ -102,9 +102,12 @@ def report_by(report: Callable[[Failure], bool]) -> None:
         sys.excepthook = _on_uncaught
 
 
-def show(failure: Failure) -> None:
-    """Print `failure` by the previous `sys.excepthook`."""
-    _hooks.previous_hook(*failure)
+def show(failure: Failure, text: str | None = None) -> None:
+    """Print `failure` by the previous `sys.excepthook`, as `text` where that is Python's own."""
+    if text is None or _hooks.previous_hook is not sys.__excepthook__:
+        _hooks.previous_hook(*failure)
+    else:
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def _on_uncaught(

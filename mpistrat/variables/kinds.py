@@ -39,8 +39,8 @@ class MirroredVariable(Variable, on_read=False):
             if isinstance(value, PerReplica):
                 raise ValueError(
                     f"{write.how} of the mirrored variable {self.name!r} in cross-replica context "
-                    "takes one value for all replicas, not a PerReplica. Reduce it first, or write "
-                    "inside strategy.run."
+                    "takes one value for all replicas, not a PerReplica: forgot strategy.run? "
+                    "Write inside of it, or reduce the value first."
                 )
             checked = write.checked(self._target, value)
             call.agree("one value", write.signature(checked))
@@ -102,8 +102,8 @@ class SyncOnReadVariable(Variable, on_read=True):
             if isinstance(value, PerReplica):
                 raise ValueError(
                     f"{write.how} of the SyncOnRead variable {self.name!r} in cross-replica "
-                    "context takes one value for all replicas, not a PerReplica. Write inside "
-                    "strategy.run."
+                    "context takes one value for all replicas, not a PerReplica: forgot "
+                    "strategy.run? Write inside of it."
                 )
             if write is not ASSIGN and self.aggregation is VariableAggregation.SUM:
                 raise ValueError(

@@ -10,10 +10,10 @@ import numpy as np
 
 from mpistrat.arrays import Array, Device, host_view, place
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.comm.wire import is_floating, wire_dtype
+from mpistrat.comm.wire import is_floating, named_dtype, wire_dtype
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
-from mpistrat.pytorch import host_array, is_tensor
-from mpistrat.values import DistributedValues, IndexedSlices
+from mpistrat.pytorch import host_array, is_bfloat16, is_tensor
+from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables.array_like import ArrayLike
 
 __all__ = [
@@ -41,7 +41,9 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
         raise ValueError(
             f"The variable {name!r} cannot hold a masked array. Fill it first: array.filled(value)."
         )
-    array = host_array(value) if is_tensor(value) else host_view(value)
+    if isinstance(value, PerReplica):
+        raise ValueError(value._why_no_array(f"The variable {name!r}"))
+    array = _array_of_tensor(value) if is_tensor(value) else host_view(value)
     if dtype is not None:
         dtype = np.dtype(dtype)
         if array.dtype.kind == "c" and dtype.kind != "c":
@@ -63,6 +65,12 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
     return array
 
 
+def _array_of_tensor(tensor: Any) -> np.ndarray:
+    """Return a tensor as an array of its own dtype, bfloat16 too."""
+    array = host_array(tensor)
+    return array.astype(named_dtype("bfloat16")) if is_bfloat16(tensor) else array
+
+
 def _as_given(what: str, value: Any) -> tuple[Array, bool]:
     """Return what was given to a write as an array, and whether it was plain Python."""
     if isinstance(value, DistributedValues):
@@ -77,7 +85,7 @@ def _as_given(what: str, value: Any) -> tuple[Array, bool]:
             "scatter_sub."
         )
     if is_tensor(value):
-        value = host_array(value)
+        value = _array_of_tensor(value)
     is_plain = not hasattr(value, "dtype")
     return (_exact(value, np.asarray(value)) if is_plain else value), is_plain
 

@@ -86,3 +86,21 @@ def test_sparse_sums(strategy, rank, size):
     assert total.values.dtype == bfloat16
     expected = [float(np.array(r / size, bfloat16)) for r in range(size)]
     assert total.values[:, 0].tolist() == expected
+
+
+def test_a_bfloat16_tensor_stays_bfloat16(strategy, rank, size):
+    torch = pytest.importorskip("torch")
+    tensor = torch.tensor([1.5, -3.0, 2.0**100], dtype=torch.bfloat16)
+    with strategy.scope():
+        mirrored = ms.Variable(tensor, aggregation=ms.VariableAggregation.SUM)
+        wide = ms.Variable(tensor, dtype=np.float32)
+    for variable in (mirrored, ms.Variable(tensor), ms.Variable(lambda: tensor)):
+        assert variable.dtype == bfloat16
+        assert variable.numpy().astype(float).tolist() == tensor.tolist()
+    assert wide.dtype == np.float32  # as asked
+    wide.assign(tensor)
+    assert wide.numpy().tolist() == tensor.tolist()
+    mirrored.assign(torch.full((3,), 0.5, dtype=torch.bfloat16))
+    strategy.run(lambda: mirrored.assign_add(torch.full((3,), rank, dtype=torch.bfloat16)))
+    assert mirrored.dtype == bfloat16
+    assert mirrored.numpy().astype(float).tolist() == [0.5 + triangle(size)] * 3

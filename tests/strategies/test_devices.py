@@ -269,7 +269,8 @@ def test_an_offer_tells_what_is_near(monkeypatch):
 def test_device_arguments():
     assert Device.parse("auto") == ("auto", None)
     assert Device.parse("CPU:0") == Device.parse("cpu") == ("cpu", None)
-    assert Device.parse("gpu:12") == ("gpu", 12)
+    assert Device.parse("gpu:12") == Device.parse("cuda:12") == ("gpu", 12)
+    assert Device.parse("cuda") == ("gpu", None)
     for bad in ("", "auto:0", "cpu:1", "gpu:", "gpu:-1", "gpu:x", "tpu"):
         with pytest.raises(ValueError, match="Unknown device"):
             Device.parse(bad)

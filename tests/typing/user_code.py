@@ -58,6 +58,14 @@ assert_type(strategy.reduce("mean", strategy.run(loss, args=(values,))), np.numb
 assert_type(strategy.reduce("max", 1.5), np.number[Any])
 assert_type(strategy.reduce("min", {"loss": values}), Any)
 assert_type(strategy.gather(values, axis=0), Anything)
+assert_type((strategy.rank, strategy.size, strategy.local_rank), tuple[int, int, int])
+assert_type(strategy.is_chief, bool)
+assert_type(strategy.gather_objects({"rank": strategy.rank}), list[Any])
+assert_type(strategy.broadcast_object(None, root=1), Any)
+strategy.barrier()
+ms.print("loss", 0.5, sep=": ", flush=False)
+ms.print("loss", color="red")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+strategy.rank = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 with strategy.scope() as entered:
     assert_type(entered, ms.Strategy)
 
@@ -67,6 +75,7 @@ larger = values + 1  # type: ignore[operator]  # pyright: ignore[reportOperatorI
 number: ms.PerReplica[int] = values  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
 strategy.run(step, options="fast")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
 strategy.experimental_run(step, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+ms.MirroredStrategy()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 strategy.extended.collectives  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 strategy.extended.variable_numbers  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -106,6 +115,9 @@ ms.Variable(0.0, aggregation=ms.ReduceOp.SUM)  # type: ignore[arg-type]  # pyrig
 
 mirrored: ms.Mirrored[Anything] = strategy.extended.broadcast_to(np.ones(2), destinations=weights)
 (copy,) = mirrored.values
+mean_of_both = float((mirrored + 1).mean()) + float(mirrored)
+is_two = mirrored == 2.0
+np.testing.assert_array_equal(np.asarray(mirrored), np.asarray(values))
 strategy.extended.reduce_to("SUM", values, destinations="cpu:0")
 strategy.extended.reduce_to("SUM", values, destinations=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 strategy.extended.reduce_to("sun", values, destinations=weights)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
@@ -125,6 +137,8 @@ def replica_step(x: Floats) -> Floats:
     assert_type(replica.all_gather(x, axis=0), Anything)
     pending = replica.start_all_reduce("SUM", [x, x])
     assert_type(pending.wait(), list[Floats])
+    assert_type(replica.all_gather_object(x), list[Any])
+    replica.barrier()
     assert_type(ms.gradients.all_reduce_pullback("SUM", x, x, x), Anything)
 
     replica.all_reduce("AVG", x)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -144,6 +158,11 @@ layer = ms.layers.BatchNorm(3)
 y, saved = layer.forward(np.ones((2, 3), np.float32))
 gradient, pairs = layer.backward(saved, y)
 ms.optimizers.SGD(0.1).apply_gradients(pairs)
+assert_type(ms.optimizers.AdamW(0.1, weight_decay=0.01), ms.optimizers.Adam)
+try:
+    strategy.reduce("SUM", 1)
+except ms.errors.CollectiveTimeoutError as timeout:
+    assert_type(timeout, ms.errors.EpochTimeoutError)
 layer.backward(y, y)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 checkpoint = ms.Checkpoint(weights=weights, mean=mean)
