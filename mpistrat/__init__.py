@@ -98,6 +98,6 @@ _install_logs()
 if not _typing.TYPE_CHECKING:  # for type checkers, a name that is missing is an error
 
     def __getattr__(name: str) -> _typing.NoReturn:
-        from mpistrat.migration import missing_name
+        from mpistrat.system.migration import missing_name
 
         raise missing_name(__name__, name)

@@ -22,7 +22,6 @@ collect_ignore = outside_mpiexec(
     "test_environment.py",
     "test_import.py",
     "test_layers.py",
-    "test_migration.py",
     "test_nests.py",
     "test_options.py",
     "test_packaging.py",

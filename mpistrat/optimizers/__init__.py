@@ -25,6 +25,6 @@ __all__ = [
 if not TYPE_CHECKING:  # for type checkers, a name that is missing is an error
 
     def __getattr__(name: str) -> NoReturn:
-        from mpistrat.migration import missing_name
+        from mpistrat.system.migration import missing_name
 
         raise missing_name(__name__, name)

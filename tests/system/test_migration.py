@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat import migration
+from mpistrat.system import migration
 
 MODULES = {
     "mpistrat": ms,
@@ -68,7 +68,7 @@ def test_cuda_is_the_gpu():
 
 
 def test_an_import_does_not_load_the_hints():
-    code = "import sys, mpistrat; print('mpistrat.migration' in sys.modules)"
+    code = "import sys, mpistrat; print('mpistrat.system.migration' in sys.modules)"
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "False"
     assert not inspect.getattr_static(ms, "init", None)
