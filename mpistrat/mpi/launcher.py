@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -174,17 +175,29 @@ def is_one_of_several() -> bool:
     variables = environment()
     if "PMIX_RANK" in variables and variables.get("SLURM_TASK_PID") == str(os.getpid()):
         return int(variables.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    if variables.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+        return _parent_program() in _OPEN_MPI_DAEMONS
     return variables.get("PMI_SIZE", "1") != "1" and _is_connected(variables)
+
+
+_OPEN_MPI_DAEMONS = ("prterun", "prted", "orterun", "orted")
+
+
+def _parent_program() -> str:
+    try:
+        return Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _is_connected(variables: Mapping[str, str]) -> bool:
     if "PMI_FD" not in variables:
         return False
+    # A child that has inherited the variable may have opened something else under that number.
     try:
-        os.fstat(int(variables["PMI_FD"]))
+        return stat.S_ISSOCK(os.fstat(int(variables["PMI_FD"])).st_mode)
     except (OSError, ValueError):
         return False
-    return True
 
 
 # Variables that a launcher sets for its ranks, and that must not reach another launcher.
