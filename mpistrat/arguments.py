@@ -38,6 +38,8 @@ def as_array(kind: str, leaf: Any) -> Array:
     if is_array(leaf):
         array: Array = leaf
         return array
+    if hasattr(leaf, "_why_no_array"):
+        raise TypeError(leaf._why_no_array(kind))
     if is_number(leaf) or hasattr(leaf, "__array__"):
         return np.asarray(leaf)
     raise TypeError(

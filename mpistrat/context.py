@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpistrat import nests
 from mpistrat.errors import ContextError
@@ -18,7 +18,19 @@ from mpistrat.values import PerReplica, mirror, unwrap_mirrored
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["Frame", "Kind", "call_in_update_context", "current", "entered", "mode_for", "set_base"]
+__all__ = [
+    "Frame",
+    "Kind",
+    "Scope",
+    "call_in_update_context",
+    "current",
+    "entered",
+    "mode_for",
+    "require_cross_replica",
+    "set_base",
+]
+
+S = TypeVar("S")
 
 Strategy = Any
 """A `mpistrat.Strategy`, which a higher layer defines."""
@@ -67,18 +79,46 @@ class _Entered:
         self._frame = frame
 
     def __enter__(self) -> None:
-        frames = _stack.frames
-        self._depth = len(frames)
-        frames.append(self._frame)
+        _stack.frames.append(self._frame)
 
     def __exit__(self, *exc_info: object) -> None:
-        # A scope that was entered by hand inside and never left goes with this one.
-        del _stack.frames[self._depth :]
+        frames = _stack.frames
+        if frames and frames[-1] is self._frame:
+            frames.pop()
+        else:
+            _remove_from(self._frame)
 
 
 def entered(frame: Frame) -> AbstractContextManager[None]:
     """Make `frame` the innermost one within the ``with`` block."""
     return _Entered(frame)
+
+
+def _remove_from(frame: Frame) -> None:
+    """Remove `frame`, and what was entered after it and never left, from this thread's stack."""
+    frames = _stack.frames
+    for position in reversed(range(len(frames))):
+        if frames[position] is frame:
+            del frames[position:]
+            return
+
+
+class Scope(ContextDecorator, Generic[S]):
+    """The scope of a strategy, which a program may enter again, inside itself too."""
+
+    # It has no state but its frame, so that threads may share it.
+
+    def __init__(self, strategy: S) -> None:
+        self._strategy = strategy
+        self._frame = Frame(Kind.CROSS_REPLICA, strategy)
+
+    def __enter__(self) -> S:
+        require_cross_replica(self._strategy, "scope")
+        _stack.frames.append(self._frame)
+        return self._strategy
+
+    def __exit__(self, *exc_info: object) -> None:
+        _remove_from(self._frame)
 
 
 def set_base(frame: Frame | None) -> None:
@@ -103,6 +143,27 @@ def mode_for(strategy: Strategy, what: str) -> Kind:
             "the scope of its own."
         )
     return frame.kind
+
+
+def require_cross_replica(strategy: Strategy, what: str) -> None:
+    """Make sure that `what` of `strategy` is called in cross-replica context, or in no scope."""
+    frame = current()
+    if frame is None:
+        return
+    if frame.strategy is not strategy:
+        if frame.strategy.extended._is_default:
+            return
+        raise ContextError(
+            f"{what} of {strategy!r} was called in the {frame.kind.value} of "
+            f"{frame.strategy!r}. Different strategies cannot be mixed or nested."
+        )
+    if frame.kind is Kind.REPLICA:
+        remedy = "Use get_replica_context().all_gather(), or" if what == "gather" else "Use"
+        raise ContextError(
+            f"{what} needs the cross-replica context, but it was called inside a function "
+            f"given to strategy.run. {remedy} get_replica_context().merge_call(fn) to call it "
+            "in fn."
+        )
 
 
 def call_in_update_context(

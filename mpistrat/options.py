@@ -120,8 +120,9 @@ class CommunicationOptions:
         For a value outside the ranges below.
     """
 
-    bytes_per_pack: int = 32 * 2**20
-    """Small arrays of one call travel together in messages of about this many bytes."""
+    bytes_per_pack: int = 0
+    """Small arrays of one call travel together in messages of about this many bytes; 0 is
+    automatic, which is 32 MiB."""
     timeout_seconds: float | None = None
     """How long to wait for missing ranks. ``None``: what the strategy was made with, or
     else the setting ``MPISTRAT_TIMEOUT_S``."""
@@ -155,8 +156,11 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):
             raise TypeError(f"bytes_per_pack must be an integer, not {self.bytes_per_pack!r}.")
-        if self.bytes_per_pack < 1:
-            raise ValueError(f"bytes_per_pack must be at least 1, not {self.bytes_per_pack}.")
+        if self.bytes_per_pack < 0:
+            raise ValueError(
+                "bytes_per_pack must be a number of bytes, or 0 for automatic, not "
+                f"{self.bytes_per_pack}."
+            )
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ValueError(f"timeout_seconds must be positive, not {self.timeout_seconds}.")
         if not isinstance(self.implementation, CommunicationImplementation):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrat import nests
-from mpistrat.arrays import Array, is_array, is_number
+from mpistrat.arrays import Array, host_view, is_array, is_number
 from mpistrat.pytorch import is_tensor
 
 __all__ = [
@@ -48,6 +49,8 @@ class DistributedValues(Generic[T_co]):
 
     __slots__ = ("__weakref__", "_component")
 
+    _component: Any
+
     def __init__(self, component: T_co) -> None:
         self._component = component
         # The component's id is its own as long as the container keeps it alive.
@@ -58,23 +61,80 @@ class DistributedValues(Generic[T_co]):
         """The components on this rank: a tuple with one element. Local."""
         return (self._component,)
 
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        (component,) = self.values
+        return np.array(host_view(component), dtype=dtype, copy=copy)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._component!r})"
 
 
 class PerReplica(DistributedValues[T_co]):
-    """A value that differs from replica to replica, such as each one's part of a batch."""
+    """A value that differs from replica to replica, such as each one's part of a batch.
+
+    It has no operators, because a result outside `Strategy.run` would be that of this rank
+    alone. `numpy.asarray` gives this rank's component.
+    """
 
     __slots__ = ()
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        raise TypeError(self._why_no_array(f"numpy.{ufunc.__name__}"))
 
-class Mirrored(DistributedValues[T_co]):
-    """A value that is the same on all replicas, such as the result of a reduction."""
+    def _why_no_array(self, what: str) -> str:
+        """Return the message of an error: `what` was called outside of `Strategy.run`."""
+        return (
+            f"{what} takes an array here, but was given a PerReplica: forgot strategy.run? A "
+            "function given to strategy.run(fn, args=(value,)) gets this replica's component; "
+            "numpy.asarray(value) is that too."
+        )
+
+
+class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
+    """A value that is the same on all replicas, such as the result of a reduction.
+
+    It has the operators of arrays, and NumPy functions take it; their results are plain arrays.
+    """
 
     __slots__ = ()
 
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self._component, dtype=dtype)
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(out, Mirrored) for out in kwargs.get("out", ())):
+            raise TypeError(
+                "A Mirrored value cannot be the output of a NumPy function. Use its result."
+            )
+        return getattr(ufunc, method)(*map(unwrap_mirrored, inputs), **kwargs)
+
+    def _not_in_place(self, other: Any) -> Any:
+        return NotImplemented  # so that ``m += 1`` makes a new value, as for numbers
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = _not_in_place
+    __ipow__ = __ilshift__ = __irshift__ = __iand__ = __ixor__ = __ior__ = _not_in_place
+    __imatmul__ = _not_in_place
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._component[index]
+
+    def __len__(self) -> int:
+        return len(self._component)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._component)
+
+    def __float__(self) -> float:
+        return float(self._component)
+
+    def __int__(self) -> int:
+        return int(self._component)
+
+    def __complex__(self) -> complex:
+        return complex(self._component)
+
+    def __index__(self) -> int:
+        return operator.index(self._component)
+
+    def __bool__(self) -> bool:
+        return bool(self._component)
 
 
 @nests.leaf_type
@@ -145,6 +205,8 @@ class IndexedSlices:
 
 
 def _as_rows(value: Any) -> Any:
+    if isinstance(value, PerReplica):
+        raise TypeError(value._why_no_array("IndexedSlices"))
     return value if is_array(value) or is_tensor(value) else np.asarray(value)
 
 

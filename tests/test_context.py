@@ -29,6 +29,52 @@ def test_scope_is_entered_again_and_left_on_every_way(strategy):
     assert not ms.has_strategy()
 
 
+def test_a_scope_object_is_entered_again(strategy):
+    scope = strategy.scope()
+    for _ in range(2):
+        with scope as inside:
+            assert inside is strategy
+            assert ms.in_cross_replica_context()
+        assert not ms.has_strategy()
+
+
+def test_a_scope_object_is_entered_inside_itself(strategy):
+    scope = strategy.scope()
+    with scope:
+        with pytest.raises(KeyError), scope:
+            raise KeyError
+        assert ms.get_strategy() is strategy
+    assert not ms.has_strategy()
+    with pytest.raises(ms.errors.ContextError, match="merge_call"):
+        strategy.run(scope.__enter__)
+    assert not ms.has_strategy()
+
+
+def test_threads_share_a_scope_object(strategy):
+    scope, seen = strategy.scope(), []
+
+    def enter():
+        with scope:
+            seen.append(ms.get_strategy())
+        seen.append(ms.has_strategy())
+
+    with scope:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+        assert seen == [strategy, False]
+        assert ms.get_strategy() is strategy
+
+
+def test_a_scope_decorates_a_function(strategy):
+    @strategy.scope()
+    def build():
+        return ms.get_strategy()
+
+    assert build() is build() is strategy
+    assert not ms.has_strategy()
+
+
 def test_another_strategy_inside_a_scope_is_refused(strategy):
     other = ms.OneDeviceStrategy()
     with strategy.scope():

@@ -11,7 +11,7 @@ def test_reduce_op_takes_strings_of_any_case(text):
 
 def test_bad_options():
     for arguments, error in (
-        ({"bytes_per_pack": 0}, ValueError),
+        ({"bytes_per_pack": -1}, ValueError),
         ({"bytes_per_pack": 1.5}, TypeError),
         ({"timeout_seconds": 0}, ValueError),
         ({"implementation": "MPI"}, TypeError),

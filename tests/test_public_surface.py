@@ -16,8 +16,8 @@ from mpistrat.checkpoint.restore import RestoreStatus
 from mpistrat.data.iterators import ElementIterator, Optional
 from mpistrat.optimizers import schedules
 from mpistrat.replica import PendingReduction
+from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended_v1 import InputIterator
-from mpistrat.strategies.strategy import ClusterResolver
 
 SURFACE = {
     # Strategies

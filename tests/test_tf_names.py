@@ -5,8 +5,8 @@ import re
 import pytest
 
 import mpistrat as ms
+from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended_v1 import InputIterator
-from mpistrat.strategies.strategy import ClusterResolver
 from tests import ROOT
 
 PAGE = (ROOT / "docs" / "tf-differences.md").read_text()

@@ -15,6 +15,9 @@ from mpistrat.options import CommunicationOptions, ReduceOp
 
 __all__ = ["GatherPlan", "Pack", "Plan", "plan_reduction"]
 
+_AUTOMATIC_BYTES_PER_PACK = 2**25
+"""For ``bytes_per_pack=0``."""
+
 _SMALL_BYTES = 2**14
 """Arrays up to this size are copied one behind the other: cheaper than a description of each."""
 
@@ -78,7 +81,7 @@ def plan_reduction(
     ]
     results = [(shape, result_dtype(op, dtype)) for dtype, shape in kinds]
     packs = []
-    for group in plan_packs(num_bytes, keys, options.bytes_per_pack):
+    for group in plan_packs(num_bytes, keys, options.bytes_per_pack or _AUTOMATIC_BYTES_PER_PACK):
         wire = wires[group[0]]
         is_uncast = all(kinds[i][0] == wire == results[i][1] for i in group)
         packs.append(_plan_pack(op, group, sizes, wire, keys[group[0]][1], is_uncast))

@@ -53,6 +53,8 @@ class DistributedDataset:
     ) -> None:
         self.strategy: Any = None
         """The strategy that divides it, for a checkpoint that saves the position."""
+        self._check_context: Callable[[], None] | None = None
+        """Refuses to take elements in another context than that of the strategy."""
         self._rank_dataset = rank_dataset
         self._device = device
         self._collectives = collectives
@@ -69,7 +71,7 @@ class DistributedDataset:
 
     def __iter__(self) -> ElementIterator:
         pass_number, start, on_step = self._position.begin()
-        return ElementIterator(self._elements(pass_number, start), on_step)
+        return ElementIterator(self._elements(pass_number, start), on_step, self._check_context)
 
     def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements of a pass on the device, each array as a `PerReplica`."""

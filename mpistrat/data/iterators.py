@@ -115,19 +115,26 @@ class ElementIterator:
 
     Of a distributed one, every rank must take the same number of elements. Taking one is
     **Local** where the lengths of all ranks' data are known, and **Collective** where they are
-    not, as for generators given to `distribute_datasets_from_function`.
+    not, as for generators given to `distribute_datasets_from_function`. Inside `Strategy.run`, and
+    in the scope of another strategy, it raises `ContextError`.
     """
 
     def __init__(
-        self, elements: Generator[Any, None, None], on_step: Callable[[bool], None]
+        self,
+        elements: Generator[Any, None, None],
+        on_step: Callable[[bool], None],
+        check_context: Callable[[], None] | None = None,
     ) -> None:
         self._elements = elements
         self._on_step = on_step
+        self._check_context = check_context
 
     def __iter__(self) -> ElementIterator:
         return self
 
     def __next__(self) -> Any:
+        if self._check_context is not None:
+            self._check_context()  # not in the generator, which an error would end
         try:
             with span("data", "next batch"):
                 element = next(self._elements)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mpistrat import context, nests
-from mpistrat.arrays import Device, host_view
+from mpistrat.arrays import host_view
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.nested import all_gather_nest
 from mpistrat.context import call_in_update_context
@@ -32,14 +33,13 @@ from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.reductions import (
     Destination,
-    format_device,
     local_components,
     reduce_pairs,
     reduce_to_host,
 )
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import PerReplica, T, localize, per_replica
+from mpistrat.values import DistributedValues, PerReplica, localize, per_replica
 from mpistrat.variables import Variable, check_replicas_agree, container_of, variables_to_compare
 
 __all__ = ["StrategyExtended"]
@@ -72,50 +72,14 @@ class StrategyExtended(ExtendedV1):
         return twin
 
     @property
-    def device(self) -> Device:
-        """Where the replica of this rank computes. Local."""
-        return self._collectives.device
-
-    @property
     def xp(self) -> Any:
         """The array namespace of the replica's device: NumPy's or CuPy's. Local."""
         return self.device.namespace()
 
     @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The device string of each rank's replica. Local."""
-        size = self._collectives.size
-        return tuple(format_device(r, self.device.kind, self.device.index) for r in range(size))
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The device strings where variables live: those of the replicas. Local."""
-        return self.worker_devices
-
-    @property
     def experimental_require_static_shapes(self) -> bool:
         """Whether shapes must never change: always false. Local."""
         return False
-
-    def _require_cross_replica(self, what: str) -> None:
-        """Make sure that `what` is called in cross-replica context, or outside every scope."""
-        frame = context.current()
-        if frame is None:
-            return
-        if frame.strategy is not self._container:
-            if frame.strategy.extended._is_default:
-                return
-            raise ContextError(
-                f"{what} of {self._container!r} was called in the {frame.kind.value} of "
-                f"{frame.strategy!r}. Different strategies cannot be mixed or nested."
-            )
-        if frame.kind is context.Kind.REPLICA:
-            remedy = "Use get_replica_context().all_gather(), or" if what == "gather" else "Use"
-            raise ContextError(
-                f"{what} needs the cross-replica context, but it was called inside a function "
-                f"given to strategy.run. {remedy} get_replica_context().merge_call(fn) to call it "
-                "in fn."
-            )
 
     def _require_scope(self, what: str) -> None:
         """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`."""
@@ -137,7 +101,7 @@ class StrategyExtended(ExtendedV1):
 
         **Collective**: every rank makes the call, but nothing is exchanged by it.
         """
-        self._require_cross_replica("run")
+        context.require_cross_replica(self._container, "run")
         channel = self._collectives.channel
         channel.ledger.runs += 1
         local_args = [localize(each) for each in args]
@@ -160,13 +124,13 @@ class StrategyExtended(ExtendedV1):
 
     def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
-        self._require_cross_replica("reduce")
+        context.require_cross_replica(self._container, "reduce")
         with self._collectives.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
 
     def _gather(self, value: Any, axis: int) -> Any:
         """Concatenate `value` in host memory: see `Strategy.gather`. **Collective**."""
-        self._require_cross_replica("gather")
+        context.require_cross_replica(self._container, "gather")
         with self._collectives.call("gather") as call:
             gathered = all_gather_nest(call, local_components(value), axis)
         return nests.map_nest(host_view, gathered)
@@ -216,7 +180,7 @@ class StrategyExtended(ExtendedV1):
         options: CommunicationOptions | None,
     ) -> list[Any]:
         """Reduce each value of `pairs` to its destination; `kind` names the public method."""
-        self._require_cross_replica(kind)
+        context.require_cross_replica(self._container, kind)
         with self._collectives.call(kind, options=options) as call:
             op = ReduceOp.parse(reduce_op)
             return reduce_pairs(call, op, list(pairs), self._container)
@@ -251,7 +215,7 @@ class StrategyExtended(ExtendedV1):
         ContextError
             Inside a replica function, or for a variable of another strategy.
         """
-        self._require_cross_replica("update")
+        context.require_cross_replica(self._container, "update")
         if not isinstance(var, Variable):
             raise TypeError(f"update: var must be a mpistrat.Variable, not {var!r}.")
         self._check_is_ours("update", var)
@@ -284,7 +248,7 @@ class StrategyExtended(ExtendedV1):
             Inside a replica function, or for a variable of another strategy.
         """
         what = "assert_replicas_agree"
-        self._require_cross_replica(what)
+        context.require_cross_replica(self._container, what)
         with self._collectives.call(what) as call:
             found = variables_to_compare(what, variables)
             for variable in found.values():
@@ -379,20 +343,31 @@ class StrategyExtended(ExtendedV1):
         self, dataset: Dataset, options: InputOptions | None
     ) -> DistributedDataset:
         """Split each global batch over replicas. **Collective**."""
+        context.require_cross_replica(self._container, "experimental_distribute_dataset")
         return self._owned(distribute(dataset, options, self._collectives, self.device))
 
     def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> DistributedDataset:
         """Make one distributed data set of each rank's own. **Collective**."""
+        context.require_cross_replica(self._container, "distribute_datasets_from_function")
         return self._owned(
             distribute_from_function(dataset_fn, options, self._collectives, self.device)
         )
 
     def _owned(self, dataset: DistributedDataset) -> DistributedDataset:
         dataset.strategy = self._container
+        dataset._check_context = functools.partial(
+            context.require_cross_replica, self._container, "next(iterator)"
+        )
         return dataset
 
-    def _values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
-        """Return the `PerReplica` of ``value_fn(context)``."""
-        return PerReplica(value_fn(ValueContext(self._collectives.rank, self._collectives.size)))
+    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Return ``value_fn(context)`` with each leaf as a `PerReplica`."""
+        nest = value_fn(ValueContext(self._collectives.rank, self._collectives.size))
+        return nests.map_nest(_as_per_replica, nest)
+
+
+def _as_per_replica(leaf: Any) -> Any:
+    stays = leaf is None or isinstance(leaf, DistributedValues | Variable)
+    return leaf if stays else PerReplica(leaf)

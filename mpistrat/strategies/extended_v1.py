@@ -18,7 +18,7 @@ from mpistrat.data.dataset import Dataset
 from mpistrat.data.iterators import ElementIterator, Optional
 from mpistrat.errors import ContextError, OutOfRangeError, warn_deprecated
 from mpistrat.options import ReduceOpLike
-from mpistrat.strategies.reductions import Destination, parse_destination
+from mpistrat.strategies.reductions import Destination, format_device, parse_destination
 from mpistrat.values import Mirrored, PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 
@@ -139,18 +139,20 @@ class ExtendedV1(abc.ABC):
     _container: Any
 
     @property
-    @abc.abstractmethod
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The device strings where variables live. Local."""
-
-    @property
-    @abc.abstractmethod
     def device(self) -> Device:
         """Where the replica of this rank computes. Local."""
+        return self._collectives.device
 
-    @abc.abstractmethod
-    def _require_cross_replica(self, what: str) -> None:
-        """Make sure that `what` is called in cross-replica context."""
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device string of each rank's replica. Local."""
+        size = self._collectives.size
+        return tuple(format_device(r, self.device.kind, self.device.index) for r in range(size))
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The device strings where variables live: those of the replicas. Local."""
+        return self.worker_devices
 
     @abc.abstractmethod
     def _check_locality(self, what: str, place: Any) -> None:
@@ -193,7 +195,7 @@ class ExtendedV1(abc.ABC):
         ValueError
             If a `session` is given, or the arrays of a list differ in shape.
         """
-        self._require_cross_replica("experimental_make_numpy_dataset")
+        context.require_cross_replica(self._container, "experimental_make_numpy_dataset")
         if session is not None:
             raise ValueError(
                 "experimental_make_numpy_dataset: there are no sessions here. Leave out the "
@@ -219,7 +221,7 @@ class ExtendedV1(abc.ABC):
         TypeError, ValueError
             For another value or destination.
         """
-        self._require_cross_replica("broadcast_to")
+        context.require_cross_replica(self._container, "broadcast_to")
         with self._collectives.call("broadcast_to") as call:
             where = parse_destination(call, destinations, self._container)
             if where is not None and where.task is not None:
@@ -264,7 +266,7 @@ class ExtendedV1(abc.ABC):
             If the data end before the steps do.
         """
         warn_deprecated("experimental_run_steps_on_iterator", "Use Strategy.run in a loop.")
-        self._require_cross_replica("experimental_run_steps_on_iterator")
+        context.require_cross_replica(self._container, "experimental_run_steps_on_iterator")
         if iterations < 0:
             raise ValueError(f"iterations must be at least 0, not {iterations}.")
         outputs = MultiStepContext(self._container, initial_loop_values)
@@ -278,7 +280,7 @@ class ExtendedV1(abc.ABC):
 
         **Collective** for a SyncOnRead variable, whose components it aggregates, else local.
         """
-        self._require_cross_replica("read_var")
+        context.require_cross_replica(self._container, "read_var")
         return v.read_value()
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
@@ -319,7 +321,7 @@ class ExtendedV1(abc.ABC):
             Inside a replica function.
         """
         warn_deprecated("update_non_slot", "Use update(variable, fn) for each variable.")
-        self._require_cross_replica("update_non_slot")
+        context.require_cross_replica(self._container, "update_non_slot")
         self._check_locality("update_non_slot", colocate_with)
         return call_in_update_context(
             self._container, "update_non_slot", fn, (), args, kwargs, group

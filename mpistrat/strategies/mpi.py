@@ -24,6 +24,7 @@ from mpistrat.mpi.world import (
 )
 from mpistrat.options import CommunicationOptions
 from mpistrat.settings import Settings, settings
+from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.devices import (
     Offer,
     choose_devices,
@@ -32,7 +33,7 @@ from mpistrat.strategies.devices import (
     prepare_device,
 )
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.strategies.strategy import ClusterResolver, Strategy
+from mpistrat.strategies.strategy import Strategy
 from mpistrat.tracing import timeline
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ from mpistrat.options import (
     ValueContext,
 )
 from mpistrat.replica import ReplicaContext
+from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.reductions import parse_place
-from mpistrat.strategies.strategy import ClusterResolver, Strategy
+from mpistrat.strategies.strategy import Strategy
 from mpistrat.values import unwrap_mirrored
 from mpistrat.variables import Variable
 
@@ -46,7 +47,7 @@ class DefaultExtended(StrategyExtended):
     def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
         """Return `value` as it is; with an axis, reduce it along that."""
         if axis is None:
-            self._require_cross_replica("reduce")
+            context.require_cross_replica(self._container, "reduce")
             ReduceOp.parse(reduce_op)
             return value
         return super()._reduce(reduce_op, value, axis)
@@ -81,12 +82,14 @@ class DefaultExtended(StrategyExtended):
 
     def _distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> Any:
         """Return `dataset` as it is."""
+        context.require_cross_replica(self._container, "experimental_distribute_dataset")
         return dataset
 
     def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> Any:
         """Return ``dataset_fn(InputContext())`` as it is."""
+        context.require_cross_replica(self._container, "distribute_datasets_from_function")
         return dataset_fn(InputContext())
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
@@ -16,6 +15,7 @@ from mpistrat.arrays import Array
 from mpistrat.data.iterators import ElementIterator
 from mpistrat.errors import warn_deprecated
 from mpistrat.options import InputOptions, InputReplicationMode, ReduceOpLike, RunOptions
+from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import InputIterator
 from mpistrat.values import DistributedValues, Number, PerReplica, T
@@ -26,26 +26,7 @@ if TYPE_CHECKING:
     from mpistrat.data.distributed_dataset import DistributedDataset
     from mpistrat.options import InputContext, ValueContext
 
-__all__ = ["ClusterResolver", "Strategy"]
-
-
-@dataclass(frozen=True)
-class ClusterResolver:
-    """Facts about the job and this rank's place in it."""
-
-    task_id: int
-    """The rank."""
-    num_workers: int
-    """The number of ranks."""
-    local_rank: int
-    """Number of this rank among those of its node."""
-    hosts: tuple[str, ...]
-    """One name per node."""
-    launcher: str
-    """``"slurm"``, ``"openmpi"``, ``"mpich"``, ``"intel"``, ``"flux"``, ``"pals"``, ``"lsf"`` (for
-    jsrun), or ``"none"``."""
-    task_type: str = "worker"
-    """Always ``"worker"``: every rank computes."""
+__all__ = ["Strategy"]
 
 
 ValueT = TypeVar("ValueT", bound="np.ndarray | Number")
@@ -72,21 +53,18 @@ class Strategy:
         """Number of replicas whose gradients are reduced together. Local."""
         return self._extended._collectives.size
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
+    def scope(self) -> contextlib.AbstractContextManager[Strategy]:
         """Make this strategy current, in cross-replica context, within the ``with`` block.
 
-        Variables made inside are distributed. The scope may be entered again inside itself.
+        Variables made inside are distributed. A scope may be entered again, inside itself too.
         **Local**: entering and leaving cost nothing and wait for nobody.
 
         Raises
         ------
         ContextError
-            Inside `run`, or inside the scope of another strategy.
+            On entry, inside `run` or inside the scope of another strategy.
         """
-        self._extended._require_cross_replica("scope")
-        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self)):
-            yield self
+        return context.Scope(self)
 
     @overload
     def run(
@@ -286,10 +264,20 @@ class Strategy:
         """
         return self._extended._distribute_from_function(dataset_fn, options)
 
+    @overload
     def experimental_distribute_values_from_function(
-        self, value_fn: Callable[[ValueContext], T]
-    ) -> PerReplica[T]:
-        """Return the `PerReplica` whose component on each rank is ``value_fn(context)``. Local."""
+        self, value_fn: Callable[[ValueContext], ValueT]
+    ) -> PerReplica[ValueT]: ...
+
+    @overload
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any: ...
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Return ``value_fn(context)`` with each leaf of the nest as a `PerReplica`. Local."""
         return self._extended._values_from_function(value_fn)
 
     # Names that are deprecated, and names that steer graphs and sessions.
@@ -336,6 +324,7 @@ class Strategy:
     def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
         """Return an iterator over the distributed data set. Deprecated. **Collective**."""
         warn_deprecated("make_dataset_iterator", "Use iter(experimental_distribute_dataset(...)).")
+        context.require_cross_replica(self, "make_dataset_iterator")
         return InputIterator(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
@@ -351,6 +340,7 @@ class Strategy:
             For another replication mode than PER_WORKER.
         """
         warn_deprecated("make_input_fn_iterator", "Use distribute_datasets_from_function.")
+        context.require_cross_replica(self, "make_input_fn_iterator")
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(
                 f"make_input_fn_iterator: the replication mode {replication_mode!r} is not "
@@ -366,7 +356,7 @@ class Strategy:
         **Collective**: every rank makes the call.
         """
         warn_deprecated("experimental_run", "Use run(fn, args=(next(iterator),)).")
-        self.extended._require_cross_replica("experimental_run")
+        context.require_cross_replica(self, "experimental_run")
         return self.run(fn, args=() if input_iterator is None else (input_iterator.get_next(),))
 
     def experimental_distribute_datasets_from_function(

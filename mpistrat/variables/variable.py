@@ -136,7 +136,10 @@ class Variable(RowWrites, ArrayLike):
         self._strategy = frame.strategy if frame is not None and distributed else None
         on_read = synchronization is VariableSynchronization.ON_READ
         self._trainable = not on_read if trainable is None else bool(trainable)
-        self._synchronization = synchronization
+        if self._strategy is not None and synchronization is VariableSynchronization.AUTO:
+            self._synchronization = VariableSynchronization.ON_WRITE
+        else:
+            self._synchronization = synchronization
         self._aggregation = aggregation
         collectives = frame.collectives if frame else Collectives.solo(_HOST)
         self._name = _default_name(self._strategy) if name is None else name
@@ -190,7 +193,10 @@ class Variable(RowWrites, ArrayLike):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When the components are brought together. Local."""
+        """When the components are brought together. Local.
+
+        ON_WRITE or ON_READ; AUTO for a plain variable that was made with it.
+        """
         return self._synchronization
 
     @property

@@ -13,7 +13,7 @@ from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.comm.wire import is_floating, wire_dtype
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.pytorch import host_array, is_tensor
-from mpistrat.values import DistributedValues, IndexedSlices
+from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables.array_like import ArrayLike
 
 __all__ = [
@@ -41,6 +41,8 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
         raise ValueError(
             f"The variable {name!r} cannot hold a masked array. Fill it first: array.filled(value)."
         )
+    if isinstance(value, PerReplica):
+        raise ValueError(value._why_no_array(f"The variable {name!r}"))
     array = host_array(value) if is_tensor(value) else host_view(value)
     if dtype is not None:
         dtype = np.dtype(dtype)

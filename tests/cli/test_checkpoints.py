@@ -166,6 +166,15 @@ def test_diff_of_equal_files(file, tmp_path, capsys):
     assert "are equal: 4 path(s)" in capsys.readouterr().out
 
 
+def test_diff_of_a_plain_and_a_mirrored_variable(tmp_path, capsys):
+    files = [
+        write(tmp_path / f"{mode}.h5", synchronization=mode, aggregation="SUM", trainable=True)
+        for mode in ("AUTO", "ON_WRITE")
+    ]
+    assert main(["diff", *files]) == 0
+    assert "are equal" in capsys.readouterr().out
+
+
 def test_diff_names_what_differs(tmp_path, capsys):
     a = write(tmp_path / "a.h5", {"only": 1.0, "turned": np.zeros((2, 3)), "zero": 0.0})
     b = write(

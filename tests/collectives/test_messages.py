@@ -24,6 +24,12 @@ def test_one_message_for_each_dtype_and_pack(strategy, counts):
     assert counts == {"all_reduce": 5}
 
 
+def test_zero_bytes_per_pack_is_automatic(strategy, counts):
+    all_reduce(strategy, [np.ones(100, np.float32)] * 10, bytes_per_pack=0)
+    assert counts == {"all_reduce": 1}
+    assert ms.CommunicationOptions().bytes_per_pack == 0
+
+
 def test_a_mean_over_an_axis_is_one_message(strategy, counts):
     strategy.reduce("mean", {"a": np.ones((3, 2), np.float32), "b": np.ones(3, np.float32)}, axis=0)
     assert counts == {"all_reduce": 1}

@@ -41,6 +41,29 @@ def test_nests_keep_their_shape_and_numbers_become_per_replica(strategy, rank):
     assert result["pair"].second["deep"].values == (2j,)
 
 
+def test_a_nest_from_a_function_is_a_nest_of_per_replica(strategy, rank):
+    with strategy.scope():
+        variable = ms.Variable(1.0)
+
+    def value_fn(context):
+        number = context.replica_id_in_sync_group
+        point = Point(np.full(2, number), [number, "text", None])
+        return {"point": point, "pair": Pair(variable, ms.Mirrored(3))}
+
+    values = strategy.experimental_distribute_values_from_function(value_fn)
+    assert isinstance(values["point"], Point)
+    assert isinstance(values["point"].x, ms.PerReplica)
+    assert [each if each is None else each.values for each in values["point"].y] == [
+        (rank,),
+        ("text",),
+        None,
+    ]
+    assert values["pair"].first is variable
+    assert isinstance(values["pair"].second, ms.Mirrored)
+    seen = strategy.run(lambda nest: nest["point"].x + nest["pair"].second, args=(values,))
+    assert seen.values[0].tolist() == [rank + 3] * 2
+
+
 def test_variables_and_slices_pass_as_one_value(strategy):
     with strategy.scope():
         variable = ms.Variable(1.0)

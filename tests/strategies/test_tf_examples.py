@@ -338,7 +338,13 @@ CROSS_REPLICA_CALLS = {
     "update": lambda s, v: s.extended.update(v, lambda v: v.assign(2.0)),
     "read_var": lambda s, v: s.extended.read_var(v),
     "experimental_make_numpy_dataset": lambda s, v: s.experimental_make_numpy_dataset(np.ones(2)),
+    "experimental_distribute_dataset": lambda s, v: s.experimental_distribute_dataset(batches()),
+    "distribute_datasets_from_function": lambda s, v: s.distribute_datasets_from_function(batches),
 }
+
+
+def batches(context=None):
+    return ms.data.Dataset.range(8).batch(4)
 
 
 # The context is looked at before the arguments.
@@ -370,6 +376,50 @@ def test_what_points_to_merge_call_works_there(strategy, call):
         assert entered is not None
 
     strategy.run(lambda: ms.get_replica_context().merge_call(merge_fn))
+
+
+@pytest.mark.parametrize("make", ["make_dataset_iterator", "make_input_fn_iterator"])
+def test_iterators_are_made_in_the_scope_of_their_strategy_alone(strategy, size, make):
+    argument = batches() if make == "make_dataset_iterator" else batches
+    other = ms.OneDeviceStrategy()
+    message = rf"{make} of .*MPIStrategy.*OneDeviceStrategy.*mixed or nested"
+    with (
+        other.scope(),
+        pytest.warns(DeprecationWarning, match=make),
+        pytest.raises(ContextError, match=message),
+    ):
+        getattr(strategy, make)(argument)
+    assert strategy.reduce("sum", 1) == size
+
+
+TAKE_NEXT = {
+    "next": next,
+    "get_next": lambda iterator: iterator.get_next(),
+    "get_next_as_optional": lambda iterator: iterator.get_next_as_optional(),
+}
+
+
+@pytest.mark.parametrize("take", TAKE_NEXT.values(), ids=TAKE_NEXT)
+@pytest.mark.parametrize("from_function", [False, True])
+def test_elements_are_taken_in_cross_replica_context_alone(strategy, rank, take, from_function):
+    if from_function:
+        distributed = strategy.distribute_datasets_from_function(batches)
+    else:
+        distributed = strategy.experimental_distribute_dataset(batches())
+    iterator = iter(distributed)
+
+    def fn():
+        message = r"next\(iterator\) needs the cross-replica context.*merge_call"
+        with pytest.raises(ContextError, match=message):
+            take(iterator)
+
+    strategy.run(fn)
+    with ms.OneDeviceStrategy().scope(), pytest.raises(ContextError, match="mixed or nested"):
+        take(iterator)
+    assert distributed.state_dict()["batch"] == 0
+    strategy.run(lambda: ms.get_replica_context().merge_call(lambda strategy: take(iterator)))
+    assert distributed.state_dict()["batch"] == 1
+    strategy.run(lambda: next(iter(batches())))  # a plain data set is this replica's own
 
 
 def test_gather_in_replica_context_points_to_all_gather(strategy):

@@ -106,6 +106,9 @@ ms.Variable(0.0, aggregation=ms.ReduceOp.SUM)  # type: ignore[arg-type]  # pyrig
 
 mirrored: ms.Mirrored[Anything] = strategy.extended.broadcast_to(np.ones(2), destinations=weights)
 (copy,) = mirrored.values
+mean_of_both = float((mirrored + 1).mean()) + float(mirrored)
+is_two = mirrored == 2.0
+np.testing.assert_array_equal(np.asarray(mirrored), np.asarray(values))
 strategy.extended.reduce_to("SUM", values, destinations="cpu:0")
 strategy.extended.reduce_to("SUM", values, destinations=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 strategy.extended.reduce_to("sun", values, destinations=weights)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -402,6 +402,20 @@ def test_plain_variables_outside_every_scope():
     assert on_read.numpy() == 4.0
 
 
+@pytest.mark.parametrize(
+    ("given", "mirrored", "plain"),
+    [("AUTO", "ON_WRITE", "AUTO"), ("ON_WRITE",) * 3, ("ON_READ",) * 3],
+)
+def test_synchronization_says_what_the_strategy_chose(strategy, given, mirrored, plain):
+    mode = ms.VariableSynchronization[given]
+    for each in (strategy, ms.OneDeviceStrategy()):
+        with each.scope():
+            variable = ms.Variable(1.0, synchronization=mode)
+        assert variable.synchronization.name == mirrored
+        assert copy.deepcopy(variable).synchronization.name == mirrored
+    assert ms.Variable(1.0, synchronization=mode).synchronization.name == plain
+
+
 def test_another_strategy_s_scope_is_refused(strategy):
     variable = make(strategy, Aggregation.SUM, name="w")
     with ms.OneDeviceStrategy().scope(), pytest.raises(ms.errors.ContextError, match="'w'"):
