@@ -1,5 +1,7 @@
 """The version of the package, and what else all ranks of a job must have in common."""
 
+__all__ = ["CHECKPOINT_FORMAT_VERSION", "ORDER_VERSION", "PROTOCOL_VERSION", "__version__"]
+
 __version__ = "0.1.0"
 
 ORDER_VERSION = 2

@@ -29,12 +29,12 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 181,
-    "lines": 32_500,
+    "files": 182,
+    "lines": 33_000,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 738,
+    "exported names": 749,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import EpochTimeoutError
+from mpistrat.failures import flight_dumps
 from mpistrat.failures.flight_dumps import on_channel_failure, on_end_of_job
-from mpistrat.failures.logs import forward_over, take_lines
+from mpistrat.failures.logs import forward_over, stop_over, take_lines
 from mpistrat.failures.monitor import Question
 from mpistrat.failures.peers import connect_peers
+from mpistrat.failures.process_state import process
 from mpistrat.failures.rendezvous import Rendezvous
 from mpistrat.failures.shutdown import register_channel
-from mpistrat.failures.watchdog import start_watchdog
-from mpistrat.mpi.world import attached, is_attached, started_world, world_size
+from mpistrat.failures.watchdog import start_watchdog, stop_watchdog
+from mpistrat.mpi.world import attached, forget_attached, is_attached, started_world, world_size
 from mpistrat.settings import settings_at_the_end
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
                 f"Some ranks did not come to MPIStrategy() within {timeout_s:g} s on rank "
                 f"{comm.rank} of {comm.size}. Every rank of the communicator must make it."
             )
-        return _connected(rendezvous, timeout_s)
+        return _connected(rendezvous, timeout_s, comm)
 
     # The channel works on a private duplicate, which lives as long as the communicator.
     channel: Channel = attached(comm, "channel", make, lambda known: known.closed is None)
@@ -61,7 +63,7 @@ def open_last_channel(limit_s: float, has_failed: bool) -> Channel | None:
     rendezvous = Rendezvous(comm, opens=False)
     if not _wait(rendezvous, limit_s) or not rendezvous.is_wanted():
         return None
-    channel: Channel = attached(comm, "channel", lambda: _connected(rendezvous, limit_s))
+    channel: Channel = attached(comm, "channel", lambda: _connected(rendezvous, limit_s, comm))
     return channel
 
 
@@ -92,7 +94,7 @@ def _log_wait(rendezvous: Rendezvous, waited_s: float) -> None:
     )
 
 
-def _connected(rendezvous: Rendezvous, timeout_s: float | None) -> Channel:
+def _connected(rendezvous: Rendezvous, timeout_s: float | None, comm: MPI.Intracomm) -> Channel:
     """Return the channel of the ranks that have met, with all that watches it. **Collective**."""
     from mpi4py import MPI
 
@@ -109,7 +111,19 @@ def _connected(rendezvous: Rendezvous, timeout_s: float | None) -> Channel:
     forward_over(channel)
     register_channel(channel, MPI.Is_finalized, world_size())
     start_watchdog(channel)
+    channel.on_free = functools.partial(_disconnect, channel, forget_attached(comm, "channel"))
     return channel
+
+
+def _disconnect(channel: Channel, forget: Callable[[], None]) -> None:
+    """Remove `channel` from all that watches it. **Collective**."""
+    process.channels.remove(channel)
+    forget()
+    flight_dumps.forget(channel)
+    stop_watchdog(channel)
+    stop_over(channel, process.channels)
+    if channel.peers is not None:
+        channel.peers.leave()
 
 
 def _note_end_of_job(channel: Channel, question: Question) -> dict[str, Any]:

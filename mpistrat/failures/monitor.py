@@ -29,6 +29,8 @@ _PATIENCE_S = 1.0
 _MAX_CALLERS = 512
 """Connections without a question yet: other programs must not use up the file handles."""
 _PAUSE_S = 0.05
+_BYE = b"bye\n"
+"""Sent to a watcher where a watch ends in good order."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ class Monitor:
         self._server.setblocking(False)
         self.address = Address(socket.gethostname(), self._server.getsockname()[1], os.getpid())
         self._handlers: dict[str, Mapping[str, Handler]] = {}
-        self._watchers: list[socket.socket] = []
+        self._watchers: dict[str, list[socket.socket]] = {}
+        self._lock = threading.Lock()
+        """Held to add or remove a watcher or a key."""
         self._callers: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
@@ -126,8 +130,20 @@ class Monitor:
         """Answer questions that come with the secret `key`, by the names of `handlers`."""
         self._handlers[key] = handlers
 
-    def watch(self, connection: socket.socket, on_break: Callable[[], None]) -> None:
+    def remove(self, key: str) -> None:
+        """Answer no more questions with `key`, and end the watches that came with it."""
+        with self._lock:
+            self._handlers.pop(key, None)
+            watchers = self._watchers.pop(key, [])
+        for watcher in watchers:
+            with contextlib.suppress(OSError):
+                watcher.send(_BYE)
+            watcher.close()
+
+    def watch(self, connection: socket.socket, on_break: Callable[[], None]) -> threading.Event:
         """Call `on_break`, on the monitor's thread, if the peer's process dies."""
+        # The event is set once the connection is closed.
+        is_over = threading.Event()
 
         def read() -> None:
             try:
@@ -136,30 +152,38 @@ class Monitor:
                 received = b""
             self._selector.unregister(connection)
             connection.close()
+            is_over.set()
             if not received:  # the process ended without `announce_exit`
                 on_break()
 
         self._selector.register(connection, selectors.EVENT_READ, read)
+        return is_over
 
     def announce_exit(self) -> None:
         """Report to the watchers of this process that it ends normally."""
-        for watcher in self._watchers:
+        for watcher in self._all_watchers():
             with contextlib.suppress(OSError):
-                watcher.send(b"bye\n")
+                watcher.send(_BYE)
+
+    def _all_watchers(self) -> list[socket.socket]:
+        return [watcher for each in list(self._watchers.values()) for watcher in each]
 
     def _forget(self) -> None:
         """Close all connections in a fork of this process."""
         callers = (each.connection for each in self._callers)
-        for each in (self._server, *self._watchers, *callers):
+        for each in (self._server, *self._all_watchers(), *callers):
             each.close()
 
     def _serve(self) -> None:
         while True:
             # Whatever it received, this thread must serve the next question.
             with contextlib.suppress(Exception):
-                for key, _ in self._selector.select(_PATIENCE_S if self._callers else None):
-                    key.data()
-                self._drop_overdue()
+                self._serve_once()
+
+    def _serve_once(self) -> None:
+        for key, _ in self._selector.select(_PATIENCE_S if self._callers else None):
+            key.data()
+        self._drop_overdue()
 
     def _accept(self) -> None:
         try:
@@ -213,11 +237,15 @@ class Monitor:
         """Return the answer to a question, ``None`` to keep the connection open."""
         asked = str(question["key"])
         # In constant time: the port is open to every user of the network.
-        found = [h for key, h in list(self._handlers.items()) if hmac.compare_digest(key, asked)]
+        found = [each for each in list(self._handlers) if hmac.compare_digest(each, asked)]
         if not found:
             raise KeyError("unknown key")
-        (handlers,) = found
+        (key,) = found
+        handlers = self._handlers[key]
         if question["ask"] == "watch":
-            self._watchers.append(connection)
+            with self._lock:
+                if key not in self._handlers:
+                    raise KeyError("removed just now")
+                self._watchers.setdefault(key, []).append(connection)
             return None
         return handlers[question["ask"]](Question(question, connection))

@@ -27,6 +27,7 @@ __all__ = [
     "abort_world",
     "attached",
     "communicator",
+    "forget_attached",
     "is_attached",
     "is_started",
     "library_version",
@@ -269,6 +270,12 @@ def attached(
 def is_attached(comm: MPI.Intracomm, key: str) -> bool:
     """Return whether an object is attached to `comm` under `key`."""
     return key in _attributes(comm)
+
+
+def forget_attached(comm: MPI.Intracomm, key: str) -> Callable[[], None]:
+    """Return the function that detaches what is attached under `key`, if `comm` is freed or not."""
+    attributes = _attributes(comm)
+    return lambda: attributes.pop(key, None)
 
 
 def _attributes(comm: MPI.Intracomm) -> dict[str, Any]:
