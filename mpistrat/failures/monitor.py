@@ -12,6 +12,7 @@ import functools
 import hmac
 import json
 import os
+import resource
 import selectors
 import socket
 import threading
@@ -26,8 +27,12 @@ _MAX_BYTES = 2**20
 _BACKLOG = 512
 _PATIENCE_S = 1.0
 """How long a question may take to arrive, once it is connected."""
-_MAX_CALLERS = 512
-"""Connections without a question yet: other programs must not use up the file handles."""
+_MAX_CALLERS = 64
+"""Connections without a question yet, and fewer where the process may open few files."""
+_FILES_PER_CALLER = 16
+"""Of the files that a process may open, callers take one in so many."""
+_STRANGER_BYTES = 2**12
+"""How much is read of a question that does not begin with a known key."""
 _PAUSE_S = 0.05
 _BYE = b"bye\n"
 """Sent to a watcher where a watch ends in good order."""
@@ -96,6 +101,13 @@ class Question:
             self.connection.settimeout(_PATIENCE_S)
 
 
+def _max_callers() -> int:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return _MAX_CALLERS
+    return max(1, min(_MAX_CALLERS, most // _FILES_PER_CALLER))
+
+
 Handler = Callable[[Question], dict[str, Any]]
 """Returns the answer to a question, in JSON values; called on the monitor's thread."""
 
@@ -112,8 +124,10 @@ class _Caller:
 class Monitor:
     """The monitor of this process, for all its channels: each has a secret and its handlers."""
 
-    def __init__(self) -> None:
-        self._server = socket.create_server(("", 0), backlog=_BACKLOG)
+    # It listens on `interface`, an address of this machine; by default on all.
+
+    def __init__(self, interface: str = "") -> None:
+        self._server = socket.create_server((interface, 0), backlog=_BACKLOG)
         self._server.setblocking(False)
         self.address = Address(socket.gethostname(), self._server.getsockname()[1], os.getpid())
         self._handlers: dict[str, Mapping[str, Handler]] = {}
@@ -200,16 +214,24 @@ class Monitor:
     def _read(self, caller: _Caller) -> None:
         """Receive a part of a question, and answer it once it is complete."""
         try:
-            part = caller.connection.recv(65536)
+            part = caller.connection.recv(_STRANGER_BYTES)
         except BlockingIOError:
             return
         except OSError:
             part = b""
         caller.received += part
-        if part and not part.endswith(b"\n") and len(caller.received) < _MAX_BYTES:
+        may_be_longer = len(caller.received) < _STRANGER_BYTES or self._begins_with_key(caller)
+        if part and not part.endswith(b"\n") and may_be_longer:
             return
         self._release(caller)
         self._answer(caller.connection, bytes(caller.received))
+
+    def _begins_with_key(self, caller: _Caller) -> bool:
+        """Return whether a question that is not complete yet, or too long, is of this job."""
+        if len(caller.received) >= _MAX_BYTES:
+            return False
+        starts = [json.dumps({"key": key})[:-1].encode() for key in list(self._handlers)]
+        return any(hmac.compare_digest(caller.received[: len(each)], each) for each in starts)
 
     def _release(self, caller: _Caller) -> None:
         self._callers.remove(caller)
@@ -218,7 +240,9 @@ class Monitor:
     def _drop_overdue(self) -> None:
         """Close connections whose question is overdue."""
         now = time.monotonic()
-        while self._callers and (self._callers[0].due_s < now or len(self._callers) > _MAX_CALLERS):
+        while self._callers and (
+            self._callers[0].due_s < now or len(self._callers) > _max_callers()
+        ):
             caller = self._callers[0]
             self._release(caller)
             caller.connection.close()

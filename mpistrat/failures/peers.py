@@ -20,6 +20,7 @@ from mpistrat.agreement.channel import Channel, Peers
 from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
+from mpistrat.mpi.launcher import is_on_one_node
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import UNKNOWN_PLACE, CodeOwner, code_owners, site_of
 from mpistrat.system.exit_hooks import is_at_work
@@ -246,7 +247,7 @@ def _own_monitor() -> Monitor | None:
     """Return the monitor of this process, ``None`` where it may have no socket."""
     if process.monitor is None:
         with contextlib.suppress(OSError):
-            process.monitor = Monitor()
+            process.monitor = Monitor("127.0.0.1" if is_on_one_node() else "")
     return process.monitor
 
 

@@ -17,6 +17,7 @@ from mpistrat.settings import environment
 __all__ = [
     "Launcher",
     "find_launcher",
+    "is_on_one_node",
     "is_one_of_several",
     "mpiexec",
     "mpiexec_program",
@@ -162,6 +163,25 @@ def find_launcher(variables: Mapping[str, str] | None = None) -> Launcher:
                 "PMI_FD" in variables and not _is_connected(variables),
             )
     return Launcher("none", 1, node_name)
+
+
+def is_on_one_node() -> bool:
+    """Return whether the launcher says that all its tasks run on this node."""
+    variables = environment()
+    launcher = find_launcher(variables)
+    if launcher.name == "slurm":
+        return variables.get("SLURM_STEP_NUM_NODES") == "1"
+    tasks_here = _number(variables, _TASKS_HERE.get(launcher.name, ""))
+    return tasks_here is not None and tasks_here == launcher.num_tasks
+
+
+_TASKS_HERE = {
+    "openmpi": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "mpich": "MPI_LOCALNRANKS",
+    "intel": "MPI_LOCALNRANKS",
+    "lsf": "JSM_NAMESPACE_LOCAL_SIZE",
+}
+"""The variables with the number of tasks on this node."""
 
 
 def _number(variables: Mapping[str, str], name: str) -> int | None:
