@@ -213,11 +213,12 @@ def _parent_program() -> str:
 def _is_connected(variables: Mapping[str, str]) -> bool:
     if "PMI_FD" not in variables:
         return False
-    # A child that has inherited the variable may have opened something else under that number.
     try:
-        return stat.S_ISSOCK(os.fstat(int(variables["PMI_FD"])).st_mode)
+        mode = os.fstat(int(variables["PMI_FD"])).st_mode
     except (OSError, ValueError):
         return False
+    # A child that has inherited the variable may have opened a file under that number.
+    return stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)
 
 
 # Variables that a launcher sets for its ranks, and that must not reach another launcher.
