@@ -1,3 +1,14 @@
-"""The version of the package, in one place."""
+"""The version of the package, and what else all ranks of a job must have in common."""
+
+__all__ = ["CHECKPOINT_FORMAT_VERSION", "ORDER_VERSION", "PROTOCOL_VERSION", "__version__"]
 
 __version__ = "0.1.0"
+
+ORDER_VERSION = 2
+"""Raised whenever an unchanged data set gets another order, so that old positions are refused."""
+
+CHECKPOINT_FORMAT_VERSION = 1
+"""Of the files that this version writes."""
+
+PROTOCOL_VERSION = 1
+"""Of what ranks send each other, by MPI and on the side channel."""

@@ -22,7 +22,7 @@ from mpistrat.strategies.extended_v1 import InputIterator
 SURFACE = {
     # Strategies
     ms.Strategy: """
-        cluster_resolver colocate_vars_with configure distribute_datasets_from_function
+        close cluster_resolver colocate_vars_with configure distribute_datasets_from_function
         experimental_distribute_dataset experimental_distribute_datasets_from_function
         experimental_distribute_values_from_function experimental_local_results
         experimental_make_numpy_dataset experimental_run extended gather group

@@ -16,6 +16,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -78,6 +79,9 @@ class Peers(Protocol):
     def wait_for_work(self) -> None:
         """Wait until no rank is finishing a file, which the end of the job would lose."""
 
+    def leave(self) -> None:
+        """End the watches among the ranks, when all of them close the channel."""
+
     def report_end_of_job(self, limit_s: float) -> None:
         """Report to each other rank, within `limit_s` seconds, that this one ends the job."""
 
@@ -98,14 +102,18 @@ class Channel:
         """How long to wait for missing ranks, where a call gives no limit itself."""
         self.ledger = Ledger()
         self.flight = FlightRecord()
-        self.closed: EpochError | None = None
+        self.closed: RuntimeError | None = None
         """The error that has ended the agreement of the ranks for good."""
         self.pending = False
         """Whether a round was started and is not done."""
         self.lock = threading.RLock()
         """Held by the thread that is in a collective."""
         self.num_strategies = 0
-        """How many strategies share the channel."""
+        """How many strategies have shared the channel."""
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The collectives of the strategies that share it now."""
+        self.on_free: Callable[[], None] | None = None
+        """Removes all that watches the channel, before its transport is closed."""
         self.checks = True
         """Whether the ranks compare their calls before data moves."""
         self.on_collective: Callable[[int], None] | None = None
@@ -143,7 +151,8 @@ class Channel:
             self.closed = self._loss("another collective")
         if self.closed is not None:
             again = type(self.closed)(str(self.closed))
-            again._caused_elsewhere = self.closed._caused_elsewhere
+            if isinstance(again, EpochError) and isinstance(self.closed, EpochError):
+                again._caused_elsewhere = self.closed._caused_elsewhere
             raise again from None
 
     def start_round(self, status: Status, digest: int) -> None:
@@ -311,9 +320,19 @@ class Channel:
         self.closed = error
         return error
 
+    def free(self) -> None:
+        """Free the communicator, and all that belongs to the channel. **Collective**."""
+        self.closed = RuntimeError("Every strategy on this communicator was closed.")
+        self.transport.drain()
+        if self.on_free is not None:
+            self.on_free()
+        # What refers to this object in a circle would keep the memory until a garbage collection.
+        self.on_free = self.peers = None
+        self.transport.close()
+
     def note_end(self) -> None:
         """Call `on_failure` if the agreement of the ranks has ended."""
-        if self.closed is not None and self.on_failure is not None:
+        if isinstance(self.closed, EpochError) and self.on_failure is not None:
             self.on_failure(self.closed)
 
     def close_for_dropped(self, site: str) -> None:

@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 import numpy as np
 
 from mpistrat.options import VariableAggregation, VariableSynchronization
+from mpistrat.version import CHECKPOINT_FORMAT_VERSION as FORMAT_VERSION
 from mpistrat.version import __version__
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
 ]
 
 FORMAT = "mpistrat-checkpoint"
-FORMAT_VERSION = 1
 VARIABLES = "variables"
 STATE = "state"
 

@@ -7,6 +7,8 @@ above asks for the size.
 from __future__ import annotations
 
 import dataclasses
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -187,9 +189,38 @@ class Collectives:
         """What `CollectiveCall.prepare` has made."""
         self.rank = channel.rank
         self.size = channel.size
+        self.is_closed = False
+        """Whether `close` was called."""
+        channel.users.add(self)
+        self._unclosed: weakref.finalize[[int, int], Any] | None = None
+        if channel.on_free is not None:
+            self._unclosed = weakref.finalize(self, _warn_unclosed, self.rank, self.size)
+            self._unclosed.atexit = False
         # Strategies are made collectively, so their numbers on the channel are equal on all ranks.
         self.number = channel.num_strategies
         channel.num_strategies += 1
+
+    def close(self, error: RuntimeError) -> None:
+        """Free what no other strategy uses; all later calls raise `error`. **Collective**."""
+        if self.is_closed:
+            return
+        channel = self.channel
+        # After an `EpochError` nothing can be agreed, and the ranks part when the program ends.
+        if channel.closed is None:
+            with self.call("close") as call:
+                call.agree()
+                # Garbage may be collected on some ranks only, but all ranks free, or none.
+                others = channel.exchange(len(channel.users) - 1)
+            if not any(others):
+                channel.free()
+        channel.users.discard(self)
+        if self._unclosed is not None:
+            self._unclosed.detach()
+        self.is_closed = True
+        self.prepared.clear()
+        self.capabilities = DeviceCapabilities.solo(self.device)
+        self.channel = Channel(SoloTransport(), None)
+        self.channel.closed = error
 
     def has_checked(self, options: CommunicationOptions) -> bool:
         """Return whether these are the options that were checked when this was made."""
@@ -250,6 +281,16 @@ class Collectives:
     def broadcast_json(self, value: Any, root: int = 0, kind: str = "broadcast_json") -> Any:
         """Return the JSON `value` of `root`; that of the others does not matter. **Collective**."""
         return self.gather_json(value if self.rank == root else None, kind)[root]
+
+
+def _warn_unclosed(rank: int, size: int) -> None:
+    warnings.warn(
+        f"A strategy of rank {rank} of {size} was collected without close(). Its communicator, "
+        "descriptors and shared memory stay as long as its ranks may make another strategy on the "
+        "same communicator. Call strategy.close() on every rank when it is no longer needed.",
+        ResourceWarning,
+        stacklevel=2,
+    )
 
 
 def _nothing() -> None:

@@ -78,6 +78,11 @@ class HierarchicalReducer:
     def drain(self) -> None:
         """Do nothing: nothing is under way."""
 
+    def close(self) -> None:
+        """Free the communicator of the ranks with the same slice. **Collective**."""
+        if self._peers != MPI.COMM_NULL:
+            self._peers.Free()
+
     def _reduce_block(
         self, op: ReduceOp, dtype: np.dtype, source: int, target: int, num_bytes: int
     ) -> None:

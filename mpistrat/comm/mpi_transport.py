@@ -45,6 +45,7 @@ class _MpiRound:
 
     start: Callable[[], object]
     done: Callable[[], bool]
+    free: Callable[[], object] = bool
 
     def __init__(self, num_values: int) -> None:
         self.send = np.zeros(num_values, np.uint64)
@@ -75,6 +76,7 @@ class _PersistentRound(_MpiRound):
         request = comm.Allreduce_init(self.send, self.receive, MPI.MAX)
         self.start = request.Start
         self.done = request.Test
+        self.free = request.Free
 
 
 class _NonblockingRound(_MpiRound):
@@ -126,6 +128,8 @@ class MpiTransport:
     def __init__(self, comm: MPI.Intracomm) -> None:
         # Only messages of this package may travel here: the caller passes a private duplicate.
         self.comm = comm
+        self._requests: list[Callable[[], object]] = []
+        """What frees the persistent requests of the rounds."""
         self._under_way: list[tuple[list[MPI.Request], np.ndarray, np.ndarray]] = []
         self.rank = comm.rank
         self.size = comm.size
@@ -250,10 +254,23 @@ class MpiTransport:
         if self._sharing is not None and self._sharing.holds_all:
             self.piggyback = _SharedRound(self._sharing.memory)
             return self.piggyback
+        made: _MpiRound
         try:
-            return _PersistentRound(self.comm, num_values)
+            made = _PersistentRound(self.comm, num_values)
         except NotImplementedError:
-            return _NonblockingRound(self.comm, num_values)
+            made = _NonblockingRound(self.comm, num_values)
+        self._requests.append(made.free)
+        return made
+
+    def close(self) -> None:
+        """Free the communicator and what belongs to it. **Collective**."""
+        for free in self._requests:
+            free()
+        if self.node is not None:
+            self.node.close()
+        self.comm.Free()
+        # Results that the program holds keep the memory that they lie in.
+        self._sharing = self.node = self.piggyback = None
 
     def abort(self, exit_code: int) -> None:
         """End every process of the job."""

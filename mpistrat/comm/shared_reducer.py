@@ -79,6 +79,10 @@ class SharedMemoryReducer:
         with self._occupancy:
             self._background.drain()
 
+    def close(self) -> None:
+        """End the thread."""
+        self._background.close()
+
     def _reduce(
         self, sequence: StepSequence, op: ReduceOp, message: Message, is_attached: bool = False
     ) -> None:

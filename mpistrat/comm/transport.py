@@ -115,6 +115,9 @@ class NodeReducer(Reducer, Protocol):
     def drain(self) -> None:
         """Wait for every reduction that was started."""
 
+    def close(self) -> None:
+        """End its thread, and free its communicator, where it has one."""
+
 
 class Transport(Protocol):
     """One group of ranks that moves bytes."""
@@ -173,6 +176,9 @@ class Transport(Protocol):
 
     def round(self, num_values: int) -> Round:
         """Return a new round of `num_values` integers, without waiting."""
+
+    def close(self) -> None:
+        """Free what MPI and the system have lent; nothing may be under way."""
 
     def abort(self, exit_code: int) -> None:
         """End every process of the job."""
@@ -247,6 +253,9 @@ class SoloTransport:
     def round(self, num_values: int) -> SoloRound:
         """Return a round that is done at once."""
         return SoloRound(num_values)
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to free."""
 
     def abort(self, exit_code: int) -> None:
         """End this process."""

@@ -15,14 +15,12 @@ from mpistrat.data.transforms import Prefetch, SameOrder
 from mpistrat.errors import DataError
 from mpistrat.options import AutoShardPolicy
 from mpistrat.system.text import rank_list, ranks_by_value
+from mpistrat.version import ORDER_VERSION
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
 __all__ = ["check_same", "digest", "order_digest", "position_layout"]
-
-_ORDER_VERSION = 2
-"""Raised whenever an unchanged data set gets another order, so that old positions are refused."""
 
 
 def _fingerprint(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
@@ -42,7 +40,7 @@ def order_digest(pipeline: Pipeline) -> str:
     reordering = _numbered(
         each for each in pipeline.transformations if not isinstance(each, SameOrder)
     )
-    return digest([f"version {_ORDER_VERSION}", *_order(pipeline), *reordering])
+    return digest([f"version {ORDER_VERSION}", *_order(pipeline), *reordering])
 
 
 def position_layout(pipeline: Pipeline) -> dict[str, Any]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import EpochTimeoutError
+from mpistrat.failures import flight_dumps
 from mpistrat.failures.flight_dumps import on_channel_failure, on_end_of_job
-from mpistrat.failures.logs import forward_over, take_lines
+from mpistrat.failures.logs import forward_over, stop_over, take_lines
 from mpistrat.failures.monitor import Question
 from mpistrat.failures.peers import connect_peers
+from mpistrat.failures.process_state import process
+from mpistrat.failures.rendezvous import Rendezvous
 from mpistrat.failures.shutdown import register_channel
-from mpistrat.failures.watchdog import start_watchdog
-from mpistrat.mpi.world import attached, started_world, world_size
+from mpistrat.failures.watchdog import start_watchdog, stop_watchdog
+from mpistrat.mpi.world import attached, forget_attached, is_attached, started_world, world_size
+from mpistrat.settings import settings_at_the_end
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -22,38 +28,102 @@ if TYPE_CHECKING:
 __all__ = ["open_channel", "open_last_channel"]
 
 _POLL_S = 0.0002
+_LONG_POLL_S = 0.002
+"""The same after a second, when more than an answer is missing."""
+_logger = logging.getLogger("mpistrat")
 
 
 def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
     """Return the channel of `comm`, a fresh one after an `EpochError`. **Collective**."""
-    from mpi4py import MPI
-
-    from mpistrat.comm.mpi_transport import MpiTransport
 
     def make() -> Channel:
-        channel = Channel(MpiTransport(_duplicate(comm, timeout_s)), timeout_s)
-        channel.on_failure = on_channel_failure
-        if channel.size > 1:
-            handlers = {"log": take_lines, "end": _note_end_of_job}
-            connect_peers(
-                channel, {ask: functools.partial(do, channel) for ask, do in handlers.items()}
+        rendezvous = Rendezvous(comm, opens=True)
+        if not _wait(rendezvous, timeout_s, _log_wait):
+            raise EpochTimeoutError(
+                f"Some ranks did not come to MPIStrategy() within {timeout_s:g} s on rank "
+                f"{comm.rank} of {comm.size}. Every rank of the communicator must make it."
             )
-        forward_over(channel)
-        register_channel(channel, MPI.Is_finalized, world_size())
-        start_watchdog(channel)
-        return channel
+        return _connected(rendezvous, timeout_s, comm)
 
     # The channel works on a private duplicate, which lives as long as the communicator.
     channel: Channel = attached(comm, "channel", make, lambda known: known.closed is None)
     return channel
 
 
-def open_last_channel(grace_s: float) -> Channel | None:
-    """Return a channel of all ranks for one that fails before it has any. **Collective**."""
+def open_last_channel(limit_s: float, has_failed: bool) -> Channel | None:
+    """Return a channel of all ranks for one that ends before it has any. **Collective**."""
     # It matches the one that the other ranks open for their first strategy. They may never make
-    # one, so this gives up after `grace_s` seconds.
+    # one, so this gives up after `limit_s` seconds. Where all of them end, and none has failed,
+    # there is nothing to report, and no channel.
     comm = started_world()
-    return None if comm is None else open_channel(comm, grace_s)
+    if comm is None or is_attached(comm, "channel"):
+        return None
+    if has_failed:
+        return open_channel(comm, limit_s)
+    rendezvous = Rendezvous(comm, opens=False)
+    if not _wait(rendezvous, limit_s) or not rendezvous.is_wanted():
+        return None
+    channel: Channel = attached(comm, "channel", lambda: _connected(rendezvous, limit_s, comm))
+    return channel
+
+
+def _wait(
+    rendezvous: Rendezvous,
+    limit_s: float | None,
+    on_long_wait: Callable[[Rendezvous, float], None] | None = None,
+) -> bool:
+    """Wait until all ranks have come, and return whether they have within the limit."""
+    began = time.monotonic()
+    remind_at_s = settings_at_the_end().wait_notice_s
+    while not rendezvous.is_done():
+        waited_s = time.monotonic() - began
+        if limit_s is not None and waited_s > limit_s:
+            return False
+        if on_long_wait is not None and waited_s > remind_at_s:
+            on_long_wait(rendezvous, waited_s)
+            on_long_wait = None
+        time.sleep(_POLL_S if waited_s < 1 else _LONG_POLL_S)
+    return True
+
+
+def _log_wait(rendezvous: Rendezvous, waited_s: float) -> None:
+    _logger.warning(
+        "rank %d of %d has waited for %.0f s in MPIStrategy() for ranks that have not made it yet. "
+        "Every rank of the communicator must.",
+        *(rendezvous.rank, rendezvous.size, waited_s),
+    )
+
+
+def _connected(rendezvous: Rendezvous, timeout_s: float | None, comm: MPI.Intracomm) -> Channel:
+    """Return the channel of the ranks that have met, with all that watches it. **Collective**."""
+    from mpi4py import MPI
+
+    from mpistrat.comm.mpi_transport import MpiTransport
+
+    rendezvous.check()
+    channel = Channel(MpiTransport(rendezvous.comm), timeout_s)
+    channel.on_failure = on_channel_failure
+    if channel.size > 1:
+        handlers = {"log": take_lines, "end": _note_end_of_job}
+        connect_peers(
+            channel, {ask: functools.partial(do, channel) for ask, do in handlers.items()}
+        )
+    forward_over(channel)
+    register_channel(channel, MPI.Is_finalized, world_size())
+    start_watchdog(channel)
+    channel.on_free = functools.partial(_disconnect, channel, forget_attached(comm, "channel"))
+    return channel
+
+
+def _disconnect(channel: Channel, forget: Callable[[], None]) -> None:
+    """Remove `channel` from all that watches it. **Collective**."""
+    process.channels.remove(channel)
+    forget()
+    flight_dumps.forget(channel)
+    stop_watchdog(channel)
+    stop_over(channel, process.channels)
+    if channel.peers is not None:
+        channel.peers.leave()
 
 
 def _note_end_of_job(channel: Channel, question: Question) -> dict[str, Any]:
@@ -61,16 +131,3 @@ def _note_end_of_job(channel: Channel, question: Question) -> dict[str, Any]:
     on_end_of_job(channel, int(question["sender"]))
     channel.is_reported = True
     return {}
-
-
-def _duplicate(comm: MPI.Intracomm, timeout_s: float | None) -> MPI.Intracomm:
-    duplicate, request = comm.Idup()
-    began = time.monotonic()
-    while not request.Test():
-        if timeout_s is not None and time.monotonic() - began > timeout_s:
-            raise EpochTimeoutError(
-                f"Some ranks did not come to MPIStrategy() within {timeout_s:g} s on rank "
-                f"{comm.rank} of {comm.size}. Every rank of the communicator must make it."
-            )
-        time.sleep(_POLL_S)
-    return duplicate

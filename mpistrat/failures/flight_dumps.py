@@ -35,6 +35,7 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "dump",
+    "forget",
     "install",
     "on_channel_failure",
     "on_end_of_job",
@@ -54,6 +55,7 @@ class _Dumps:
     def __init__(self) -> None:
         self.members: dict[Channel, Sequence[int]] = {}
         """For each channel the ranks of its members in the world."""
+        self.is_installed = False
         self.library: str | None = None
         self.folder: str | None = None
         self.has_failed = False
@@ -78,7 +80,8 @@ def install(
     _dumps.folder, _dumps.library = folder, library
     if channel in _dumps.members:
         return
-    if not _dumps.members:
+    if not _dumps.is_installed:
+        _dumps.is_installed = True
         exit_hooks.at(Phase.FAILED, _on_uncaught)
         exit_hooks.at(Phase.BEFORE_LAST_ROUND, _before_last_round)
         exit_hooks.at(Phase.AFTER_LAST_ROUND, _after_last_round)
@@ -86,6 +89,11 @@ def install(
     earlier = sum(list(each) == list(members) for each in _dumps.members.values())
     channel.flight.channel = f"{rank_list(members)}" + (f" (again: {earlier})" if earlier else "")
     _dumps.members[channel] = members
+
+
+def forget(channel: Channel) -> None:
+    """Dump the flight record of `channel` no longer."""
+    _dumps.members.pop(channel, None)
 
 
 def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked for") -> Path:
@@ -154,7 +162,7 @@ def _on_uncaught(failure: exit_hooks.Failure) -> None:
 
 def _before_last_round() -> None:
     # Others may end this process soon. The record is removed again if all ends well.
-    if _dumps.folder and not _dumps.has_failed:
+    if _can_dump() and _dumps.folder and not _dumps.has_failed:
         _dumps.exit_dump = _dump_by_itself(_dumps.folder, "left the program")
 
 

@@ -25,7 +25,16 @@ from mpistrat.system.text import rank_list
 if TYPE_CHECKING:
     from mpistrat.agreement.channel import Channel
 
-__all__ = ["close", "flush", "forward_over", "install", "print_last", "print_line", "take_lines"]
+__all__ = [
+    "close",
+    "flush",
+    "forward_over",
+    "install",
+    "print_last",
+    "print_line",
+    "stop_over",
+    "take_lines",
+]
 
 _logger = logging.getLogger("mpistrat")
 WINDOW_S = 0.3
@@ -61,9 +70,20 @@ def forward_over(channel: Channel) -> None:
     _output.channel = channel
     if _output.forwarder is None:
         _output.forwarder = LogForwarder(channel)
+    _output.forwarder.channel = channel
     if _shows_warnings_as_python_does():
         _output.show_warning = warnings.showwarning
         warnings.showwarning = _show_warning
+
+
+def stop_over(channel: Channel, others: Iterable[Channel]) -> None:
+    """Forward no more lines over `channel`, but over the largest of `others`, if any."""
+    if _output.channel is not channel:
+        return
+    flush()
+    _output.channel = max(others, key=lambda each: each.size, default=None)
+    if _output.forwarder is not None:
+        _output.forwarder.channel = _output.channel
 
 
 def take_lines(channel: Channel, question: Question) -> dict[str, Any]:
@@ -164,7 +184,7 @@ class LogForwarder:
     # rank prints them.
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+        self.channel: Channel | None = channel
         # Unlike `Queue.put`, its `put` is reentrant: a signal handler may log too.
         self._queue: queue.SimpleQueue[Line | _Mark] = queue.SimpleQueue()
         self._merger = LineMerger(print_line)
@@ -206,9 +226,9 @@ class LogForwarder:
                 items.append(self._queue.get_nowait())
         with self._lock:
             dropped, self._num_dropped = self._num_dropped, 0
-        if dropped:
+        if dropped and (channel := self.channel) is not None:
             text = f"{dropped} lines were dropped: they came faster than they could be printed."
-            items.append(Line(text, self._channel, self._channel.rank))
+            items.append(Line(text, channel, channel.rank))
         return items
 
     def _print_or_send(self, lines: Sequence[Line]) -> None:

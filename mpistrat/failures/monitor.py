@@ -12,6 +12,7 @@ import functools
 import hmac
 import json
 import os
+import resource
 import selectors
 import socket
 import threading
@@ -26,9 +27,15 @@ _MAX_BYTES = 2**20
 _BACKLOG = 512
 _PATIENCE_S = 1.0
 """How long a question may take to arrive, once it is connected."""
-_MAX_CALLERS = 512
-"""Connections without a question yet: other programs must not use up the file handles."""
+_MAX_CALLERS = 64
+"""Connections without a question yet, and fewer where the process may open few files."""
+_FILES_PER_CALLER = 16
+"""Of the files that a process may open, callers take one in so many."""
+_STRANGER_BYTES = 2**12
+"""How much is read of a question that does not begin with a known key."""
 _PAUSE_S = 0.05
+_BYE = b"bye\n"
+"""Sent to a watcher where a watch ends in good order."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,13 @@ class Question:
             self.connection.settimeout(_PATIENCE_S)
 
 
+def _max_callers() -> int:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return _MAX_CALLERS
+    return max(1, min(_MAX_CALLERS, most // _FILES_PER_CALLER))
+
+
 Handler = Callable[[Question], dict[str, Any]]
 """Returns the answer to a question, in JSON values; called on the monitor's thread."""
 
@@ -110,12 +124,16 @@ class _Caller:
 class Monitor:
     """The monitor of this process, for all its channels: each has a secret and its handlers."""
 
-    def __init__(self) -> None:
-        self._server = socket.create_server(("", 0), backlog=_BACKLOG)
+    # It listens on `interface`, an address of this machine; by default on all.
+
+    def __init__(self, interface: str = "") -> None:
+        self._server = socket.create_server((interface, 0), backlog=_BACKLOG)
         self._server.setblocking(False)
         self.address = Address(socket.gethostname(), self._server.getsockname()[1], os.getpid())
         self._handlers: dict[str, Mapping[str, Handler]] = {}
-        self._watchers: list[socket.socket] = []
+        self._watchers: dict[str, list[socket.socket]] = {}
+        self._lock = threading.Lock()
+        """Held to add or remove a watcher or a key."""
         self._callers: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
@@ -126,8 +144,20 @@ class Monitor:
         """Answer questions that come with the secret `key`, by the names of `handlers`."""
         self._handlers[key] = handlers
 
-    def watch(self, connection: socket.socket, on_break: Callable[[], None]) -> None:
+    def remove(self, key: str) -> None:
+        """Answer no more questions with `key`, and end the watches that came with it."""
+        with self._lock:
+            self._handlers.pop(key, None)
+            watchers = self._watchers.pop(key, [])
+        for watcher in watchers:
+            with contextlib.suppress(OSError):
+                watcher.send(_BYE)
+            watcher.close()
+
+    def watch(self, connection: socket.socket, on_break: Callable[[], None]) -> threading.Event:
         """Call `on_break`, on the monitor's thread, if the peer's process dies."""
+        # The event is set once the connection is closed.
+        is_over = threading.Event()
 
         def read() -> None:
             try:
@@ -136,30 +166,38 @@ class Monitor:
                 received = b""
             self._selector.unregister(connection)
             connection.close()
+            is_over.set()
             if not received:  # the process ended without `announce_exit`
                 on_break()
 
         self._selector.register(connection, selectors.EVENT_READ, read)
+        return is_over
 
     def announce_exit(self) -> None:
         """Report to the watchers of this process that it ends normally."""
-        for watcher in self._watchers:
+        for watcher in self._all_watchers():
             with contextlib.suppress(OSError):
-                watcher.send(b"bye\n")
+                watcher.send(_BYE)
+
+    def _all_watchers(self) -> list[socket.socket]:
+        return [watcher for each in list(self._watchers.values()) for watcher in each]
 
     def _forget(self) -> None:
         """Close all connections in a fork of this process."""
         callers = (each.connection for each in self._callers)
-        for each in (self._server, *self._watchers, *callers):
+        for each in (self._server, *self._all_watchers(), *callers):
             each.close()
 
     def _serve(self) -> None:
         while True:
             # Whatever it received, this thread must serve the next question.
             with contextlib.suppress(Exception):
-                for key, _ in self._selector.select(_PATIENCE_S if self._callers else None):
-                    key.data()
-                self._drop_overdue()
+                self._serve_once()
+
+    def _serve_once(self) -> None:
+        for key, _ in self._selector.select(_PATIENCE_S if self._callers else None):
+            key.data()
+        self._drop_overdue()
 
     def _accept(self) -> None:
         try:
@@ -176,16 +214,24 @@ class Monitor:
     def _read(self, caller: _Caller) -> None:
         """Receive a part of a question, and answer it once it is complete."""
         try:
-            part = caller.connection.recv(65536)
+            part = caller.connection.recv(_STRANGER_BYTES)
         except BlockingIOError:
             return
         except OSError:
             part = b""
         caller.received += part
-        if part and not part.endswith(b"\n") and len(caller.received) < _MAX_BYTES:
+        may_be_longer = len(caller.received) < _STRANGER_BYTES or self._begins_with_key(caller)
+        if part and not part.endswith(b"\n") and may_be_longer:
             return
         self._release(caller)
         self._answer(caller.connection, bytes(caller.received))
+
+    def _begins_with_key(self, caller: _Caller) -> bool:
+        """Return whether a question that is not complete yet, or too long, is of this job."""
+        if len(caller.received) >= _MAX_BYTES:
+            return False
+        starts = [json.dumps({"key": key})[:-1].encode() for key in list(self._handlers)]
+        return any(hmac.compare_digest(caller.received[: len(each)], each) for each in starts)
 
     def _release(self, caller: _Caller) -> None:
         self._callers.remove(caller)
@@ -194,7 +240,9 @@ class Monitor:
     def _drop_overdue(self) -> None:
         """Close connections whose question is overdue."""
         now = time.monotonic()
-        while self._callers and (self._callers[0].due_s < now or len(self._callers) > _MAX_CALLERS):
+        while self._callers and (
+            self._callers[0].due_s < now or len(self._callers) > _max_callers()
+        ):
             caller = self._callers[0]
             self._release(caller)
             caller.connection.close()
@@ -213,11 +261,15 @@ class Monitor:
         """Return the answer to a question, ``None`` to keep the connection open."""
         asked = str(question["key"])
         # In constant time: the port is open to every user of the network.
-        found = [h for key, h in list(self._handlers.items()) if hmac.compare_digest(key, asked)]
+        found = [each for each in list(self._handlers) if hmac.compare_digest(each, asked)]
         if not found:
             raise KeyError("unknown key")
-        (handlers,) = found
+        (key,) = found
+        handlers = self._handlers[key]
         if question["ask"] == "watch":
-            self._watchers.append(connection)
+            with self._lock:
+                if key not in self._handlers:
+                    raise KeyError("removed just now")
+                self._watchers.setdefault(key, []).append(connection)
             return None
         return handlers[question["ask"]](Question(question, connection))

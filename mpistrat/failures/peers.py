@@ -20,6 +20,7 @@ from mpistrat.agreement.channel import Channel, Peers
 from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
+from mpistrat.mpi.launcher import is_on_one_node
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import UNKNOWN_PLACE, CodeOwner, code_owners, site_of
 from mpistrat.system.exit_hooks import is_at_work
@@ -73,6 +74,29 @@ class MonitorClient(Peers):
         self._channel = channel
         self._key = key
         self._addresses = addresses
+        self._watch: threading.Event | None = None
+        self._has_left = False
+
+    def join(self, monitor: Monitor, handlers: Mapping[str, Handler]) -> None:
+        """Have `monitor` answer for this rank, and watch the next one. **Collective**."""
+        channel = self._channel
+        monitor.add(self._key, self.handlers() | dict(handlers))
+        channel.peers = self
+        # Every monitor must know the key before a rank asks with it.
+        channel.exchange(None)
+        neighbour = (channel.rank + 1) % channel.size
+        # Where it cannot be watched, it may still be asked.
+        with contextlib.suppress(OSError):
+            connection = self._addresses[neighbour].watch(self._key, _LIMIT_S)
+            self._watch = monitor.watch(connection, lambda: self.report_loss(neighbour))
+
+    def leave(self) -> None:
+        """Undo `join`, when all ranks do."""
+        self._has_left = True
+        if process.monitor is not None:
+            process.monitor.remove(self._key)
+        if self._watch is not None:
+            self._watch.wait(_LIMIT_S)
 
     def handlers(self) -> dict[str, Handler]:
         """Return the handlers of the questions of the other ranks."""
@@ -176,14 +200,15 @@ class MonitorClient(Peers):
         """Report to every rank that the process of `rank` has died, once that is certain."""
 
         def report() -> None:
-            if self.ask(rank)["state"] != RankState.GONE:
+            if self._has_left or self.ask(rank)["state"] != RankState.GONE:
                 return
             place = self._addresses[rank]
             what = f"gone: process {place.pid} on {place.host} has ended without a word"
             self.note_loss(rank, what)
             self._notify_all("lost", lost=rank, what=what)
 
-        _later(_SETTLE_S, report)
+        if not self._has_left:
+            _later(_SETTLE_S, report)
 
     def note_loss(self, rank: int, what: str) -> None:
         """Have the next collective fail, as `rank` will never come to it, from any thread."""
@@ -214,25 +239,15 @@ def connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     if any(address is None for address, _, _ in facts) or monitor is None:
         return
     key = facts[0][1]
-    addresses = [Address(*address) for address, _, _ in facts]
-    peers = MonitorClient(channel, key, addresses)
-    monitor.add(key, peers.handlers() | dict(handlers))
-    channel.peers = peers
-    # Every monitor must know the key before a rank asks with it.
-    channel.exchange(None)
-    neighbour = (channel.rank + 1) % channel.size
-    try:
-        connection = addresses[neighbour].watch(key, _LIMIT_S)
-    except OSError:
-        return  # it cannot be watched, but it may still be asked
-    monitor.watch(connection, lambda: peers.report_loss(neighbour))
+    peers = MonitorClient(channel, key, [Address(*address) for address, _, _ in facts])
+    peers.join(monitor, handlers)
 
 
 def _own_monitor() -> Monitor | None:
     """Return the monitor of this process, ``None`` where it may have no socket."""
     if process.monitor is None:
         with contextlib.suppress(OSError):
-            process.monitor = Monitor()
+            process.monitor = Monitor("127.0.0.1" if is_on_one_node() else "")
     return process.monitor
 
 

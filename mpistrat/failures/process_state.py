@@ -28,8 +28,8 @@ class _ProcessState:
         """Whether it is a fork of a rank, and no rank itself."""
         self.is_over: Callable[[], bool] = bool
         """Returns whether the transport can no longer be used (MPI is finalized)."""
-        self.open_channel: Callable[[float], Channel | None] | None = None
-        """Opens a channel of all ranks for a rank that fails before it has any."""
+        self.open_last_channel: Callable[[float, bool], Channel | None] | None = None
+        """Opens a channel of all ranks for a rank that ends before it has any."""
         self.abort: Callable[[int], None] = os._exit
         """Ends every process of the job."""
         self._fork = _Fork()

@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from mpistrat.agreement.channel import Channel, Status
-from mpistrat.errors import EpochTimeoutError
+from mpistrat.errors import EpochTimeoutError, LaunchError
 from mpistrat.failures import logs
 from mpistrat.failures.logs import print_line
 from mpistrat.failures.process_state import process
@@ -38,22 +38,29 @@ _SOON_S = 1.0
 _REPORT_S = 1.0
 _ASK_S = 0.3
 """How long before its limit a rank asks rank 0, which mostly answers at once."""
+_ALONE_S = 60.0
+"""How long a rank that leaves without any strategy waits for others that may yet make one."""
+_PARTING_S = 1.0
+"""The same for one that had strategies with some of the ranks."""
 _PRINT_S = 0.3
 """For a launcher to read the last lines: it may drop them where a rank aborts."""
 
 
-def install(open_channel: Callable[[float], Channel | None], abort: Callable[[int], None]) -> None:
-    """Have uncaught exceptions end the whole job, also before there is a strategy."""
-    # `open_channel` opens a channel of all ranks within some seconds, for a rank that fails before
-    # it has any; `abort` ends the job where the others do not come.
-    process.open_channel, process.abort = open_channel, abort
+def install(
+    open_last_channel: Callable[[float, bool], Channel | None], abort: Callable[[int], None]
+) -> None:
+    """Have the other ranks learn of the end of this one, also before there is a strategy."""
+    # `open_last_channel` opens a channel of all ranks within some seconds, for a rank that ends
+    # before it has any, and knows whether it has failed; `abort` ends the job where the others do
+    # not come.
+    process.open_last_channel, process.abort = open_last_channel, abort
     exit_hooks.report_by(_report)
+    exit_hooks.at(exit_hooks.Phase.LAST_ROUND, _at_exit)
 
 
 def register_channel(channel: Channel, is_over: Callable[[], bool], world_size: int) -> None:
     """Have this process take part in the last rounds of `channel` when it ends."""
     if not process.channels:
-        exit_hooks.at(exit_hooks.Phase.LAST_ROUND, _at_exit)
         process.is_over, process.world_size = is_over, world_size
     process.channels.append(channel)
 
@@ -61,15 +68,36 @@ def register_channel(channel: Channel, is_over: Callable[[], bool], world_size: 
 def _at_exit() -> None:
     if process.can_communicate():
         place = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "the interpreter"
-        _end("ended (left the program)", place, {}, None)
+        is_alone = not process.channels
+        if is_alone:
+            _open_last_channel(_ALONE_S)
+        if process.channels:
+            _end("ended (left the program)", place, {}, None)
+            process.channels = []  # all their ranks have ended
+        if not is_alone and _open_last_channel(_PARTING_S):
+            _end("ended (left the program)", place, {}, None)
     logs.close()
+
+
+def _open_last_channel(limit_s: float) -> bool:
+    """Report the end to ranks that wait for this one to make their first strategy."""
+    # Where the others do not come, they are ending too, or use strategies on some ranks only.
+    if process.open_last_channel is None or process.is_over():
+        return False
+    return process.open_last_channel(limit_s, False) is not None
 
 
 def _report(failure: exit_hooks.Failure) -> bool:
     """Have one rank report a failure for all, and return whether one does."""
-    if not process.channels and process.can_communicate() and process.open_channel is not None:
+    if isinstance(failure.error, LaunchError) and not process.channels:
+        # Each rank meets it alone, or all together.
+        is_reported: bool = failure.error._is_reported_elsewhere
+        if is_reported:
+            time.sleep(_PRINT_S)
+        return is_reported
+    if not process.channels and process.can_communicate() and process.open_last_channel is not None:
         try:
-            process.open_channel(_grace_s())
+            process.open_last_channel(_grace_s(), True)
         except EpochTimeoutError:
             exit_hooks.show(failure, format_failure(*failure))
             sys.stderr.flush()

@@ -20,7 +20,7 @@ from mpistrat.failures import logs
 from mpistrat.failures.flight_dumps import on_channel_failure
 from mpistrat.system.callsite import site_of
 
-__all__ = ["start_watchdog"]
+__all__ = ["start_watchdog", "stop_watchdog"]
 
 _LONGEST_TICK_S = 5.0
 _TICKS = 4
@@ -47,22 +47,37 @@ class _Watched:
             _end_if_stopped(self.channel, self.limit_s)
 
 
-_watched: list[_Watched] = []
+class _Watchdog:
+    """The thread of this process, for all its channels."""
+
+    def __init__(self) -> None:
+        self.watched: list[_Watched] = []
+        self.is_running = False
+
+
+_watchdog = _Watchdog()
 
 
 def start_watchdog(channel: Channel) -> None:
     """Watch the data of `channel`, if it has a limit and can ask the other ranks."""
     if channel.peers is None or channel.timeout_s is None:
         return
-    _watched.append(_Watched(channel, channel.timeout_s))
-    if len(_watched) == 1:
+    _watchdog.watched.append(_Watched(channel, channel.timeout_s))
+    if not _watchdog.is_running:
+        _watchdog.is_running = True
         threading.Thread(target=_watch, name="mpistrat-watchdog", daemon=True).start()
+
+
+def stop_watchdog(channel: Channel) -> None:
+    """Watch the data of `channel` no longer."""
+    _watchdog.watched = [each for each in _watchdog.watched if each.channel is not channel]
 
 
 def _watch() -> None:
     while True:
-        time.sleep(min(_LONGEST_TICK_S, *(each.limit_s / _TICKS for each in _watched)))
-        for each in list(_watched):
+        ticks_s = [each.limit_s / _TICKS for each in _watchdog.watched]
+        time.sleep(min([_LONGEST_TICK_S, *ticks_s]))
+        for each in _watchdog.watched:
             each.look()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from mpistrat.settings import environment
 __all__ = [
     "Launcher",
     "find_launcher",
+    "is_on_one_node",
     "is_one_of_several",
     "mpiexec",
     "mpiexec_program",
@@ -163,6 +165,25 @@ def find_launcher(variables: Mapping[str, str] | None = None) -> Launcher:
     return Launcher("none", 1, node_name)
 
 
+def is_on_one_node() -> bool:
+    """Return whether the launcher says that all its tasks run on this node."""
+    variables = environment()
+    launcher = find_launcher(variables)
+    if launcher.name == "slurm":
+        return variables.get("SLURM_STEP_NUM_NODES") == "1"
+    tasks_here = _number(variables, _TASKS_HERE.get(launcher.name, ""))
+    return tasks_here is not None and tasks_here == launcher.num_tasks
+
+
+_TASKS_HERE = {
+    "openmpi": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "mpich": "MPI_LOCALNRANKS",
+    "intel": "MPI_LOCALNRANKS",
+    "lsf": "JSM_NAMESPACE_LOCAL_SIZE",
+}
+"""The variables with the number of tasks on this node."""
+
+
 def _number(variables: Mapping[str, str], name: str) -> int | None:
     text = variables.get(name, "")
     return int(text) if text.isdecimal() else None
@@ -174,17 +195,30 @@ def is_one_of_several() -> bool:
     variables = environment()
     if "PMIX_RANK" in variables and variables.get("SLURM_TASK_PID") == str(os.getpid()):
         return int(variables.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    if variables.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+        return _parent_program() in _OPEN_MPI_DAEMONS
     return variables.get("PMI_SIZE", "1") != "1" and _is_connected(variables)
+
+
+_OPEN_MPI_DAEMONS = ("prterun", "prted", "orterun", "orted")
+
+
+def _parent_program() -> str:
+    try:
+        return Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _is_connected(variables: Mapping[str, str]) -> bool:
     if "PMI_FD" not in variables:
         return False
     try:
-        os.fstat(int(variables["PMI_FD"]))
+        mode = os.fstat(int(variables["PMI_FD"])).st_mode
     except (OSError, ValueError):
         return False
-    return True
+    # A child that has inherited the variable may have opened a file under that number.
+    return stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)
 
 
 # Variables that a launcher sets for its ranks, and that must not reach another launcher.

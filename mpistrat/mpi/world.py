@@ -27,6 +27,8 @@ __all__ = [
     "abort_world",
     "attached",
     "communicator",
+    "forget_attached",
+    "is_attached",
     "is_started",
     "library_version",
     "load_library",
@@ -113,8 +115,13 @@ def open_world(comm: MPI.Intracomm | None) -> World:
 def started_world() -> MPI.Intracomm | None:
     """Return COMM_WORLD if this process is one rank of several, else ``None``."""
     # Starts MPI only in a process that a launcher has started as one of several ranks.
-    if "mpi4py.MPI" not in sys.modules and not is_one_of_several():
-        return None
+    if "mpi4py.MPI" not in sys.modules:
+        if not is_one_of_several():
+            return None
+        try:
+            _start(find_launcher())
+        except LaunchError:
+            return None
     from mpi4py import MPI
 
     if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
@@ -255,7 +262,26 @@ def attached(
     is_valid: Callable[[Any], bool] = lambda known: True,
 ) -> Any:
     """Return the object attached to `comm` under `key`, made where there is no valid one."""
-    # MPI's attribute caching holds it (MPI 4.1, section 7.7), so it lives as long as `comm`.
+    attributes = _attributes(comm)
+    if key not in attributes or not is_valid(attributes[key]):
+        attributes[key] = make()
+    return attributes[key]
+
+
+def is_attached(comm: MPI.Intracomm, key: str) -> bool:
+    """Return whether an object is attached to `comm` under `key`."""
+    return key in _attributes(comm)
+
+
+def forget_attached(comm: MPI.Intracomm, key: str) -> Callable[[], None]:
+    """Return the function that detaches what is attached under `key`, if `comm` is freed or not."""
+    attributes = _attributes(comm)
+    return lambda: attributes.pop(key, None)
+
+
+def _attributes(comm: MPI.Intracomm) -> dict[str, Any]:
+    """Return the objects attached to `comm`."""
+    # MPI's attribute caching holds them (MPI 4.1, section 7.7), so they live as long as `comm`.
     from mpi4py import MPI
 
     global _keyval
@@ -265,9 +291,8 @@ def attached(
     if attributes is None:
         attributes = {}
         comm.Set_attr(_keyval, attributes)
-    if key not in attributes or not is_valid(attributes[key]):
-        attributes[key] = make()
-    return attributes[key]
+    found: dict[str, Any] = attributes
+    return found
 
 
 def library_version() -> str:

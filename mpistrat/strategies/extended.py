@@ -20,7 +20,7 @@ from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed import distribute, distribute_from_function
 from mpistrat.data.distributed_dataset import DistributedDataset
 from mpistrat.errors import ContextError
-from mpistrat.failures import flight_dumps
+from mpistrat.failures import flight_dumps, logs
 from mpistrat.options import (
     CommunicationOptions,
     InputContext,
@@ -67,9 +67,23 @@ class StrategyExtended(ExtendedV1):
         old = self._collectives
         twin = copy.copy(self)
         twin._container = container
-        twin._collectives = Collectives(old.channel, old.capabilities, old.options)
+        if not old.is_closed:
+            twin._collectives = Collectives(old.channel, old.capabilities, old.options)
         twin._variable_numbers = itertools.count()
         return twin
+
+    def _close(self) -> None:
+        """Free what no other strategy uses: see `Strategy.close`. **Collective**."""
+        if self._is_default or self._collectives.is_closed:
+            return
+        context.require_cross_replica(self._container, "close")
+        logs.flush()  # while rank 0 is there to print for all
+        self._collectives.close(
+            RuntimeError(
+                f"{self._container!r} was closed by close() and cannot be used any more. Close a "
+                "strategy after its last use, or make another one."
+            )
+        )
 
     @property
     def xp(self) -> Any:

@@ -67,8 +67,8 @@ class MPIStrategy(Strategy):
     Raises
     ------
     LaunchError
-        If the launcher started more tasks than MPI sees, a GPU is missing, or two ranks would
-        compute on one GPU.
+        If the launcher started more tasks than MPI sees, a GPU is missing, two ranks would compute
+        on one GPU, or ranks run different versions of the package.
     TypeError, ValueError
         For a bad argument or setting, on every rank.
     """

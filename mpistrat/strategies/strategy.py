@@ -53,6 +53,15 @@ class Strategy(ClusterMember):
         """Number of replicas whose gradients are reduced together. Local."""
         return self._extended._collectives.size
 
+    def close(self) -> None:
+        """Free communicators, descriptors, threads and shared memory that no other strategy uses.
+
+        **Collective**. Strategies on one communicator share these, and the last one frees them.
+        What needs the strategy afterwards raises `RuntimeError`; mirrored variables can still be
+        read. After an `EpochError` the end of the program frees them. A second call does nothing.
+        """
+        self._extended._close()
+
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
         """Make this strategy current, in cross-replica context, within the ``with`` block.
 

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import os
+import resource
 import socket
 import time
 
@@ -117,3 +119,52 @@ def test_lines_are_not_delivered_to_nobody(monitor):
     assert not MonitorClient(channel, KEY, [nobody]).deliver(["one"])
     # Without a queue there is nothing that takes lines.
     assert not MonitorClient(channel, KEY, [monitor.address]).deliver(["one"])
+
+
+def num_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(("files", "most"), [(4096, 64), (320, 20)])
+def test_strangers_hold_few_files(monitor, files, most):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, limits[1]))
+    strangers = []
+    try:
+        before = num_files()
+        for _ in range(100):
+            strangers.append(send(monitor, b"half a question"))
+            time.sleep(0.001)
+        assert num_files() - before - len(strangers) <= most + 1
+        assert ask(monitor, key=KEY, ask="state")["state"] == RankState.LATE
+    finally:
+        for each in strangers:
+            each.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("start", [b"x", b'{"key": "0124", "ask": "log", "lines": ["'])
+def test_of_a_stranger_4_kib_are_read(monitor, start):
+    connection = send(monitor, start)
+    connection.settimeout(0.5)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError):
+        for _ in range(100):
+            connection.sendall(b"x" * 1024)
+            time.sleep(0.001)
+    assert time.monotonic() - began < 0.4  # before the question is overdue
+    connection.close()
+
+
+def test_of_a_rank_a_long_question_is_read(monitor):
+    asked = []
+    monitor.add("0890", {"log": lambda question: asked.append(question["lines"]) or {}})
+    assert ask(monitor, key="0890", ask="log", lines=["x" * 2**18]) == {}
+    assert asked == [["x" * 2**18]]
+
+
+def test_it_listens_where_it_is_told():
+    monitor = Monitor("127.0.0.1")
+    assert monitor._server.getsockname()[0] == "127.0.0.1"
+    monitor.add(KEY, {"state": lambda question: {"state": "late"}})
+    assert ask(monitor, key=KEY, ask="state") == {"state": "late"}

@@ -156,3 +156,20 @@ def test_the_child_of_a_task_is_distinguished_from_the_task():
         child = find_launcher({**SRUN, "PMI_FD": text})
         assert child.is_inherited
         assert "env -u PMI_FD" in child.remedy("MPICH Version: 5.0")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}, True),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, False),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "4"}, False),
+        ({}, False),
+    ],
+)
+def test_whether_all_tasks_are_on_one_node(monkeypatch, variables, expected):
+    monkeypatch.setattr(launcher, "environment", lambda: variables)
+    assert launcher.is_on_one_node() is expected

@@ -74,6 +74,64 @@ assert strategy.reduce("sum", 1) == size
     assert (result.returncode, result.stderr) == (0, "")
 
 
+LEAVE = """
+import os, sys, time
+{imports}
+import mpistrat as ms
+rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
+if rank == 1:
+    time.sleep({leaves_at})
+    sys.exit()
+time.sleep({comes_at})
+ms.MPIStrategy()
+"""
+
+
+@pytest.mark.quick("leaves_at=0")
+@pytest.mark.parametrize("imports", ["", "from mpi4py import MPI"])
+@pytest.mark.parametrize(("leaves_at", "comes_at"), [(0, 2), (2, 0)], ids=["leaves_at=0", "later"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_that_leaves_before_its_first_strategy(
+    tmp_path, ranks, leaves_at, comes_at, imports
+):
+    script = tmp_path / "program.py"
+    script.write_text(LEAVE.format(imports=imports, leaves_at=leaves_at, comes_at=comes_at))
+    result = launch.run([script], ranks, 30)
+    text = ours(result.stderr)
+    assert result.returncode != 0
+    assert text.count("Traceback") == 1, text
+    assert "EpochError: rank 1 ended" in text
+    assert "rank 1: ended (left the program) at program.py" in text
+    assert "MPIStrategy begins at program.py:10" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import mpistrat",
+        "from mpi4py import MPI\nimport mpistrat\nMPI.Finalize()",
+        # Only some ranks make strategies, and they end at other times than the rest.
+        """
+import sys, time
+from mpi4py import MPI
+import mpistrat as ms
+comm = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank < 2, 0)
+if MPI.COMM_WORLD.rank < 2:
+    strategy = ms.MPIStrategy(comm)
+    time.sleep(1)
+    strategy.reduce("sum", 1)
+""",
+    ],
+    ids=["no MPI", "finalized", "some ranks"],
+)
+def test_ranks_without_a_strategy_end_quietly(tmp_path, program, ranks):
+    began = time.monotonic()
+    result = launch.run(["-c", program], ranks, 30)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert time.monotonic() - began < 15
+
+
 BEFORE = """
 import os, sys, time
 import mpistrat as ms
