@@ -18,20 +18,29 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from mpistrat.agreement.ledger import Ledger, describe_disagreement
+from mpistrat.agreement.departures import (
+    Departure,
+    Departures,
+    Overlap,
+    Peers,
+    departure_error,
+    repeated_error,
+    timeout_error,
+)
+from mpistrat.agreement.ledger import Ledger, disagreement_error
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
-from mpistrat.errors import EpochError, EpochMismatchError, EpochTimeoutError
+from mpistrat.errors import ContextError, EpochError
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import call_site
 from mpistrat.system.text import rank_list
 from mpistrat.tracing.flight_recorder import FlightRecord
 
-__all__ = ["Channel", "Outcome", "Peers", "Status"]
+__all__ = ["Channel", "Outcome", "Status"]
 
 _logger = logging.getLogger("mpistrat")
 
@@ -58,33 +67,8 @@ class Outcome(enum.Enum):
     MIXED = "the ranks differ"
 
 
-class Peers(Protocol):
-    """The other ranks of a channel, asked beside MPI, from any thread."""
-
-    def lowest_waiting(self) -> int:
-        """Return the lowest rank that waits in the same collective as this one."""
-
-    def describe(self, site: str) -> tuple[list[int], str]:
-        """Return the ranks that this one, at `site`, waits for, and a table of all."""
-
-    def describe_lost(self) -> str:
-        """Return a table of the ranks whose data will never come, empty without any."""
-
-    def deliver(self, texts: Sequence[str]) -> bool:
-        """Send lines to rank 0 to print, and return whether it accepted them."""
-
-    def is_root_at_work(self) -> bool:
-        """Return whether rank 0 is still finishing a file for all."""
-
-    def wait_for_work(self) -> None:
-        """Wait until no rank is finishing a file, which the end of the job would lose."""
-
-    def leave(self) -> None:
-        """End the watches among the ranks, when all of them close the channel."""
-
-    def report_end_of_job(self, limit_s: float) -> None:
-        """Report to each other rank, within `limit_s` seconds, that this one ends the job."""
-
+_SECOND_LIMIT_S = 5.0
+"""How long a rank waits beyond its limit for a round to which all ranks have come."""
 
 _ALL_EQUAL = 2
 _CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
@@ -104,10 +88,16 @@ class Channel:
         self.flight = FlightRecord()
         self.closed: RuntimeError | None = None
         """The error that has ended the agreement of the ranks for good."""
+        self.closed_by: int | None = None
+        """The number of the strategy whose call raised it."""
         self.pending = False
         """Whether a round was started and is not done."""
         self.lock = threading.RLock()
         """Held by the thread that is in a collective."""
+        self.inside: str | None = None
+        """The kind of that collective."""
+        self.overlap: Overlap | None = None
+        """A collective called meanwhile, which the other ranks do not know of yet."""
         self.num_strategies = 0
         """How many strategies have shared the channel."""
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -124,8 +114,8 @@ class Channel:
         """Called with `closed`, whenever a collective has ended with it."""
         self.peers: Peers | None = None
         """The other ranks on the side channel, where there is one."""
-        self.lost: dict[int, str] = {}
-        """Ranks whose processes have died, each with a description."""
+        self.departures = Departures()
+        """Other ranks that come to no further collective."""
         self.stuck_at: str | None = None
         """Where this rank stopped waiting in a round, which is still open."""
         self.is_reported = False
@@ -137,6 +127,7 @@ class Channel:
         self.pool = transport.pool
         self.private_pool = Pool()
         """Memory for results that no other rank maps, unlike `pool`, which is the transport's."""
+        self._departed = self.departures.found
         self._round = transport.round(4)
         self._outgoing = self._round.send.data.cast("B")
         self._incoming = self._round.receive.data.cast("B")
@@ -145,15 +136,33 @@ class Channel:
         """Return whether this rank waits for data inside the transport, from any thread."""
         return bool(self.transport.occupancy)
 
-    def check_open(self) -> None:
-        """Raise the error that closed this channel, if one did."""
-        if self.lost and self.closed is None:
-            self.closed = self._loss("another collective")
+    def enter(self, kind: str) -> bool:
+        """Begin a collective, and return whether this rank is in no other one."""
+        if not self.lock.acquire(False):
+            return False
+        if self.inside is not None:  # of this thread: the lock is reentrant
+            self.lock.release()
+            return False
+        self.inside = kind
+        return True
+
+    def leave(self) -> None:
+        """End the collective that `enter` began."""
+        self.inside = None
+        self.lock.release()
+
+    def check_open(self, owner: int | None = None) -> None:
+        """Raise the error that closed this channel, if one did, as strategy `owner` gets it."""
         if self.closed is not None:
-            again = type(self.closed)(str(self.closed))
-            if isinstance(again, EpochError) and isinstance(self.closed, EpochError):
-                again._caused_elsewhere = self.closed._caused_elsewhere
-            raise again from None
+            if not isinstance(self.closed, EpochError):  # freed
+                raise type(self.closed)(str(self.closed)) from None
+            raise repeated_error(self.closed, self.closed_by, owner) from None
+
+    def check_complete(self, what: str) -> None:
+        """Raise if a rank has left that the collective `what` needs."""
+        if self.closed is None:
+            self.closed = self.departures.error(what)
+        self.check_open()
 
     def start_round(self, status: Status, digest: int) -> None:
         """Bring `status` and `digest` to the next round."""
@@ -187,51 +196,79 @@ class Channel:
         self, status: Status, signature: object, timeout_s: float | None, extra: int = 0
     ) -> Outcome:
         """Take part in a round and wait for it. **Collective**."""
-        # `extra` must agree too. It is not in `signature`, whose digest is kept.
+        # `extra` must agree too. It is not in `signature`, whose digest is kept. The collective is
+        # counted before departures are looked at: see `MonitorClient.handlers`.
         if self.on_collective is not None:
             self.on_collective(self.ledger.sequence + 1)
         ledger = self.ledger
         digest = ledger.digest(signature) ^ extra
+        ledger.sequence += 1
+        if self._departed:
+            self.check_complete(f"{_call_name(signature)} at {call_site()}")
         self.pending = True
         try:
-            ledger.sequence += 1
             known = self._round.meet(status, digest)
             if not known:
                 self._wait(signature, timeout_s)
         except BaseException as error:
-            # The round stays open, so nothing can be agreed upon any more.
-            self.stuck_at = call_site()
-            if self.closed is None:
-                self.closed = EpochError(
-                    f"The wait for {_call_name(signature)} at {call_site()} was interrupted by "
-                    f"{type(error).__name__} on rank {self.rank} of {self.size}."
-                )
+            self._leave_round(_call_name(signature), error)
             raise
         self.pending = False
         if known == _ALL_EQUAL and status is _CALL:
             return _ALL_CALL
         return self.outcome()
 
+    def _leave_round(self, what: str, error: BaseException) -> None:
+        """Close the channel, as the round stays open: nothing can be agreed upon any more."""
+        self._round.withdraw()
+        if self.closed is not None:
+            self.stuck_at = call_site()
+            return
+        wait = f"wait for {what} at {call_site()} was interrupted by {type(error).__name__}"
+        # After other exceptions the rank will end soon.
+        self.leave_alone(f"The {wait}", f"its {wait}" if isinstance(error, Exception) else "")
+
+    def leave_alone(self, what: str, reported: str) -> None:
+        """Close the channel, and have waiting ranks learn what is `reported`, if anything."""
+        self.stuck_at = call_site()
+        self.closed = EpochError(f"{what} on rank {self.rank} of {self.size}.")
+        if self.peers is not None and reported:
+            self.peers.report_departure(Departure("left", reported))
+
     def _wait(self, signature: object, timeout_s: float | None) -> None:
         """Wait for late ranks."""
         self.thread = threading.get_ident()
         self.waiting = (_call_name(signature), time.monotonic())
         try:
-            self._wait_long(*self.waiting, timeout_s)
+            while not self._wait_uninterrupted(*self.waiting, timeout_s):
+                pass
         finally:
             self.waiting = None
+
+    def _wait_uninterrupted(self, what: str, began: float, timeout_s: float | None) -> bool:
+        """Wait, and return False where a signal handler broke that off by calling a collective."""
+        try:
+            self._wait_long(what, began, timeout_s)
+        except ContextError as error:
+            # The others may have this round already, so this rank must end it before it reports.
+            if self.overlap is None or error is not self.overlap.error:
+                raise
+            return False
+        return True
 
     def _wait_long(self, what: str, began: float, timeout_s: float | None) -> None:
         done = self._round.done
         remind_at_s: float | None = None
+        limit_s = math.inf if timeout_s is None else timeout_s
         while not done():
             waited_s = time.monotonic() - began
-            if self.lost:
-                self.closed = self._loss(f"{what} at {call_site()}")
-                self.check_open()
-            if timeout_s is not None and waited_s > timeout_s:
-                self.closed = self._timeout(what, timeout_s)
-                self.check_open()
+            if self._departed:
+                self._check_departed(what)
+            if self.departures.failures:
+                self._check_failures(what)
+            if timeout_s is not None and waited_s > limit_s:
+                self._give_up(what, timeout_s, is_last=limit_s > timeout_s)
+                limit_s = waited_s + _SECOND_LIMIT_S
             if remind_at_s is None:
                 # Not before: most waits are shorter than it takes to read the settings.
                 remind_at_s = settings_at_the_end().wait_notice_s if waited_s > 0.01 else None
@@ -243,21 +280,50 @@ class Channel:
             else:
                 time.sleep(0.0002)
 
-    def _loss(self, where: str) -> EpochError:
-        """Return the error for ranks that have died."""
-        table = "\n".join(f"  {rank_list([rank])}: {what}" for rank, what in self.lost.items())
-        return EpochError(f"{rank_list(self.lost)} ended, so {where} can never complete:\n{table}")
+    def _check_departed(self, what: str) -> None:
+        """Raise, while waiting, if a rank has left."""
+        waited_s = self.departures.waited_s()
+        if waited_s is not None:  # too long for another rank, which has waited for the same ones
+            self._give_up(what, waited_s, is_last=True)
+        self.check_complete(f"{what} at {call_site()}")
 
-    def _timeout(self, what: str, timeout_s: float) -> EpochTimeoutError:
-        """Return the error for ranks that did not come, with what they are doing instead."""
+    def _check_failures(self, what: str) -> None:
+        """Raise, while waiting, if a function has failed on a rank that this one waits for."""
+        failed = self.departures.failed_before(self.ledger.sequence, self.ledger.failures)
+        if failed:
+            site = call_site()
+            whom = ", ".join(f"rank {rank} ({each.what})" for rank, each in failed.items())
+            departure = Departure("gave up", f"waited in {what} at {site} for {whom}")
+            self._leave(departure, lambda *_: departure_error(failed, f"{what} at {site}"))
+
+    def _give_up(self, what: str, waited_s: float, is_last: bool) -> None:
+        """Raise because of missing ranks; return where all have come, unless it `is_last`."""
         site = call_site()
-        missing, table = self._missing_ranks(site)
-        return EpochTimeoutError(
-            f"{missing} did not come to {what} at {site} within {timeout_s:g} s, as rank "
-            f"{self.rank} of {self.size} did:\n{table}\n"
-            "This call is collective: every rank must make it. Look for a rank that skips it, or "
-            "raise timeout_seconds if one is only slow."
-        )
+        departure = Departure("gave up", f"waited {waited_s:g} s in {what} at {site}", waited_s)
+
+        def error(who: str, table: str) -> EpochError | None:
+            if not who and self._departed:
+                return None  # this rank came late itself, after the others had given up
+            who = who or "Some ranks"  # all have come just now
+            return timeout_error(who, table, what, site, waited_s, self.rank, self.size)
+
+        self._leave(departure, error, site, is_last)
+
+    def _leave(
+        self,
+        departure: Departure,
+        error: Callable[[str, str], EpochError | None],
+        site: str = "",
+        is_last: bool = False,
+    ) -> None:
+        """Leave the round with the `error` for the missing ranks and a table of all, if any."""
+        if self.peers is None:
+            self.closed = error(*self._missing_ranks(site))
+        elif (missing := self.peers.offer_to_leave(site, departure)) or is_last:
+            self.closed = error(*(missing or self._missing_ranks(site)))
+            if self.closed is not None:
+                self.peers.report_departure(departure)
+        self.check_open()  # without an error all have come, and the round is about to end
 
     def _remind(self, what: str, waited_s: float) -> None:
         """Log the missing ranks, once for all ranks that wait."""
@@ -266,16 +332,15 @@ class Channel:
             missing, table = self._missing_ranks(site)
             _logger.warning(
                 "%s of %d has waited for %.0f s in %s at %s. %s did not come yet:\n%s",
-                *(rank_list([self.rank]), self.size, waited_s, what, site, missing, table),
+                *(rank_list([self.rank]), self.size, waited_s, what, site),
+                *(missing or "Some ranks", table),
             )
 
     def _missing_ranks(self, site: str) -> tuple[str, str]:
         """Return the missing ranks as text, and a table of where each rank is."""
         if self.peers is None:
-            return "Some ranks", "  (there is no side channel to ask them)"
-        missing, table = self.peers.describe(site)
-        # All may have arrived just now, which is too late for the limit.
-        return (rank_list(missing) if missing else "Some ranks").capitalize(), table
+            return "", "  (there is no side channel to ask them)"
+        return self.peers.describe(site)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**, unchecked."""
@@ -295,30 +360,14 @@ class Channel:
     def describe(self) -> dict[str, Any]:
         """Return the facts on this channel in a flight record, its collectives apart."""
         place = {"rank": self.rank, "size": self.size, "next_number": self.ledger.sequence}
-        closed = None if self.closed is None else str(self.closed)
-        return place | self.ledger.as_json() | {"closed": closed}
+        return place | self.ledger.as_json() | {"closed": self.closed and str(self.closed)}
 
     def disagreement(self, reports: Sequence[dict[str, Any]]) -> EpochError:
         """Close the channel, and return the error to raise for the `reports` of all ranks."""
         # After each round with `Outcome.MIXED`, every rank makes exactly one `exchange` of its
         # report, whatever it was about to do, so that they always meet.
-        guilty = [rank for rank, each in enumerate(reports) if each["cause"]]
-        ended = [rank for rank, each in enumerate(reports) if each["ended"]]
-        table = describe_disagreement(reports)
-        error: EpochError
-        if ended:
-            error = EpochError(
-                f"{rank_list(ended)} ended, so this collective can never complete:\n{table}"
-            )
-        else:
-            error = EpochMismatchError(
-                f"The ranks disagree:\n{table}\n"
-                "Every rank must make the same collective calls in the same order, with the same "
-                "op, dtype, shape, structure and name."
-            )
-        error._caused_elsewhere = bool(guilty) and self.rank not in guilty
-        self.closed = error
-        return error
+        self.closed = disagreement_error(reports, self.rank)
+        return self.closed
 
     def free(self) -> None:
         """Free the communicator, and all that belongs to the channel. **Collective**."""
@@ -330,10 +379,12 @@ class Channel:
         self.on_free = self.peers = None
         self.transport.close()
 
-    def note_end(self) -> None:
-        """Call `on_failure` if the agreement of the ranks has ended."""
-        if isinstance(self.closed, EpochError) and self.on_failure is not None:
-            self.on_failure(self.closed)
+    def note_end(self, owner: int) -> None:
+        """Call `on_failure` if the agreement of the ranks has ended, in a call of `owner`."""
+        if isinstance(self.closed, EpochError):
+            self.closed_by = owner if self.closed_by is None else self.closed_by
+            if self.on_failure is not None:
+                self.on_failure(self.closed)
 
     def close_for_dropped(self, site: str) -> None:
         """Close the channel, as the handle of a reduction was dropped."""
@@ -358,6 +409,8 @@ class Channel:
         """Record that a replica or merge function raised on this rank."""
         self.ledger.failures += 1
         self.ledger.last_failure = f"{type(error).__name__} at {site}"
+        if self.peers is not None:
+            self.peers.report_failure()
 
 
 def _call_name(signature: object) -> str:
