@@ -85,7 +85,14 @@ class BackgroundSaver:
         """What waits for the thread, on rank 0."""
 
     @spanned("checkpoint", _WHAT)
-    def begin(self, root: Trackable, path: str, step: int, then: Callable[[], object]) -> None:
+    def begin(
+        self,
+        root: Trackable,
+        path: str,
+        step: int,
+        created_s: float,
+        then: Callable[[], object],
+    ) -> None:
         """Copy the state below `root`, begin to write it, and `then` call that in the thread."""
         began_s = time.perf_counter()
         gathering = StateCollector(root, _WHAT, path)
@@ -97,7 +104,7 @@ class BackgroundSaver:
         self._path = path
         if gathering.collectives.rank:
             return
-        snapshot, header = self._snapshot, gathering.header(step)
+        snapshot, header = self._snapshot, gathering.header(step, created_s)
 
         def write() -> None:
             snapshot.write(path, header)

@@ -22,7 +22,11 @@ _logger = logging.getLogger("mpistrat")
 
 @spanned("checkpoint", _WHAT)
 def save(
-    root: Trackable, path: str | os.PathLike[str], step: int = -1, parallel: bool = False
+    root: Trackable,
+    path: str | os.PathLike[str],
+    step: int = -1,
+    parallel: bool = False,
+    created_s: float | None = None,
 ) -> str:
     """Write the state below `root` to `path`, and return it as a string. **Collective**.
 
@@ -32,7 +36,7 @@ def save(
     began_s = time.perf_counter()
     gathering = StateCollector(root, _WHAT, path, parallel)
     collectives, target = gathering.collectives, gathering.path
-    with file_of_root(collectives, _WHAT, target, gathering.header(step)) as file:
+    with file_of_root(collectives, _WHAT, target, gathering.header(step, created_s)) as file:
         if parallel:
             writing = ParallelWriting(file, target)
             writing.take(gathering.items())

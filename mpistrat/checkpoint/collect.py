@@ -59,10 +59,16 @@ class StateCollector:
             self._states += _items_of_state(name, each.state_dict())
         return digest_of_text("\0".join(self._tree.paths()).encode())
 
-    def header(self, step: int) -> Header:
+    def header(self, step: int, created_s: float | None = None) -> Header:
         """Return the attributes of the root group."""
+        created = "" if created_s is None else Header.timestamp(created_s)
         transport = self.collectives.channel.transport
-        return Header(step=step, num_replicas=transport.size, mpi_library=transport.library)
+        return Header(
+            step=step,
+            num_replicas=transport.size,
+            mpi_library=transport.library,
+            created=created,
+        )
 
     def items(self) -> Iterator[Item]:
         """Yield all that goes into the file, in step on all ranks. **Collective**.

@@ -24,6 +24,7 @@ from mpistrat.checkpoint.retention import (
     file_name,
     list_folder,
     warn_of_damage,
+    warn_of_future,
 )
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
@@ -184,14 +185,17 @@ class CheckpointManager:
             call.agree(number)
         path = os.path.join(self._directory, file_name(number))
         # Rank 0's clock decides, so that all ranks remove the same files.
-        entry = Entry(self._from_root("CheckpointManager.save", time.time), number, path)
+        now_s = self._from_root("CheckpointManager.save", time.time)
+        entry = Entry(self._retention.time_after_all(now_s), number, path)
         planned = copy.copy(self._retention)
         surplus = planned.add(entry)
         if self._saver is not None:
-            self._saver.begin(self._checkpoint, path, number, lambda: _remove_all(surplus))
+            self._saver.begin(
+                self._checkpoint, path, number, entry.created_s, lambda: _remove_all(surplus)
+            )
             self._planned = planned
             return path
-        save(self._checkpoint, path, number, self._parallel)
+        save(self._checkpoint, path, number, self._parallel, entry.created_s)
         self._retention = planned
         collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)
         return path
@@ -224,7 +228,9 @@ class CheckpointManager:
         self.wait()
         found = self._from_root(what, lambda: [e.path for e in list_folder(self._directory)])
         path = restore_newest(self._checkpoint, self._directory, found)
-        if path is None and init_fn is not None:
+        if path is not None:
+            self._retention.note_restored(path)
+        elif init_fn is not None:
             init_fn()
         return path
 
@@ -259,8 +265,9 @@ class CheckpointManager:
         """Return the time and the files of the folder, without those of dead writers."""
         for path in hdf5.remove_leftovers(self._directory, PREFIX):
             _logger.info("Removed %s, which a writer left behind when it died.", path)
-        found = [(e.created_s, e.step, e.path) for e in list_folder(self._directory)]
-        return time.time(), found
+        found, now_s = list_folder(self._directory), time.time()
+        warn_of_future(found, now_s)
+        return now_s, [(each.created_s, each.step, each.path) for each in found]
 
     def _from_root(self, what: str, look: Callable[[], Any]) -> Any:
         """Return what `look` finds on rank 0, on every rank. **Collective**."""

@@ -189,7 +189,7 @@ class CheckpointWriter:
 @contextlib.contextmanager
 def create_checkpoint(path: str | os.PathLike[str], header: Header) -> Iterator[CheckpointWriter]:
     """Write a checkpoint that appears under `path` once it is complete and on disk."""
-    header = replace(header, created=header.created or Header.now())
+    header = replace(header, created=header.created or Header.timestamp())
     with contextlib.ExitStack() as stack:
         with explaining(path):
             file = stack.enter_context(hdf5.create_atomically(path))
