@@ -157,6 +157,11 @@ class CheckpointManager:
         """The path of the newest of `checkpoints`, sound or not, ``None`` without any. Local."""
         return self.checkpoints[-1] if self.checkpoints else None
 
+    @property
+    def _knows_step(self) -> bool:
+        """Whether `save` finds the program's step without an argument."""
+        return self._step_counter is not None
+
     def save(self, step: int | None = None) -> str:
         """Write ``<directory>/checkpoint-<step>.h5``, and return the path. **Collective**.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -58,7 +59,13 @@ def list_folder(directory: str | os.PathLike[str]) -> list[Entry]:
         raise CheckpointError(
             f"The folder {os.fspath(directory)} cannot be read: {reason.strerror}."
         ) from None
-    return sorted(_entries(os.fspath(directory), names))
+    try:
+        return sorted(_entries(os.fspath(directory), names))
+    except OSError as reason:
+        raise CheckpointError(
+            f"The files of the folder {os.fspath(directory)} cannot be looked at: "
+            f"{reason.strerror}. Check its permissions: entering a folder needs x."
+        ) from None
 
 
 def _entries(directory: str, names: list[str]) -> Iterator[Entry]:
@@ -88,7 +95,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     Raises
     ------
     CheckpointError
-        If the folder cannot be read.
+        If the folder cannot be read, or no file that can be read is sound and others cannot.
     TypeError, ValueError
         If `directory` is no path.
     """
@@ -102,14 +109,19 @@ def _find_sound(directory: str) -> str | None:
     """Return the newest checkpoint that verifies."""
     found = list_folder(directory)
     warn_of_future(found, time.time())
+    unreadable: CheckpointError | None = None
     for entry in reversed(found):
         try:
             with open_checkpoint(entry.path) as reader:
                 reader.verify()
         except CheckpointError as error:
             warn_of_damage(error)
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EACCES:
+                unreadable = unreadable or error
         else:
             return entry.path
+    if unreadable is not None:  # it may be sound: None would start from the beginning in silence
+        raise unreadable
     return None
 
 

@@ -1,7 +1,9 @@
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from datetime import datetime, timedelta, timezone
 
 import h5py
@@ -262,3 +264,47 @@ def test_the_file_that_was_restored_outlives_damaged_newer_ones(make, weight):
     assert restored == first.checkpoints[0]
     again.save(4)
     assert sorted(os.listdir(again.directory)) == ["checkpoint-1.h5", "checkpoint-4.h5"]
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Be a user whom permissions bind: root may read everything."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def open_folder(weight):
+    """Make a manager in a folder that every user may reach."""
+    with tempfile.TemporaryDirectory() as parent:
+        os.chmod(parent, 0o755)
+        yield ms.CheckpointManager(ms.Checkpoint(weight=weight), f"{parent}/ckpt")
+        os.chmod(f"{parent}/ckpt", 0o755)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444], ids=["closed", "cannot be entered"])
+def test_a_folder_that_may_not_be_entered_is_named(open_folder, mode):
+    open_folder.save(1)
+    folder = open_folder.directory
+    os.chmod(folder, mode)
+    with as_nobody():
+        with pytest.raises(ms.errors.CheckpointError, match=folder):
+            ms.CheckpointManager(open_folder.checkpoint, folder)
+        with pytest.raises(ms.errors.CheckpointError, match=folder):
+            ms.latest_checkpoint(folder)
+
+
+def test_a_file_that_may_not_be_read_is_no_empty_folder(open_folder):
+    first, second = open_folder.save(1), open_folder.save(2)
+    os.chmod(second, 0)
+    with as_nobody():
+        assert ms.latest_checkpoint(open_folder.directory) == first
+    os.unlink(first)
+    with as_nobody(), pytest.raises(ms.errors.CheckpointError, match=second):
+        ms.latest_checkpoint(open_folder.directory)
