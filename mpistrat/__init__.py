@@ -9,6 +9,7 @@ from mpistrat import data, errors, gradients, layers, metrics, optimizers, testi
 from mpistrat.checkpoint import (
     Checkpoint,
     CheckpointManager,
+    PerReplicaState,
     PreemptionCheckpointHandler,
     latest_checkpoint,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "MultiStepContext",
     "OneDeviceStrategy",
     "PerReplica",
+    "PerReplicaState",
     "PreemptionCheckpointHandler",
     "ReduceOp",
     "ReplicaContext",

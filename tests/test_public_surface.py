@@ -41,7 +41,7 @@ SURFACE = {
     """,
     ms.ReplicaContext: """
         all_gather all_reduce devices merge_call num_replicas_in_sync replica_id_in_sync_group
-        start_all_reduce strategy
+        rng start_all_reduce strategy
     """,
     ms.MultiStepContext: """
         last_step_outputs non_tensor_outputs set_last_step_output set_non_tensor_output
@@ -95,6 +95,7 @@ SURFACE = {
     ms.CheckpointManager: """
         checkpoint checkpoints directory latest_checkpoint restore_or_initialize save wait
     """,
+    ms.PerReplicaState: "load_state_dict state_dict",
     ms.PreemptionCheckpointHandler: "EXIT_CODE close save_checkpoint_if_preempted",
     # Training
     optimizers.Optimizer: """
@@ -160,7 +161,7 @@ def held(tmp_path_factory):
         handler = ms.PreemptionCheckpointHandler(manager)
         handler.close()
         with ms.testing.inject("exit:1", collective=10**6) as injection:
-            objects += [handler, injection]
+            objects += [handler, injection, ms.PerReplicaState(np.random.default_rng(0))]
     objects += [strategy.run(_start_reduction)]
     return objects
 
