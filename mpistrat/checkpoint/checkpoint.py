@@ -36,7 +36,9 @@ def save(
     began_s = time.perf_counter()
     gathering = StateCollector(root, _WHAT, path, parallel)
     collectives, target = gathering.collectives, gathering.path
-    with file_of_root(collectives, _WHAT, target, gathering.header(step, created_s)) as file:
+    if not gathering.writes_here:
+        return target
+    with file_of_root(gathering, _WHAT, gathering.header(step, created_s)) as file:
         if parallel:
             writing = ParallelWriting(file, target)
             writing.take(gathering.items())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,6 +16,7 @@ from mpistrat.arrays import host_view
 from mpistrat.checkpoint.deferred import check_nothing_waits
 from mpistrat.checkpoint.format import STATE, Header, digest_of_array, digest_of_text, is_storable
 from mpistrat.checkpoint.object_graph import Tree, walk
+from mpistrat.checkpoint.ownership import Writers, writes_here
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
 from mpistrat.checkpoint.replica_state import PerReplicaState, assign_replicas, gather_states
 from mpistrat.checkpoint.state_json import split_state
@@ -30,6 +33,8 @@ from mpistrat.errors import CheckpointError
 from mpistrat.system.text import rank_list
 from mpistrat.trackable import Trackable
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
+
+_logger = logging.getLogger("mpistrat")
 
 __all__ = ["RootFile", "RootWork", "StateCollector", "file_of_root"]
 
@@ -53,6 +58,11 @@ class StateCollector:
         self.collectives: Collectives = collectives_for(tree, what)
         self.path = agree_on_path(self.collectives, what, path, parallel=parallel)
         self._what = what
+        self.writers = Writers.of(self.collectives)
+        self.writes_here = writes_here(tree)
+        """Whether this job's part of the ranks writes the file; outside of strategies rank 0."""
+        if not self.writes_here:
+            _warn_of_root(what)
         self._states: list[Item] = []
         self._of_replicas: dict[str, dict[str, Any]] = {}
         """What each `PerReplicaState` has on this rank, by path."""
@@ -106,6 +116,16 @@ class StateCollector:
             states = gather_states(self.collectives, self._what, name, own)
             if states is not None:
                 yield from _items_of_state(name, states)
+
+
+@functools.cache
+def _warn_of_root(what: str) -> None:
+    _logger.warning(
+        "%s outside of any strategy writes on rank 0 alone, because all ranks would write the same "
+        "file. Call it in the scope of a strategy, which also checks that the ranks agree. For a "
+        "file of each rank use MPIStrategy(comm=MPI.COMM_SELF).",
+        what,
+    )
 
 
 def _item_of(name: str, variable: Variable) -> Item:
@@ -230,9 +250,11 @@ class RootWork:
 class RootFile(RootWork):
     """The file that rank 0 writes."""
 
-    def __init__(self, collectives: Collectives, path: str, header: Header) -> None:
+    def __init__(
+        self, collectives: Collectives, path: str, header: Header, writers: Writers | None
+    ) -> None:
         super().__init__(collectives)
-        self._context = create_checkpoint(path, header)
+        self._context = create_checkpoint(path, header, writers)
         self._writer: CheckpointWriter | None = None
         self.attempt(self._open)
 
@@ -266,15 +288,14 @@ class RootFile(RootWork):
 
 
 @contextlib.contextmanager
-def file_of_root(
-    collectives: Collectives, what: str, path: str, header: Header
-) -> Iterator[RootFile]:
-    """Have rank 0 write the file `path`, for the public function `what`. **Collective**.
+def file_of_root(gathering: StateCollector, what: str, header: Header) -> Iterator[RootFile]:
+    """Have rank 0 write the file of `gathering`, for the public function `what`. **Collective**.
 
     Where rank 0 fails to write, it still takes part for the rest, and the error is raised on
     every rank at the end.
     """
-    file = RootFile(collectives, path, header)
+    collectives, path = gathering.collectives, gathering.path
+    file = RootFile(collectives, path, header, gathering.writers)
     try:
         yield file
     except BaseException as error:

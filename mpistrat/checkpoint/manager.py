@@ -14,7 +14,8 @@ from mpistrat import hdf5
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.checkpoint.async_save import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint, save
-from mpistrat.checkpoint.object_graph import walk
+from mpistrat.checkpoint.object_graph import Tree, walk
+from mpistrat.checkpoint.ownership import writes_here
 from mpistrat.checkpoint.ranks import checked_path, collectives_for
 from mpistrat.checkpoint.restore import restore
 from mpistrat.checkpoint.retention import (
@@ -202,7 +203,8 @@ class CheckpointManager:
             return path
         save(self._checkpoint, path, number, self._parallel, entry.created_s)
         self._retention = planned
-        collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)
+        if writes_here(self._tree()):
+            collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)
         return path
 
     def restore_or_initialize(self, init_fn: Callable[[], object] | None = None) -> str | None:
@@ -279,8 +281,10 @@ class CheckpointManager:
         return self._collectives().on_root(look, what, self._directory)
 
     def _collectives(self) -> Collectives:
-        tree = walk(self._checkpoint._checkpoint_children())
-        return collectives_for(tree, "CheckpointManager")
+        return collectives_for(self._tree(), "CheckpointManager")
+
+    def _tree(self) -> Tree:
+        return walk(self._checkpoint._checkpoint_children())
 
 
 def _checked_step(given: Any) -> int:
