@@ -29,12 +29,12 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 180,
-    "lines": 32_500,
+    "files": 182,
+    "lines": 32_900,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 738,
+    "exported names": 750,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat import context, hdf5
-from mpistrat.checkpoint.format import Header
+from mpistrat.checkpoint.format import VARIABLES, Header
 from mpistrat.checkpoint.object_graph import Tree
 from mpistrat.checkpoint.validation import read_attribute
 from mpistrat.collectives.collectives import Collectives
@@ -26,7 +26,8 @@ from mpistrat.system.text import rank_list
 __all__ = ["WRITERS", "Writers", "writes_here"]
 
 WRITERS = "writers"
-"""The attribute of the root group, in files of jobs of several ranks."""
+"""The attribute of the group of variables, in files of jobs of several ranks."""
+# The root group has eight: with a ninth, HDF5 would store them where damage can hide one.
 
 _BEGAN_S = time.time()
 """Files that are older come from another job, perhaps with other ranks."""
@@ -97,10 +98,10 @@ def _writers_of(path: Path) -> str | None:
         if path.stat().st_mtime < _BEGAN_S - 60:  # spares the look into most files
             return None
         with hdf5.open_for_reading(path, CheckpointError) as file:
-            found = read_attribute(file, WRITERS)
+            found = read_attribute(file[VARIABLES], WRITERS)
             created = read_attribute(file, "created")
             is_ours = Header(created=str(created)).created_s >= _BEGAN_S
-    except (OSError, RuntimeError, ValueError):  # there is none, or it is damaged
+    except (OSError, RuntimeError, ValueError, KeyError):  # there is none, or it is damaged
         return None
     return found if is_ours and isinstance(found, str) else None
 

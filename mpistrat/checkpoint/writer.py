@@ -201,8 +201,9 @@ def create_checkpoint(
             else:
                 writers.check(Path(os.path.realpath(path)))
                 file = stack.enter_context(hdf5.create_atomically(path, writers.commit))
-                write_attribute(file, WRITERS, str(writers))
             writer = CheckpointWriter(file, header, path, stack)
+            if writers is not None:
+                write_attribute(file[VARIABLES], WRITERS, str(writers))
         yield writer
         writer.finish()
         with explaining(path):

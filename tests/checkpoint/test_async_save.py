@@ -166,10 +166,10 @@ manager.save(1)
 manager.wait()
 
 write = async_save.Snapshot.write
-def write_slowly(self, path, header):
+def write_slowly(self, *arguments):
     print("writing", flush=True)
     time.sleep(6 if how == "exception after the end of rank 0" else 1.5)
-    write(self, path, header)
+    write(self, *arguments)
 async_save.Snapshot.write = write_slowly
 
 manager.save(2)
