@@ -301,7 +301,7 @@ def main():
         manager.save(step=0)  # fails now if the folder is not writable, not after an epoch
 
     def leave_if_preempted():
-        if handler.save_checkpoint_if_preempted():
+        if handler.save_checkpoint_if_preempted(step=len(history.rows) + 1):
             raise SystemExit(handler.EXIT_CODE)
 
     with progress_display(speaks, args.epochs) as show:

@@ -11,6 +11,7 @@ from mpistrat import data, errors, gradients, layers, metrics, optimizers, testi
 from mpistrat.checkpoint import (
     Checkpoint,
     CheckpointManager,
+    PerReplicaState,
     PreemptionCheckpointHandler,
     latest_checkpoint,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "MultiStepContext",
     "OneDeviceStrategy",
     "PerReplica",
+    "PerReplicaState",
     "PreemptionCheckpointHandler",
     "ReduceOp",
     "ReplicaContext",

@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "extension_path",
     "filters_of",
     "h5py",
+    "hidden_beside",
     "is_stored_as",
     "max_open_files",
     "open_for_reading",
@@ -152,8 +153,14 @@ def _plain(reason: OSError) -> str:
 
 
 @contextlib.contextmanager
-def create_atomically(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Open a new ``h5py.File`` that appears under `path` once it is complete and on disk."""
+def create_atomically(
+    path: str | os.PathLike[str],
+    commit: Callable[[Path], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Iterator[Any]:
+    """Open a new ``h5py.File`` that appears under `path` once it is complete and on disk.
+
+    It gets its name inside of ``commit(path)``, which may raise.
+    """
     # It is written under a temporary name in the same folder, flushed, and renamed over `path`;
     # then the folder is flushed. After an exception `path` is as it was. A symbolic link stays,
     # and the file that it points to is replaced.
@@ -176,7 +183,8 @@ def create_atomically(path: str | os.PathLike[str]) -> Iterator[Any]:
             raise
         file.close()
         os.fsync(handle)
-        replace_file(temporary, path)
+        with commit(path):
+            replace_file(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -228,6 +236,11 @@ def _open_sink() -> int:
         return os.memfd_create("discarded")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def hidden_beside(path: Path, what: str) -> Path:
+    """Return the path of a small file beside `path`, which no pattern picks up."""
+    return path.with_name(f".{_beginning(path.name)}.{what}{TEMPORARY_SUFFIX}")
 
 
 def remove_leftovers(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:

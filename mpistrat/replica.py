@@ -10,6 +10,7 @@ from typing import Any, overload
 import numpy as np
 
 from mpistrat import context
+from mpistrat.arguments import as_integer
 from mpistrat.arrays import Array
 from mpistrat.collectives.autograd import (
     MakeCall,
@@ -92,6 +93,49 @@ class ReplicaContext:
         """Number of this replica: its rank. Local."""
         self._check()
         return self._collectives.rank
+
+    def rng(self, *key: int) -> np.random.Generator:
+        """Return a generator of random numbers that depend on `key` and this replica alone. Local.
+
+        There is no state to save: a key of the seed and the step gives the same numbers when a job
+        resumes, as for dropout in ``rng(seed, int(optimizer.iterations))``.
+
+        Parameters
+        ----------
+        *key : int
+            At least one, none negative. Each key gives an independent stream for each replica.
+
+        Returns
+        -------
+        numpy.random.Generator
+            A PCG64 whose seed sequence has the entropy `key` and the spawn key
+            ``(2**32 - 2, replica_id)``; see "Parallel Random Number Generation" in NumPy's manual.
+
+        Raises
+        ------
+        TypeError
+            If a part of the key is no integer.
+        ValueError
+            If there is none, or a negative one.
+
+        Examples
+        --------
+        >>> import mpistrat as ms
+        >>> def draw():
+        ...     return ms.get_replica_context().rng(7, 0).random()
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> float(strategy.run(draw)) == float(strategy.run(draw))
+        True
+        """
+        self._check()
+        if not key:
+            raise ValueError("rng needs at least one integer, such as a seed and a step.")
+        entropy = [as_integer("A part of the key of rng", part) for part in key]
+        if min(entropy) < 0:
+            raise ValueError(f"rng needs integers that are not negative, not {key}.")
+        spawn_key = (2**32 - 2, self.replica_id_in_sync_group)
+        sequence = np.random.SeedSequence(entropy, spawn_key=spawn_key)
+        return np.random.Generator(np.random.PCG64(sequence))
 
     @property
     def num_replicas_in_sync(self) -> int:

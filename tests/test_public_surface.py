@@ -42,7 +42,7 @@ SURFACE = {
     """,
     ms.ReplicaContext: """
         all_gather all_gather_object all_reduce barrier broadcast_object devices merge_call
-        num_replicas_in_sync replica_id_in_sync_group start_all_reduce strategy
+        num_replicas_in_sync replica_id_in_sync_group rng start_all_reduce strategy
     """,
     ms.MultiStepContext: """
         last_step_outputs non_tensor_outputs set_last_step_output set_non_tensor_output
@@ -96,6 +96,7 @@ SURFACE = {
     ms.CheckpointManager: """
         checkpoint checkpoints directory latest_checkpoint restore_or_initialize save wait
     """,
+    ms.PerReplicaState: "load_state_dict state_dict",
     ms.PreemptionCheckpointHandler: "EXIT_CODE close save_checkpoint_if_preempted",
     # Training
     optimizers.Optimizer: """
@@ -174,7 +175,7 @@ def held(tmp_path_factory):
         handler = ms.PreemptionCheckpointHandler(manager)
         handler.close()
         with ms.testing.inject("exit:1", collective=10**6) as injection:
-            objects += [handler, injection]
+            objects += [handler, injection, ms.PerReplicaState(np.random.default_rng(0))]
     objects += [strategy.run(_start_reduction)]
     return objects
 

@@ -13,6 +13,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.checkpoint.collect import RootWork, StateCollector
 from mpistrat.checkpoint.format import VARIABLES, Header
+from mpistrat.checkpoint.ownership import Writers
 from mpistrat.checkpoint.raw_io import copy_to_host
 from mpistrat.checkpoint.writer import BufferLifetime, Item, create_checkpoint
 from mpistrat.collectives.collectives import Collectives
@@ -57,9 +58,9 @@ class Snapshot:
             item = replace(item, array=copy, life=BufferLifetime.LONG)
         self._items.append(item)
 
-    def write(self, path: str, header: Header) -> None:
+    def write(self, path: str, header: Header, writers: Writers | None) -> None:
         """Write the file `path`. From any thread."""
-        with create_checkpoint(path, header) as writer:
+        with create_checkpoint(path, header, writers) as writer:
             for item in self._items:
                 writer.add(item)
 
@@ -85,10 +86,20 @@ class BackgroundSaver:
         """What waits for the thread, on rank 0."""
 
     @spanned("checkpoint", _WHAT)
-    def begin(self, root: Trackable, path: str, step: int, then: Callable[[], object]) -> None:
+    def begin(
+        self,
+        root: Trackable,
+        path: str,
+        step: int,
+        created_s: float,
+        then: Callable[[], object],
+    ) -> None:
         """Copy the state below `root`, begin to write it, and `then` call that in the thread."""
         began_s = time.perf_counter()
         gathering = StateCollector(root, _WHAT, path)
+        if not gathering.writes_here:
+            self._path = path
+            return
         work = RootWork(gathering.collectives)
         work.attempt(self._snapshot.clear)
         work.attempt_each(self._snapshot.add, gathering.items())
@@ -97,10 +108,10 @@ class BackgroundSaver:
         self._path = path
         if gathering.collectives.rank:
             return
-        snapshot, header = self._snapshot, gathering.header(step)
+        snapshot, header = self._snapshot, gathering.header(step, created_s)
 
         def write() -> None:
-            snapshot.write(path, header)
+            snapshot.write(path, header, gathering.writers)
             then()
             _logger.info("Checkpoint %s written in %.2f s", path, time.perf_counter() - began_s)
 

@@ -22,7 +22,11 @@ _logger = logging.getLogger("mpistrat")
 
 @spanned("checkpoint", _WHAT)
 def save(
-    root: Trackable, path: str | os.PathLike[str], step: int = -1, parallel: bool = False
+    root: Trackable,
+    path: str | os.PathLike[str],
+    step: int = -1,
+    parallel: bool = False,
+    created_s: float | None = None,
 ) -> str:
     """Write the state below `root` to `path`, and return it as a string. **Collective**.
 
@@ -32,7 +36,9 @@ def save(
     began_s = time.perf_counter()
     gathering = StateCollector(root, _WHAT, path, parallel)
     collectives, target = gathering.collectives, gathering.path
-    with file_of_root(collectives, _WHAT, target, gathering.header(step)) as file:
+    if not gathering.writes_here:
+        return target
+    with file_of_root(gathering, _WHAT, gathering.header(step, created_s)) as file:
         if parallel:
             writing = ParallelWriting(file, target)
             writing.take(gathering.items())
@@ -84,8 +90,13 @@ class Checkpoint(Trackable):
         """Save all objects to exactly `path`, and return it on every rank. **Collective**.
 
         Rank 0 writes, and makes missing folders. Mirrored variables are saved from rank 0,
-        SyncOnRead variables aggregated over replicas, generators and other state from rank 0.
-        The file appears under its name once it is complete and on disk.
+        SyncOnRead variables aggregated over replicas. Generators, plain variables and other state
+        must be equal on all ranks; wrap what is not in `PerReplicaState`. The file appears under
+        its name once it is complete and on disk.
+
+        Outside of any strategy it is **Local**: in a job of several ranks rank 0 writes, and the
+        others return at once, before the file is there. A path belongs to the ranks of this job
+        that have written it first.
 
         Parameters
         ----------
@@ -98,9 +109,10 @@ class Checkpoint(Trackable):
         Raises
         ------
         CheckpointError
-            On every rank, if the file cannot be written, or if restored values still wait for
-            their objects and `RestoreStatus.expect_partial` has not been called; what was there
-            before is unchanged.
+            On every rank, if the file cannot be written, if state differs between ranks, if other
+            ranks of this job have written `path`, or if restored values still wait for their
+            objects and `RestoreStatus.expect_partial` has not been called; what was there before
+            is unchanged.
         TypeError
             If `parallel` is no bool.
         ValueError

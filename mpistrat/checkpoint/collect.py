@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
+from mpistrat.arrays import host_view
 from mpistrat.checkpoint.deferred import check_nothing_waits
-from mpistrat.checkpoint.format import Header, digest_of_text, is_storable
+from mpistrat.checkpoint.format import STATE, Header, digest_of_array, digest_of_text, is_storable
 from mpistrat.checkpoint.object_graph import Tree, walk
+from mpistrat.checkpoint.ownership import Writers, writes_here
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
+from mpistrat.checkpoint.replica_state import PerReplicaState, assign_replicas, gather_states
 from mpistrat.checkpoint.state_json import split_state
 from mpistrat.checkpoint.writer import (
     BufferLifetime,
@@ -21,8 +29,12 @@ from mpistrat.checkpoint.writer import (
     variable_item,
 )
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.errors import CheckpointError
+from mpistrat.system.text import rank_list
 from mpistrat.trackable import Trackable
-from mpistrat.variables import MirroredVariable, Variable
+from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
+
+_logger = logging.getLogger("mpistrat")
 
 __all__ = ["RootFile", "RootWork", "StateCollector", "file_of_root"]
 
@@ -45,24 +57,52 @@ class StateCollector:
         self._tree = tree = walk(root._checkpoint_children())
         self.collectives: Collectives = collectives_for(tree, what)
         self.path = agree_on_path(self.collectives, what, path, parallel=parallel)
+        self._what = what
+        self.writers = Writers.of(self.collectives)
+        self.writes_here = writes_here(tree)
+        """Whether this job's part of the ranks writes the file; outside of strategies rank 0."""
+        if not self.writes_here:
+            _warn_of_root(what)
         self._states: list[Item] = []
-        digests = self.collectives.on_all(lambda: self._check(root, what), what, self.path)
-        if len(set(digests)) > 1:
+        self._of_replicas: dict[str, dict[str, Any]] = {}
+        """What each `PerReplicaState` has on this rank, by path."""
+        assign_replicas(tree.stateful.values(), self.collectives.rank, self.collectives.size)
+        of_ranks = self.collectives.on_all(lambda: self._check(root), what, self.path)
+        if any(each[0] != of_ranks[0][0] for each in of_ranks):
             _refuse_differing(self.collectives, what, self.path, tree)
+        if any(each != of_ranks[0] for each in of_ranks):
+            _refuse_differing_state(self.collectives, what, self._digests)
 
-    def _check(self, root: Trackable, what: str) -> str:
-        """Take the states of objects, and return the digest of all paths."""
+    def _check(self, root: Trackable) -> list[str]:
+        """Take the states of objects, and return the digests of all paths and of all state."""
         _check_savable(self._tree)
         if self.collectives.rank == 0:  # expect_partial() may have been called there alone
-            check_nothing_waits(what, root, self._tree)
+            check_nothing_waits(self._what, root, self._tree)
+        self._digests: dict[str, str] = {}
+        is_compared = self.collectives.size > 1
         for name, each in self._tree.stateful.items():
-            self._states += _items_of_state(name, each.state_dict())
-        return digest_of_text("\0".join(self._tree.paths()).encode())
+            if isinstance(each, PerReplicaState):
+                self._of_replicas[name] = each._own_state()
+                continue
+            items = list(_items_of_state(name, each.state_dict()))
+            self._states += items
+            if is_compared:
+                self._digests[name] = _digest_of_items(items)
+        for name, variable in self._tree.variables.items():
+            if is_compared and not isinstance(variable, MirroredVariable | SyncOnReadVariable):
+                self._digests[name] = digest_of_array(host_view(variable._storage))
+        return [_digest_of_texts(self._tree.paths()), _digest_of_texts(self._digests.values())]
 
-    def header(self, step: int) -> Header:
+    def header(self, step: int, created_s: float | None = None) -> Header:
         """Return the attributes of the root group."""
+        created = "" if created_s is None else Header.timestamp(created_s)
         transport = self.collectives.channel.transport
-        return Header(step=step, num_replicas=transport.size, mpi_library=transport.library)
+        return Header(
+            step=step,
+            num_replicas=transport.size,
+            mpi_library=transport.library,
+            created=created,
+        )
 
     def items(self) -> Iterator[Item]:
         """Yield all that goes into the file, in step on all ranks. **Collective**.
@@ -72,6 +112,20 @@ class StateCollector:
         for name, variable in self._tree.variables.items():
             yield _item_of(name, variable)
         yield from self._states
+        for name, own in self._of_replicas.items():
+            states = gather_states(self.collectives, self._what, name, own)
+            if states is not None:
+                yield from _items_of_state(name, states)
+
+
+@functools.cache
+def _warn_of_root(what: str) -> None:
+    _logger.warning(
+        "%s outside of any strategy writes on rank 0 alone, because all ranks would write the same "
+        "file. Call it in the scope of a strategy, which also checks that the ranks agree. For a "
+        "file of each rank use MPIStrategy(comm=MPI.COMM_SELF).",
+        what,
+    )
 
 
 def _item_of(name: str, variable: Variable) -> Item:
@@ -126,6 +180,41 @@ def _refuse_differing(collectives: Collectives, what: str, path: str, tree: Tree
             )
 
 
+def _refuse_differing_state(
+    collectives: Collectives, what: str, digests: Mapping[str, str]
+) -> None:
+    """Raise on every rank which state is not equal on all of them. **Collective**."""
+    of_ranks = collectives.gather_json(digests, what)
+    lines = []
+    for name, digest in of_ranks[0].items():
+        others = [rank for rank, each in enumerate(of_ranks) if each[name] != digest]
+        if others:
+            lines.append(f"  {name}: on {rank_list(others)} other than on rank 0")
+    raise CheckpointError(
+        f"{what}: state that is not equal on all ranks cannot be saved as one:\n"
+        + "\n".join(lines)
+        + "\nWrap each of these as ms.PerReplicaState(obj) to save all of them, or make them "
+        "equal. Random numbers from ms.get_replica_context().rng(...) have no state to save."
+    )
+
+
+def _digest_of_items(items: Iterable[Item]) -> str:
+    """Return the digest of one object's state, whatever the order of the keys in its dicts."""
+    digests = []
+    for item in sorted(items, key=lambda each: (each.group, each.path)):
+        values = np.asarray(item.array)
+        if item.group == STATE:
+            text = json.dumps(json.loads(values.tobytes()), sort_keys=True)
+            digests.append(digest_of_text(text.encode()))
+        else:
+            digests.append(f"{values.dtype} {values.shape} {digest_of_array(values)}")
+    return _digest_of_texts(digests)
+
+
+def _digest_of_texts(texts: Iterable[str]) -> str:
+    return digest_of_text("\0".join(texts).encode())
+
+
 class RootWork:
     """Work of rank 0 between collectives, whose first failure is kept until `check`."""
 
@@ -161,9 +250,11 @@ class RootWork:
 class RootFile(RootWork):
     """The file that rank 0 writes."""
 
-    def __init__(self, collectives: Collectives, path: str, header: Header) -> None:
+    def __init__(
+        self, collectives: Collectives, path: str, header: Header, writers: Writers | None
+    ) -> None:
         super().__init__(collectives)
-        self._context = create_checkpoint(path, header)
+        self._context = create_checkpoint(path, header, writers)
         self._writer: CheckpointWriter | None = None
         self.attempt(self._open)
 
@@ -197,15 +288,14 @@ class RootFile(RootWork):
 
 
 @contextlib.contextmanager
-def file_of_root(
-    collectives: Collectives, what: str, path: str, header: Header
-) -> Iterator[RootFile]:
-    """Have rank 0 write the file `path`, for the public function `what`. **Collective**.
+def file_of_root(gathering: StateCollector, what: str, header: Header) -> Iterator[RootFile]:
+    """Have rank 0 write the file of `gathering`, for the public function `what`. **Collective**.
 
     Where rank 0 fails to write, it still takes part for the rest, and the error is raised on
     every rank at the end.
     """
-    file = RootFile(collectives, path, header)
+    collectives, path = gathering.collectives, gathering.path
+    file = RootFile(collectives, path, header, gathering.writers)
     try:
         yield file
     except BaseException as error:

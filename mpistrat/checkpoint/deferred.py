@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.checkpoint.object_graph import PlacedSlot, Tree, slot_paths, walk
+from mpistrat.checkpoint.replica_state import assign_replicas
 from mpistrat.checkpoint.state_json import join_state, split_state
 from mpistrat.errors import CheckpointError, CheckpointMismatchError
 from mpistrat.trackable import Dependent, Trackable
@@ -171,6 +172,8 @@ class Restoration:
 
     path: str
     """The file, for messages."""
+    replica: tuple[int, int]
+    """Number of this replica, and of all."""
     arrays: dict[str, np.ndarray]
     """Values by path that no object has taken yet."""
     state: dict[str, Any]
@@ -187,6 +190,7 @@ class Restoration:
     def load_state(self, tree: Tree) -> Callable[[], None]:
         """Fill the stateful objects of `tree` that the file has; return how to undo it."""
         undo = contextlib.ExitStack()
+        assign_replicas(tree.stateful.values(), *self.replica)
         for path, stateful in tree.stateful.items():
             if path not in self.state:
                 continue

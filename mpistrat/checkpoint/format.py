@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 
@@ -55,9 +56,10 @@ class Header:
     format_version: int = FORMAT_VERSION
 
     @staticmethod
-    def now() -> str:
-        """Return the time as `created` holds it."""
-        return datetime.now(timezone.utc).isoformat()
+    def timestamp(created_s: float | None = None) -> str:
+        """Return a time in seconds since 1970, by default now, as `created` holds it."""
+        created_s = time.time() if created_s is None else created_s
+        return datetime.fromtimestamp(created_s, timezone.utc).isoformat()
 
     @property
     def digest(self) -> str:

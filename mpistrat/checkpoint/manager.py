@@ -14,7 +14,8 @@ from mpistrat import hdf5
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.checkpoint.async_save import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint, save
-from mpistrat.checkpoint.object_graph import walk
+from mpistrat.checkpoint.object_graph import Tree, walk
+from mpistrat.checkpoint.ownership import writes_here
 from mpistrat.checkpoint.ranks import checked_path, collectives_for
 from mpistrat.checkpoint.restore import restore
 from mpistrat.checkpoint.retention import (
@@ -24,6 +25,7 @@ from mpistrat.checkpoint.retention import (
     file_name,
     list_folder,
     warn_of_damage,
+    warn_of_future,
 )
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
@@ -156,6 +158,11 @@ class CheckpointManager:
         """The path of the newest of `checkpoints`, sound or not, ``None`` without any. Local."""
         return self.checkpoints[-1] if self.checkpoints else None
 
+    @property
+    def _knows_step(self) -> bool:
+        """Whether `save` finds the program's step without an argument."""
+        return self._step_counter is not None
+
     def save(self, step: int | None = None) -> str:
         """Write ``<directory>/checkpoint-<step>.h5``, and return the path. **Collective**.
 
@@ -184,16 +191,20 @@ class CheckpointManager:
             call.agree(number)
         path = os.path.join(self._directory, file_name(number))
         # Rank 0's clock decides, so that all ranks remove the same files.
-        entry = Entry(self._from_root("CheckpointManager.save", time.time), number, path)
+        now_s = self._from_root("CheckpointManager.save", time.time)
+        entry = Entry(self._retention.time_after_all(now_s), number, path)
         planned = copy.copy(self._retention)
         surplus = planned.add(entry)
         if self._saver is not None:
-            self._saver.begin(self._checkpoint, path, number, lambda: _remove_all(surplus))
+            self._saver.begin(
+                self._checkpoint, path, number, entry.created_s, lambda: _remove_all(surplus)
+            )
             self._planned = planned
             return path
-        save(self._checkpoint, path, number, self._parallel)
+        save(self._checkpoint, path, number, self._parallel, entry.created_s)
         self._retention = planned
-        collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)
+        if writes_here(self._tree()):
+            collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)
         return path
 
     def restore_or_initialize(self, init_fn: Callable[[], object] | None = None) -> str | None:
@@ -224,7 +235,9 @@ class CheckpointManager:
         self.wait()
         found = self._from_root(what, lambda: [e.path for e in list_folder(self._directory)])
         path = restore_newest(self._checkpoint, self._directory, found)
-        if path is None and init_fn is not None:
+        if path is not None:
+            self._retention.note_restored(path)
+        elif init_fn is not None:
             init_fn()
         return path
 
@@ -259,16 +272,19 @@ class CheckpointManager:
         """Return the time and the files of the folder, without those of dead writers."""
         for path in hdf5.remove_leftovers(self._directory, PREFIX):
             _logger.info("Removed %s, which a writer left behind when it died.", path)
-        found = [(e.created_s, e.step, e.path) for e in list_folder(self._directory)]
-        return time.time(), found
+        found, now_s = list_folder(self._directory), time.time()
+        warn_of_future(found, now_s)
+        return now_s, [(each.created_s, each.step, each.path) for each in found]
 
     def _from_root(self, what: str, look: Callable[[], Any]) -> Any:
         """Return what `look` finds on rank 0, on every rank. **Collective**."""
         return self._collectives().on_root(look, what, self._directory)
 
     def _collectives(self) -> Collectives:
-        tree = walk(self._checkpoint._checkpoint_children())
-        return collectives_for(tree, "CheckpointManager")
+        return collectives_for(self._tree(), "CheckpointManager")
+
+    def _tree(self) -> Tree:
+        return walk(self._checkpoint._checkpoint_children())
 
 
 def _checked_step(given: Any) -> int:

@@ -19,8 +19,10 @@ from mpistrat.variables import Variable
 
 __all__ = [
     "PlacedSlot",
+    "Stateful",
     "Tree",
     "check_can_hold_state",
+    "generator_state",
     "slot_paths",
     "walk",
 ]

@@ -75,26 +75,34 @@ class PreemptionCheckpointHandler:
         if not isinstance(manager, CheckpointManager):
             raise TypeError(f"{_WHAT} needs a CheckpointManager, not {manager!r}.")
         self._manager = manager
-        self._ranks = collectives_for(walk(manager.checkpoint._checkpoint_children()), _WHAT)
+        self._collectives = collectives_for(walk(manager.checkpoint._checkpoint_children()), _WHAT)
         self._noticed: str | None = None
         self._has_saved = False
+        self._has_warned = False
         self._previous: dict[signal.Signals, Any] = {}
         self._own = np.zeros(1, np.int64)
-        with self._ranks.call(_WHAT) as call:
+        with self._collectives.call(_WHAT) as call:
             numbers_of_signals = _checked_signals(signals)
             self._end_s = _end_of_job(walltime_margin_s)
             call.agree(*numbers_of_signals, walltime_margin_s)
-        if walltime_margin_s is not None and self._ranks.rank == 0:
+        if walltime_margin_s is not None and self._collectives.rank == 0:
             _warn_without_end()
         for number in numbers_of_signals:
             self._previous[number] = signal.signal(number, self._note)
 
-    def save_checkpoint_if_preempted(self) -> bool:
+    def save_checkpoint_if_preempted(self, step: int | None = None) -> bool:
         """Save if any rank has noticed the end of the job. **Collective**, once a step.
 
         The agreement is a reduction of one number. The file is on disk when this returns, also
         with ``asynchronous=True``. It saves once; from then on the signals are ignored, so that
         the rest of the program is not disturbed.
+
+        Parameters
+        ----------
+        step : int, optional
+            As for `CheckpointManager.save`. Without it, and without a step counter of the manager,
+            the file gets the number after the last one, and one warning says so: a program that
+            resumes could not tell how far this one came.
 
         Returns
         -------
@@ -108,21 +116,23 @@ class PreemptionCheckpointHandler:
         """
         if self._has_saved:
             return True
+        if step is None and not self._manager._knows_step:
+            self._warn_without_step()
         if self._noticed is None and time.time() >= self._end_s:
             self._noticed = "the end of the job is near"
         self._own[0] = self._noticed is not None
-        with self._ranks.call(_WHAT) as call:
+        with self._collectives.call(_WHAT) as call:
             (noticed,) = call.all_reduce(ReduceOp.MAX, [self._own])
         if not noticed[0]:
             return False
         if self._noticed is not None:
             _logger.warning("%s: all ranks save a checkpoint.", self._noticed)
-        path = self._manager.save()
+        path = self._manager.save(step)
         self._manager.wait()
         self._has_saved = True
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
-        if self._ranks.rank == 0:
+        if self._collectives.rank == 0:
             _logger.warning("Saved %s before the end of the job.", path)
         return True
 
@@ -142,6 +152,16 @@ class PreemptionCheckpointHandler:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _warn_without_step(self) -> None:
+        """Say once, while the program can still be mended, that its step will be missing."""
+        if not self._has_warned and self._collectives.rank == 0:
+            _logger.warning(
+                "If this job is preempted, its checkpoint is numbered after the last file, because "
+                "the program's step is not known. Give save_checkpoint_if_preempted(step), or the "
+                "manager a step_counter."
+            )
+        self._has_warned = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._noticed is None:

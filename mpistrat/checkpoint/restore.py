@@ -23,6 +23,7 @@ from mpistrat.checkpoint.deferred import (
 )
 from mpistrat.checkpoint.object_graph import Tree, walk
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
+from mpistrat.checkpoint.replica_state import assign_replicas
 from mpistrat.checkpoint.restore_values import (
     SharedFile,
     Values,
@@ -151,6 +152,7 @@ def restore(
     tree = walk(root._checkpoint_children())
     collectives = collectives_for(tree, _WHAT)
     path = agree_on_path(collectives, _WHAT, path)
+    assign_replicas(tree.stateful.values(), collectives.rank, collectives.size)
     with open_together(collectives, _WHAT, path) as file:
         state, shapes = file.state, file.shapes
         slots = deferred_slots(tree)
@@ -168,7 +170,12 @@ def restore(
 
         values = _read(collectives, file, check)
     others = {name: shape for name, shape in shapes.items() if name not in variables}
-    restoration = Restoration(path, _broadcast(collectives, path, values, others), state)
+    restoration = Restoration(
+        path,
+        (collectives.rank, collectives.size),
+        _broadcast(collectives, path, values, others),
+        state,
+    )
     _load_state(collectives, restoration, tree)
     with collectives.call(_WHAT, path) as call:
         call.agree("values of variables")

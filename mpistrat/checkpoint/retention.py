@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,9 +24,12 @@ __all__ = [
     "latest_checkpoint",
     "list_folder",
     "warn_of_damage",
+    "warn_of_future",
 ]
 
 PREFIX = "checkpoint-"
+_SKEW_S = 1.0
+"""Seconds by which the clocks of nodes may differ without a word."""
 _WHAT = "latest_checkpoint"
 _logger = logging.getLogger("mpistrat")
 
@@ -54,7 +59,13 @@ def list_folder(directory: str | os.PathLike[str]) -> list[Entry]:
         raise CheckpointError(
             f"The folder {os.fspath(directory)} cannot be read: {reason.strerror}."
         ) from None
-    return sorted(_entries(os.fspath(directory), names))
+    try:
+        return sorted(_entries(os.fspath(directory), names))
+    except OSError as reason:
+        raise CheckpointError(
+            f"The files of the folder {os.fspath(directory)} cannot be looked at: "
+            f"{reason.strerror}. Check its permissions: entering a folder needs x."
+        ) from None
 
 
 def _entries(directory: str, names: list[str]) -> Iterator[Entry]:
@@ -84,7 +95,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     Raises
     ------
     CheckpointError
-        If the folder cannot be read.
+        If the folder cannot be read, or no file that can be read is sound and others cannot.
     TypeError, ValueError
         If `directory` is no path.
     """
@@ -96,20 +107,40 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
 def _find_sound(directory: str) -> str | None:
     """Return the newest checkpoint that verifies."""
-    for entry in reversed(list_folder(directory)):
+    found = list_folder(directory)
+    warn_of_future(found, time.time())
+    unreadable: CheckpointError | None = None
+    for entry in reversed(found):
         try:
             with open_checkpoint(entry.path) as reader:
                 reader.verify()
         except CheckpointError as error:
             warn_of_damage(error)
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EACCES:
+                unreadable = unreadable or error
         else:
             return entry.path
+    if unreadable is not None:  # it may be sound: None would start from the beginning in silence
+        raise unreadable
     return None
 
 
 def warn_of_damage(error: CheckpointError) -> None:
     """Log that a checkpoint is passed over because of `error`."""
     _logger.warning("Passing over a checkpoint that is not sound. %s", error)
+
+
+def warn_of_future(entries: Sequence[Entry], now_s: float) -> None:
+    """Log which files were written by a clock that was ahead of this one."""
+    names = [os.path.basename(each.path) for each in entries if each.created_s > now_s + _SKEW_S]
+    if names:
+        _logger.warning(
+            "By the clock of this node, checkpoints in %s come from the future: %s. A clock was "
+            "wrong when they were written, or is wrong now. They count as older than what is "
+            "saved from now on, and newer than the other files that are there.",
+            os.path.dirname(entries[0].path),
+            ", ".join(names),
+        )
 
 
 class Retention:
@@ -129,7 +160,8 @@ class Retention:
         self._max_to_keep = max_to_keep
         self._keep_every_s = keep_every_s
         self._count_from_s = float("-inf")
-        # Files beyond `max_to_keep` are there because they were kept before.
+        # In the order in which they may go. Files beyond `max_to_keep` are there because they were
+        # kept before.
         self._recent = list(found)
         self._kept: list[Entry] = []
         self._keep_some_of(self._older())
@@ -155,6 +187,16 @@ class Retention:
         surplus = self._keep_some_of(self._older())
         self._recent = [each for each in self._recent if each not in surplus]
         return surplus
+
+    def time_after_all(self, now_s: float) -> float:
+        """Return `now_s`, or a later time if a file seems newer: a new file is the newest."""
+        # The header has microseconds.
+        return max([now_s, *(each.created_s + 1e-6 for each in self.entries)])
+
+    def note_restored(self, path: str) -> None:
+        """Keep the file `path` longer than those that were newer, but were damaged."""
+        restored = [each for each in self._recent if each.path == path]
+        self._recent = [each for each in self._recent if each.path != path] + restored
 
     def _older(self) -> list[Entry]:
         if self._max_to_keep is None:

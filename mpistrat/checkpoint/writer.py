@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view, is_on_host
 from mpistrat.checkpoint.format import STATE, VARIABLES, Header, digest_of_array
+from mpistrat.checkpoint.ownership import WRITERS, Writers
 from mpistrat.checkpoint.raw_io import (
     BYTES_WORTH_A_THREAD,
     Checksum,
@@ -187,13 +189,21 @@ class CheckpointWriter:
 
 
 @contextlib.contextmanager
-def create_checkpoint(path: str | os.PathLike[str], header: Header) -> Iterator[CheckpointWriter]:
+def create_checkpoint(
+    path: str | os.PathLike[str], header: Header, writers: Writers | None = None
+) -> Iterator[CheckpointWriter]:
     """Write a checkpoint that appears under `path` once it is complete and on disk."""
-    header = replace(header, created=header.created or Header.now())
+    header = replace(header, created=header.created or Header.timestamp())
     with contextlib.ExitStack() as stack:
         with explaining(path):
-            file = stack.enter_context(hdf5.create_atomically(path))
+            if writers is None:
+                file = stack.enter_context(hdf5.create_atomically(path))
+            else:
+                writers.check(Path(os.path.realpath(path)))
+                file = stack.enter_context(hdf5.create_atomically(path, writers.commit))
             writer = CheckpointWriter(file, header, path, stack)
+            if writers is not None:
+                write_attribute(file[VARIABLES], WRITERS, str(writers))
         yield writer
         writer.finish()
         with explaining(path):
@@ -210,6 +220,8 @@ def explaining(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn errors of the system and of h5py into a `CheckpointError` with the remedy."""
     try:
         yield
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError) as reason:  # h5py raises either where the system refuses
         text = hdf5.error_text(reason)
         raise CheckpointError(

@@ -134,6 +134,8 @@ class Transport(Protocol):
     size: int
     library: str
     """Name and version of the MPI library, ``"none"`` without."""
+    world_ranks: Sequence[int]
+    """The ranks in COMM_WORLD, empty without MPI."""
     pool: Pool
     """Memory for results."""
     occupancy: Occupancy
@@ -212,6 +214,7 @@ class SoloTransport:
     rank = 0
     size = 1
     library = "none"
+    world_ranks: Sequence[int] = ()
     node: NodeReducer | None = None
     piggyback: Piggyback | None = None
 

@@ -41,12 +41,12 @@ class Gate:
         self.error = None
         self._write = write
 
-    def __call__(self, taken, path, header):
+    def __call__(self, taken, *arguments):
         self.writing += 1
         assert self.writing == 1
         assert self.opened.wait(60)
         if self.error is None:
-            self._write(taken, path, header)
+            self._write(taken, *arguments)
         self.writing -= 1
         if self.error is not None:
             raise self.error
@@ -55,9 +55,8 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch):
     gate = Gate(async_save.Snapshot.write)
-    monkeypatch.setattr(
-        async_save.Snapshot, "write", lambda taken, path, header: gate(taken, path, header)
-    )
+    # A function, because an object would not be bound to the snapshot.
+    monkeypatch.setattr(async_save.Snapshot, "write", lambda *arguments: gate(*arguments))
     return gate
 
 
@@ -167,10 +166,10 @@ manager.save(1)
 manager.wait()
 
 write = async_save.Snapshot.write
-def write_slowly(self, path, header):
+def write_slowly(self, *arguments):
     print("writing", flush=True)
     time.sleep(6 if how == "exception after the end of rank 0" else 1.5)
-    write(self, path, header)
+    write(self, *arguments)
 async_save.Snapshot.write = write_slowly
 
 manager.save(2)

@@ -1,7 +1,10 @@
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import tempfile
+from datetime import datetime, timedelta, timezone
 
 import h5py
 import numpy as np
@@ -214,3 +217,94 @@ def test_leftovers_of_dead_writers_are_removed(make, tmp_path):
         assert foreign.name in left
         assert socket.gethostname().split(".")[0] in next(n for n in left if "-8" in n)
     assert steps(make()) == [8]
+
+
+def put_ahead(path, hours):
+    """Have the file say that it was written `hours` from now."""
+    created = datetime.now(timezone.utc) + timedelta(hours=hours)
+    with h5py.File(path, "r+") as file:
+        file.attrs["created"] = created.isoformat()
+        del file.attrs["digest"]  # which other programs' files need not have either
+
+
+def test_files_of_a_clock_that_was_ahead_do_not_hide_new_ones(make, weight, caplog):
+    first = make()
+    for step in (100, 200, 300):
+        weight.assign(np.float32(step))
+        put_ahead(first.save(step), 1 + step / 1e6)
+    again = make(max_to_keep=3)
+    (warning,) = [each.getMessage() for each in caplog.records if "future" in each.getMessage()]
+    assert all(f"checkpoint-{step}.h5" in warning for step in (100, 200, 300))
+    assert again.restore_or_initialize() == first.checkpoints[-1]
+    for step in (400, 500):
+        weight.assign(np.float32(step))
+        again.save(step)
+    assert steps(again) == steps(make()) == [300, 400, 500]
+    assert make().restore_or_initialize() == again.checkpoints[-1]
+    assert weight.value() == 500
+    assert ms.latest_checkpoint(again.directory) == again.checkpoints[-1]
+
+
+def test_a_new_file_is_never_removed_however_wrong_the_clocks(make):
+    put_ahead(make().save(1), 1000)
+    manager = make(max_to_keep=1)
+    assert os.path.exists(manager.save(2))
+    assert steps(manager) == steps(make()) == [2]
+
+
+def test_the_file_that_was_restored_outlives_damaged_newer_ones(make, weight):
+    first = make()
+    for step in (1, 2, 3):
+        weight.assign(np.float32(step))
+        first.save(step)
+    for path in first.checkpoints[1:]:
+        damage(path)
+    again = make(max_to_keep=2)
+    restored = again.restore_or_initialize()
+    assert restored == first.checkpoints[0]
+    again.save(4)
+    assert sorted(os.listdir(again.directory)) == ["checkpoint-1.h5", "checkpoint-4.h5"]
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Be a user whom permissions bind: root may read everything."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def open_folder(weight):
+    """Make a manager in a folder that every user may reach."""
+    with tempfile.TemporaryDirectory() as parent:
+        os.chmod(parent, 0o755)
+        yield ms.CheckpointManager(ms.Checkpoint(weight=weight), f"{parent}/ckpt")
+        os.chmod(f"{parent}/ckpt", 0o755)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444], ids=["closed", "cannot be entered"])
+def test_a_folder_that_may_not_be_entered_is_named(open_folder, mode):
+    open_folder.save(1)
+    folder = open_folder.directory
+    os.chmod(folder, mode)
+    with as_nobody():
+        with pytest.raises(ms.errors.CheckpointError, match=folder):
+            ms.CheckpointManager(open_folder.checkpoint, folder)
+        with pytest.raises(ms.errors.CheckpointError, match=folder):
+            ms.latest_checkpoint(folder)
+
+
+def test_a_file_that_may_not_be_read_is_no_empty_folder(open_folder):
+    first, second = open_folder.save(1), open_folder.save(2)
+    os.chmod(second, 0)
+    with as_nobody():
+        assert ms.latest_checkpoint(open_folder.directory) == first
+    os.unlink(first)
+    with as_nobody(), pytest.raises(ms.errors.CheckpointError, match=second):
+        ms.latest_checkpoint(open_folder.directory)

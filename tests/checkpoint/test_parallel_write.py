@@ -35,7 +35,7 @@ def world(strategy):
             synchronization=ms.VariableSynchronization.ON_READ,
             aggregation=ms.VariableAggregation.SUM,
         )
-    own = ms.Variable(np.full(LARGE, strategy.cluster_resolver.task_id), name="own")
+    own = ms.Variable(np.full(LARGE, 7), name="own")
     rng = np.random.default_rng(0)
     objects = {**large, "small": small, "on_read": on_read, "own": own, "rng": rng}
     return strategy.extended._collectives, ms.Checkpoint(**objects), large

@@ -71,6 +71,27 @@ def test_the_end_of_the_job_is_known_from_slurm(manager, make, monkeypatch, rank
 
 
 @pytest.mark.mpi
+def test_the_file_has_the_step_of_the_program(manager, make, caplog):
+    handler = make()
+    assert not handler.save_checkpoint_if_preempted(step=6)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert handler.save_checkpoint_if_preempted(step=7)
+    assert os.path.basename(manager.latest_checkpoint) == "checkpoint-7.h5"
+    assert not [each for each in caplog.records if "step_counter" in each.getMessage()]
+
+
+@pytest.mark.mpi
+def test_a_program_without_a_step_is_warned_once(make, caplog, rank):
+    handler = make()
+    for _ in range(3):
+        assert not handler.save_checkpoint_if_preempted()
+    found = [
+        each for each in caplog.records if "save_checkpoint_if_preempted(step)" in each.getMessage()
+    ]
+    assert len(found) == (1 if rank == 0 else 0)
+
+
+@pytest.mark.mpi
 def test_a_slurm_job_without_a_known_end_is_named(make, monkeypatch, caplog, rank):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -19,9 +19,9 @@ SAVE = """
 import signal, threading
 from mpistrat.checkpoint.async_save import Snapshot
 write = Snapshot.write
-def write_slowly(self, path, header):
+def write_slowly(self, *arguments):
     time.sleep({write_s})
-    write(self, path, header)
+    write(self, *arguments)
 Snapshot.write = write_slowly
 if rank == 1:
     def kill():

@@ -1,0 +1,123 @@
+"""Ownership of checkpoint paths: within a job, one set of ranks writes a file.
+
+Groups of ranks of one job need not be in contact, so what they must know of each other is in the
+file: it says which ranks wrote it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpistrat import context, hdf5
+from mpistrat.checkpoint.format import VARIABLES, Header
+from mpistrat.checkpoint.object_graph import Tree
+from mpistrat.checkpoint.validation import read_attribute
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.errors import CheckpointError
+from mpistrat.mpi.world import is_started, started_world
+from mpistrat.system.text import rank_list
+
+__all__ = ["WRITERS", "Writers", "writes_here"]
+
+WRITERS = "writers"
+"""The attribute of the group of variables, in files of jobs of several ranks."""
+# The root group has eight: with a ninth, HDF5 would store them where damage can hide one.
+
+_BEGAN_S = time.time()
+"""Files that are older come from another job, perhaps with other ranks."""
+
+_LONGEST_COMMIT_S = 10.0
+"""A look into a file and a rename take no longer."""
+
+
+@dataclass(frozen=True)
+class Writers:
+    """Ranks that write files together."""
+
+    ranks: tuple[int, ...]
+    """In COMM_WORLD."""
+    world_size: int
+
+    @classmethod
+    def of(cls, collectives: Collectives) -> Writers | None:
+        """Return the ranks of `collectives`, ``None`` where the job has one rank."""
+        world = started_world() if is_started() else None
+        if world is None:
+            return None
+        ranks = collectives.channel.transport.world_ranks or (world.rank,)
+        return cls(tuple(ranks), world.size)
+
+    def __str__(self) -> str:
+        return f"{rank_list(self.ranks)} of {self.world_size}"
+
+    def check(self, path: Path) -> None:
+        """Raise `CheckpointError` if other ranks of this job have written `path`."""
+        other = _writers_of(path)
+        if other is None or other == str(self) or not other.endswith(f"of {self.world_size}"):
+            return
+        raise CheckpointError(
+            f"The checkpoint {path} cannot be written by {self}: {other} of this job have written "
+            "it, and one would replace what the other has saved. Give each strategy its own path. "
+            "The file that is there is unchanged."
+        )
+
+    @contextlib.contextmanager
+    def commit(self, path: Path) -> Iterator[None]:
+        """Check `path` while no other writer gives a file this name, which is the body's work."""
+        claim = hdf5.hidden_beside(path, "commit")
+        _acquire(claim)
+        try:
+            self.check(path)
+            yield
+        finally:
+            claim.unlink(missing_ok=True)
+
+
+def _acquire(claim: Path) -> None:
+    """Make the file `claim`, once nobody else has it."""
+    end_s = time.monotonic() + _LONGEST_COMMIT_S
+    while True:
+        try:
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            return
+        except FileExistsError:
+            if time.monotonic() > end_s:  # who had it was killed
+                claim.unlink(missing_ok=True)
+            time.sleep(0.005)
+
+
+def _writers_of(path: Path) -> str | None:
+    """Return who wrote a file since this job began, ``None`` if it does not say so."""
+    try:
+        if path.stat().st_mtime < _BEGAN_S - 60:  # spares the look into most files
+            return None
+        with hdf5.open_for_reading(path, CheckpointError) as file:
+            found = read_attribute(file[VARIABLES], WRITERS)
+            created = read_attribute(file, "created")
+            is_ours = Header(created=str(created)).created_s >= _BEGAN_S
+    except (OSError, RuntimeError, ValueError, KeyError):  # there is none, or it is damaged
+        return None
+    return found if is_ours and isinstance(found, str) else None
+
+
+def writes_here(tree: Tree) -> bool:
+    """Return whether this rank writes: outside of any strategy rank 0 alone does."""
+    frame = context.current()
+    found: list[Any] = [] if frame is None else [frame.strategy]
+    for group in (tree.variables, tree.stateful, tree.trackables):
+        found += [getattr(each, "strategy", None) for each in group.values()]
+    if any(_is_own(strategy) for strategy in found):
+        return True
+    world = started_world() if is_started() else None
+    return world is None or bool(world.rank == 0)
+
+
+def _is_own(strategy: Any) -> bool:
+    extended = getattr(strategy, "extended", None)
+    return extended is not None and not getattr(extended, "_is_default", False)
