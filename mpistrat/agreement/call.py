@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mpistrat import errors
-from mpistrat.agreement.channel import Channel, Outcome, Status
+from mpistrat.agreement.channel import Channel, Outcome, Overlap, Status
 from mpistrat.system.callsite import call_site, failure_site
 from mpistrat.system.text import format_detail, text_of
-from mpistrat.tracing.flight_recorder import FlightEntry, State, users_place
+from mpistrat.tracing.flight_recorder import FlightEntry, Place, State, users_place
 from mpistrat.tracing.spans import Recorder, active, mark
 
 __all__ = ["AllOrNone", "Call", "CommonOutcome"]
@@ -31,6 +31,9 @@ class Call:
     # Where the check raises on this rank, it brings a refusal to the round in place of a call. If
     # all ranks refuse, each raises its own error and the strategy stays usable; if only some do,
     # the others raise an `EpochMismatchError` that names them.
+
+    _place: Place = None
+    """The line of the user's code, once this has begun."""
 
     def __init__(
         self,
@@ -55,21 +58,63 @@ class Call:
         self._extra_text = ""
 
     def __enter__(self: _C) -> _C:
-        if not self.channel.lock.acquire(blocking=False):
-            raise errors.ContextError(
-                f"{self.kind} was called while another thread of this rank is in a collective. "
-                "Make all collective calls of a strategy from one thread at a time."
-            )
+        self.take_channel()
         try:
             self.channel.check_open()
             # Not later: here the user's frame is near, and each frame looked at costs.
             self._place = users_place(sys._getframe(2))
             self.recorder = active()
             self._end_mark = None if self.recorder is None else mark(self.kind)
-        except BaseException:
-            self.channel.lock.release()
+        except BaseException as error:
+            self.leave_channel(error)
             raise
         return self
+
+    def take_channel(self) -> None:
+        """Begin, or raise a `ContextError`, of which all ranks learn, within another collective."""
+        channel = self.channel
+        if channel.enter(self.kind):
+            return
+        outer, site = channel.inside or "another collective", call_site()
+        if channel.lock.acquire(False):
+            channel.lock.release()
+            what = f"{self.kind} was called inside of {outer}"
+            remedy = (
+                "A signal handler, __del__ or callback may run at any time, and on one rank alone. "
+                "Have it set a flag, and make the call where every rank makes it."
+            )
+        else:
+            what = f"{self.kind} was called while another thread of this rank was in {outer}"
+            remedy = "Make all collective calls of a strategy from one thread at a time."
+        error = errors.ContextError(f"{what}, at {site}. {remedy}")
+        if channel.overlap is None:
+            channel.overlap = Overlap(error, what, site)
+        self._report_overlap()
+        raise error
+
+    def leave_channel(self, error: BaseException | None) -> None:
+        """End, and report a collective that was called meanwhile."""
+        channel = self.channel
+        channel.leave()
+        overlap = channel.overlap
+        if overlap is None:
+            return
+        self._report_overlap()
+        # The other ranks may have met this call in the place of the second one, or the reverse.
+        if error is None and (self._agreed or channel.closed is not None):
+            raise errors.ContextError(str(overlap.error))
+
+    def _report_overlap(self) -> None:
+        """Bring a refusal for a collective called within another one. **Collective**."""
+        channel = self.channel
+        if not channel.enter(self.kind):
+            return  # whoever is inside reports it at the end
+        try:
+            overlap, channel.overlap = channel.overlap, None
+            if overlap is not None and channel.closed is None:
+                self._bring_refusal(overlap.error, "an overlap", overlap.what, overlap.site)
+        finally:
+            channel.leave()
 
     def agree(self, *details: object) -> None:
         """Raise unless every rank makes this call with equal `details`. **Collective**."""
@@ -155,23 +200,29 @@ class Call:
         finally:
             if self._end_mark is not None:
                 self._end_mark()
-            self.channel.lock.release()
-            if error is not None:
-                self.channel.note_end()
+            try:
+                self.leave_channel(error)
+            finally:
+                if error is not None:
+                    self.channel.note_end()
 
     def _refuse(self, error: Exception) -> None:
         """Report to the others that this rank cannot make the call."""
-        if not self.channel.checks:
+        what = f"{self.kind} refused its arguments ({type(error).__name__}: {text_of(error)})"
+        self._bring_refusal(error, self.kind, what, call_site())
+
+    def _bring_refusal(self, error: Exception, subject: str, what: str, site: str) -> None:
+        """Take part in the next round with a refusal of `subject`. **Collective**."""
+        channel = self.channel
+        if not channel.checks:
             return
         entry = self.begin((self.kind, self.name, self.owner, f"refused: {type(error).__name__}"))
         try:
-            outcome = self.channel.vote(Status.REFUSAL, (self.kind, "refused"), self.timeout_s)
+            outcome = channel.vote(Status.REFUSAL, (subject, "refused"), self.timeout_s)
         finally:
             self.end(entry, State.REFUSED)
         if outcome is not Outcome.ALL_REFUSE:
-            what = f"{self.kind} refused its arguments ({type(error).__name__}: {text_of(error)})"
-            report = self.channel.report(what, call_site(), cause=True)
-            self.channel.disagreement(self.channel.exchange(report))
+            channel.disagreement(channel.exchange(channel.report(what, site, cause=True)))
 
 
 class CommonOutcome:
@@ -209,6 +260,7 @@ class CommonOutcome:
         call, channel = self._call, self.channel
         status = Status.CALL if error is None else Status.REFUSAL
         signature = (call.kind, call.name, call.owner, "ends")
+        call.take_channel()
         entry = call.begin(signature)
         state = State.FAILED
         try:
@@ -222,6 +274,7 @@ class CommonOutcome:
             if error is not None:
                 state = State.REFUSED
             call.end(entry, state)
+            call.leave_channel(error)
             channel.note_end()
 
     def _settle(self, trace: TracebackType | None, error: Exception | None) -> None:

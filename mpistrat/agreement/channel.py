@@ -17,20 +17,20 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpistrat.agreement.ledger import Ledger, describe_disagreement
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
-from mpistrat.errors import EpochError, EpochMismatchError, EpochTimeoutError
+from mpistrat.errors import ContextError, EpochError, EpochMismatchError, EpochTimeoutError
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import call_site
 from mpistrat.system.text import rank_list
 from mpistrat.tracing.flight_recorder import FlightRecord
 
-__all__ = ["Channel", "Outcome", "Peers", "Status"]
+__all__ = ["Channel", "Outcome", "Overlap", "Peers", "Status"]
 
 _logger = logging.getLogger("mpistrat")
 
@@ -55,6 +55,15 @@ class Outcome(enum.Enum):
     ALL_CALL = "every rank is ready to do the same"
     ALL_REFUSE = "every rank refuses"
     MIXED = "the ranks differ"
+
+
+class Overlap(NamedTuple):
+    """A collective that was called while this rank was in another one."""
+
+    error: ContextError
+    """Raised by the second call."""
+    what: str
+    site: str
 
 
 class Peers(Protocol):
@@ -104,6 +113,10 @@ class Channel:
         """Whether a round was started and is not done."""
         self.lock = threading.RLock()
         """Held by the thread that is in a collective."""
+        self.inside: str | None = None
+        """The kind of that collective."""
+        self.overlap: Overlap | None = None
+        """A collective called meanwhile, which the other ranks do not know of yet."""
         self.num_strategies = 0
         """How many strategies share the channel."""
         self.checks = True
@@ -136,6 +149,21 @@ class Channel:
     def is_moving_data(self) -> bool:
         """Return whether this rank waits for data inside the transport, from any thread."""
         return bool(self.transport.occupancy)
+
+    def enter(self, kind: str) -> bool:
+        """Begin a collective, and return whether this rank is in no other one."""
+        if not self.lock.acquire(False):
+            return False
+        if self.inside is not None:  # of this thread: the lock is reentrant
+            self.lock.release()
+            return False
+        self.inside = kind
+        return True
+
+    def leave(self) -> None:
+        """End the collective that `enter` began."""
+        self.inside = None
+        self.lock.release()
 
     def check_open(self) -> None:
         """Raise the error that closed this channel, if one did."""
@@ -208,9 +236,21 @@ class Channel:
         self.thread = threading.get_ident()
         self.waiting = (_call_name(signature), time.monotonic())
         try:
-            self._wait_long(*self.waiting, timeout_s)
+            while not self._wait_uninterrupted(*self.waiting, timeout_s):
+                pass
         finally:
             self.waiting = None
+
+    def _wait_uninterrupted(self, what: str, began: float, timeout_s: float | None) -> bool:
+        """Wait, and return False where a signal handler broke that off by calling a collective."""
+        try:
+            self._wait_long(what, began, timeout_s)
+        except ContextError as error:
+            # The others may have this round already, so this rank must end it before it reports.
+            if self.overlap is None or error is not self.overlap.error:
+                raise
+            return False
+        return True
 
     def _wait_long(self, what: str, began: float, timeout_s: float | None) -> None:
         done = self._round.done

@@ -90,7 +90,7 @@ def _remedy(reports: Sequence[dict[str, Any]]) -> list[str]:
     places: dict[str, list[int]] = {}
     calls: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
-        if "failed" in report or report["last_failure"]:
+        if "failed" in report or report["cause"] or report["last_failure"]:
             return []
         call = _CALL.match(report["what"])
         places.setdefault(report["what"].split()[0], []).append(rank)
