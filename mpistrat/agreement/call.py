@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from time import monotonic_ns
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mpistrat import errors
 from mpistrat.agreement.channel import Channel, Outcome, Overlap, Status
@@ -58,9 +58,14 @@ class Call:
         self._extra_text = ""
 
     def __enter__(self: _C) -> _C:
-        self.take_channel()
+        # As `take_channel` and, in `__exit__`, `leave_channel`, without the calls of methods.
+        channel = self.channel
+        is_taken = channel.lock.acquire(False)
+        if not is_taken or channel.inside is not None:
+            self._refuse_overlap(is_taken)
+        channel.inside = self.kind
         try:
-            self.channel.check_open()
+            channel.check_open()
             # Not later: here the user's frame is near, and each frame looked at costs.
             self._place = users_place(sys._getframe(2))
             self.recorder = active()
@@ -71,12 +76,16 @@ class Call:
         return self
 
     def take_channel(self) -> None:
-        """Begin, or raise a `ContextError`, of which all ranks learn, within another collective."""
+        """Begin, or raise a `ContextError`, of which all ranks learn, inside another collective."""
+        if not self.channel.enter(self.kind):
+            is_taken = self.channel.lock.acquire(False)
+            self._refuse_overlap(is_taken)
+
+    def _refuse_overlap(self, is_taken: bool) -> NoReturn:
+        """Raise, as this rank is in another collective; `is_taken` says of this thread."""
         channel = self.channel
-        if channel.enter(self.kind):
-            return
         outer, site = channel.inside or "another collective", call_site()
-        if channel.lock.acquire(False):
+        if is_taken:
             channel.lock.release()
             what = f"{self.kind} was called inside of {outer}"
             remedy = (
@@ -94,11 +103,13 @@ class Call:
 
     def leave_channel(self, error: BaseException | None) -> None:
         """End, and report a collective that was called meanwhile."""
+        self.channel.leave()
+        if self.channel.overlap is not None:
+            self._end_overlap(self.channel.overlap, error)
+
+    def _end_overlap(self, overlap: Overlap, error: BaseException | None) -> None:
+        """Report a collective that was called inside of this one, which has ended."""
         channel = self.channel
-        channel.leave()
-        overlap = channel.overlap
-        if overlap is None:
-            return
         self._report_overlap()
         # The other ranks may have met this call in the place of the second one, or the reverse.
         if error is None and (self._agreed or channel.closed is not None):
@@ -200,11 +211,15 @@ class Call:
         finally:
             if self._end_mark is not None:
                 self._end_mark()
+            channel = self.channel
+            channel.inside = None
+            channel.lock.release()
             try:
-                self.leave_channel(error)
+                if channel.overlap is not None:
+                    self._end_overlap(channel.overlap, error)
             finally:
                 if error is not None:
-                    self.channel.note_end()
+                    channel.note_end()
 
     def _refuse(self, error: Exception) -> None:
         """Report to the others that this rank cannot make the call."""
