@@ -29,12 +29,12 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 180,
+    "files": 181,
     "lines": 32_500,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 738,
+    "exported names": 740,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,

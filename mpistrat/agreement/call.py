@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from mpistrat import errors
-from mpistrat.agreement.channel import Channel, Outcome, Overlap, Status
+from mpistrat.agreement.channel import Channel, Outcome, Status
+from mpistrat.agreement.departures import Overlap
 from mpistrat.system.callsite import call_site, failure_site
 from mpistrat.system.text import format_detail, text_of
 from mpistrat.tracing.flight_recorder import FlightEntry, Place, State, users_place
@@ -141,6 +142,8 @@ class Call:
         self._agreed = True
         channel = self.channel
         if not channel.checks:
+            if channel.lost:
+                channel.check_complete(self.kind)
             return
         if self._entry is not None:
             self.end(self._entry, _DONE)

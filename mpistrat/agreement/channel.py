@@ -17,20 +17,27 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
+from mpistrat.agreement.departures import (
+    Departure,
+    Overlap,
+    Peers,
+    departure_error,
+    timeout_error,
+)
 from mpistrat.agreement.ledger import Ledger, describe_disagreement
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
-from mpistrat.errors import ContextError, EpochError, EpochMismatchError, EpochTimeoutError
+from mpistrat.errors import ContextError, EpochError, EpochMismatchError
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import call_site
 from mpistrat.system.text import rank_list
 from mpistrat.tracing.flight_recorder import FlightRecord
 
-__all__ = ["Channel", "Outcome", "Overlap", "Peers", "Status"]
+__all__ = ["Channel", "Outcome", "Status"]
 
 _logger = logging.getLogger("mpistrat")
 
@@ -57,39 +64,8 @@ class Outcome(enum.Enum):
     MIXED = "the ranks differ"
 
 
-class Overlap(NamedTuple):
-    """A collective that was called while this rank was in another one."""
-
-    error: ContextError
-    """Raised by the second call."""
-    what: str
-    site: str
-
-
-class Peers(Protocol):
-    """The other ranks of a channel, asked beside MPI, from any thread."""
-
-    def lowest_waiting(self) -> int:
-        """Return the lowest rank that waits in the same collective as this one."""
-
-    def describe(self, site: str) -> tuple[list[int], str]:
-        """Return the ranks that this one, at `site`, waits for, and a table of all."""
-
-    def describe_lost(self) -> str:
-        """Return a table of the ranks whose data will never come, empty without any."""
-
-    def deliver(self, texts: Sequence[str]) -> bool:
-        """Send lines to rank 0 to print, and return whether it accepted them."""
-
-    def is_root_at_work(self) -> bool:
-        """Return whether rank 0 is still finishing a file for all."""
-
-    def wait_for_work(self) -> None:
-        """Wait until no rank is finishing a file, which the end of the job would lose."""
-
-    def report_end_of_job(self, limit_s: float) -> None:
-        """Report to each other rank, within `limit_s` seconds, that this one ends the job."""
-
+_SECOND_LIMIT_S = 5.0
+"""How long a rank waits beyond its limit for a round to which all ranks have come."""
 
 _ALL_EQUAL = 2
 _CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
@@ -129,8 +105,10 @@ class Channel:
         """Called with `closed`, whenever a collective has ended with it."""
         self.peers: Peers | None = None
         """The other ranks on the side channel, where there is one."""
-        self.lost: dict[int, str] = {}
-        """Ranks whose processes have died, each with a description."""
+        self.lost: dict[int, Departure] = {}
+        """Ranks that come to no further collective."""
+        self._departing = threading.Lock()
+        """Held while a rank is added to `lost`, which may be taken back."""
         self.stuck_at: str | None = None
         """Where this rank stopped waiting in a round, which is still open."""
         self.is_reported = False
@@ -167,12 +145,28 @@ class Channel:
 
     def check_open(self) -> None:
         """Raise the error that closed this channel, if one did."""
-        if self.lost and self.closed is None:
-            self.closed = self._loss("another collective")
         if self.closed is not None:
             again = type(self.closed)(str(self.closed))
             again._caused_elsewhere = self.closed._caused_elsewhere
             raise again from None
+
+    def check_complete(self, what: str) -> None:
+        """Raise if a rank has left that the collective `what` needs."""
+        with self._departing:
+            if self.lost and self.closed is None:
+                self.closed = departure_error(self.lost, what)
+        self.check_open()
+
+    def let_leave(self, rank: int, number: int, departure: Departure) -> bool:
+        """Return whether this rank comes to the collective that `rank` is about to leave."""
+        # From any thread. Either this rank counts the collective first, or it finds the departure
+        # when it does so (see `vote`): the two never miss each other.
+        with self._departing:
+            known = self.lost.setdefault(rank, departure)
+            comes = self.closed is None and self.ledger.sequence >= number
+            if comes and known is departure:
+                del self.lost[rank]
+        return comes
 
     def start_round(self, status: Status, digest: int) -> None:
         """Bring `status` and `digest` to the next round."""
@@ -211,25 +205,31 @@ class Channel:
             self.on_collective(self.ledger.sequence + 1)
         ledger = self.ledger
         digest = ledger.digest(signature) ^ extra
+        ledger.sequence += 1
+        if self.lost:
+            self.check_complete(f"{_call_name(signature)} at {call_site()}")
         self.pending = True
         try:
-            ledger.sequence += 1
             known = self._round.meet(status, digest)
             if not known:
                 self._wait(signature, timeout_s)
         except BaseException as error:
-            # The round stays open, so nothing can be agreed upon any more.
-            self.stuck_at = call_site()
-            if self.closed is None:
-                self.closed = EpochError(
-                    f"The wait for {_call_name(signature)} at {call_site()} was interrupted by "
-                    f"{type(error).__name__} on rank {self.rank} of {self.size}."
-                )
+            self._leave_round(_call_name(signature), error)
             raise
         self.pending = False
         if known == _ALL_EQUAL and status is _CALL:
             return _ALL_CALL
         return self.outcome()
+
+    def _leave_round(self, what: str, error: BaseException) -> None:
+        """Close the channel, as the round stays open: nothing can be agreed upon any more."""
+        self.stuck_at = call_site()
+        self._round.withdraw()
+        if self.closed is None:
+            wait = f"wait for {what} at {self.stuck_at} was interrupted by {type(error).__name__}"
+            self.closed = EpochError(f"The {wait} on rank {self.rank} of {self.size}.")
+            if self.peers is not None and isinstance(error, Exception):  # else it will end soon
+                self.peers.report_departure(Departure("left", f"its {wait}"))
 
     def _wait(self, signature: object, timeout_s: float | None) -> None:
         """Wait for late ranks."""
@@ -255,14 +255,14 @@ class Channel:
     def _wait_long(self, what: str, began: float, timeout_s: float | None) -> None:
         done = self._round.done
         remind_at_s: float | None = None
+        limit_s = math.inf if timeout_s is None else timeout_s
         while not done():
             waited_s = time.monotonic() - began
             if self.lost:
-                self.closed = self._loss(f"{what} at {call_site()}")
-                self.check_open()
-            if timeout_s is not None and waited_s > timeout_s:
-                self.closed = self._timeout(what, timeout_s)
-                self.check_open()
+                self._check_lost(what)
+            if timeout_s is not None and waited_s > limit_s:
+                self._give_up(what, timeout_s, is_last=limit_s > timeout_s)
+                limit_s = waited_s + _SECOND_LIMIT_S
             if remind_at_s is None:
                 # Not before: most waits are shorter than it takes to read the settings.
                 remind_at_s = settings_at_the_end().wait_notice_s if waited_s > 0.01 else None
@@ -274,27 +274,36 @@ class Channel:
             else:
                 time.sleep(0.0002)
 
-    def _loss(self, where: str) -> EpochError:
-        """Return the error for ranks that have died."""
-        table = "\n".join(f"  {rank_list([rank])}: {what}" for rank, what in self.lost.items())
-        return EpochError(f"{rank_list(self.lost)} ended, so {where} can never complete:\n{table}")
+    def _check_lost(self, what: str) -> None:
+        """Raise, while waiting, if a rank has left."""
+        with self._departing:
+            limits_s = [each.waited_s for each in self.lost.values() if each.waited_s is not None]
+        if limits_s:  # another rank has waited too long for the same ones as this one
+            self._give_up(what, limits_s[0], is_last=True)
+        self.check_complete(f"{what} at {call_site()}")
 
-    def _timeout(self, what: str, timeout_s: float) -> EpochTimeoutError:
-        """Return the error for ranks that did not come, with what they are doing instead."""
+    def _give_up(self, what: str, waited_s: float, is_last: bool) -> None:
+        """Raise because of missing ranks; return where all have come, unless it `is_last`."""
         site = call_site()
-        missing, table = self._missing_ranks(site)
-        return EpochTimeoutError(
-            f"{missing} did not come to {what} at {site} within {timeout_s:g} s, as rank "
-            f"{self.rank} of {self.size} did:\n{table}\n"
-            "This call is collective: every rank must make it. Look for a rank that skips it, or "
-            "raise timeout_seconds if one is only slow."
-        )
+        departure = Departure("gave up", f"waited {waited_s:g} s in {what} at {site}", waited_s)
+        missing = None if self.peers is None else self.peers.offer_to_leave(site, departure)
+        if missing is None and self.peers is not None and not is_last:
+            return  # all have come, so the round is about to end
+        who, table = missing or self._missing_ranks(site)
+        if not who and self.lost:
+            return  # this rank came late itself, after the others had given up
+        who = who or "Some ranks"  # all have come just now
+        self.closed = timeout_error(who, table, what, site, waited_s, self.rank, self.size)
+        if self.peers is not None:
+            self.peers.report_departure(departure)
+        self.check_open()
 
     def _remind(self, what: str, waited_s: float) -> None:
         """Log the missing ranks, once for all ranks that wait."""
         if self.peers is None or self.peers.lowest_waiting() == self.rank:
             site = call_site()
             missing, table = self._missing_ranks(site)
+            missing = missing or "Some ranks"
             _logger.warning(
                 "%s of %d has waited for %.0f s in %s at %s. %s did not come yet:\n%s",
                 *(rank_list([self.rank]), self.size, waited_s, what, site, missing, table),
@@ -303,10 +312,8 @@ class Channel:
     def _missing_ranks(self, site: str) -> tuple[str, str]:
         """Return the missing ranks as text, and a table of where each rank is."""
         if self.peers is None:
-            return "Some ranks", "  (there is no side channel to ask them)"
-        missing, table = self.peers.describe(site)
-        # All may have arrived just now, which is too late for the limit.
-        return (rank_list(missing) if missing else "Some ranks").capitalize(), table
+            return "", "  (there is no side channel to ask them)"
+        return self.peers.describe(site)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**, unchecked."""

@@ -45,6 +45,8 @@ class _MpiRound:
 
     start: Callable[[], object]
     done: Callable[[], bool]
+    withdraw: Callable[[], object] = bool
+    """Does nothing: MPI cannot cancel a collective."""
 
     def __init__(self, num_values: int) -> None:
         self.send = np.zeros(num_values, np.uint64)
@@ -105,6 +107,8 @@ class _SharedRound:
         send, receive = self.send.ctypes.data, self.receive.ctypes.data
         self.start = functools.partial(library.round_start, pointer, send)
         self.done = functools.partial(library.round_done, pointer, receive, 1)
+        # A rank that comes later waits, and learns why, in place of finding all there.
+        self.withdraw = functools.partial(library.reduce_withdraw, pointer)
         self.meet = functools.partial(library.round_meet, pointer, send, receive, _TURNS)
         self.room = min(node.ROUND_BYTES, _ROOM_OF_ALL // node.size)
         """How many bytes may travel with a round."""

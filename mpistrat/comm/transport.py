@@ -77,6 +77,10 @@ class Round(Protocol):
         """Returns whether every rank has started this round."""
 
     @property
+    def withdraw(self) -> Callable[[], object]:
+        """Takes back what `start` contributed, where that is possible: this rank gives up."""
+
+    @property
     def meet(self) -> Callable[[int, int], int]:
         """Contributes two numbers and their complements, and polls for some 100 us."""
         # Returns 0 if ranks are missing, 2 if all have contributed the same, else 1.
@@ -188,6 +192,7 @@ class SoloRound:
         self.send = self.receive = np.zeros(num_values, np.uint64)
         self.start: Callable[[], object] = bool
         self.done: Callable[[], bool] = lambda: True
+        self.withdraw: Callable[[], object] = bool
 
     def meet(self, first: int, second: int) -> int:
         """Contribute two numbers, which are those of all ranks."""

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mpistrat.agreement.channel import Channel, Peers
+from mpistrat.agreement.channel import Channel
+from mpistrat.agreement.departures import Departure, Peers
 from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
@@ -79,10 +80,15 @@ class MonitorClient(Peers):
 
         # The name of a question is its `ask`.
         def state(question: Question) -> _Answer:
-            return _rank_state(self._channel, process.channels, process.has_left)
+            found = _rank_state(self._channel, process.channels, process.has_left)
+            if "departure" in question.details:
+                leaves = int(question["sender"]), int(question["number"])
+                departure = Departure(*question["departure"])
+                found["comes"] = self._channel.let_leave(*leaves, departure)
+            return found
 
         def lost(question: Question) -> dict[str, Any]:
-            self.note_loss(int(question["lost"]), str(question["what"]))
+            self.note_departure(int(question["lost"]), Departure(*question["departure"]))
             return {}
 
         return {"state": state, "lost": lost}
@@ -111,10 +117,11 @@ class MonitorClient(Peers):
         """Return the other ranks."""
         return [rank for rank in range(len(self._addresses)) if rank != self._channel.rank]
 
-    def ask_all(self, ranks: Iterable[int]) -> dict[int, _Answer]:
+    def ask_all(self, ranks: Iterable[int], **details: Any) -> dict[int, _Answer]:
         """Return the answer of each of `ranks`, asked at the same time."""
         ranks = list(ranks)
-        return dict(zip(ranks, _at_once(self.ask, ranks), strict=True))
+        answers = _at_once(lambda rank: self.ask(rank, **details), ranks)
+        return dict(zip(ranks, answers, strict=True))
 
     def deliver(self, texts: Sequence[str]) -> bool:
         """Send lines to rank 0 to print, and return whether it accepted them."""
@@ -152,16 +159,29 @@ class MonitorClient(Peers):
         waits_here: bool = found["state"] == RankState.HERE
         return waits_here and found["sequence"] == self._channel.ledger.sequence
 
-    def describe(self, site: str) -> tuple[list[int], str]:
-        """Return the ranks that this one, at `site`, waits for, and a table of all."""
-        found = self.ask_all(self.others())
+    def describe(self, site: str) -> tuple[str, str]:
+        """Return the ranks that this one, at `site`, waits for in words, and a table of all."""
+        return self._describe(site, self.ask_all(self.others()))
+
+    def offer_to_leave(self, site: str, departure: Departure) -> tuple[str, str] | None:
+        """Do `describe`, and keep ranks that are missing from coming; ``None`` without any."""
+        channel = self._channel
+        details = {"sender": channel.rank, "number": channel.ledger.sequence}
+        found = self.ask_all(self.others(), departure=departure, **details)
+        # A rank that does not answer may come all the same, and finds that it has been given up.
+        if all(each.get("comes") for each in found.values()):
+            return None
+        return self._describe(site, found)
+
+    def _describe(self, site: str, found: Mapping[int, _Answer]) -> tuple[str, str]:
         missing = [rank for rank, each in found.items() if not self.waits_here(each)]
         lines: dict[str, list[int]] = {f"waiting here at {site}": [self._channel.rank]}
         for rank in sorted(found, key=lambda rank: rank not in missing):
             lines.setdefault(_describe_rank_state(found[rank]), []).append(rank)
         # Those that are missing come first.
         ordered = sorted(lines.items(), key=lambda item: not set(item[1]) & set(missing))
-        return missing, "\n".join(f"  {rank_list(ranks)}: {line}" for line, ranks in ordered)
+        who = rank_list(missing).capitalize() if missing else ""
+        return who, "\n".join(f"  {rank_list(ranks)}: {line}" for line, ranks in ordered)
 
     def describe_lost(self) -> str:
         """Return a table of the ranks whose data will never come, empty without any."""
@@ -180,14 +200,19 @@ class MonitorClient(Peers):
                 return
             place = self._addresses[rank]
             what = f"gone: process {place.pid} on {place.host} has ended without a word"
-            self.note_loss(rank, what)
-            self._notify_all("lost", lost=rank, what=what)
+            departure = Departure("ended", what)
+            self.note_departure(rank, departure)
+            self._notify_all("lost", lost=rank, departure=departure)
 
         _later(_SETTLE_S, report)
 
-    def note_loss(self, rank: int, what: str) -> None:
+    def report_departure(self, departure: Departure) -> None:
+        """Report to every other rank that this one has left the channel."""
+        self._notify_all("lost", lost=self._channel.rank, departure=departure)
+
+    def note_departure(self, rank: int, departure: Departure) -> None:
         """Have the next collective fail, as `rank` will never come to it, from any thread."""
-        self._channel.lost.setdefault(rank, what)
+        self._channel.lost.setdefault(rank, departure)
 
         def end_if_blocked() -> None:
             # Inside MPI nothing can be raised. The other ranks do the same in their own threads.
@@ -195,7 +220,8 @@ class MonitorClient(Peers):
                 return
             self.wait_for_work()
             if self._channel.is_moving_data():
-                logs.print_last(f"{rank_list([rank])} is {what}.")
+                verb = "is" if departure.act == "ended" else f"{departure.act}:"
+                logs.print_last(f"{rank_list([rank])} {verb} {departure.what}.")
                 os._exit(1)
 
         _later(settings_at_the_end().exit_grace_s, end_if_blocked)

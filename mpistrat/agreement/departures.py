@@ -1,0 +1,95 @@
+"""Departures of ranks from a channel, and the protocol by which its ranks report them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from mpistrat.errors import ContextError, EpochError, EpochTimeoutError
+from mpistrat.system.text import rank_list, ranks_by_value
+
+__all__ = ["Departure", "Overlap", "Peers", "departure_error", "timeout_error"]
+
+
+class Departure(NamedTuple):
+    """The end of the collectives of one rank, as it or another one reports it."""
+
+    act: str
+    """What it did, as a verb: one of those in `_CAUSES`."""
+    what: str
+    waited_s: float | None = None
+    """How long it had waited for other ranks, where it gave up because of that."""
+
+
+class Peers(Protocol):
+    """The other ranks of a channel, asked beside MPI, from any thread."""
+
+    def lowest_waiting(self) -> int:
+        """Return the lowest rank that waits in the same collective as this one."""
+
+    def describe(self, site: str) -> tuple[str, str]:
+        """Return the ranks that this one, at `site`, waits for in words, and a table of all."""
+
+    def offer_to_leave(self, site: str, departure: Departure) -> tuple[str, str] | None:
+        """Do `describe`, and keep ranks that are missing from coming; ``None`` without any."""
+
+    def report_departure(self, departure: Departure) -> None:
+        """Report to each rank that waits that this one has left the channel."""
+
+    def describe_lost(self) -> str:
+        """Return a table of the ranks whose data will never come, empty without any."""
+
+    def deliver(self, texts: Sequence[str]) -> bool:
+        """Send lines to rank 0 to print, and return whether it accepted them."""
+
+    def is_root_at_work(self) -> bool:
+        """Return whether rank 0 is still finishing a file for all."""
+
+    def wait_for_work(self) -> None:
+        """Wait until no rank is finishing a file, which the end of the job would lose."""
+
+    def report_end_of_job(self, limit_s: float) -> None:
+        """Report to each other rank, within `limit_s` seconds, that this one ends the job."""
+
+
+class Overlap(NamedTuple):
+    """A collective that was called while this rank was in another one."""
+
+    error: ContextError
+    """Raised by the second call."""
+    what: str
+    site: str
+
+
+_CAUSES = {"ended": False, "gave up": False, "left": True}
+"""Whether another rank reports the cause, by what a rank did. One that is waited for is a cause."""
+
+
+def departure_error(departures: Mapping[int, Departure], where: str) -> EpochError:
+    """Return the error of a rank that is `where`, for the `departures` of other ranks."""
+    first = next(iter(departures.values()))
+    alike = [rank for rank, each in departures.items() if each.act == first.act]
+    groups = ranks_by_value((rank, each.what) for rank, each in departures.items())
+    table = "\n".join(f"  {rank_list(ranks)}: {what}" for what, ranks in groups.items())
+    text = f"{rank_list(alike)} {first.act}, so {where} can never complete:\n{table}"
+    if first.waited_s is None:
+        error = EpochError(text)
+    else:
+        error = EpochTimeoutError(
+            f"{text}\nThis rank came too late. Make a new strategy on every rank, or raise "
+            "timeout_seconds if it is only slow."
+        )
+    error._caused_elsewhere = _CAUSES[first.act]
+    return error
+
+
+def timeout_error(
+    who: str, table: str, what: str, site: str, waited_s: float, rank: int, size: int
+) -> EpochTimeoutError:
+    """Return the error of `rank`, which has waited for `who`; `table` says where all ranks are."""
+    return EpochTimeoutError(
+        f"{who} did not come to {what} at {site} within {waited_s:g} s, as rank {rank} of {size} "
+        f"did:\n{table}\n"
+        "This call is collective: every rank must make it. Look for a rank that skips it, or raise "
+        "timeout_seconds if one is only slow."
+    )
