@@ -30,11 +30,11 @@ Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
     "files": 181,
-    "lines": 32_500,
+    "lines": 32_700,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 740,
+    "exported names": 742,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,

@@ -111,6 +111,9 @@ class Call:
     def _end_overlap(self, overlap: Overlap, error: BaseException | None) -> None:
         """Report a collective that was called inside of this one, which has ended."""
         channel = self.channel
+        if error is not None and self._agreed and channel.closed is None:
+            # It may have come between two messages, which the others still wait for.
+            channel.leave_alone(f"{overlap.what} at {overlap.site}", overlap.what)
         self._report_overlap()
         # The other ranks may have met this call in the place of the second one, or the reverse.
         if error is None and (self._agreed or channel.closed is not None):
@@ -142,7 +145,7 @@ class Call:
         self._agreed = True
         channel = self.channel
         if not channel.checks:
-            if channel.lost:
+            if channel.departures.found:
                 channel.check_complete(self.kind)
             return
         if self._entry is not None:

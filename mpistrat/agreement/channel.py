@@ -23,15 +23,16 @@ import numpy as np
 
 from mpistrat.agreement.departures import (
     Departure,
+    Departures,
     Overlap,
     Peers,
     departure_error,
     timeout_error,
 )
-from mpistrat.agreement.ledger import Ledger, describe_disagreement
+from mpistrat.agreement.ledger import Ledger, disagreement_error
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
-from mpistrat.errors import ContextError, EpochError, EpochMismatchError
+from mpistrat.errors import ContextError, EpochError
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import call_site
 from mpistrat.system.text import rank_list
@@ -105,10 +106,8 @@ class Channel:
         """Called with `closed`, whenever a collective has ended with it."""
         self.peers: Peers | None = None
         """The other ranks on the side channel, where there is one."""
-        self.lost: dict[int, Departure] = {}
-        """Ranks that come to no further collective."""
-        self._departing = threading.Lock()
-        """Held while a rank is added to `lost`, which may be taken back."""
+        self.departures = Departures()
+        """Other ranks that come to no further collective."""
         self.stuck_at: str | None = None
         """Where this rank stopped waiting in a round, which is still open."""
         self.is_reported = False
@@ -120,6 +119,7 @@ class Channel:
         self.pool = transport.pool
         self.private_pool = Pool()
         """Memory for results that no other rank maps, unlike `pool`, which is the transport's."""
+        self._departed = self.departures.found
         self._round = transport.round(4)
         self._outgoing = self._round.send.data.cast("B")
         self._incoming = self._round.receive.data.cast("B")
@@ -152,21 +152,9 @@ class Channel:
 
     def check_complete(self, what: str) -> None:
         """Raise if a rank has left that the collective `what` needs."""
-        with self._departing:
-            if self.lost and self.closed is None:
-                self.closed = departure_error(self.lost, what)
+        if self.closed is None:
+            self.closed = self.departures.error(what)
         self.check_open()
-
-    def let_leave(self, rank: int, number: int, departure: Departure) -> bool:
-        """Return whether this rank comes to the collective that `rank` is about to leave."""
-        # From any thread. Either this rank counts the collective first, or it finds the departure
-        # when it does so (see `vote`): the two never miss each other.
-        with self._departing:
-            known = self.lost.setdefault(rank, departure)
-            comes = self.closed is None and self.ledger.sequence >= number
-            if comes and known is departure:
-                del self.lost[rank]
-        return comes
 
     def start_round(self, status: Status, digest: int) -> None:
         """Bring `status` and `digest` to the next round."""
@@ -200,13 +188,14 @@ class Channel:
         self, status: Status, signature: object, timeout_s: float | None, extra: int = 0
     ) -> Outcome:
         """Take part in a round and wait for it. **Collective**."""
-        # `extra` must agree too. It is not in `signature`, whose digest is kept.
+        # `extra` must agree too. It is not in `signature`, whose digest is kept. The collective is
+        # counted before departures are looked at: see `MonitorClient.handlers`.
         if self.on_collective is not None:
             self.on_collective(self.ledger.sequence + 1)
         ledger = self.ledger
         digest = ledger.digest(signature) ^ extra
         ledger.sequence += 1
-        if self.lost:
+        if self._departed:
             self.check_complete(f"{_call_name(signature)} at {call_site()}")
         self.pending = True
         try:
@@ -223,13 +212,20 @@ class Channel:
 
     def _leave_round(self, what: str, error: BaseException) -> None:
         """Close the channel, as the round stays open: nothing can be agreed upon any more."""
-        self.stuck_at = call_site()
         self._round.withdraw()
-        if self.closed is None:
-            wait = f"wait for {what} at {self.stuck_at} was interrupted by {type(error).__name__}"
-            self.closed = EpochError(f"The {wait} on rank {self.rank} of {self.size}.")
-            if self.peers is not None and isinstance(error, Exception):  # else it will end soon
-                self.peers.report_departure(Departure("left", f"its {wait}"))
+        if self.closed is not None:
+            self.stuck_at = call_site()
+            return
+        wait = f"wait for {what} at {call_site()} was interrupted by {type(error).__name__}"
+        # After other exceptions the rank will end soon.
+        self.leave_alone(f"The {wait}", f"its {wait}" if isinstance(error, Exception) else "")
+
+    def leave_alone(self, what: str, reported: str) -> None:
+        """Close the channel, and have waiting ranks learn what is `reported`, if anything."""
+        self.stuck_at = call_site()
+        self.closed = EpochError(f"{what} on rank {self.rank} of {self.size}.")
+        if self.peers is not None and reported:
+            self.peers.report_departure(Departure("left", reported))
 
     def _wait(self, signature: object, timeout_s: float | None) -> None:
         """Wait for late ranks."""
@@ -258,8 +254,10 @@ class Channel:
         limit_s = math.inf if timeout_s is None else timeout_s
         while not done():
             waited_s = time.monotonic() - began
-            if self.lost:
-                self._check_lost(what)
+            if self._departed:
+                self._check_departed(what)
+            if self.departures.failures:
+                self._check_failures(what)
             if timeout_s is not None and waited_s > limit_s:
                 self._give_up(what, timeout_s, is_last=limit_s > timeout_s)
                 limit_s = waited_s + _SECOND_LIMIT_S
@@ -274,29 +272,50 @@ class Channel:
             else:
                 time.sleep(0.0002)
 
-    def _check_lost(self, what: str) -> None:
+    def _check_departed(self, what: str) -> None:
         """Raise, while waiting, if a rank has left."""
-        with self._departing:
-            limits_s = [each.waited_s for each in self.lost.values() if each.waited_s is not None]
-        if limits_s:  # another rank has waited too long for the same ones as this one
-            self._give_up(what, limits_s[0], is_last=True)
+        waited_s = self.departures.waited_s()
+        if waited_s is not None:  # too long for another rank, which has waited for the same ones
+            self._give_up(what, waited_s, is_last=True)
         self.check_complete(f"{what} at {call_site()}")
+
+    def _check_failures(self, what: str) -> None:
+        """Raise, while waiting, if a function has failed on a rank that this one waits for."""
+        failed = self.departures.failed_before(self.ledger.sequence, self.ledger.failures)
+        if failed:
+            site = call_site()
+            whom = ", ".join(f"rank {rank} ({each.what})" for rank, each in failed.items())
+            departure = Departure("gave up", f"waited in {what} at {site} for {whom}")
+            self._leave(departure, lambda *_: departure_error(failed, f"{what} at {site}"))
 
     def _give_up(self, what: str, waited_s: float, is_last: bool) -> None:
         """Raise because of missing ranks; return where all have come, unless it `is_last`."""
         site = call_site()
         departure = Departure("gave up", f"waited {waited_s:g} s in {what} at {site}", waited_s)
-        missing = None if self.peers is None else self.peers.offer_to_leave(site, departure)
-        if missing is None and self.peers is not None and not is_last:
-            return  # all have come, so the round is about to end
-        who, table = missing or self._missing_ranks(site)
-        if not who and self.lost:
-            return  # this rank came late itself, after the others had given up
-        who = who or "Some ranks"  # all have come just now
-        self.closed = timeout_error(who, table, what, site, waited_s, self.rank, self.size)
-        if self.peers is not None:
-            self.peers.report_departure(departure)
-        self.check_open()
+
+        def error(who: str, table: str) -> EpochError | None:
+            if not who and self._departed:
+                return None  # this rank came late itself, after the others had given up
+            who = who or "Some ranks"  # all have come just now
+            return timeout_error(who, table, what, site, waited_s, self.rank, self.size)
+
+        self._leave(departure, error, site, is_last)
+
+    def _leave(
+        self,
+        departure: Departure,
+        error: Callable[[str, str], EpochError | None],
+        site: str = "",
+        is_last: bool = False,
+    ) -> None:
+        """Leave the round with the `error` for the missing ranks and a table of all, if any."""
+        if self.peers is None:
+            self.closed = error(*self._missing_ranks(site))
+        elif (missing := self.peers.offer_to_leave(site, departure)) or is_last:
+            self.closed = error(*(missing or self._missing_ranks(site)))
+            if self.closed is not None:
+                self.peers.report_departure(departure)
+        self.check_open()  # without an error all have come, and the round is about to end
 
     def _remind(self, what: str, waited_s: float) -> None:
         """Log the missing ranks, once for all ranks that wait."""
@@ -340,23 +359,8 @@ class Channel:
         """Close the channel, and return the error to raise for the `reports` of all ranks."""
         # After each round with `Outcome.MIXED`, every rank makes exactly one `exchange` of its
         # report, whatever it was about to do, so that they always meet.
-        guilty = [rank for rank, each in enumerate(reports) if each["cause"]]
-        ended = [rank for rank, each in enumerate(reports) if each["ended"]]
-        table = describe_disagreement(reports)
-        error: EpochError
-        if ended:
-            error = EpochError(
-                f"{rank_list(ended)} ended, so this collective can never complete:\n{table}"
-            )
-        else:
-            error = EpochMismatchError(
-                f"The ranks disagree:\n{table}\n"
-                "Every rank must make the same collective calls in the same order, with the same "
-                "op, dtype, shape, structure and name."
-            )
-        error._caused_elsewhere = bool(guilty) and self.rank not in guilty
-        self.closed = error
-        return error
+        self.closed = disagreement_error(reports, self.rank)
+        return self.closed
 
     def note_end(self) -> None:
         """Call `on_failure` if the agreement of the ranks has ended."""
@@ -386,6 +390,8 @@ class Channel:
         """Record that a replica or merge function raised on this rank."""
         self.ledger.failures += 1
         self.ledger.last_failure = f"{type(error).__name__} at {site}"
+        if self.peers is not None:
+            self.peers.report_failure()
 
 
 def _call_name(signature: object) -> str:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from mpistrat.errors import ContextError, EpochError, EpochTimeoutError
 from mpistrat.system.text import rank_list, ranks_by_value
 
-__all__ = ["Departure", "Overlap", "Peers", "departure_error", "timeout_error"]
+__all__ = [
+    "Departure",
+    "Departures",
+    "Failure",
+    "Overlap",
+    "Peers",
+    "departure_error",
+    "timeout_error",
+]
 
 
 class Departure(NamedTuple):
@@ -32,6 +41,9 @@ class Peers(Protocol):
 
     def offer_to_leave(self, site: str, departure: Departure) -> tuple[str, str] | None:
         """Do `describe`, and keep ranks that are missing from coming; ``None`` without any."""
+
+    def report_failure(self) -> None:
+        """Report to each other rank, soon, that a function has failed on this one."""
 
     def report_departure(self, departure: Departure) -> None:
         """Report to each rank that waits that this one has left the channel."""
@@ -61,7 +73,57 @@ class Overlap(NamedTuple):
     site: str
 
 
-_CAUSES = {"ended": False, "gave up": False, "left": True}
+class Failure(NamedTuple):
+    """A replica or merge function that raised on one rank, which may have caught the error."""
+
+    number: int
+    """Of the collectives that the rank had come to."""
+    failures: int
+    """How many functions have failed there since the start: see `Ledger`."""
+    what: str
+
+
+class Departures:
+    """What a rank knows of other ranks that have left or failed, noted from any thread."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Departure] = {}
+        """Of each rank that will never come."""
+        self.failures: dict[int, Failure] = {}
+        """The last failure of each rank."""
+        self._lock = threading.Lock()
+        """Held while an offer is looked at, which may be taken out of `found` again."""
+
+    def offer(self, rank: int, departure: Departure, has_come: Callable[[], bool]) -> bool:
+        """Note that `rank` leaves unless this rank `has_come`, and return whether it has."""
+        with self._lock:
+            known = self.found.setdefault(rank, departure)
+            comes = has_come()
+            if comes and known is departure:
+                del self.found[rank]
+        return comes
+
+    def error(self, where: str) -> EpochError | None:
+        """Return the error of this rank, which is `where`, if another one has left."""
+        with self._lock:
+            return departure_error(self.found, where) if self.found else None
+
+    def waited_s(self) -> float | None:
+        """Return how long a rank has waited that gave up because of that, if there is one."""
+        with self._lock:
+            return next((each.waited_s for each in self.found.values() if each.waited_s), None)
+
+    def failed_before(self, number: int, failures: int) -> dict[int, Departure]:
+        """Return the ranks that cannot come to collective `number` as after `failures` failures."""
+        # The counts only rise, and ranks with different ones do not agree.
+        return {
+            rank: Departure("failed", each.what)
+            for rank, each in self.failures.items()
+            if each.number < number and each.failures > failures
+        }
+
+
+_CAUSES = {"ended": False, "gave up": False, "left": True, "failed": True}
 """Whether another rank reports the cause, by what a rank did. One that is waited for is a cause."""
 
 

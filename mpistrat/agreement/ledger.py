@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from mpistrat.errors import EpochError, EpochMismatchError
 from mpistrat.system.text import rank_list
 
-__all__ = ["Ledger", "Signature", "describe_disagreement"]
+__all__ = ["Ledger", "Signature", "disagreement_error"]
 
 _MASK = 2**64 - 1
 # Odd constants spread small counters over all 64 bits, so that two counters never cancel.
@@ -75,7 +76,27 @@ _COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures")
 _CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
 
 
-def describe_disagreement(reports: Sequence[dict[str, Any]]) -> str:
+def disagreement_error(reports: Sequence[dict[str, Any]], rank: int) -> EpochError:
+    """Return the error of `rank` for the `Channel.report` of each rank."""
+    guilty = [each for each, report in enumerate(reports) if report["cause"]]
+    ended = [each for each, report in enumerate(reports) if report["ended"]]
+    table = _describe_disagreement(reports)
+    error: EpochError
+    if ended:
+        error = EpochError(
+            f"{rank_list(ended)} ended, so this collective can never complete:\n{table}"
+        )
+    else:
+        error = EpochMismatchError(
+            f"The ranks disagree:\n{table}\n"
+            "Every rank must make the same collective calls in the same order, with the same "
+            "op, dtype, shape, structure and name."
+        )
+    error._caused_elsewhere = bool(guilty) and rank not in guilty
+    return error
+
+
+def _describe_disagreement(reports: Sequence[dict[str, Any]]) -> str:
     """Return the table of which ranks are where, for the `Channel.report` of each, and a remedy."""
     counters_differ = len({_counters(report) for report in reports}) > 1
     groups: dict[str, list[int]] = {}

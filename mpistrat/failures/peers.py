@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.agreement.departures import Departure, Peers
+from mpistrat.agreement.departures import Departure, Failure, Peers
 from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
@@ -38,6 +38,9 @@ _POLL_S = 0.5
 """How often to check whether files are finished."""
 _SETTLE_S = 0.5
 """How long a broken connection is not reported: a launcher that ends the job is faster."""
+
+_FAILURE_S = 1.0
+"""How long a failure is not reported: mostly the next collective shows it, or the rank ends."""
 
 _Answer = dict[str, Any]
 """JSON: the ``state`` of a rank, and details for `_describe_rank_state`."""
@@ -74,6 +77,10 @@ class MonitorClient(Peers):
         self._channel = channel
         self._key = key
         self._addresses = addresses
+        self._is_reporting = False
+        """Whether a failure will be reported within `_FAILURE_S`."""
+        self._failed_at = -1
+        """The number of collectives before the last failure."""
 
     def handlers(self) -> dict[str, Handler]:
         """Return the handlers of the questions of the other ranks."""
@@ -82,16 +89,26 @@ class MonitorClient(Peers):
         def state(question: Question) -> _Answer:
             found = _rank_state(self._channel, process.channels, process.has_left)
             if "departure" in question.details:
-                leaves = int(question["sender"]), int(question["number"])
-                departure = Departure(*question["departure"])
-                found["comes"] = self._channel.let_leave(*leaves, departure)
+                # Either this rank has counted the collective that the other one is about to leave,
+                # or it finds the departure right after: the two never miss each other.
+                channel, number = self._channel, int(question["number"])
+                found["comes"] = channel.departures.offer(
+                    int(question["sender"]),
+                    Departure(*question["departure"]),
+                    lambda: channel.closed is None and channel.ledger.sequence >= number,
+                )
             return found
 
         def lost(question: Question) -> dict[str, Any]:
             self.note_departure(int(question["lost"]), Departure(*question["departure"]))
             return {}
 
-        return {"state": state, "lost": lost}
+        def failed(question: Question) -> dict[str, Any]:
+            failure = Failure(*question["failure"])
+            self._channel.departures.failures[int(question["sender"])] = failure
+            return {}
+
+        return {"state": state, "lost": lost, "failed": failed}
 
     def ask(
         self, rank: int, ask: str = "state", limit_s: float = _LIMIT_S, **details: Any
@@ -206,13 +223,30 @@ class MonitorClient(Peers):
 
         _later(_SETTLE_S, report)
 
+    def report_failure(self) -> None:
+        """Report to every other rank, soon, that a function has failed here."""
+        # Not if this rank comes to a collective meanwhile, which shows it too.
+        ledger, self._failed_at = self._channel.ledger, self._channel.ledger.sequence
+        if self._is_reporting:
+            return
+        self._is_reporting = True
+
+        def report() -> None:
+            self._is_reporting = False
+            if ledger.sequence == self._failed_at and not process.has_left:
+                what = f"{ledger.last_failure} has left run, merge_call or update"
+                failure = Failure(ledger.sequence, ledger.failures, what)
+                self._notify_all("failed", sender=self._channel.rank, failure=failure)
+
+        _later(_FAILURE_S, report)
+
     def report_departure(self, departure: Departure) -> None:
         """Report to every other rank that this one has left the channel."""
         self._notify_all("lost", lost=self._channel.rank, departure=departure)
 
     def note_departure(self, rank: int, departure: Departure) -> None:
         """Have the next collective fail, as `rank` will never come to it, from any thread."""
-        self._channel.lost.setdefault(rank, departure)
+        self._channel.departures.found.setdefault(rank, departure)
 
         def end_if_blocked() -> None:
             # Inside MPI nothing can be raised. The other ranks do the same in their own threads.

@@ -108,3 +108,70 @@ except ms.errors.EpochError as error:
         "for reduce at <call> was interrupted by InterruptedError"
         for rank in (1, 2)
     ], stderr
+
+
+@pytest.mark.parametrize("length", [1, 1_000_000])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("place", ["run", "merge_call", "update"])
+def test_a_caught_failure_ends_the_waits_of_the_others(tmp_path, ranks, length, place):
+    program = f"""
+def fail(*_):
+    raise ZeroDivisionError
+def step():
+    if rank == last and {place == "run"}:
+        fail()
+    if rank == last and {place == "merge_call"}:
+        ms.get_replica_context().merge_call(fail)
+    return ms.get_replica_context().all_reduce("sum", np.ones(LENGTH))
+with strategy.scope():
+    variable = ms.Variable(0.0)
+try:
+    if rank == last and {place == "update"}:
+        strategy.extended.update(variable, fail)
+    strategy.run(step)
+except ZeroDivisionError:
+    time.sleep(4)
+    try:
+        strategy.reduce("sum", np.ones(LENGTH))
+    except ms.errors.EpochError as error:
+        tell(str(error).split("\\n")[0])
+except ms.errors.EpochError as error:
+    tell("".join(str(error).split("\\n")[:2]))
+strategy = ms.MPIStrategy()
+assert strategy.reduce("sum", np.ones(LENGTH))[0] == size
+tell("recovered")
+"""
+    lines, stderr = run(tmp_path, program, ranks, length)
+    waiting = "rank 0" if ranks == 2 else f"ranks 0-{ranks - 2}"
+    assert [line for line in lines if "recovered" in line] == [
+        f"{rank}: recovered" for rank in range(ranks)
+    ], stderr
+    failed = f"{ranks - 1} failed, so all_reduce at <call> can never complete:  rank {ranks - 1}: "
+    why = "ZeroDivisionError at <call> has left run, merge_call or update"
+    for rank in range(ranks - 1):
+        # Another waiting rank may be faster than the one that failed.
+        (told,) = (line for line in lines if line.startswith(f"{rank}: rank"))
+        assert why in told, lines
+        assert failed in told or f"for rank {ranks - 1} (Zero" in told, lines
+    late = f"{ranks - 1}: {waiting} gave up, so reduce at <call> can never complete:"
+    assert late in lines, lines
+
+
+def test_failures_on_all_ranks_at_different_times_end_nothing(tmp_path):
+    program = """
+def step(number):
+    if number % 2:
+        time.sleep(0.1 * rank)
+        raise ZeroDivisionError
+for number in range(12):
+    try:
+        strategy.run(step, args=(number,))
+    except ZeroDivisionError:
+        time.sleep(1.5 * (last - rank) * (number == 1))
+    if number % 4 == 3:
+        assert strategy.reduce("sum", 1) == size
+tell("done")
+"""
+    lines, stderr = run(tmp_path, program, 3, 1)
+    assert lines == [f"{rank}: done" for rank in range(3)], stderr
+    assert stderr == ""
