@@ -66,7 +66,8 @@ class Call:
             self._refuse_overlap(is_taken)
         channel.inside = self.kind
         try:
-            channel.check_open()
+            if channel.closed is not None:
+                channel.check_open(self.owner)
             # Not later: here the user's frame is near, and each frame looked at costs.
             self._place = users_place(sys._getframe(2))
             self.recorder = active()
@@ -225,7 +226,7 @@ class Call:
                     self._end_overlap(channel.overlap, error)
             finally:
                 if error is not None:
-                    channel.note_end()
+                    channel.note_end(self.owner)
 
     def _refuse(self, error: Exception) -> None:
         """Report to the others that this rank cannot make the call."""
@@ -296,7 +297,7 @@ class CommonOutcome:
                 state = State.REFUSED
             call.end(entry, state)
             call.leave_channel(error)
-            channel.note_end()
+            channel.note_end(call.owner)
 
     def _settle(self, trace: TracebackType | None, error: Exception | None) -> None:
         """Raise the error of the lowest failed rank on the ranks that succeeded."""

@@ -27,6 +27,7 @@ from mpistrat.agreement.departures import (
     Overlap,
     Peers,
     departure_error,
+    repeated_error,
     timeout_error,
 )
 from mpistrat.agreement.ledger import Ledger, disagreement_error
@@ -86,6 +87,8 @@ class Channel:
         self.flight = FlightRecord()
         self.closed: EpochError | None = None
         """The error that has ended the agreement of the ranks for good."""
+        self.closed_by: int | None = None
+        """The number of the strategy whose call raised it."""
         self.pending = False
         """Whether a round was started and is not done."""
         self.lock = threading.RLock()
@@ -143,12 +146,10 @@ class Channel:
         self.inside = None
         self.lock.release()
 
-    def check_open(self) -> None:
-        """Raise the error that closed this channel, if one did."""
+    def check_open(self, owner: int | None = None) -> None:
+        """Raise the error that closed this channel, if one did, as strategy `owner` gets it."""
         if self.closed is not None:
-            again = type(self.closed)(str(self.closed))
-            again._caused_elsewhere = self.closed._caused_elsewhere
-            raise again from None
+            raise repeated_error(self.closed, self.closed_by, owner) from None
 
     def check_complete(self, what: str) -> None:
         """Raise if a rank has left that the collective `what` needs."""
@@ -322,10 +323,10 @@ class Channel:
         if self.peers is None or self.peers.lowest_waiting() == self.rank:
             site = call_site()
             missing, table = self._missing_ranks(site)
-            missing = missing or "Some ranks"
             _logger.warning(
                 "%s of %d has waited for %.0f s in %s at %s. %s did not come yet:\n%s",
-                *(rank_list([self.rank]), self.size, waited_s, what, site, missing, table),
+                *(rank_list([self.rank]), self.size, waited_s, what, site),
+                *(missing or "Some ranks", table),
             )
 
     def _missing_ranks(self, site: str) -> tuple[str, str]:
@@ -352,8 +353,7 @@ class Channel:
     def describe(self) -> dict[str, Any]:
         """Return the facts on this channel in a flight record, its collectives apart."""
         place = {"rank": self.rank, "size": self.size, "next_number": self.ledger.sequence}
-        closed = None if self.closed is None else str(self.closed)
-        return place | self.ledger.as_json() | {"closed": closed}
+        return place | self.ledger.as_json() | {"closed": self.closed and str(self.closed)}
 
     def disagreement(self, reports: Sequence[dict[str, Any]]) -> EpochError:
         """Close the channel, and return the error to raise for the `reports` of all ranks."""
@@ -362,10 +362,12 @@ class Channel:
         self.closed = disagreement_error(reports, self.rank)
         return self.closed
 
-    def note_end(self) -> None:
-        """Call `on_failure` if the agreement of the ranks has ended."""
-        if self.closed is not None and self.on_failure is not None:
-            self.on_failure(self.closed)
+    def note_end(self, owner: int) -> None:
+        """Call `on_failure` if the agreement of the ranks has ended, in a call of `owner`."""
+        if self.closed is not None:
+            self.closed_by = owner if self.closed_by is None else self.closed_by
+            if self.on_failure is not None:
+                self.on_failure(self.closed)
 
     def close_for_dropped(self, site: str) -> None:
         """Close the channel, as the handle of a reduction was dropped."""

@@ -155,3 +155,17 @@ def timeout_error(
         "This call is collective: every rank must make it. Look for a rank that skips it, or raise "
         "timeout_seconds if one is only slow."
     )
+
+
+def repeated_error(closed: EpochError, closed_by: int | None, owner: int | None) -> EpochError:
+    """Return the error that closed a channel in a call of `closed_by`, for a call of `owner`."""
+    text = str(closed)
+    if None not in (closed_by, owner) and closed_by != owner:
+        text = (
+            f"Strategy {owner} is closed, because strategy {closed_by} on the same communicator is. "
+            "They share one sequence of collectives, and are numbered in the order in which they "
+            f"were made. Make new ones. The error of strategy {closed_by} was:\n{text}"
+        )
+    again = type(closed)(text)
+    again._caused_elsewhere = closed._caused_elsewhere
+    return again

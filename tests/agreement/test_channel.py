@@ -114,6 +114,30 @@ def test_two_strategies_in_another_order_are_noticed(strategy, others):
         then.reduce("sum", 1)
 
 
+def test_an_error_of_one_strategy_closes_the_others_which_name_it(strategy, others, size):
+    second = ms.MPIStrategy(device="cpu")
+    own, other = (each.extended._collectives.number for each in (strategy, second))
+    with pytest.raises(ms.errors.EpochMismatchError, match=r"^The ranks disagree"):
+        strategy.reduce("sum" if others else "max", 1)
+    with pytest.raises(ms.errors.EpochMismatchError, match=r"^The ranks disagree"):
+        strategy.reduce("sum", 1)
+    with pytest.raises(ms.errors.EpochMismatchError) as caught:
+        second.reduce("sum", 1)
+    text = str(caught.value)
+    assert text.startswith(f"Strategy {other} is closed, because strategy {own} on the same")
+    assert f"The error of strategy {own} was:\nThe ranks disagree:" in text
+    assert "at test_channel.py:" in text
+
+
+def test_an_error_of_a_strategy_leaves_those_on_other_communicators_open(strategy, others, size):
+    from mpi4py import MPI
+
+    second = ms.MPIStrategy(MPI.COMM_WORLD.Dup(), device="cpu")
+    with pytest.raises(ms.errors.EpochMismatchError):
+        strategy.reduce("sum" if others else "max", 1)
+    assert second.reduce("sum", 1) == size
+
+
 @pytest.mark.parametrize("op", ["mean", "max"])
 def test_another_axis_is_noticed(strategy, others, op):
     with pytest.raises(ms.errors.EpochMismatchError, match="axis"):
