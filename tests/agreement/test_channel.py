@@ -124,7 +124,7 @@ def test_an_error_of_one_strategy_closes_the_others_which_name_it(strategy, othe
     with pytest.raises(ms.errors.EpochMismatchError) as caught:
         second.reduce("sum", 1)
     text = str(caught.value)
-    assert text.startswith(f"Strategy {other} is closed, because strategy {own} on the same")
+    assert text.startswith(f"Strategy {other} is closed, because strategy {own} is")
     assert f"The error of strategy {own} was:\nThe ranks disagree:" in text
     assert "at test_channel.py:" in text
 
