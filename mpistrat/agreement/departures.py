@@ -164,7 +164,8 @@ def repeated_error(closed: EpochError, closed_by: int | None, owner: int | None)
         text = (
             f"Strategy {owner} is closed, because strategy {closed_by} is, on the same "
             "communicator. They share one sequence of collectives, and are numbered in the order "
-            f"in which they were made. Make new ones. The error of strategy {closed_by} was:\n{text}"
+            "in which they were made. Make new ones. "
+            f"The error of strategy {closed_by} was:\n{text}"
         )
     again = type(closed)(text)
     again._caused_elsewhere = closed._caused_elsewhere
