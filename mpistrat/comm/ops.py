@@ -32,6 +32,8 @@ def combine(op: ReduceOp, pieces: np.ndarray) -> np.ndarray:
             low, high = pieces[: size - step : 2 * step], pieces[step :: 2 * step]
             if op is ReduceOp.PROD and pieces.dtype.kind == "c":
                 _multiply_complex(low, high)
+            elif op in (ReduceOp.MIN, ReduceOp.MAX) and pieces.dtype.kind == "f":
+                _select(op, low, high)
             else:
                 _UFUNCS[op](low, high, out=low)
             step *= 2
@@ -40,6 +42,16 @@ def combine(op: ReduceOp, pieces: np.ndarray) -> np.ndarray:
         divide(result, size)
     _unify_nan(result)
     return result
+
+
+def _select(op: ReduceOp, target: np.ndarray, other: np.ndarray) -> None:
+    # NumPy leaves open which of two zeros it takes. Here -0.0 is the smaller one, as it is among
+    # the integers that other floats travel as.
+    zeros = (target == 0) & (other == 0)
+    sign = -1 if op is ReduceOp.MIN else 1  # 0.0 + -0.0 is 0.0
+    of_zeros = sign * (sign * target[zeros] + sign * other[zeros])
+    _UFUNCS[op](target, other, out=target)
+    target[zeros] = of_zeros
 
 
 def _multiply_complex(target: np.ndarray, other: np.ndarray) -> None:

@@ -110,6 +110,9 @@ def _choose_on_host(
         return ReduceScatterReducer(transport), "deterministic: the order of the operands is ours"
     if is_narrow(dtype):
         return ReduceScatterReducer(transport), f"MPI cannot add {dtype}"
+    if dtype.char == "g" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        # Other floats travel as integers that are ordered alike: see `as_ordered_integers`.
+        return ReduceScatterReducer(transport), f"MPI does not define {op.name} of NaN"
     asked, node = options.implementation, transport.node
     if asked not in _SHARING and not staged:
         return MpiReducer(transport), f"asked for: {asked.name}"

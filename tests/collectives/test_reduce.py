@@ -221,3 +221,48 @@ def test_extremes_follow_numpy_where_there_is_nan(strategy, rank, size, op, dtyp
     expected = fold(np.concatenate([row(r) for r in range(size)]), axis=0)
     result = strategy.reduce(op, row(rank), axis=axis)
     np.testing.assert_array_equal(result, expected[None] if axis is None else expected)
+
+
+EXTREMES = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 2.0**-70]
+
+
+@pytest.mark.parametrize("implementation", ["AUTO", "MPI"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("length", [1, 90, 40_000])
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "g"])
+def test_extremes_propagate_nan_and_are_equal_to_the_bit(
+    strategy, rank, size, dtype, op, length, deterministic, implementation
+):
+    options = ms.CommunicationOptions(
+        implementation=ms.CommunicationImplementation[implementation], deterministic=deterministic
+    )
+
+    def values_of(rank):
+        with np.errstate(under="ignore"):
+            return np.random.default_rng(rank).choice(EXTREMES, length).astype(dtype)
+
+    rows = np.stack([values_of(each) for each in range(size)])
+    reduced = []
+
+    def step():
+        context = ms.get_replica_context()
+        reduced.append(context.all_reduce(op, rows[rank], options))
+        reduced.append(context.start_all_reduce(op, rows[rank], options).wait())
+
+    strategy.run(step)
+    own = strategy.extended.reduce_to(op, rows[rank], f"/task:{size - 1}/cpu:0", options)
+    if rank == size - 1:
+        reduced.append(own)
+    expected = (np.min if op == "min" else np.max)(rows, axis=0)
+    # Zeros have an order here, which NumPy leaves open: -0.0 is the smaller one.
+    of_zeros = np.signbit(rows).any(0) if op == "min" else np.signbit(rows).all(0)
+    is_negative = np.where(expected == 0, of_zeros & (expected == 0), np.signbit(expected))
+    for result in reduced:
+        np.testing.assert_array_equal(result, expected)
+        signs = np.signbit(result) & ~np.isnan(result)
+        zeros_of_both = (rows == 0).any(0) & (expected == 0)
+        same = ~zeros_of_both | (np.abs(rows) == 0).all(0)
+        np.testing.assert_array_equal(signs[same], (is_negative & ~np.isnan(expected))[same])
+    digests = strategy.extended._collectives.gather_json(reduced[0].tobytes().hex())
+    assert len(set(digests)) == 1
