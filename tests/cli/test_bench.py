@@ -221,3 +221,11 @@ def test_bad_arguments_are_refused_by_all_ranks_and_reported_once():
 def test_every_benchmark_is_a_choice_of_the_command():
     choices = ",".join(sorted(BENCHMARKS))
     assert f"{{{choices}}}" in launch.run(["-m", "mpistrat", "bench", "--help"]).stdout
+
+
+def test_allreduce_is_compared_with_both_raw_calls(run_of):
+    _, printed, report = run_of("allreduce")
+    assert "in place / all_reduce" in printed
+    for row in report["results"]:
+        assert {"raw_s", "in_place_s", "ours_s", "ratio", "in_place_ratio"} <= row.keys()
+    assert report["machine"]["cpu"]
