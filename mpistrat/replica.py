@@ -10,7 +10,6 @@ from typing import Any, overload
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arguments import as_integer
 from mpistrat.arrays import Array
 from mpistrat.collectives.autograd import (
     MakeCall,
@@ -26,6 +25,7 @@ from mpistrat.collectives.nested import (
     start_all_reduce_nest,
 )
 from mpistrat.collectives.objects import barrier, broadcast_object, gather_objects
+from mpistrat.data.random import replica_rng
 from mpistrat.errors import ContextError, warn_deprecated
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.pytorch import is_loaded
@@ -97,8 +97,8 @@ class ReplicaContext:
     def rng(self, *key: int) -> np.random.Generator:
         """Return a generator of random numbers that depend on `key` and this replica alone. Local.
 
-        There is no state to save: a key of the seed and the step gives the same numbers when a job
-        resumes, as for dropout in ``rng(seed, int(optimizer.iterations))``.
+        There is no state to save: ``rng(seed, int(optimizer.iterations))`` gives the same numbers
+        when a job resumes.
 
         Parameters
         ----------
@@ -113,29 +113,11 @@ class ReplicaContext:
 
         Raises
         ------
-        TypeError
-            If a part of the key is no integer.
-        ValueError
-            If there is none, or a negative one.
-
-        Examples
-        --------
-        >>> import mpistrat as ms
-        >>> def draw():
-        ...     return ms.get_replica_context().rng(7, 0).random()
-        >>> strategy = ms.OneDeviceStrategy("cpu")
-        >>> float(strategy.run(draw)) == float(strategy.run(draw))
-        True
+        TypeError, ValueError
+            If a part of the key is no integer or negative, or if there is none.
         """
         self._check()
-        if not key:
-            raise ValueError("rng needs at least one integer, such as a seed and a step.")
-        entropy = [as_integer("A part of the key of rng", part) for part in key]
-        if min(entropy) < 0:
-            raise ValueError(f"rng needs integers that are not negative, not {key}.")
-        spawn_key = (2**32 - 2, self.replica_id_in_sync_group)
-        sequence = np.random.SeedSequence(entropy, spawn_key=spawn_key)
-        return np.random.Generator(np.random.PCG64(sequence))
+        return replica_rng(key, self._collectives.rank)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -305,10 +287,8 @@ class ReplicaContext:
 
         Raises
         ------
-        ContextError, ValueError, TypeError, EpochError
-            As `all_reduce`.
-        NotImplementedError
-            For PyTorch tensors.
+        ContextError, ValueError, TypeError, EpochError, NotImplementedError
+            As `all_reduce`, the last for PyTorch tensors.
         """
         self._check()
         with self._collectives.call("start_all_reduce", options=options) as call:
@@ -367,13 +347,7 @@ class ReplicaContext:
             return all_gather_nest(call, nest, axis)
 
     def barrier(self) -> None:
-        """Return when every replica has made this call. **Collective**.
-
-        Raises
-        ------
-        ContextError
-            In cross-replica context: use `Strategy.barrier` there.
-        """
+        """Return when every replica has made this call. **Collective**."""
         self._check("barrier")
         barrier(self._collectives)
 

@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from mpistrat import errors
-from mpistrat.agreement.channel import Channel, Outcome, Status
+from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.departures import Overlap
+from mpistrat.agreement.ledger import Outcome, Status
 from mpistrat.system.callsite import call_site, failure_site
 from mpistrat.system.text import format_detail, text_of
 from mpistrat.tracing.flight_recorder import FlightEntry, Place, State, users_place

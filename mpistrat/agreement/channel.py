@@ -8,7 +8,6 @@ last round, so that no rank waits for it in vain.
 
 from __future__ import annotations
 
-import enum
 import json
 import logging
 import math
@@ -31,7 +30,7 @@ from mpistrat.agreement.departures import (
     repeated_error,
     timeout_error,
 )
-from mpistrat.agreement.ledger import Ledger, disagreement_error
+from mpistrat.agreement.ledger import Ledger, Outcome, Status, disagreement_error
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
 from mpistrat.errors import ContextError, EpochError
@@ -40,31 +39,12 @@ from mpistrat.system.callsite import call_site
 from mpistrat.system.text import rank_list
 from mpistrat.tracing.flight_recorder import FlightRecord
 
-__all__ = ["Channel", "Outcome", "Status"]
+__all__ = ["Channel"]
 
 _logger = logging.getLogger("mpistrat")
 
 _MASK = 2**64 - 1
 _VALUES = struct.Struct("=4Q")
-
-
-class Status(enum.IntEnum):
-    """The status that a rank brings to a round."""
-
-    CALL = 0
-    """A collective that it is ready to make."""
-    REFUSAL = 1
-    """An error: the arguments of its call are bad, or its part of some work failed."""
-    END = 2
-    """It has left the program."""
-
-
-class Outcome(enum.Enum):
-    """The result of a round."""
-
-    ALL_CALL = "every rank is ready to do the same"
-    ALL_REFUSE = "every rank refuses"
-    MIXED = "the ranks differ"
 
 
 _SECOND_LIMIT_S = 5.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import operator
 import re
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from mpistrat.errors import EpochError, EpochMismatchError
 from mpistrat.system.text import rank_list
 
-__all__ = ["Ledger", "Signature", "disagreement_error"]
+__all__ = ["Ledger", "Outcome", "Signature", "Status", "disagreement_error"]
 
 _MASK = 2**64 - 1
 # Odd constants spread small counters over all 64 bits, so that two counters never cancel.
@@ -23,6 +24,25 @@ _SPREAD = (
     0xD6E8FEB86659FD93,
     0xFF51AFD7ED558CCD,
 )
+
+
+class Status(enum.IntEnum):
+    """The status that a rank brings to a round."""
+
+    CALL = 0
+    """A collective that it is ready to make."""
+    REFUSAL = 1
+    """An error: the arguments of its call are bad, or its part of some work failed."""
+    END = 2
+    """It has left the program."""
+
+
+class Outcome(enum.Enum):
+    """The result of a round."""
+
+    ALL_CALL = "every rank is ready to do the same"
+    ALL_REFUSE = "every rank refuses"
+    MIXED = "the ranks differ"
 
 
 class Signature(tuple[Any, ...]):

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arguments import as_integer
 from mpistrat.errors import ContextError
 
-__all__ = ["MapScope", "PassStream", "example_rng", "example_rngs"]
+__all__ = ["MapScope", "PassStream", "example_rng", "example_rngs", "replica_rng"]
 
 _MAP_NUMBERS = 2**32 - 1
 """Keeps these streams apart from those that a shuffle of the same seed draws from."""
@@ -128,3 +129,14 @@ def _scope(name: str) -> MapScope:
             "that calls it. Elsewhere use numpy.random.default_rng(seed)."
         )
     return scope
+
+
+def replica_rng(key: Sequence[int], replica_id: int) -> np.random.Generator:
+    """Return the generator of `ReplicaContext.rng`."""
+    if not key:
+        raise ValueError("rng needs at least one integer, such as a seed and a step.")
+    entropy = [as_integer("A part of the key of rng", part) for part in key]
+    if min(entropy) < 0:
+        raise ValueError(f"rng needs integers that are not negative, not {tuple(key)}.")
+    sequence = np.random.SeedSequence(entropy, spawn_key=(2**32 - 2, replica_id))
+    return np.random.Generator(np.random.PCG64(sequence))

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from mpistrat.agreement.channel import Channel, Status
+from mpistrat.agreement.channel import Channel
+from mpistrat.agreement.ledger import Status
 from mpistrat.errors import EpochTimeoutError, LaunchError
 from mpistrat.failures import logs
 from mpistrat.failures.logs import print_line
