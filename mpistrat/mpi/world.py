@@ -80,6 +80,11 @@ def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
         _start(launcher)
     from mpi4py import MPI
 
+    if MPI.Is_finalized():
+        raise LaunchError(
+            "MPI was finalized in this process, and cannot be started again. Make the strategy, "
+            "and use it, before the program calls MPI.Finalize()."
+        )
     _check_launch(launcher)
     if comm is None:
         return MPI.COMM_WORLD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,9 +15,12 @@ __all__ = ["remove_file", "replace_file", "write_atomically"]
 def write_atomically(path: str | os.PathLike[str], text: str | Iterable[str]) -> None:
     """Write `text`, or its pieces, to `path`: complete, or not at all."""
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    # An unpredictable name: in a folder that others may write to, a link could lie in wait.
+    handle, name = tempfile.mkstemp(".tmp", f".{target.name}.", target.parent)
+    temporary = Path(name)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(handle, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
             file.writelines([text] if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
@@ -24,6 +28,12 @@ def write_atomically(path: str | os.PathLike[str], text: str | Iterable[str]) ->
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _umask() -> int:
+    """Return the permissions that new files do not get, which mkstemp does not ask for."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("\nUmask:")[2].split()[0], 8)
 
 
 def replace_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

@@ -355,3 +355,20 @@ def test_a_long_message_hides_neither_its_class_nor_its_place(tmp_path):
     assert "\nValueError: first xxx" in text
     assert text.endswith("\nlast")
     assert len(text) < 4000
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_strategy_after_mpi_is_finalized(tmp_path, ranks):
+    program = """
+from mpi4py import MPI
+import mpistrat as ms
+MPI.Finalize()
+try:
+    ms.MPIStrategy()
+except ms.errors.LaunchError as error:
+    assert "MPI.Finalize()" in str(error)
+else:
+    raise SystemExit(3)
+"""
+    result = launch.run(["-c", program], ranks, 30)
+    assert (result.returncode, result.stderr) == (0, "")
