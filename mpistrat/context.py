@@ -186,8 +186,9 @@ _TWINS = {
 
 def require_cross_replica(strategy: Strategy, what: str) -> None:
     """Make sure that `what` of `strategy` is called in cross-replica context, or in no scope."""
-    if strategy.extended._collectives.is_closed:
-        strategy.extended._collectives.channel.check_open()
+    collectives = strategy.extended._collectives
+    if collectives.is_closed:
+        collectives.channel.check_open()
     frame = current()
     if frame is None:
         return

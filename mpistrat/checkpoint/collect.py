@@ -66,7 +66,8 @@ class StateCollector:
         self._states: list[Item] = []
         self._of_replicas: dict[str, dict[str, Any]] = {}
         """What each `PerReplicaState` has on this rank, by path."""
-        assign_replicas(tree.stateful.values(), self.collectives.rank, self.collectives.size)
+        if tree.stateful:
+            assign_replicas(tree.stateful.values(), self.collectives.rank, self.collectives.size)
         of_ranks = self.collectives.on_all(lambda: self._check(root), what, self.path)
         if any(each[0] != of_ranks[0][0] for each in of_ranks):
             _refuse_differing(self.collectives, what, self.path, tree)

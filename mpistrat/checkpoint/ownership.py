@@ -47,11 +47,11 @@ class Writers:
     @classmethod
     def of(cls, collectives: Collectives) -> Writers | None:
         """Return the ranks of `collectives`, ``None`` where the job has one rank."""
+        transport = collectives.channel.transport
+        if transport.world_size:
+            return cls(tuple(transport.world_ranks), transport.world_size)
         world = started_world() if is_started() else None
-        if world is None:
-            return None
-        ranks = collectives.channel.transport.world_ranks or (world.rank,)
-        return cls(tuple(ranks), world.size)
+        return None if world is None else cls((world.rank,), world.size)
 
     def __str__(self) -> str:
         return f"{rank_list(self.ranks)} of {self.world_size}"

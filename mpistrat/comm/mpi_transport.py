@@ -19,7 +19,7 @@ from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
 from mpistrat.comm.shared_memory import NodeMemory
 from mpistrat.comm.transport import NodeReducer, Occupancy, Piggyback, Round, SoloRound
-from mpistrat.mpi.world import library_version, world_ranks
+from mpistrat.mpi.world import library_version, world_ranks, world_size
 from mpistrat.options import ReduceOp
 
 __all__ = ["MpiTransport"]
@@ -139,6 +139,7 @@ class MpiTransport:
         self.size = comm.size
         self.library = library_version()
         self.world_ranks: Sequence[int] = world_ranks(comm)
+        self.world_size = world_size()
         self.node: NodeReducer | None = None
         self.piggyback: Piggyback | None = None
         self.occupancy = Occupancy()

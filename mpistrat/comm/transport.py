@@ -136,6 +136,8 @@ class Transport(Protocol):
     """Name and version of the MPI library, ``"none"`` without."""
     world_ranks: Sequence[int]
     """The ranks in COMM_WORLD, empty without MPI."""
+    world_size: int
+    """The number of ranks in COMM_WORLD, 0 without MPI."""
     pool: Pool
     """Memory for results."""
     occupancy: Occupancy
@@ -215,6 +217,7 @@ class SoloTransport:
     size = 1
     library = "none"
     world_ranks: Sequence[int] = ()
+    world_size = 0
     node: NodeReducer | None = None
     piggyback: Piggyback | None = None
 
