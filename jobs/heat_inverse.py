@@ -106,7 +106,7 @@ def main():
         return misfit
 
     if (path := manager.restore_or_initialize()) and is_first:
-        print(f"goes on from {path}")
+        print(f"resumes from {path}")
     while (iteration := int(optimizer.iterations.numpy())) < args.iterations:
         misfit = strategy.reduce("sum", strategy.run(step, args=part))
         if (iteration + 1) % 20 == 0:

@@ -85,7 +85,7 @@ def main():
     saved = ms.Checkpoint(centres=centres, passes=passes)
     manager = ms.CheckpointManager(saved, args.output, step_counter=passes)
     if (path := manager.restore_or_initialize()) and is_first:
-        print(f"goes on from {path}")
+        print(f"resumes from {path}")
 
     def step(points, far):
         points = points.astype(xp.float64)

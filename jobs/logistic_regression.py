@@ -83,7 +83,7 @@ def main():
     manager = ms.CheckpointManager(saved, args.output, step_counter=optimizer.iterations)
     handler = ms.PreemptionCheckpointHandler(manager, walltime_margin_s=60)
     if (path := manager.restore_or_initialize()) and is_first:
-        print(f"goes on from {path}")
+        print(f"resumes from {path}")
 
     def train_step(x, y):
         _, slope, _ = forward(xp, weight, bias, x, y)

@@ -79,7 +79,7 @@ def main():
     saved.batches = batches
     manager = ms.CheckpointManager(saved, args.output, step_counter=epochs)
     if (path := manager.restore_or_initialize()) and is_first:
-        print(f"goes on from {path}")
+        print(f"resumes from {path}")
 
     def forward(image, label):
         image = torch.as_tensor(image, device=device)[:, None] / 16

@@ -294,7 +294,7 @@ def main():
         status = training.checkpoint.restore(manager.latest_checkpoint)
         status.assert_existing_objects_matched()
         if speaks:
-            print(f"goes on from {manager.latest_checkpoint}")
+            print(f"resumes from {manager.latest_checkpoint}")
     else:
         manager.save(step=0)  # fails now if the folder is not writable, not after an epoch
 

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
-"""A NumPy or CuPy array. The two share no base class, but the methods, so type checkers are told of
+"""A NumPy or CuPy array. The two share no base class, but the methods, so type checkers see
 NumPy's. Functions that tell the two apart take `Any`."""
 
 

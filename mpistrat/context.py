@@ -100,7 +100,7 @@ def mode_for(strategy: Strategy, what: str) -> Kind:
         raise ContextError(
             f"{what} belongs to {strategy!r}, but this is the {frame.kind.value} of "
             f"{frame.strategy!r}. Different strategies cannot be mixed: use it inside "
-            "the scope of its own."
+            "its own scope."
         )
     return frame.kind
 

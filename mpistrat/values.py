@@ -113,7 +113,7 @@ class IndexedSlices:
         given_indices: object = self.indices
         values, indices = _as_rows(self.values), _as_rows(given_indices)
         if indices.shape == (0,) and isinstance(given_indices, list | tuple):
-            indices = np.zeros(0, np.int64)  # an empty sequence has no dtype of its own
+            indices = np.zeros(0, np.int64)  # an empty sequence has no dtype
         if _kind(indices) not in "iu":
             raise TypeError(
                 f"IndexedSlices needs integer indices, not {self.indices!r} of dtype "

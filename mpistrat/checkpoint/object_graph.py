@@ -126,7 +126,7 @@ def slot_paths(
             raise ValueError(
                 f"Two objects have the path {path!r} in the checkpoint, because they belong to "
                 f"variables called {of.name!r} that are not in it themselves. Add these variables "
-                "to the checkpoint, or give each a name of its own."
+                "to the checkpoint, or give each its own name."
             )
         found[path] = prefix, dependent
         if id(of) not in paths:

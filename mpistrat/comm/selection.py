@@ -91,7 +91,7 @@ def choose_way(
     if not why_not_nccl and not NcclReducer.knows(op, dtype):
         why_not_nccl = f"NCCL knows no {op.name} of {dtype}"
     if not why_not_nccl:
-        return _NCCL, "each rank has a GPU of its own"
+        return _NCCL, "each rank has its own GPU"
     if not capabilities.why_not_mpi:
         return _MPI, f"MPI is proved CUDA-aware, and {why_not_nccl}"
     why_not_mpi = capabilities.why_not_mpi.splitlines()[0].rstrip(":")

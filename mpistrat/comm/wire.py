@@ -54,7 +54,7 @@ def wire_dtype(op: ReduceOp, dtype: np.dtype, asked: str | None = None) -> np.dt
             return _native(dtype)
         if dtype.char == "?":
             raise TypeError(
-                f"{op.name} of bool arrays has no meaning of its own: cast first, for example "
+                f"{op.name} of bool arrays has no meaning: cast first, for example "
                 "array.astype(numpy.int64). MIN (all) and MAX (any) work."
             )
     works = "integers and floats" + (

@@ -212,7 +212,7 @@ def _to_json(node: Any) -> Any:
     if type(node) in _SEQUENCES.values():
         return [type(node).__name__, [_to_json(child) for child in node]]
     raise DataError(
-        "A rank has no example to find the element_spec by mapping it, and cannot be told of "
+        "A rank has no example to find the element_spec by mapping it, and cannot learn "
         f"{node!r}. Let map return dicts with string keys, tuples or lists of plain arrays, or "
         "give every rank an example."
     )

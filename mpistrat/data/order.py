@@ -3,7 +3,7 @@
 A pass is a stream of *blocks*: one-dimensional arrays of items. An item is the number of an
 example (for sources that can be read in any order), an example itself (for generators) or,
 after batching, the block of a whole batch. Transformations only rearrange items, so every rank
-computes the order of all examples cheaply and reads those of its own slices alone.
+computes the order of all examples cheaply and reads only those of its slices.
 """
 
 from __future__ import annotations

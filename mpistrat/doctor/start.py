@@ -125,7 +125,7 @@ def start() -> Start:
             world = open_world(None)
     except LaunchError as error:
         what, _, remedy = str(error).partition(". ")
-        why = "MPI ends it." if launcher.is_inherited else "Each task would be a job of its own."
+        why = "MPI ends it." if launcher.is_inherited else "Each task would be a separate job."
         finding = Finding.problem("launcher", what, why, remedy)
         return Start(None, launcher, _library(), (finding,))
     except (ImportError, RuntimeError) as error:

@@ -304,7 +304,7 @@ def check_real(what: str, array: Array) -> None:
 def class_numbers(kind: str, what: str, labels: Array) -> Array:
     """Return `labels`, which must be of an integer dtype."""
     if labels.shape == (0,) and labels.dtype == np.float64:
-        return labels.astype(np.int64)  # an empty sequence has no dtype of its own
+        return labels.astype(np.int64)  # an empty sequence has no dtype
     if labels.dtype.kind not in "iu":
         raise TypeError(
             f"{kind} takes class numbers of an integer dtype, but {what} has the dtype "

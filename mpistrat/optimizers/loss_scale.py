@@ -113,7 +113,7 @@ class LossScale(Trackable):
             warnings.warn(
                 f"The loss scale has become {self._current} and has not been read since, so these "
                 "gradients were multiplied by another one. Read LossScale.value for each step, "
-                "and give every optimizer a LossScale of its own.",
+                "and give every optimizer its own LossScale.",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -42,7 +42,7 @@ def prepare_device(device: str) -> None:
     local_task = find_launcher().local_task
     if is_started() or local_task is None:
         return
-    with contextlib.suppress(Exception):  # cupy's are of its own types
+    with contextlib.suppress(Exception):  # cupy has its own exceptions
         offer = make_offer(device, local_task)
         if offer is not None:
             Device("gpu", offer.preferred).namespace()

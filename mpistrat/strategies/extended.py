@@ -63,7 +63,7 @@ class StrategyExtended(ExtendedV1):
         self._variable_numbers = itertools.count()
 
     def _copied_for(self, container: Any) -> StrategyExtended:
-        """Return a copy for a strategy of its own on the same ranks."""
+        """Return a copy for another strategy on the same ranks."""
         old = self._collectives
         twin = copy.copy(self)
         twin._container = container

@@ -79,7 +79,7 @@ class MultiStepContext:
         if reduce_op is None:
             raise ContextError(
                 f"set_last_step_output({name!r}) inside strategy.run needs a reduce_op, because "
-                "each replica has an output of its own. Give one, or call it in cross-replica "
+                "each replica has its own output. Give one, or call it in cross-replica "
                 "context."
             )
         frame.replica_context.merge_call(

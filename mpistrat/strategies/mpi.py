@@ -57,10 +57,10 @@ class MPIStrategy(Strategy):
     comm : mpi4py.MPI.Intracomm, optional
         The ranks that take part; by default COMM_WORLD. A private duplicate is used.
     device : str
-        Where the replica of this rank computes: ``"auto"`` (a GPU of its own where cupy sees one,
+        Where the replica of this rank computes: ``"auto"`` (its own GPU where cupy sees one,
         the nearest that is free; else the host), ``"cpu"``, ``"gpu"`` or ``"gpu:K"``.
     communication_options : CommunicationOptions, optional
-        For every collective that brings none of its own.
+        For every collective that is given no others.
 
     Raises
     ------

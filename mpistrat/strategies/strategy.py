@@ -384,7 +384,7 @@ class Strategy:
     def __copy__(self) -> Strategy:
         raise RuntimeError(
             f"{type(self).__name__} cannot be copied shallowly: two strategies would share their "
-            "state. Use copy.deepcopy for one of its own."
+            "state. Use copy.deepcopy for a separate one."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:

@@ -213,7 +213,7 @@ class Variable(RowWrites, ArrayLike):
 
         A later write shows through. CuPy arrays cannot be read-only: do not write to theirs.
         **Local**, but for SyncOnRead variables in cross-replica context: there the components
-        are aggregated, which is **Collective**, and the result is an array of its own.
+        are aggregated, which is **Collective**, and the result is a new array.
         """
         view: Array = self._storage.view()
         if type(view) is np.ndarray:

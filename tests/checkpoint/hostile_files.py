@@ -280,7 +280,7 @@ def write_repeated_names(path):
     with h5py.File(path, "r") as sound, h5py.File(f"{path}.old", "w", libver="earliest") as file:
         file.attrs.update(sound.attrs)
         sound.copy("variables", file)
-        # Made anew: what is copied has a checksum.
+        # Made again: what is copied has a checksum.
         state(file, sound["state/data"][()])
         names = np.array([long] + ["short"] * 3000, object)
         file["state/data"].attrs.create("arrays", names, dtype=h5py.string_dtype())

@@ -74,7 +74,7 @@ def test_slots_outlive_a_save_before_the_first_step(strategy, mpi_tmp_path, adam
     trained = Program(strategy, adam, saves_all=True)
     trained.step()
     first = trained.checkpoint.write(mpi_tmp_path / "first.h5")
-    for number in (1, 2):  # each in a program of its own
+    for number in (1, 2):  # each in a separate program
         program = Program(strategy, adam, saves_all=True)
         manager = ms.CheckpointManager(
             program.checkpoint, mpi_tmp_path / str(number), asynchronous=asynchronous

@@ -2,7 +2,7 @@
 
 ``files/v1.h5`` and ``files/v1_fixed_texts.h5`` were written once, by `write_golden`: the first when
 texts in attributes had a variable length. They are never written again: a change of the format gets
-a number and a file of its own.
+its own number and file.
 """
 
 import hashlib

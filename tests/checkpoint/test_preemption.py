@@ -71,7 +71,7 @@ def test_the_end_of_the_job_is_known_from_slurm(manager, make, monkeypatch, rank
 
 
 @pytest.mark.mpi
-def test_a_slurm_job_without_a_known_end_is_told(make, monkeypatch, caplog, rank):
+def test_a_slurm_job_without_a_known_end_is_named(make, monkeypatch, caplog, rank):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     make()
@@ -219,7 +219,7 @@ if mode == "at once" and rank == size - 1:
 manager.restore_or_initialize()
 print(f"pid {rank} {os.getpid()}\\n", end="", flush=True)
 for batch in batches:
-    # Each rank is somewhere else when it is told.
+    # Each rank is somewhere else when it gets the signal.
     time.sleep(0.02 * (rank + 1) if mode == "paced" else 0)
     strategy.run(total.update_state, args=(batch,))
     step_counter.assign(step_counter.value() + 1)
@@ -236,22 +236,24 @@ if rank == 0:
 @pytest.mark.quick("SIGTERM")
 @pytest.mark.launches
 @pytest.mark.parametrize(
-    ("reason", "told"),
+    ("reason", "signalled"),
     [("got SIGTERM", 1), ("got SIGUSR1", 2), ("the end of the job is near", None)],
     ids=["SIGTERM", "SIGUSR1", "end_of_the_job"],
 )
-def test_any_rank_may_be_told_and_the_next_run_goes_on_at_another_size(tmp_path, reason, told):
+def test_any_rank_may_get_the_signal_and_the_next_run_resumes_at_another_size(
+    tmp_path, reason, signalled
+):
     program = tmp_path / "program.py"
     program.write_text(TRAINS)
     folder = tmp_path / "ckpt"
-    end = {} if told is not None else {"SLURM_JOB_END_TIME": str(int(time.time()) + 5)}
+    end = {} if signalled is not None else {"SLURM_JOB_END_TIME": str(int(time.time()) + 5)}
     first = launch.Launched([program, folder, "paced"], ranks=3, env=end)
-    if told is not None:
-        first.wait_for_output(f"pid {told} ")
+    if signalled is not None:
+        first.wait_for_output(f"pid {signalled} ")
         time.sleep(0.3)
-        pid = int(re.search(rf"pid {told} (\d+)", first.stdout())[1])
+        pid = int(re.search(rf"pid {signalled} (\d+)", first.stdout())[1])
         os.kill(pid, signal.Signals[reason.split()[1]])
-        with contextlib.suppress(ProcessLookupError):  # a scheduler tells it twice
+        with contextlib.suppress(ProcessLookupError):  # a scheduler may send two
             os.kill(pid, signal.SIGTERM)
     done = first.finish(30)
     saved_at = step_of_all_ranks(done, 3)

@@ -236,7 +236,7 @@ def test_an_object_that_refuses_on_one_rank_undoes_all(strategy, mpi_tmp_path):
 
 
 @pytest.mark.mpi
-def test_ranks_with_other_objects_are_told(strategy, mpi_tmp_path):
+def test_ranks_with_other_objects_are_named(strategy, mpi_tmp_path):
     rank, size = world(strategy)
     objects = make_objects(strategy)
     if size > 1 and rank == size - 1:

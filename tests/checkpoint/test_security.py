@@ -1,6 +1,6 @@
 """What a hostile file cannot do: lead elsewhere, fill the memory, crash or hang the reader.
 
-The files are read by a process of its own with little memory, so that a crash is seen.
+The files are read by a separate process with little memory, so that a crash is seen.
 """
 
 import json

@@ -196,7 +196,7 @@ def test_started_reductions_end_in_any_order(collectives, rank, small):
     [
         ("staged", "StagedReducer", "MPI is not proved, and there is no NCCL; "),
         ("mpi", "DirectReducer", "MPI is proved CUDA-aware, and there is no NCCL"),
-        ("nccl", "NcclReducer", "each rank has a GPU of its own"),
+        ("nccl", "NcclReducer", "each rank has its own GPU"),
     ],
 )
 def test_the_log_says_what_was_chosen_and_why(strategy, caplog, way, reducer, why):
@@ -207,7 +207,7 @@ def test_the_log_says_what_was_chosen_and_why(strategy, caplog, way, reducer, wh
     assert f"({why}" in caplog.text
 
 
-def test_ranks_whose_arrays_lie_elsewhere_are_told(strategy, others):
+def test_ranks_whose_arrays_lie_elsewhere_are_named(strategy, others):
     collectives = with_ways(strategy, "staged")
     array = np.ones(3)
     with pytest.raises(ms.errors.EpochMismatchError, match="in device memory"):
@@ -253,7 +253,7 @@ def test_where_some_ranks_have_no_gpu_all_know(strategy, rank, size, others):
     )
 
 
-def test_stand_ins_are_told_from_host_arrays(strategy):
+def test_stand_ins_are_distinguished_from_host_arrays(strategy):
     capabilities = capabilities_of("staged")
     assert isinstance(capabilities, FakeCapabilities)
     assert isinstance(to_device(np.ones(2)), OnDevice)

@@ -137,14 +137,14 @@ def test_the_flag_of_srun_is_that_of_the_library(library, flag):
     assert flag in find_launcher(SRUN).remedy(library)
 
 
-def test_pmix_alone_is_told_from_pmi_beside_it():
+def test_pmix_alone_is_distinguished_from_pmi_beside_it():
     pmix = {"PMIX_NAMESPACE": "x", "PMIX_RANK": "0"}
     assert find_launcher({**SRUN, **pmix}).has_only_pmix
     assert not find_launcher({**SRUN, **pmix, "PMI_FD": "11"}).has_only_pmix
     assert not find_launcher(SRUN).has_only_pmix
 
 
-def test_the_child_of_a_task_is_told_from_the_task():
+def test_the_child_of_a_task_is_distinguished_from_the_task():
     own, other = os.pipe()
     try:
         assert not find_launcher({**SRUN, "PMI_FD": str(own)}).is_inherited

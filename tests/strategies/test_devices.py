@@ -37,8 +37,8 @@ def asked(name):
 @pytest.mark.parametrize(
     ("name", "no_mpi", "no_nccl", "dtype", "way", "why"),
     [
-        ("AUTO", "", "", "f4", "NCCL", "each rank has a GPU of its own"),
-        ("AUTO", "no MPI", "", "f4", "NCCL", "each rank has a GPU of its own"),
+        ("AUTO", "", "", "f4", "NCCL", "each rank has its own GPU"),
+        ("AUTO", "no MPI", "", "f4", "NCCL", "each rank has its own GPU"),
         ("AUTO", "", "no NCCL", "f4", "MPI", "MPI is proved CUDA-aware, and no NCCL"),
         ("AUTO", "", "", "i2", "MPI", "MPI is proved CUDA-aware, and NCCL knows no SUM of int16"),
         ("AUTO", "no MPI:\n  why", "no NCCL", "f4", "STAGED", "no MPI, and no NCCL"),

@@ -197,7 +197,7 @@ BITWISE = [operator.and_, operator.or_, operator.xor, operator.lshift, operator.
 
 
 def assert_same(variable, result, expected):
-    """Equal in value, dtype and shape, and in memory of its own that may be written to."""
+    """Equal in value, dtype and shape, and in separate memory that may be written to."""
     if isinstance(expected, tuple):
         for pair in zip(result, expected, strict=True):
             assert_same(variable, *pair)

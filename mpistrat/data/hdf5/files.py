@@ -141,7 +141,7 @@ def _check_unchanged(entry: FileEntry) -> None:
 def _changed(path: str) -> str:
     return (
         f"The file {path} has changed since the data set was made: its size, time of modification "
-        "or inode is another. Write to another name and rename, or make the data set anew."
+        "or inode is another. Write to another name and rename, or make the data set again."
     )
 
 

@@ -48,7 +48,7 @@ class Hdf5Source:
         num_files = len(self.catalog.files)
         if num_files < size:
             raise ValueError(
-                f"AutoShardPolicy.FILE gives each rank files of its own, but there are "
+                f"AutoShardPolicy.FILE gives each rank its own files, but there are "
                 f"{num_files} for {size} ranks. Use AutoShardPolicy.DATA."
             )
         mine = self.catalog.files[rank::size]

@@ -56,7 +56,7 @@ def test_sbatch_prepares_trains_and_resumes(checkout):
     assert "test accuracy: " in first.stdout
     second = run(checkout, "bash", "jobs/train.sbatch", "--epochs", "3")
     assert second.returncode == 0, second.stdout + second.stderr
-    assert "goes on from runs/digits/checkpoint-2.h5" in second.stdout
+    assert "resumes from runs/digits/checkpoint-2.h5" in second.stdout
     assert (checkout / "runs/digits/checkpoint-3.h5").exists()
 
 

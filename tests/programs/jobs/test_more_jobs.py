@@ -43,7 +43,7 @@ class TestKmeans:
         options = ("--data", data, "--output", output)
         assert run_job("kmeans.py", *options, "--passes", 1, ranks=3).count("pass ") == 1
         resumed = run_job("kmeans.py", *options, ranks=2)
-        assert f"goes on from {output}/checkpoint-1.h5" in resumed
+        assert f"resumes from {output}/checkpoint-1.h5" in resumed
         assert "pass 1:" not in resumed
         with h5py.File(data) as file:
             points, middles = file["points"][:].astype(float), file["middles"][:]
@@ -97,7 +97,7 @@ class TestLogisticRegression:
         stopped = launch.run([*command, "--max-steps", "50"], 2)  # in the second pass
         assert stopped.returncode == 75, stopped.stderr
         resumed = run_job(*command[0].parts[-1:], *options, "--output", tmp_path / "a", ranks=3)
-        assert "goes on from" in resumed
+        assert "resumes from" in resumed
         whole = run_job("logistic_regression.py", *options, "--output", tmp_path / "b", ranks=1)
         np.testing.assert_allclose(
             self.fitted(tmp_path / "a"), self.fitted(tmp_path / "b"), rtol=1e-3, atol=1e-4
@@ -129,7 +129,7 @@ class TestTorchDigits:
         run_job("torch_digits.py", *options, "--output", tmp_path / "a", "--epochs", 1)
         options += ("--epochs", 3, "--output")
         resumed = run_job("torch_digits.py", *options, tmp_path / "a", ranks=3)
-        assert f"goes on from {tmp_path}/a/checkpoint-1.h5" in resumed
+        assert f"resumes from {tmp_path}/a/checkpoint-1.h5" in resumed
         assert "epoch 1," not in resumed
         run_job("torch_digits.py", *options, tmp_path / "b", ranks=1)
         last = [tmp_path / run / "checkpoint-3.h5" for run in "ab"]
@@ -172,7 +172,7 @@ class TestHeatInverse:
         fields = [variable(tmp_path / n / "checkpoint-20.h5", "log_conductivity") for n in "13"]
         np.testing.assert_allclose(*fields, atol=1e-8)
         resumed = run_job("heat_inverse.py", *options, tmp_path / "3", "--iterations", 40)
-        assert "goes on from" in resumed
+        assert "resumes from" in resumed
         assert "iteration 20," not in resumed
         with h5py.File(data) as file:
             truth = file["log_conductivity"][:]

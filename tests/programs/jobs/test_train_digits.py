@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(job, finished):
     assert not (job.output / "checkpoint-30.h5").exists()
     done = job.run("--resume")
     assert done.returncode == 0, done.stderr
-    assert "goes on from" in done.stdout
+    assert "resumes from" in done.stdout
     assert_equal_bits(job.output / "checkpoint-30.h5", finished.output / "checkpoint-30.h5")
     assert job.rows() == finished.rows()
 

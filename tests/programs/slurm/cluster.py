@@ -1,6 +1,6 @@
 """A real Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd.
 
-It has a folder, ports and a key of its own, so that it disturbs no other munged or Slurm, and it
+It has its own folder, ports and key, so that it disturbs no other munged or Slurm, and it
 needs neither systemd nor root.
 """
 

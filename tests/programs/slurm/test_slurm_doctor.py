@@ -32,7 +32,7 @@ def test_ranks_that_find_each_other(cluster, protocol, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["none", "other"])
-def test_a_wrong_flag_is_told_once_and_the_right_one_named(cluster, protocol, flag, tmp_path):
+def test_a_wrong_flag_is_reported_once_and_the_right_one_named(cluster, protocol, flag, tmp_path):
     other = "pmi2" if launch.is_open_mpi() else "pmix"
     wrong = f"--mpi={other if flag == 'other' else flag}"
     done = srun(cluster, "--nodes=2", "--ntasks=4", wrong, *DOCTOR, cwd=tmp_path)

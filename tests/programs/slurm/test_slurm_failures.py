@@ -39,7 +39,7 @@ def fail(srun, protocol, program, *flags):
 
 
 def one_traceback(text):
-    # What Slurm adds of its own.
+    # What Slurm itself adds.
     ours = [line for line in text.split("\n") if line and not line.startswith(("srun:", "slurms"))]
     assert len(ours) <= 40, text
     assert text.count("Traceback") == 1, text

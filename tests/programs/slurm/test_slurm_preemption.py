@@ -145,7 +145,7 @@ def check_it_goes_on(job, *changes):
     job.control("update", f"JobId={job.number}", "StartTime=now", *changes)
     job.wait_until(lambda: job.fact("JobState") not in ("PENDING", "RUNNING", "COMPLETING"), 180)
     assert (job.fact("JobState"), job.fact("ExitCode")) == ("COMPLETED", "0:0"), job.log()
-    assert f"goes on from {newest.relative_to(job.folder)}" in job.log()
+    assert f"resumes from {newest.relative_to(job.folder)}" in job.log()
     rows = json.loads((newest.parent / "learning_curve.json").read_text())
     assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1))
     assert rows[-1]["test_accuracy"] >= 0.95

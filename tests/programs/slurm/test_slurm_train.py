@@ -30,7 +30,7 @@ def test_the_digits_are_trained_on_two_nodes_and_the_job_resumes(cluster, checko
     layout = ("--ntasks=5", "--ntasks-per-node=3")
     second = cluster.batch(*layout, "jobs/train.sbatch", "--epochs", 3, limit_s=180, cwd=checkout)
     assert second.returncode == 0, second.stdout
-    assert "goes on from runs/digits/checkpoint-2.h5" in second.stdout
+    assert "resumes from runs/digits/checkpoint-2.h5" in second.stdout
     found = ["MPICH uses TCP" in each.stdout for each in (first, second)]
     assert found == [False, not launch.is_open_mpi()]
     with h5py.File(runs / "checkpoint-3.h5") as file:
