@@ -284,8 +284,6 @@ def main():
     speaks = strategy.extended.should_save_summary  # on rank 0
     if args.epochs < 1:
         raise ValueError(f"--epochs must be at least 1, not {args.epochs}.")
-    if speaks:
-        print(f"training on {describe(strategy)}", file=sys.stderr, flush=True)
     training = Training(strategy, args)
     history = training.history
     if speaks and not args.resume:
@@ -304,6 +302,8 @@ def main():
         if handler.save_checkpoint_if_preempted(step=len(history.rows) + 1):
             raise SystemExit(handler.EXIT_CODE)
 
+    if speaks:
+        print(f"training on {describe(strategy)}", file=sys.stderr, flush=True)
     with progress_display(speaks, args.epochs) as show:
         while len(history.rows) < args.epochs:
             began = time.perf_counter()
