@@ -352,18 +352,12 @@ class ReplicaContext:
         barrier(self._collectives)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        """Return a copy of the object of replica `root`, as `Strategy.broadcast_object`.
-
-        **Collective**: every replica makes the call, with the same `root`.
-        """
+        """Return a copy of the object of replica `root`, which all name. **Collective**."""
         self._check("broadcast_object")
         return broadcast_object(self._collectives, "broadcast_object", obj, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return copies of the objects of all replicas, as `Strategy.gather_objects`.
-
-        **Collective**: every replica makes the call.
-        """
+        """Return copies of the objects of all replicas, in order. **Collective**."""
         self._check("gather_objects")
         return gather_objects(self._collectives, "all_gather_object", obj)
 

@@ -29,21 +29,21 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 188,
-    "lines": 36_000,
+    "files": 192,
+    "lines": 35_800,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 800,
+    "exported names": 815,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,
     "step: changes of file": 40,
     "restore: files": 30,
     "restore: agreement rounds": 6,
-    "write: files": 25,
+    "write: files": 27,
     "write: agreement rounds": 3,
-    "batch: files": 15,
+    "batch: files": 16,
 }
 """The largest value of each figure; for a pair, the smallest too."""
 

@@ -48,7 +48,7 @@ class Writers:
     def of(cls, collectives: Collectives) -> Writers | None:
         """Return the ranks of `collectives`, ``None`` where the job has one rank."""
         transport = collectives.channel.transport
-        if transport.world_size:
+        if transport.world_size > 1:
             return cls(tuple(transport.world_ranks), transport.world_size)
         world = started_world() if is_started() else None
         return None if world is None else cls((world.rank,), world.size)
