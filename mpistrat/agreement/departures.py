@@ -16,6 +16,7 @@ __all__ = [
     "Overlap",
     "Peers",
     "departure_error",
+    "repeated_error",
     "timeout_error",
 ]
 
