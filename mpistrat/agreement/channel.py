@@ -147,8 +147,7 @@ class Channel:
 
     def check_open(self) -> None:
         """Raise the error that closed this channel, if one did."""
-        if self.lost and self.closed is None:
-            self.closed = self._loss("another collective")
+        self.close_for_lost("another collective")
         if self.closed is not None:
             again = type(self.closed)(str(self.closed))
             if isinstance(again, EpochError) and isinstance(self.closed, EpochError):
@@ -242,6 +241,11 @@ class Channel:
                 os.sched_yield()
             else:
                 time.sleep(0.0002)
+
+    def close_for_lost(self, where: str) -> None:
+        """Close the channel if ranks have died, which will never come to `where`."""
+        if self.lost and self.closed is None:
+            self.closed = self._loss(where)
 
     def _loss(self, where: str) -> EpochError:
         """Return the error for ranks that have died."""
