@@ -112,6 +112,10 @@ class Departures:
         with self._lock:
             return departure_error(self.found, where) if self.found else None
 
+    def lost(self) -> dict[int, str]:
+        """Return the ranks whose processes have died, each with what is known of it."""
+        return {rank: each.what for rank, each in list(self.found.items()) if each.act == "ended"}
+
     def waited_s(self) -> float | None:
         """Return how long a rank has waited that gave up because of that, if there is one."""
         with self._lock:

@@ -6,6 +6,7 @@ import contextlib
 import enum
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -21,7 +22,7 @@ from mpistrat.agreement.departures import Departure, Failure, Peers
 from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
-from mpistrat.mpi.launcher import is_on_one_node
+from mpistrat.mpi.launcher import is_on_one_node, keeps_survivors
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import UNKNOWN_PLACE, CodeOwner, code_owners, site_of
 from mpistrat.system.exit_hooks import is_at_work
@@ -35,6 +36,7 @@ _LIMIT_S = 1.5
 _SHORT_LIMIT_S = 0.3
 """The same where the answer does not matter."""
 _AT_ONCE = 16
+_MAX_TURNS = 6
 _POLL_S = 0.5
 """How often to check whether files are finished."""
 _SETTLE_S = 0.5
@@ -279,11 +281,26 @@ class MonitorClient(Peers):
                 return
             self.wait_for_work()
             if self._channel.is_moving_data():
-                verb = "is" if departure.act == "ended" else f"{departure.act}:"
-                logs.print_last(f"{rank_list([rank])} {verb} {departure.what}.")
+                if self._is_first_to_report():
+                    verb = "is" if departure.act == "ended" else f"{departure.act}:"
+                    logs.print_last(f"{rank_list([rank])} {verb} {departure.what}.")
                 os._exit(1)
 
         _later(settings_at_the_end().exit_grace_s, end_if_blocked)
+
+    def _is_first_to_report(self) -> bool:
+        """Return whether this rank prints what all do, where no rank 0 can merge their lines."""
+        channel = self._channel
+        lost = channel.departures.lost()
+        if 0 not in lost:
+            return True
+        survivors = [rank for rank in range(channel.size) if rank not in lost]
+        time.sleep(_POLL_S * min(survivors.index(channel.rank), _MAX_TURNS))
+        if not channel.is_reported:
+            self.report_end_of_job(_SHORT_LIMIT_S)
+            return True
+        time.sleep(_LIMIT_S)  # a launcher may drop the lines of the others once this rank ends
+        return False
 
 
 def connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
@@ -292,15 +309,25 @@ def connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     monitor = _own_monitor() if choices.watch else None
     address = None if monitor is None else [*vars(monitor.address).values()]
     key = secrets.token_hex(16) if channel.rank == 0 else ""
-    facts = channel.exchange([address, key, choices.checks])
+    facts = channel.exchange([address, key, choices.checks, keeps_survivors()])
+    if any(keeps for *_, keeps in facts):
+        _ignore_notice()
     # Ranks that check nothing would leave those that do waiting.
-    channel.checks = any(checks for _, _, checks in facts)
+    channel.checks = any(checks for _, _, checks, _ in facts)
     # Where sockets are forbidden on any rank, the channel has no peers to ask.
-    if any(address is None for address, _, _ in facts) or monitor is None:
+    if any(address is None for address, *_ in facts) or monitor is None:
         return
     key = facts[0][1]
-    peers = MonitorClient(channel, key, [Address(*address) for address, _, _ in facts])
+    peers = MonitorClient(channel, key, [Address(*address) for address, *_ in facts])
     peers.join(monitor, handlers)
+
+
+def _ignore_notice() -> None:
+    """Survive the signal that mpiexec sends to all ranks when one was killed."""
+    # Its default is to end this process, before it can say which rank was lost.
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
 
 
 def _own_monitor() -> Monitor | None:

@@ -152,6 +152,7 @@ def _end_on_channels(
             if text is None:
                 _explain_abort(channels)
             _report_abort(channels)
+            time.sleep(_PRINT_S)
         last_rounds[0].channel.transport.abort(1)
     has_printed = _print_failures(last_rounds[0], text, among)
     if has_printed and among:
@@ -194,8 +195,9 @@ class _LastRound:
     """The last rounds of this rank on one channel."""
 
     # `is_stuck`: a round that timed out or was interrupted is still open, on any channel of this
-    # process. It cannot be left, so no other rank learns of the end over MPI; and ranks that are
-    # stuck in different channels would block each other if they continued.
+    # process, or a rank that was killed will never come to it. It cannot be left, so no other rank
+    # learns of the end over MPI; and ranks that are stuck in different channels would block each
+    # other if they continued.
 
     def __init__(self, channel: Channel, report: dict[str, Any], is_stuck: bool) -> None:
         self.channel = channel
@@ -210,6 +212,12 @@ class _LastRound:
         """Return whether every rank of the channel is known to have ended."""
         if self._is_done or self.is_stuck or not self._begin():
             return self._is_done
+        if self.channel.departures.lost():
+            # Its process was killed, and a launcher that does nothing about it would wait for ever.
+            if self.channel.closed is None:
+                self.channel.closed = self.channel.departures.error("the end of the program")
+            self.is_stuck = True
+            return False
         if not self.channel.round_is_done():
             return False
         if self.channel.all_ended_well():
@@ -251,12 +259,15 @@ def _is_root_at_work(channel: Channel) -> bool:
 def _explain_abort(channels: Sequence[Channel]) -> None:
     """Print why this rank aborts the job, though it has caught all errors."""
     largest = channels[0]
-    if all(channel.stuck_at is None for channel in channels) and largest.peers is not None:
+    parted = [each for each in channels if each.stuck_at is not None or each.departures.lost()]
+    if not parted and largest.peers is not None:
         _, table = largest.peers.describe("the end of the program")
         print_line(f"interrupted while ranks were still at work:\n{table}")
-    for channel in channels:
-        if channel.stuck_at is not None and channel.closed is not None:
+    for channel in parted:
+        if channel.closed is not None:
             who, why = rank_list([channel.rank]), str(channel.closed).split("\n")[0].rstrip(":")
+            lost = channel.departures.lost().items()
+            why += "".join(f" ({rank_list([each])}: {what})" for each, what in lost)
             print_line(f"{who} left the program and ends the job, as the ranks have parted. {why}")
             return
 

@@ -19,6 +19,7 @@ __all__ = [
     "find_launcher",
     "is_on_one_node",
     "is_one_of_several",
+    "keeps_survivors",
     "mpiexec",
     "mpiexec_program",
     "without_launcher",
@@ -198,6 +199,18 @@ def is_one_of_several() -> bool:
     if variables.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
         return _parent_program() in _OPEN_MPI_DAEMONS
     return variables.get("PMI_SIZE", "1") != "1" and _is_connected(variables)
+
+
+def keeps_survivors() -> bool:
+    """Return whether an mpiexec of MPICH on this node was told to end no rank for another."""
+    try:
+        of_proxy = Path(f"/proc/{os.getppid()}/stat").read_text()
+        pid = int(of_proxy.rpartition(")")[2].split()[1])
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (OSError, ValueError, IndexError):
+        return False
+    is_told = any(each.lstrip(b"-") == b"disable-auto-cleanup" for each in arguments)
+    return is_told and _parent_program().startswith("hydra")
 
 
 _OPEN_MPI_DAEMONS = ("prterun", "prted", "orterun", "orted")

@@ -95,3 +95,13 @@ def test_a_rank_that_is_killed(srun, protocol, rank, flags):
     else:
         assert f"rank {rank} ended, so all_reduce at program.py:10 can never complete" in text
         assert "has ended without a word" in one_traceback(text)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_is_killed_while_the_others_end(srun, protocol, rank):
+    if launch.is_open_mpi():
+        pytest.skip("Slurm is faster: it has lost a client of PMIx")
+    program = f"if rank == {rank}:\n    os.kill(os.getpid(), 9)\n"
+    text = fail(srun, protocol, program, "--kill-on-bad-exit=0")
+    assert text.count("has ended without a word") == 1, text
+    assert f"rank {rank} ended, so the end of the program can never complete" in text
