@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import secrets
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.agreement.channel import Channel
@@ -13,12 +17,13 @@ from mpistrat.errors import EpochTimeoutError
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.flight_dumps import on_channel_failure, on_end_of_job
 from mpistrat.failures.logs import forward_over, stop_over, take_lines
-from mpistrat.failures.monitor import Question
-from mpistrat.failures.peers import connect_peers
+from mpistrat.failures.monitor import Address, Handler, Monitor, Question
+from mpistrat.failures.peers import MonitorClient
 from mpistrat.failures.process_state import process
 from mpistrat.failures.rendezvous import Rendezvous
 from mpistrat.failures.shutdown import register_channel
 from mpistrat.failures.watchdog import start_watchdog, stop_watchdog
+from mpistrat.mpi.launcher import is_on_one_node, keeps_survivors
 from mpistrat.mpi.world import attached, forget_attached, is_attached, started_world, world_size
 from mpistrat.settings import settings_at_the_end
 
@@ -105,7 +110,7 @@ def _connected(rendezvous: Rendezvous, timeout_s: float | None, comm: MPI.Intrac
     channel.on_failure = on_channel_failure
     if channel.size > 1:
         handlers = {"log": take_lines, "end": _note_end_of_job}
-        connect_peers(
+        _connect_peers(
             channel, {ask: functools.partial(do, channel) for ask, do in handlers.items()}
         )
     forward_over(channel)
@@ -131,3 +136,38 @@ def _note_end_of_job(channel: Channel, question: Question) -> dict[str, Any]:
     on_end_of_job(channel, int(question["sender"]))
     channel.is_reported = True
     return {}
+
+
+def _connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
+    """Connect the monitors of `channel`, and agree on the settings of its ranks. **Collective**."""
+    choices = settings_at_the_end()
+    monitor = _own_monitor() if choices.watch else None
+    address = None if monitor is None else [*vars(monitor.address).values()]
+    key = secrets.token_hex(16) if channel.rank == 0 else ""
+    facts = channel.exchange([address, key, choices.checks, keeps_survivors()])
+    if any(keeps for *_, keeps in facts):
+        _ignore_notice()
+    # Ranks that check nothing would leave those that do waiting.
+    channel.checks = any(checks for _, _, checks, _ in facts)
+    # Where sockets are forbidden on any rank, the channel has no peers to ask.
+    if any(address is None for address, *_ in facts) or monitor is None:
+        return
+    key = facts[0][1]
+    peers = MonitorClient(channel, key, [Address(*address) for address, *_ in facts])
+    peers.join(monitor, handlers)
+
+
+def _ignore_notice() -> None:
+    """Survive the signal that mpiexec sends to all ranks when one was killed."""
+    # Its default is to end this process, before it can say which rank was lost.
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
+
+
+def _own_monitor() -> Monitor | None:
+    """Return the monitor of this process, ``None`` where it may have no socket."""
+    if process.monitor is None:
+        with contextlib.suppress(OSError):
+            process.monitor = Monitor("127.0.0.1" if is_on_one_node() else "")
+    return process.monitor

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import secrets
-import signal
 import socket
 import sys
 import threading
@@ -22,13 +20,12 @@ from mpistrat.agreement.departures import Departure, Failure, Peers
 from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
-from mpistrat.mpi.launcher import is_on_one_node, keeps_survivors
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import UNKNOWN_PLACE, CodeOwner, code_owners, site_of
 from mpistrat.system.exit_hooks import is_at_work
 from mpistrat.system.text import rank_list
 
-__all__ = ["connect_peers"]
+__all__ = ["MonitorClient"]
 
 _MAX_FRAMES = 4
 _LIMIT_S = 1.5
@@ -301,41 +298,6 @@ class MonitorClient(Peers):
             return True
         time.sleep(_LIMIT_S)  # a launcher may drop the lines of the others once this rank ends
         return False
-
-
-def connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
-    """Connect the monitors of `channel`, and agree on the settings of its ranks. **Collective**."""
-    choices = settings_at_the_end()
-    monitor = _own_monitor() if choices.watch else None
-    address = None if monitor is None else [*vars(monitor.address).values()]
-    key = secrets.token_hex(16) if channel.rank == 0 else ""
-    facts = channel.exchange([address, key, choices.checks, keeps_survivors()])
-    if any(keeps for *_, keeps in facts):
-        _ignore_notice()
-    # Ranks that check nothing would leave those that do waiting.
-    channel.checks = any(checks for _, _, checks, _ in facts)
-    # Where sockets are forbidden on any rank, the channel has no peers to ask.
-    if any(address is None for address, *_ in facts) or monitor is None:
-        return
-    key = facts[0][1]
-    peers = MonitorClient(channel, key, [Address(*address) for address, *_ in facts])
-    peers.join(monitor, handlers)
-
-
-def _ignore_notice() -> None:
-    """Survive the signal that mpiexec sends to all ranks when one was killed."""
-    # Its default is to end this process, before it can say which rank was lost.
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, lambda number, frame: None)
-
-
-def _own_monitor() -> Monitor | None:
-    """Return the monitor of this process, ``None`` where it may have no socket."""
-    if process.monitor is None:
-        with contextlib.suppress(OSError):
-            process.monitor = Monitor("127.0.0.1" if is_on_one_node() else "")
-    return process.monitor
 
 
 def _rank_state(channel: Channel, channels: Sequence[Channel], has_left: bool) -> _Answer:
