@@ -68,7 +68,7 @@ def test_missing_gradients(strategy, size):
         optimizer = ms.optimizers.SGD(0.5)
     with pytest.warns(UserWarning, match="second") as caught:
         strategy.run(lambda: optimizer.apply_gradients([(1.0, first), (None, second)]))
-    assert caught[0].filename == __file__
+    assert [each.filename for each in caught if each.category is not ResourceWarning] == [__file__]
     assert first.numpy() == 1 - 0.5 * size
     assert second.numpy() == 1.0
     for pairs in ([], [(None, first)]):
