@@ -30,7 +30,11 @@ def monitor():
 def send(monitor, message):
     """Return a connection over which `message` was sent."""
     connection = monitor.address.connect(LIMIT_S)
-    connection.sendall(message)
+    try:
+        connection.sendall(message)
+    except ConnectionError:
+        connection.close()
+        raise
     return connection
 
 
