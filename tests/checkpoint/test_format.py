@@ -110,11 +110,13 @@ def plain(value):
 
 
 def format_value(file):
-    """Return all that a file says, but when and by which version it was written."""
+    """Return all that a file says, but when, by whom and by which version it was written."""
     nodes = {}
 
     def take(name, node):
-        attributes = {key: plain(value) for key, value in node.attrs.items()}
+        attributes = {key: plain(value) for key, value in node.attrs.items() if key != "writers"}
+        if attributes.get("synchronization") == "AUTO":
+            attributes["synchronization"] = "ON_WRITE"  # which older files call AUTO
         if isinstance(node, h5py.Dataset):
             values = node[()]
             kind = (node.dtype.str, node.shape, node.chunks)
