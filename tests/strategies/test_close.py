@@ -13,8 +13,13 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
+from mpistrat.testing import launch
 
 ROUNDS = 20
+ALONE = "PYTEST_CLOSE_ALONE"
+"""Set where no earlier test has left descriptors and memory that may be freed meanwhile."""
+
+needs_quiet = pytest.mark.skipif(ALONE not in os.environ, reason="counts what a process holds")
 
 
 @pytest.fixture
@@ -105,6 +110,7 @@ def test_it_is_refused_in_replica_context(comm):
     strategy.close()
 
 
+@needs_quiet
 def test_others_on_the_communicator_go_on_and_the_last_one_frees(comm, size):
     use_and_close(comm)
     gc.collect()
@@ -135,6 +141,7 @@ def use_and_close(comm):
     return kept
 
 
+@needs_quiet
 def test_nothing_grows(comm, size):
     variable, large = use_and_close(comm)
     del large
@@ -200,3 +207,12 @@ def test_strategies_of_one_replica_close_too():
         strategy.run(lambda: None)
     ms.get_strategy().close()  # the default strategy holds nothing
     assert ms.get_strategy().run(lambda: 1) == 1
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_a_process_holds(ranks):
+    arguments = ["-m", "pytest", "--with-mpi", "-q", "-p", "no:cacheprovider", __file__]
+    done = launch.run([*arguments, "-k", "grows or frees"], ranks, 100, env={ALONE: "1"})
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
