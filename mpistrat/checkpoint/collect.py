@@ -18,7 +18,12 @@ from mpistrat.checkpoint.format import STATE, Header, digest_of_array, digest_of
 from mpistrat.checkpoint.object_graph import Tree, walk
 from mpistrat.checkpoint.ownership import Writers, writes_here
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
-from mpistrat.checkpoint.replica_state import PerReplicaState, assign_replicas, gather_states
+from mpistrat.checkpoint.replica_state import (
+    PerReplicaState,
+    SplitState,
+    assign_replicas,
+    gather_states,
+)
 from mpistrat.checkpoint.state_json import split_state
 from mpistrat.checkpoint.writer import (
     BufferLifetime,
@@ -64,7 +69,7 @@ class StateCollector:
         if not self.writes_here:
             _warn_of_root(what)
         self._states: list[Item] = []
-        self._of_replicas: dict[str, dict[str, Any]] = {}
+        self._of_replicas: dict[str, SplitState] = {}
         """What each `PerReplicaState` has on this rank, by path."""
         if tree.stateful:
             assign_replicas(tree.stateful.values(), self.collectives.rank, self.collectives.size)
@@ -83,7 +88,7 @@ class StateCollector:
         is_compared = self.collectives.size > 1
         for name, each in self._tree.stateful.items():
             if isinstance(each, PerReplicaState):
-                self._of_replicas[name] = each._own_state()
+                self._of_replicas[name] = split_state(each._own_state(), name)
                 continue
             items = list(_items_of_state(name, each.state_dict()))
             self._states += items
@@ -114,9 +119,12 @@ class StateCollector:
             yield _item_of(name, variable)
         yield from self._states
         for name, own in self._of_replicas.items():
-            states = gather_states(self.collectives, self._what, name, own)
-            if states is not None:
-                yield from _items_of_state(name, states)
+            join = gather_states(self.collectives, self._what, name, own)
+            items: list[Item] = []
+            with self.collectives.common_outcome(self._what, name):
+                if join is not None:
+                    items += _items_of_state(name, join())
+            yield from items
 
 
 @functools.cache

@@ -185,7 +185,8 @@ class CheckpointManager:
         """
         self.wait()
         given = self._step(step)
-        collectives = self._collectives()
+        tree = self._tree()
+        collectives = collectives_for(tree, "CheckpointManager.save")
         with collectives.call("CheckpointManager.save") as call:
             number = _checked_step(given)
             call.agree(number)
@@ -203,7 +204,7 @@ class CheckpointManager:
             return path
         save(self._checkpoint, path, number, self._parallel, entry.created_s)
         self._retention = planned
-        if writes_here(self._tree()):
+        if writes_here(tree):
             collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)
         return path
 

@@ -89,6 +89,7 @@ def _acquire(claim: Path) -> None:
         except FileExistsError:
             if time.monotonic() > end_s:  # who had it was killed
                 claim.unlink(missing_ok=True)
+                end_s = time.monotonic() + _LONGEST_COMMIT_S  # another may take it before this one
             time.sleep(0.005)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,11 +10,11 @@ import numpy as np
 
 from mpistrat.arrays import host_copy
 from mpistrat.checkpoint.object_graph import Stateful, generator_state
-from mpistrat.checkpoint.state_json import dump_json, join_state, load_json, split_state
+from mpistrat.checkpoint.state_json import dump_json, join_state, load_json
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
-__all__ = ["PerReplicaState", "assign_replicas", "gather_states"]
+__all__ = ["PerReplicaState", "SplitState", "assign_replicas", "gather_states"]
 
 Reshard = Callable[[list[Any], int], Sequence[Any]]
 
@@ -145,11 +146,15 @@ def assign_replicas(stateful: Iterable[object], replica_id: int, num_replicas: i
             each._assign(replica_id, num_replicas)
 
 
+SplitState = tuple[dict[str, Any], dict[str, np.ndarray]]
+"""What `split_state` returns."""
+
+
 def gather_states(
-    collectives: Collectives, what: str, name: str, state: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Return on rank 0 what `PerReplicaState.load_state_dict` takes. **Collective**."""
-    rest, arrays = split_state(state, name)
+    collectives: Collectives, what: str, name: str, own_state: SplitState
+) -> Callable[[], dict[str, Any]] | None:
+    """Return on rank 0 what makes the state of all replicas from their parts. **Collective**."""
+    rest, arrays = own_state
     heads = [[key, array.shape, array.dtype.str] for key, array in arrays.items()]
     own = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values()]
     with collectives.call(what, name) as call:
@@ -157,8 +162,11 @@ def gather_states(
         num_bytes = [sum(_num_bytes(*head[1:]) for head in heads) for _, heads in of_ranks]
         data = np.concatenate([np.empty(0, np.uint8), *own])
         gathered = collectives.channel.transport.gather(data, num_bytes, 0)
-    if gathered is None:
-        return None
+    return None if gathered is None else functools.partial(_join_all, of_ranks, gathered)
+
+
+def _join_all(of_ranks: Sequence[Any], gathered: np.ndarray) -> dict[str, Any]:
+    """Return what `PerReplicaState.load_state_dict` takes."""
     states, begin = [], 0
     for text, heads_of_rank in of_ranks:
         found = {}

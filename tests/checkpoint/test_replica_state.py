@@ -196,6 +196,17 @@ def test_state_of_all_replicas_as_one_is_refused(weight, path):
         ms.Checkpoint(weight=weight, history=wrapped).restore(path)
 
 
+def test_state_that_one_rank_cannot_give_is_an_error_on_all(weight, strategy, path, rank, size):
+    class Odd(History):
+        def state_dict(self):
+            return {"set": {1, 2}} if rank == size - 1 else {"set": [1, 2]}
+
+    checkpoint = ms.Checkpoint(weight=weight, odd=ms.PerReplicaState(Odd()))
+    with pytest.raises(TypeError, match="'odd' holds a set"):
+        checkpoint.write(path)
+    assert strategy.reduce("sum", 1) == size
+
+
 @pytest.mark.parametrize("bad", [3, np.ones(2), None, np.random.Generator, {"a": History()}])
 def test_what_has_no_state_is_refused(bad):
     with pytest.raises(TypeError, match="PerReplicaState needs"):
