@@ -14,7 +14,7 @@ from mpistrat.arrays import namespace_of, place
 from mpistrat.optimizers.gradients import (
     check_gradients,
     check_owners,
-    check_takes_gradients,
+    check_variables,
     listed,
     owner_among,
     split_pairs,
@@ -308,19 +308,7 @@ def _owner_of(variables: Any) -> Any:
 
 
 def _check_variables(kind: str, variables: Any) -> None:
-    if not isinstance(variables, list):
-        raise TypeError(
-            f"{kind} takes an iterable of variables, not {variables!r} of type "
-            f"{type(variables).__name__}."
-        )
-    if not variables:
-        raise ValueError(f"{kind} was given no variable.")
-    for variable in variables:
-        if not isinstance(variable, Variable):
-            raise TypeError(
-                f"{kind} takes variables, not {variable!r} of type {type(variable).__name__}."
-            )
-        check_takes_gradients(kind, variable)
+    check_variables(kind, variables)
     if len({id(variable) for variable in variables}) < len(variables):
         names = [variable.name for variable in variables]
         raise ValueError(f"{kind} was given one variable twice: {names}.")

@@ -27,7 +27,7 @@ __all__ = [
     "agree_on_gradients",
     "check_gradients",
     "check_owners",
-    "check_takes_gradients",
+    "check_variables",
     "listed",
     "owner_among",
     "prepare_sum",
@@ -105,7 +105,24 @@ def check_gradients(
     ]
 
 
-def check_takes_gradients(kind: str, variable: Variable) -> None:
+def check_variables(kind: str, variables: Any) -> None:
+    """Make sure that `variables` is a list of those that gradients can change."""
+    if not isinstance(variables, list):
+        raise TypeError(
+            f"{kind} takes an iterable of variables, not {variables!r} of type "
+            f"{type(variables).__name__}."
+        )
+    if not variables:
+        raise ValueError(f"{kind} was given no variable.")
+    for variable in variables:
+        if not isinstance(variable, Variable):
+            raise TypeError(
+                f"{kind} takes variables, not {variable!r} of type {type(variable).__name__}."
+            )
+        _check_takes_gradients(kind, variable)
+
+
+def _check_takes_gradients(kind: str, variable: Variable) -> None:
     """Refuse a variable that holds no fractions, such as a gradient's steps are."""
     if not is_floating(variable.dtype) and variable.dtype.kind != "c":
         raise TypeError(
@@ -115,7 +132,7 @@ def check_takes_gradients(kind: str, variable: Variable) -> None:
 
 
 def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
-    check_takes_gradients(kind, variable)
+    _check_takes_gradients(kind, variable)
     is_plain = type(gradient) is np.ndarray and gradient.shape == variable.shape
     if is_plain and gradient.dtype == variable.dtype:
         return gradient  # as most are: what follows takes longer than a small update

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpistrat import context
 from mpistrat.arguments import as_finite, as_integer
-from mpistrat.optimizers.gradients import check_owners, check_takes_gradients, listed, owner_among
+from mpistrat.optimizers.gradients import check_owners, check_variables, listed, owner_among
 from mpistrat.optimizers.slots import Slots, zero_slot
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
@@ -142,19 +142,8 @@ def _first_average(variable: Variable) -> Variable:
 
 
 def _check_variables(kind: str, variables: Any) -> None:
-    if not isinstance(variables, list):
-        raise TypeError(
-            f"{kind} takes an iterable of variables, not {variables!r} of type "
-            f"{type(variables).__name__}."
-        )
-    if not variables:
-        raise ValueError(f"{kind} was given no variable.")
+    check_variables(kind, variables)
     for variable in variables:
-        if not isinstance(variable, Variable):
-            raise TypeError(
-                f"{kind} takes variables, not {variable!r} of type {type(variable).__name__}."
-            )
-        check_takes_gradients(kind, variable)
         if isinstance(variable, SyncOnReadVariable):
             raise ValueError(
                 f"{kind}: the SyncOnRead variable {variable.name!r} differs from replica to "

@@ -66,7 +66,7 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
 
 
 def _array_of_tensor(tensor: Any) -> np.ndarray:
-    """Return a tensor as an array of its own dtype, bfloat16 too."""
+    """Return a tensor as an array of the same dtype, also bfloat16."""
     array = host_array(tensor)
     return array.astype(named_dtype("bfloat16")) if is_bfloat16(tensor) else array
 

@@ -289,7 +289,7 @@ def _source_paths(dataset: Any, file_name: str) -> Iterator[str]:
 
 
 def _warn_of_files_elsewhere(dataset: Any, sources: list[str]) -> None:
-    """Name the files outside of the folder of its own file that `dataset` is read from."""
+    """Warn of files outside of its folder that hold data of `dataset`."""
     # Whoever made the file has chosen them: they may be any that the user of the program can read.
     own = dataset.file.filename
     folders = {os.path.realpath(os.path.dirname(own)), os.path.dirname(os.path.realpath(own))}
