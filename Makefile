@@ -38,6 +38,9 @@ help:  ## print this list
 train: $(VENV)/.jobs data/digits.h5  ## train on the digits with RANKS ranks; ARGS go to the job
 	RANKS=$(RANKS) PYTHON=$(PY) timeout --kill-after=10 1800 jobs/local.sh $(ARGS)
 
+train-torch: $(VENV)/.jobs data/digits.h5  ## train the network of PyTorch on RANKS ranks; ARGS go to the job
+	$(LAUNCH) -n $(RANKS) --limit 1800 -- jobs/train_torch_ddp.py $(ARGS)
+
 test: test-serial test-quick  ## run the serial tests, 3 ranks, and one launch for each kind of failure
 	+$(MAKE) test-3 ARGS="-q -m 'not thorough'"
 

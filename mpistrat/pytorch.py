@@ -18,6 +18,8 @@ __all__ = [
     "is_bfloat16",
     "is_loaded",
     "is_tensor",
+    "needs_graph",
+    "overwrite",
 ]
 
 Move = Callable[[list[np.ndarray]], list[np.ndarray]]
@@ -63,14 +65,56 @@ def is_bfloat16(tensor: Any) -> bool:
     return str(tensor.dtype) == "torch.bfloat16"
 
 
+_DENSE = "torch.strided"
+
+
+def needs_graph(tensor: Any) -> bool:
+    """Return whether a tensor is part of a graph, or a leaf that gets a gradient."""
+    return bool(tensor.requires_grad)
+
+
+class _HostMemory:
+    """The memory of a tensor as NumPy's array interface; keeps the tensor alive."""
+
+    def __init__(self, tensor: Any, type_text: str) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": type_text,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(each * tensor.element_size() for each in tensor.stride()),
+        }
+
+
 def host_array(tensor: Any) -> np.ndarray:
     """Return a tensor's value as a NumPy array, without a copy where it lies on the host."""
     # bfloat16, which NumPy does not have, becomes float32.
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if is_bfloat16(tensor):
         tensor = tensor.float()
-    array: np.ndarray = tensor.cpu().numpy()
-    return array
+    tensor = tensor.cpu()
+    type_text = _type_text(tensor.dtype)
+    # Tensor.numpy() makes the storage unresizable for good, and sharded modules resize theirs. It
+    # is left for what has no plain memory, which it refuses in torch's words.
+    is_plain = type_text and str(tensor.layout) == _DENSE and tensor.numel() and tensor.data_ptr()
+    return np.asarray(_HostMemory(tensor, type_text)) if is_plain else tensor.numpy()
+
+
+@functools.cache
+def _type_text(dtype: Any) -> str:
+    """Return NumPy's text for a dtype, empty where it has none."""
+    try:
+        text: str = np.dtype(str(dtype).removeprefix("torch.")).str
+    except TypeError:
+        return ""
+    return text
+
+
+def overwrite(tensor: Any, array: np.ndarray) -> Any:
+    """Write the numbers of `array` to a tensor, on its device, and return it."""
+    tensor.detach().copy_(_tensor_like(array, tensor))
+    return tensor
 
 
 def _tensor_like(array: np.ndarray, tensor: Any) -> Any:

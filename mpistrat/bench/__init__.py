@@ -1,6 +1,14 @@
 """Benchmarks: this package and its peers, side by side in one run."""
 
-from mpistrat.bench import checkpoint, data, optimizers, overlap, reductions, step
+from mpistrat.bench import (
+    checkpoint,
+    data,
+    optimizers,
+    overlap,
+    process_groups,
+    reductions,
+    step,
+)
 
 __all__ = ["BENCHMARKS"]
 
@@ -15,5 +23,6 @@ BENCHMARKS = {
         optimizers.BENCHMARK,
         overlap.BENCHMARK,
         step.BENCHMARK,
+        process_groups.BENCHMARK,
     )
 }

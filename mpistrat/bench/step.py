@@ -193,6 +193,8 @@ def open_ddp_loop(
         with collectives.all_or_none("bench step"):
             return DdpLoop(torch, batch)
     except (RuntimeError, OSError, MpistratError) as error:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         return f"DistributedDataParallel over gloo is left out: {str(error).splitlines()[0]}"
 
 

@@ -1,0 +1,140 @@
+"""Hook for PyTorch: how checkpoints take tensors and objects that keep their state in them.
+
+`mpistrat.torch.states` fills it. It is loaded when a program that has imported PyTorch brings the
+first tensor or object of it, or when a file has tensors; so nothing here imports PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpistrat import pytorch
+
+__all__ = [
+    "TensorArray",
+    "TensorLibrary",
+    "TensorState",
+    "holds_tensors",
+    "register",
+    "tensor_library",
+    "tensor_state",
+    "world_strategy",
+]
+
+
+class TensorArray(Protocol):
+    """A tensor on its way into a file; NumPy makes an array of it, which may need a copy."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    """As it is stored."""
+    tensor_dtype: str
+    """The name of the tensor's own dtype."""
+    is_view: bool
+    """Whether the array is the tensor's memory."""
+    num_ranks: int
+    """How many ranks share its elements. Where it is more than 1, `__array__` is collective."""
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the values."""
+
+
+class TensorState:
+    """The state of an object of PyTorch, whose dicts keep their keys and whose tuples stay such.
+
+    Parameters
+    ----------
+    target : object with ``state_dict()`` and ``load_state_dict()``
+    """
+
+    is_mirrored = False
+    """Whether it is assumed to be equal on all ranks: rank 0's is saved, and not compared."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def state_dict(self) -> dict[Any, Any]:
+        """Return the state."""
+        state: dict[Any, Any] = self._target.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        """Take over a state."""
+        self._target.load_state_dict(state)
+
+    def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
+        """Yield why the object at `path` cannot take a state, whose tensors have no values."""
+        yield from ()
+
+    def __repr__(self) -> str:
+        return repr(self._target)
+
+
+class TensorLibrary(Protocol):
+    """What a checkpoint asks of PyTorch."""
+
+    def state_of(self, value: object) -> TensorState | None:
+        """Return an adapter for an object of PyTorch with state, ``None`` for others."""
+
+    def world_strategy(self) -> Any:
+        """Return the strategy that carries the process group of all ranks, ``None`` without one."""
+
+    def stored(self, tensor: Any) -> TensorArray:
+        """Return `tensor` as a file holds it, or raise TypeError with what it is instead."""
+
+    def identity(self, tensor: Any) -> Hashable:
+        """Return what tied tensors have in common, ``None`` where nothing can be."""
+
+    def tensor(self, array: np.ndarray, dtype: str) -> Any:
+        """Return an array that was stored for a tensor of `dtype` as one, with its memory."""
+
+    def blank(self, array: np.ndarray, dtype: str) -> Any:
+        """Return what `tensor` does, without memory."""
+
+
+_load: list[Callable[[], TensorLibrary]] = []
+
+
+def register(load: Callable[[], TensorLibrary]) -> None:
+    """Give the function that imports the library."""
+    _load[:] = [load]
+
+
+def tensor_library() -> TensorLibrary:
+    """Return the library; ValueError where PyTorch is not installed."""
+    if pytorch.import_torch() is None:
+        raise ValueError("it holds tensors of PyTorch, which is not installed here")
+    return _load[0]()
+
+
+def tensor_state(value: object) -> TensorState | None:
+    """Return an adapter for an object of PyTorch with state, ``None`` for others."""
+    if not pytorch.is_loaded() or isinstance(value, type) or not _is_of_torch(type(value)):
+        return None
+    return tensor_library().state_of(value)
+
+
+def world_strategy() -> Any:
+    """Return the strategy that carries PyTorch's group of all ranks, ``None`` without one."""
+    return tensor_library().world_strategy() if "mpistrat.torch" in sys.modules else None
+
+
+def _is_of_torch(kind: type) -> bool:
+    return any(each.__module__.partition(".")[0].startswith("torch") for each in kind.__mro__)
+
+
+def holds_tensors(value: object) -> bool:
+    """Return whether there are tensors in nested dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return any(map(holds_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(holds_tensors, value))
+    return pytorch.is_tensor(value)

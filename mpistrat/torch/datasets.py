@@ -1,0 +1,232 @@
+"""IterableDataset of PyTorch: this rank's part of each global batch, as tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
+from mpistrat import nests
+from mpistrat.arguments import as_bool, as_integer
+from mpistrat.data.dataset import Dataset
+from mpistrat.data.hdf5.source import Hdf5Source
+from mpistrat.errors import LaunchError
+from mpistrat.mpi.launcher import is_one_of_several
+from mpistrat.settings import environment
+from mpistrat.strategies.one_replica import OneDeviceStrategy
+from mpistrat.strategies.strategy import Strategy
+from mpistrat.torch.launching import strategy
+from mpistrat.values import localize
+
+__all__ = ["HDF5Dataset"]
+
+_NO_WORKERS = (
+    "num_workers must be 0: mpistrat reads in threads, and a fork of an MPI rank may not "
+    "communicate. Use DataLoader(dataset, batch_size=None), and prefetch(n) of the data set to "
+    "prepare batches ahead."
+)
+
+
+class HDF5Dataset(IterableDataset[Any]):
+    """The part of each global batch that this rank has, as tensors.
+
+    **Collective** over `group`: all its ranks make it, from the same `dataset`. Use it in a bare
+    ``for``, or in ``DataLoader(dataset, batch_size=None)``. Each iteration is the next pass. The
+    order is that of ``Strategy.experimental_distribute_dataset``: global batch k holds the same
+    examples at any number of ranks, and rank r has the r-th slice of it. Of a last batch that is
+    short, ranks may have nothing: they get tensors of length 0, whose mean is NaN. Leave it out by
+    ``batch(..., drop_remainder=True)``, or let DDP go on without these ranks by ``Join``.
+
+    Tensors share the memory of the arrays that were read, without a copy, and nothing else writes
+    to it. What a function given to `map` returns is handed over as it is. Arrays of a dtype that
+    PyTorch does not have, such as strings, stay NumPy arrays.
+
+    ``len()`` is not defined; see `num_batches`.
+
+    Parameters
+    ----------
+    dataset : mpistrat.data.Dataset
+        Batches of it are the global ones.
+    group : torch.distributed.ProcessGroup, optional
+        Of the backend mpistrat; by default the world group. A process that is alone needs none.
+    pin_memory : bool
+        Whether tensors lie in page-locked memory, from which copies to an accelerator run beside
+        the program. Files are read into it; other tensors are copied, as
+        ``DataLoader(pin_memory=True)`` does with all of them.
+
+    Raises
+    ------
+    LaunchError
+        If the process is one of several, and there is no process group.
+    TypeError
+        If `group` has another backend, or `dataset` is no `mpistrat.data.Dataset`.
+    ValueError
+        If `dataset` was not batched.
+    DataError
+        If the ranks bring different data sets, or files are missing or damaged.
+
+    Examples
+    --------
+    >>> batches = ms.data.Dataset.from_hdf5("train-*.h5", ("image", "label")).shuffle(1).batch(64)
+    >>> loader = torch.utils.data.DataLoader(mst.HDF5Dataset(batches), batch_size=None)
+    >>> for image, label in loader:
+    ...     loss = criterion(model(image), label)
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        group: dist.ProcessGroup | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self._pins = as_bool("pin_memory", pin_memory) and _can_pin()
+        if self._pins:
+            dataset = _read_into_pinned_memory(dataset)
+        self.strategy = _strategy_of(group)
+        """The strategy of the group, for a checkpoint; ``None`` without one."""
+        if self.strategy is not None:
+            dist.barrier(group)  # after asynchronous operations that are under way
+        divides = self.strategy or OneDeviceStrategy()
+        self._batches = divides.experimental_distribute_dataset(dataset)
+        self._is_restored = False
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches of a pass, on each rank; ``None`` if endless or unknown. Local."""
+        count = self._batches.cardinality()
+        return None if count < 0 else count
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be pass number `epoch`, from 0 on. Local.
+
+        For loops that number their epochs themselves; call it on every rank. The position that
+        `load_state_dict` has restored within this same pass is kept.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `epoch` is no integer of at least 0.
+        """
+        epoch = as_integer("epoch", epoch, 0)
+        if not (self._is_restored and self.state_dict()["pass"] == epoch):
+            self._batches.load_state_dict({"pass": epoch, "batch": 0})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the batch that was yielded last. Local.
+
+        JSON values only, the same on all ranks, and valid at any number of them.
+        """
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration resume at a position. Local; call it on every rank.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is no position, or one within a pass that this data set does not have.
+        """
+        self._batches.load_state_dict(state)
+        self._is_restored = True
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise ValueError(_NO_WORKERS)
+        return self._elements()
+
+    def _elements(self) -> Iterator[Any]:
+        # The pass begins with its first batch: loaders make iterators to ask for their state.
+        self._is_restored = False
+        with closing(iter(self._batches)) as elements:
+            yield from map(functools.partial(nests.map_nest, self._tensor), elements)
+
+    def _tensor(self, leaf: Any) -> Any:
+        leaf = localize(leaf)
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        return _pinned(leaf) if self._pins else _as_tensor(leaf)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"An HDF5Dataset cannot be pickled. {_NO_WORKERS}")
+
+
+def _strategy_of(group: dist.ProcessGroup | None) -> Strategy | None:
+    """Return the strategy of `group`, ``None`` for a process that is alone."""
+    if group is not None or dist.is_initialized():
+        return strategy(group)
+    if is_one_of_several() or environment().get("WORLD_SIZE", "1") != "1":
+        raise LaunchError(
+            "HDF5Dataset: this process is one of several, but it has no process group, so each of "
+            "them would read all data. Call mpistrat.torch.init() first."
+        )
+    return None
+
+
+def _as_tensor(array: np.ndarray) -> Any:
+    """Return a tensor with the memory of `array`, or `array` if PyTorch has no such dtype."""
+    if _torch_dtype(array.dtype) is None:
+        return array
+    # What a function given to `map` returns may be read-only, reversed, or in another byte order.
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except ValueError:
+        return torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C"))
+
+
+@functools.cache
+def _torch_dtype(dtype: np.dtype) -> torch.dtype | None:
+    try:
+        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+    except TypeError:
+        return None
+
+
+def _can_pin() -> bool:
+    """Return whether there is an accelerator, and warn as PyTorch's loaders do if not."""
+    if torch.accelerator.is_available():
+        return True
+    warnings.warn(
+        "HDF5Dataset: pin_memory is True, but there is no accelerator, so batches lie in ordinary "
+        "memory.",
+        stacklevel=3,
+    )
+    return False
+
+
+def _read_into_pinned_memory(dataset: Any) -> Any:
+    """Return `dataset` with its files read into page-locked memory."""
+    source = dataset._pipeline.source if isinstance(dataset, Dataset) else None
+    if not isinstance(source, Hdf5Source):
+        return dataset
+    pipeline = dataclasses.replace(dataset._pipeline, source=source.with_memory(_pinned_array))
+    return Dataset(pipeline, dataset._auto_shard_policy)
+
+
+def _pinned_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an array in page-locked memory; in ordinary one if PyTorch has no such dtype."""
+    known = _torch_dtype(dtype)
+    if known is None:
+        return np.empty(shape, dtype)
+    array: np.ndarray = torch.empty(shape, dtype=known, pin_memory=True).numpy()
+    return array
+
+
+def _pinned(array: np.ndarray) -> Any:
+    """Return a tensor in page-locked memory: that of `array`, or a copy."""
+    # PyTorch waits for copies of its own tensor before it recycles the memory, of no other one.
+    owner: Any = array.base
+    if isinstance(owner, torch.Tensor) and owner.is_pinned():
+        return owner
+    if _torch_dtype(array.dtype) is None:
+        return array
+    tensor = _as_tensor(array)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

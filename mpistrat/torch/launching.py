@@ -1,0 +1,270 @@
+"""Launching: MPI's launcher gives ranks to torch, and the rendezvous goes over MPI."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlparse
+
+import torch.distributed as dist
+
+from mpistrat.errors import LaunchError
+from mpistrat.mpi.world import World, communicator, open_world
+from mpistrat.options import CommunicationOptions
+from mpistrat.settings import environment, export_defaults, settings
+from mpistrat.strategies.mpi import MPIStrategy
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "Options",
+    "check_place",
+    "init",
+    "job_communicator",
+    "rendezvous",
+    "set_environment",
+    "strategy",
+]
+
+_NO_LIMIT = timedelta(days=10_000)
+"""Torch knows no timeout that never ends."""
+_LONGEST_STORE = timedelta(days=20)
+"""Its store counts milliseconds in 32 bits."""
+
+
+class Options:
+    """Options of a group, for ``pg_options=`` of ``init_process_group`` and ``new_group``.
+
+    Parameters
+    ----------
+    communication_options : CommunicationOptions, optional
+        For its reductions, such as ``CommunicationOptions(deterministic=True)``.
+    """
+
+    def __init__(self, communication_options: CommunicationOptions | None = None) -> None:
+        self.communication_options = communication_options
+
+
+@dataclass
+class _Job:
+    """The ranks that torch counts."""
+
+    comm: MPI.Intracomm
+    strategy: MPIStrategy
+    """By which they meet before torch has a group."""
+    world: World
+    store: Any = None
+    """Torch's store, which rank 0 serves, once there is one."""
+    num_groups: int = 0
+    """How many world groups have met in it."""
+
+
+_jobs: list[_Job] = []
+"""The last one is the current one."""
+
+
+def job_communicator() -> MPI.Intracomm:
+    """Return the communicator whose ranks are torch's. **Collective** at its first call."""
+    return _open_job(None).comm
+
+
+def _open_job(comm: MPI.Intracomm | None) -> _Job:
+    """Return the job of `comm`, by default the current one, or the world. **Collective**."""
+    if _jobs and (comm is None or comm == _jobs[-1].comm):
+        return _jobs[-1]
+    known = communicator(comm)
+    _check_environment(known)
+    job = _Job(known, MPIStrategy(known, "cpu"), open_world(known))
+    _jobs.append(job)
+    return job
+
+
+def _check_environment(comm: MPI.Intracomm) -> None:
+    """Refuse ranks that another launcher has given, before anything waits for them."""
+    variables = environment()
+    for name, own in (("WORLD_SIZE", comm.size), ("RANK", comm.rank)):
+        given = variables.get(name, "")
+        if given.isdigit() and int(given) != own:
+            raise LaunchError(
+                f"{name} is {given} in the environment, but {own} in MPI. This process was started "
+                "by torchrun, or variables of another job were inherited. Start it by mpiexec or "
+                "srun, without torchrun, and do not set RANK and WORLD_SIZE."
+            )
+
+
+def set_environment(comm: MPI.Intracomm | None = None) -> None:
+    """Set the variables by which PyTorch's libraries recognize a distributed job.
+
+    **Collective** over `comm`. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, where they are not set. Call it
+    before Lightning Fabric, Accelerate or torchmetrics look at them; `init` does it too.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks of the job, by default COMM_WORLD.
+
+    Raises
+    ------
+    LaunchError
+        If ``RANK`` or ``WORLD_SIZE`` is set and disagrees with MPI, as under torchrun.
+
+    Examples
+    --------
+    >>> import mpistrat.torch as mst
+    >>> mst.set_environment()
+    """
+    job = _open_job(comm)
+    host, port = job.strategy.broadcast_object(
+        _free_address(job.world) if job.comm.rank == 0 else None
+    )
+    export_defaults(
+        {
+            "RANK": str(job.comm.rank),
+            "WORLD_SIZE": str(job.comm.size),
+            "LOCAL_RANK": str(job.world.local_rank),
+            "LOCAL_WORLD_SIZE": str(len(job.world.ranks_of_node)),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+    )
+
+
+def _free_address(world: World) -> tuple[str, int]:
+    """Return a name of this node that the others reach, and a port that is free."""
+    with socket.create_server(("", 0)) as server:
+        return _reachable_name(world), int(server.getsockname()[1])
+
+
+def _reachable_name(world: World) -> str:
+    return "127.0.0.1" if len(world.hosts) == 1 else socket.gethostname()
+
+
+def init(
+    *,
+    backend: str = "mpistrat",
+    timeout: float | timedelta | None = None,
+    comm: MPI.Intracomm | None = None,
+    pg_options: Any = None,
+) -> dist.ProcessGroup:
+    """Start torch.distributed over MPI, and return the world group.
+
+    **Collective** over `comm`. The same as `set_environment` followed by
+    ``torch.distributed.init_process_group("mpistrat", init_method="mpi://")``.
+
+    Parameters
+    ----------
+    backend : str
+    timeout : float or timedelta, optional
+        How long an operation waits for the other ranks, a number in seconds; by default
+        ``MPISTRAT_TIMEOUT_S``.
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks of the job, by default COMM_WORLD.
+    pg_options : Options, optional
+
+    Raises
+    ------
+    LaunchError
+        If the ranks were not started by MPI's launcher.
+    ValueError
+        If the process has a world group already, or `timeout` is not above 0.
+
+    Examples
+    --------
+    >>> import mpistrat.torch as mst
+    >>> mst.init()
+    >>> model = torch.nn.parallel.DistributedDataParallel(model)
+    """
+    limit = _as_timedelta(timeout)
+    set_environment(comm)
+    dist.init_process_group(backend, init_method="mpi://", timeout=limit, pg_options=pg_options)
+    world: Any = dist.group.WORLD
+    return world
+
+
+def strategy(group: dist.ProcessGroup | None = None) -> MPIStrategy:
+    """Return the strategy that carries `group`, by default the world group. Local.
+
+    It has the rank, the hosts, the options and the timeline of the group. A collective of the
+    strategy must not be called while an asynchronous operation of the group is under way.
+
+    Raises
+    ------
+    TypeError
+        If the group has another backend.
+    """
+    found: Any = dist.group.WORLD if group is None else group
+    carrier = getattr(found, "_strategy", None)
+    if not isinstance(carrier, MPIStrategy):
+        raise TypeError(
+            f"Expected a process group of the backend mpistrat, not {found!r}. Call "
+            "mpistrat.torch.init() first."
+        )
+    return carrier
+
+
+def _as_timedelta(timeout: float | timedelta | None) -> timedelta:
+    if timeout is None:
+        limit_s = settings().timeout_s
+        return _NO_LIMIT if limit_s is None else timedelta(seconds=limit_s)
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if limit <= timedelta(0):
+        raise ValueError(f"timeout must be above 0 s, not {limit.total_seconds():g} s.")
+    return limit
+
+
+def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield store, rank and size for ``init_method="mpi://"``. **Collective**."""
+    job = _open_job(None)
+    given = dict(parse_qsl(urlparse(url).query))
+    for name, own in (("world_size", job.comm.size), ("rank", job.comm.rank)):
+        if name in given and int(given[name]) not in (own, -1):
+            raise LaunchError(
+                f"init_process_group was given {name}={given[name]}, but it is {own} in MPI. "
+                "Leave it out: mpi:// takes it from the launcher."
+            )
+    limit = min(kwargs.get("timeout") or _as_timedelta(None), _LONGEST_STORE)
+    yield _open_store(job, limit), job.comm.rank, job.comm.size
+    raise RuntimeError("A group over mpi:// cannot make its rendezvous again.")
+
+
+def _open_store(job: _Job, limit: timedelta) -> Any:
+    """Return a store for one more world group. **Collective**."""
+    # One server for all groups: torch's needs five seconds to start, one time in fifteen.
+    if job.store is None:
+        job.store = _served_store(job, limit)
+    job.num_groups += 1
+    store = dist.PrefixStore(f"world {job.num_groups}", job.store)
+    store.set_timeout(limit)
+    return store
+
+
+def _served_store(job: _Job, limit: timedelta) -> Any:
+    """Return a store that rank 0 serves. **Collective**."""
+    store = address = None
+    if job.comm.rank == 0:
+        host = _reachable_name(job.world)
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        address = host, store.port
+    host, port = job.strategy.broadcast_object(address)
+    if store is None:
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    return store
+
+
+def check_place(ranks: Sequence[int], rank: int, size: int) -> None:
+    """Refuse a group whose ranks are not those of MPI."""
+    comm = job_communicator()
+    own = ranks[rank] if 0 <= rank < len(ranks) else -1
+    if own == comm.rank and max(ranks) < comm.size and size == len(ranks):
+        return
+    raise LaunchError(
+        f"Torch takes this process for rank {own}, in a job of at least {max(ranks) + 1} rank(s), "
+        f"but it is rank {comm.rank} of {comm.size} in MPI. Start it by mpiexec or srun, without "
+        'torchrun, and call mpistrat.torch.init(), or init_process_group("mpistrat", '
+        'init_method="mpi://").'
+    )

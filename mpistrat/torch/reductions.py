@@ -1,0 +1,198 @@
+"""Reductions of tensors: torch's operators over the reducers of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch.distributed import ReduceOp as TorchOp
+
+from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.comm.ops import combine
+from mpistrat.comm.wire import accumulator_dtype, cast, cast_into
+from mpistrat.options import ReduceOp
+from mpistrat.torch.memory import Operand, described
+
+__all__ = [
+    "all_reduce",
+    "all_reduce_sparse",
+    "reduce",
+    "reduce_scatter",
+]
+
+_RedOp = TorchOp.RedOpType
+_OPS = {
+    _RedOp.SUM: ReduceOp.SUM,
+    _RedOp.AVG: ReduceOp.MEAN,
+    _RedOp.PRODUCT: ReduceOp.PROD,
+    _RedOp.MIN: ReduceOp.MIN,
+    _RedOp.MAX: ReduceOp.MAX,
+}
+_BITWISE = {_RedOp.BAND: "BAND", _RedOp.BOR: "BOR", _RedOp.BXOR: "BXOR"}
+_OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PROD: ReduceOp.MIN}
+"""A sum of bools is their or, a product their and."""
+
+
+class _Reduction:
+    """An operator of torch for tensors of one dtype.
+
+    Parameters
+    ----------
+    kind : str
+        The operation, for errors.
+    op : torch.distributed.ReduceOp
+    tensors : sequence of torch.Tensor
+
+    Raises
+    ------
+    TypeError, ValueError
+        If tensors of this dtype cannot be reduced so.
+    """
+
+    def __init__(self, kind: str, op: Any, tensors: Sequence[torch.Tensor]) -> None:
+        known = getattr(op, "op", op)
+        self.bitwise = _BITWISE.get(known)
+        """MPI's name, for operators on bits."""
+        if self.bitwise is None and known not in _OPS:
+            raise ValueError(
+                f"{kind}: {known} is not supported on CPU tensors. Use SUM, AVG, PRODUCT, MIN, "
+                "MAX, BAND, BOR or BXOR; for PREMUL_SUM multiply the tensor first."
+            )
+        self.name = str(getattr(known, "name", known))
+        """As ranks compare it."""
+        self.op = _OPS.get(known, ReduceOp.SUM)
+        self._is_bool = False
+        for dtype in {each.dtype for each in tensors}:
+            self._check(kind, dtype)
+            self._is_bool = dtype == torch.bool
+        self.structure = f"{self.name} of bool" if self._is_bool else ()
+        """What ranks compare besides the operator of this package."""
+        if self._is_bool:
+            self.op = _OF_BOOL.get(self.op, self.op)
+
+    def _check(self, kind: str, dtype: torch.dtype) -> None:
+        is_floating = dtype.is_floating_point or dtype.is_complex
+        if self.bitwise and is_floating:
+            raise TypeError(f"{kind}: {self.name} needs integers or bools, not {dtype}.")
+        if self.op is ReduceOp.MEAN and not is_floating:
+            raise ValueError(
+                f"{kind}: ReduceOp.AVG needs a floating dtype, not {dtype}. Use SUM and divide."
+            )
+        if dtype.is_floating_point and torch.finfo(dtype).bits < 16:
+            raise TypeError(
+                f"{kind}: {dtype} cannot be reduced. Reduce in a wider dtype: tensor.to("
+                "torch.bfloat16)."
+            )
+
+    def arrays(self, operands: Sequence[Operand]) -> list[np.ndarray]:
+        """Return the operands as what is reduced."""
+        arrays = [each.array for each in operands]
+        return [each.view(np.uint8) for each in arrays] if self._is_bool else arrays
+
+
+def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Reduce each tensor in place, equal to the bit on all ranks. **Collective**."""
+    operands = [Operand(each, call.kind) for each in tensors]
+    reduction = _Reduction(call.kind, op, tensors)
+    arrays = reduction.arrays(operands)
+    if reduction.bitwise:
+        call.agree(reduction.name, tuple(map(described, tensors)))
+        for array in arrays:
+            _combine_bits(call, reduction.bitwise, array)
+    else:
+        call.all_reduce_in_place(reduction.op, arrays, reduction.structure)
+    for operand in operands:
+        operand.give_back()
+
+
+def _combine_bits(call: CollectiveCall, name: str, array: np.ndarray) -> None:
+    with call.communicator() as comm:
+        comm.Allreduce(MPI.IN_PLACE, array, getattr(MPI, name))
+
+
+def reduce(call: CollectiveCall, op: Any, tensor: torch.Tensor, root: int) -> None:
+    """Reduce `tensor` in place on `root`; elsewhere it stays as it is. **Collective**."""
+    operand = Operand(tensor, call.kind)
+    reduction = _Reduction(call.kind, op, [tensor])
+    (array,) = reduction.arrays([operand])
+    is_root = call.channel.rank == root
+    if reduction.bitwise:
+        call.agree(reduction.name, described(tensor), f"to rank {root}")
+        total = array if is_root else array.copy()
+        _combine_bits(call, reduction.bitwise, total)
+    else:
+        results = call.reduce(reduction.op, [array], root, reduction.structure)
+        if results is not None:
+            np.copyto(array, results[0])
+    if is_root:
+        operand.give_back()
+
+
+def reduce_scatter(
+    call: CollectiveCall,
+    op: Any,
+    output: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+) -> None:
+    """Reduce the tensors that all ranks have for this one into `output`. **Collective**."""
+    target = Operand(output, call.kind)
+    operands = [Operand(each, call.kind) for each in inputs]
+    reduction = _Reduction(call.kind, op, [output, *inputs])
+    channel = call.channel
+    if len({each.dtype for each in (output, *inputs)}) > 1:
+        raise TypeError(f"{call.kind}: all tensors must have one dtype.")
+    if len(inputs) != channel.size or inputs[channel.rank].numel() != output.numel():
+        raise ValueError(
+            f"{call.kind}: expected {channel.size} input tensors, of which number {channel.rank} "
+            f"has the {output.numel()} elements of the output, but got "
+            f"{[each.numel() for each in inputs]} elements."
+        )
+    call.agree(reduction.name, tuple(map(described, inputs)))
+    joined = np.concatenate([each.reshape(-1) for each in reduction.arrays(operands)])
+    counts = [each.numel() for each in inputs]
+    with call.moving():
+        pieces = channel.transport.all_to_all(joined, counts).reshape(channel.size, output.numel())
+    if reduction.bitwise:
+        result = getattr(np, _UFUNCS[reduction.bitwise]).reduce(pieces, axis=0)
+    else:
+        result = combine(reduction.op, cast(pieces, accumulator_dtype(pieces.dtype)))
+    (array,) = reduction.arrays([target])
+    cast_into(array.reshape(-1), result)
+    target.give_back()
+
+
+_UFUNCS = {"BAND": "bitwise_and", "BOR": "bitwise_or", "BXOR": "bitwise_xor"}
+
+
+def all_reduce_sparse(call: CollectiveCall, op: Any, tensor: torch.Tensor) -> None:
+    """Add up sparse tensors in COO format, in place. **Collective**."""
+    own = tensor.detach().coalesce()
+    reduction = _Reduction(call.kind, op, [own.values()])
+    if reduction.op not in (ReduceOp.SUM, ReduceOp.MEAN) or reduction.bitwise:
+        raise ValueError(f"{call.kind}: sparse tensors can be reduced by SUM and AVG alone.")
+    call.agree(reduction.name, described(own), f"sparse_dim {own.sparse_dim()}")
+    channel = call.channel
+    with call.moving():
+        counts = channel.transport.all_gather(np.array([own._nnz()]), [1] * channel.size).tolist()
+    indices = _gathered(call, own.indices().t(), counts)
+    values = _gathered(call, own.values(), counts)
+    total = torch.sparse_coo_tensor(indices.t(), values, own.shape).coalesce()
+    if reduction.op is ReduceOp.MEAN:
+        total = total / channel.size
+    with torch.no_grad():
+        tensor.copy_(total)
+
+
+def _gathered(call: CollectiveCall, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return the `rows` of all ranks, in rank order."""
+    joined = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype)
+    row_bytes = joined[0].numel() * joined.element_size() if len(joined) else 0
+    source, target = Operand(rows, call.kind), Operand(joined, call.kind)
+    with call.communicator() as comm:
+        comm.Allgatherv(
+            [source.buffer, MPI.BYTE], [target.buffer, [n * row_bytes for n in counts], MPI.BYTE]
+        )
+    return joined

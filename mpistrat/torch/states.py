@@ -1,0 +1,371 @@
+"""State dicts of PyTorch in checkpoints: tensors as arrays, and what an object can take."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mpistrat.checkpoint.format import BITS_OF_FLOATS
+from mpistrat.checkpoint.tensors import TensorState
+
+__all__ = ["TorchTensors"]
+
+_PLAIN = {
+    getattr(torch, name): np.dtype(name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+_STORED: dict[torch.dtype, np.dtype] = _PLAIN | {
+    getattr(torch, name): bits for name, bits in BITS_OF_FLOATS.items() if hasattr(torch, name)
+}
+"""The dtype in the file of each dtype of tensors that can be saved."""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES = {_name(dtype): dtype for dtype in _STORED}
+
+
+def _is_sharded(tensor: object) -> bool:
+    """Return whether `tensor` is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _distributed_as(tensor: Any, own: Any) -> Any:
+    """Return this rank's part of a whole tensor, where the program's `own` is a DTensor."""
+    if not _is_sharded(own) or _is_sharded(tensor) or tensor.shape != own.shape:
+        return tensor
+    distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
+    whole = tensor.to(own.device_mesh.device_type)
+    return distribute(whole, own.device_mesh, own.placements, src_data_rank=None)
+
+
+class StoredTensor:
+    """A dense tensor on its way into a file: see `mpistrat.checkpoint.tensors.TensorArray`."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor.detach()
+        self.shape = tuple(tensor.shape)
+        self.dtype = _STORED[tensor.dtype]
+        self.tensor_dtype = _name(tensor.dtype)
+        self.num_ranks = tensor.device_mesh.size() if _is_sharded(tensor) else 1
+        self.is_view = (
+            not _is_sharded(tensor)
+            and tensor.device.type == "cpu"
+            and tensor.is_contiguous()
+            and not (tensor.is_conj() or tensor.is_neg())
+        )
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the values, as NumPy's protocol has it. **Collective** for a DTensor."""
+        tensor: Any = self._tensor
+        whole = tensor.full_tensor() if _is_sharded(tensor) else tensor
+        array = np.asarray(_Memory(whole, self.dtype)) if self.size else self._empty()
+        return np.array(array, dtype) if copy or dtype not in (None, self.dtype) else array
+
+    def _empty(self) -> np.ndarray:
+        return np.empty(self.shape, self.dtype)
+
+
+class _Memory:
+    """The memory of a tensor with elements, or of a copy on the host in C order.
+
+    NumPy's array of it keeps this object, and so the memory.
+    """
+
+    def __init__(self, tensor: torch.Tensor, dtype: np.dtype) -> None:
+        # Tensor.numpy() would make the storage of a user's tensor unresizable for good.
+        self._host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        self.__array_interface__ = {
+            "data": (self._host.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": dtype.str,
+            "version": 3,
+        }
+
+
+class TorchTensors:
+    """What a checkpoint asks of PyTorch: see `mpistrat.checkpoint.tensors.TensorLibrary`."""
+
+    def state_of(self, value: object) -> TensorState | None:
+        """Return an adapter for an object of PyTorch with state, ``None`` for others."""
+        if isinstance(value, torch.nn.Module):
+            return _ModuleState(value)
+        if isinstance(value, torch.optim.Optimizer):
+            return _OptimizerState(value)
+        if isinstance(value, torch.Generator):
+            return _GeneratorState(value)
+        has_both = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        return _OtherState(value) if has_both else None
+
+    def world_strategy(self) -> Any:
+        """Return the strategy that carries the process group of all ranks, ``None`` without one."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        return getattr(dist.group.WORLD, "_strategy", None)
+
+    def stored(self, tensor: torch.Tensor) -> StoredTensor:
+        """Return `tensor` as a file holds it, or raise TypeError with what it is instead."""
+        reason = _why_not(tensor)
+        if reason:
+            raise TypeError(reason)
+        return StoredTensor(tensor)
+
+    def identity(self, tensor: torch.Tensor) -> Hashable:
+        """Return what tied tensors have in common, ``None`` where nothing can be."""
+        if not tensor.numel():
+            return None
+        parts: tuple[Any, ...] = ()
+        if _is_sharded(tensor):
+            sharded: Any = tensor
+            tensor, parts = sharded.to_local(), (sharded.placements, sharded.device_mesh)
+        layout = (tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
+        # Not its address: on some rank the part of a DTensor may be empty.
+        storage = tensor.untyped_storage()._cdata
+        return storage, tensor.device, tensor.dtype, tuple(tensor.shape), *layout, *parts
+
+    def tensor(self, array: np.ndarray, dtype: str) -> torch.Tensor:
+        """Return an array that was stored for a tensor of `dtype` as one, with its memory."""
+        own = _dtype(array, dtype)
+        if own in _PLAIN:
+            return torch.from_numpy(array)
+        return torch.from_numpy(array.view(np.int16 if own.itemsize == 2 else np.uint8)).view(own)
+
+    def blank(self, array: np.ndarray, dtype: str) -> torch.Tensor:
+        """Return what `tensor` does, without memory."""
+        return torch.empty(array.shape, dtype=_dtype(array, dtype), device="meta")
+
+
+def _dtype(array: np.ndarray, name: str) -> torch.dtype:
+    dtype = _DTYPES.get(name)
+    if dtype is None or _STORED[dtype] != array.dtype:
+        raise ValueError(f"an array of {array.dtype} was stored for a tensor of {name}")
+    return dtype
+
+
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _why_not(tensor: torch.Tensor) -> str:
+    """Return what `tensor` is where it cannot be saved, with the remedy, or an empty text."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "a parameter without a shape (run the module once before it is saved)"
+    if type(tensor).__name__ == "FlatParameter":
+        return f"a flat parameter of FullyShardedDataParallel ({_FSDP1_ADVICE})"
+    if tensor.is_nested:
+        return "a nested tensor (save .unbind() of it)"
+    if tensor.layout is not torch.strided:
+        return f"a sparse tensor of layout {tensor.layout} (save .to_dense(), or its parts)"
+    if tensor.is_quantized:
+        return "a quantized tensor (save .dequantize(), or .int_repr() and the scales)"
+    if type(tensor) not in _PLAIN_CLASSES and not _is_sharded(tensor):
+        return f"a {type(tensor).__name__}, a subclass of Tensor (save the tensors that it has)"
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values (restore or initialize it first)"
+    if tensor.dtype not in _STORED:
+        return f"a tensor of dtype {_name(tensor.dtype)} (convert it to another dtype)"
+    return ""
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{_name(value.dtype)} of shape {tuple(value.shape)}"
+    return f"{value.dtype} of shape {value.shape}" if _is_array(value) else type(value).__name__
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray)
+
+
+def _difference(path: str, stored: Any, own: Any) -> Iterator[str]:
+    """Yield a line where an array in the file cannot take the place of the program's own."""
+    if not _is_array(own) or torch.nn.parameter.is_lazy(own):
+        return
+    if not _is_array(stored) or _described(stored) != _described(own):
+        yield f"{path}: {_described(stored)} in the file, {_described(own)} in the program"
+
+
+_FSDP1_ADVICE = (
+    "use fully_shard of torch.distributed.fsdp, or save what get_state_dict of "
+    "torch.distributed.checkpoint.state_dict returns"
+)
+
+
+def _unwrapped(module: Any) -> Any:
+    """Return the module that a program has wrapped for data parallelism or compiled."""
+    while True:
+        if isinstance(
+            module, torch.nn.parallel.DistributedDataParallel | torch.nn.parallel.DataParallel
+        ):
+            module = module.module
+        elif type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
+            module = module._orig_mod
+        else:
+            return module
+
+
+class _ModuleState(TensorState):
+    """The parameters and buffers of a module, under the names of the module without wrappers."""
+
+    is_mirrored = True
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(_unwrapped(module))
+
+    def state_dict(self) -> dict[Any, Any]:
+        """Return the module's state."""
+        self._refuse_flat_parameters()
+        return dict(self._target.state_dict())
+
+    def _refuse_flat_parameters(self) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is None:
+            return
+        for name, each in self._target.named_modules():
+            if isinstance(each, fsdp.FullyShardedDataParallel):
+                raise TypeError(
+                    f"A checkpoint cannot save the FullyShardedDataParallel at {name or '/'!r} of "
+                    f"this {type(self._target).__name__}, whose parameters are flat: "
+                    f"{_FSDP1_ADVICE}."
+                )
+
+    def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
+        """Yield which keys, shapes and dtypes differ."""
+        own = self.state_dict()
+        for key, value in own.items():
+            if key not in state:
+                yield f"{path}/{key}: missing in the file, {_described(value)} in the program"
+            else:
+                yield from _difference(f"{path}/{key}", state[key], value)
+        for key, value in state.items():
+            if key not in own:
+                yield f"{path}/{key}: {_described(value)} in the file, missing in the program"
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        """Copy a state into the module; a module on the meta device takes the tensors over."""
+        own = self._target.state_dict(keep_vars=True)
+        state = {key: _as_part(value, own.get(key)) for key, value in state.items()}
+        is_meta = any(_is_meta(each) for each in (*own.values(), *state.values()))
+        if is_meta:
+            state = _as_parameters(state, own)
+        self._target.load_state_dict(state, assign=is_meta)
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _as_part(value: Any, own: Any) -> Any:
+    """Return a value of a file as what belongs in place of `own`: all of it, or a part."""
+    """Return a value of a file as a tensor, or the part of one that belongs in place of `own`."""
+    if isinstance(value, np.ndarray):  # files that others write may have arrays alone
+        value = torch.from_numpy(value)
+    return _distributed_as(value, own) if isinstance(value, torch.Tensor) else value
+
+
+def _as_parameters(state: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a `state` to be assigned, in which one parameter is one, however many names it has."""
+    made: dict[int, Any] = {}
+    result = {}
+    for key, value in state.items():
+        of = own.get(key)
+        if not isinstance(of, torch.Tensor) or not isinstance(value, torch.Tensor):
+            result[key] = value
+            continue
+        if id(of) not in made:
+            new = value if of.is_meta else value.to(of.device)
+            if isinstance(of, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, requires_grad=of.requires_grad)
+            made[id(of)] = new
+        result[key] = made[id(of)]
+    return result
+
+
+class _OptimizerState(TensorState):
+    """The state of an optimizer, by the number of the parameter, and its groups."""
+
+    is_mirrored = True
+
+    def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
+        """Yield which groups have other lengths, and which tensors other shapes or dtypes."""
+        own = self.state_dict()
+        stored = [_num_parameters(group) for group in state.get("param_groups", ())]
+        groups = [_num_parameters(group) for group in own.get("param_groups", ())]
+        if stored != groups:
+            yield (
+                f"{path}/param_groups: groups of {stored} parameters in the file, of {groups} in "
+                "the program"
+            )
+            return
+        of_parameters = state.get("state", {})
+        for number, slots in own.get("state", {}).items():
+            found = of_parameters.get(number)
+            if isinstance(slots, dict) and isinstance(found, dict):
+                for name in slots.keys() & found.keys():
+                    yield from _difference(
+                        f"{path}/state/{number}/{name}", found[name], slots[name]
+                    )
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        """Take over a state; of what belongs to DTensors this rank's part."""
+        parameters = [each for group in self._target.param_groups for each in group["params"]]
+        slots = dict(state.get("state", {}))
+        for number, own in enumerate(parameters):
+            if isinstance(slots.get(number), dict):
+                slots[number] = {key: _as_part(each, own) for key, each in slots[number].items()}
+        self._target.load_state_dict({**state, "state": slots})
+
+
+def _num_parameters(group: Any) -> int:
+    return len(group["params"]) if isinstance(group, dict) and "params" in group else 0
+
+
+class _GeneratorState(TensorState):
+    """The state of a `torch.Generator`."""
+
+    def state_dict(self) -> dict[Any, Any]:
+        """Return the state, as bytes."""
+        return {"state": self._target.get_state()}
+
+    def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
+        """Yield where the state is that of another kind of generator."""
+        yield from _difference(f"{path}/state", state.get("state"), self._target.get_state())
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        """Set the state."""
+        self._target.set_state(state["state"])
+
+
+class _OtherState(TensorState):
+    """The state of a scheduler, a scaler or another object of PyTorch."""
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        """Take over a state, in which counters are such."""
+        self._target.load_state_dict(_with_counters(state, self._target.state_dict()))
+
+
+def _with_counters(value: Any, own: Any) -> Any:
+    """Return a state, in which a dict is a counter where the program's `own` state has one."""
+    if isinstance(value, dict) and isinstance(own, dict):
+        items = {key: _with_counters(item, own.get(key)) for key, item in value.items()}
+        return Counter(items) if isinstance(own, Counter) else items
+    if isinstance(value, list) and isinstance(own, list) and len(value) == len(own):
+        return list(map(_with_counters, value, own))
+    return value

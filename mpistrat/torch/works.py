@@ -1,0 +1,243 @@
+"""Works: what an operation returns, and the queue in which a group does its operations."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpistrat.errors import EpochTimeoutError
+from mpistrat.system.callsite import Place, format_place, on_behalf_of
+
+__all__ = ["GroupQueue", "GroupWork"]
+
+_logger = logging.getLogger("mpistrat")
+
+_PATIENCE_S = 1.0
+"""How long the end of the program waits for the thread."""
+
+
+class GroupWork(dist.Work):
+    """An operation that was issued, and its outcome.
+
+    Parameters
+    ----------
+    kind : str
+        The operation, for errors.
+    operation : callable
+        Does it. Called once.
+    outputs : list of torch.Tensor
+        What it writes to.
+    place : Place
+        The line that issued it.
+    """
+
+    def __init__(
+        self, kind: str, operation: Callable[[], Any], outputs: list[Any], place: Place
+    ) -> None:
+        super().__init__()
+        self._kind = kind
+        self._operation: Callable[[], Any] | None = operation
+        self._outputs = outputs
+        self._place = place
+        self._error: BaseException | None = None
+        self._is_done = False
+        self._is_asked = False
+        """Whether the program waits for the outcome."""
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._future: torch.futures.Future[Any] | None = None
+        self._unset: list[torch.futures.Future[Any]] = []
+
+    def perform(self) -> None:
+        """Do the operation on this thread, and complete the future."""
+        operation, self._operation = self._operation, None
+        assert operation is not None
+        try:
+            with on_behalf_of(self._place):
+                operation()
+        except BaseException as error:
+            self._error = error
+        self._is_done = True
+        self._running.release()
+        self._complete_future()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when it is done, or raise its error; after `timeout` an `EpochTimeoutError`."""
+        self._is_asked = True
+        if not self._is_done:
+            seconds = -1.0 if timeout is None else timeout.total_seconds()
+            if not self._running.acquire(timeout=seconds if seconds > 0 else -1):
+                raise EpochTimeoutError(
+                    f"{self._kind} was not done before the timeout of wait({seconds:g} s). It is "
+                    "still under way."
+                )
+            self._running.release()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Do `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether it is done, well or not."""
+        return self._is_done
+
+    def is_success(self) -> bool:
+        """Return whether it is done well."""
+        return self._is_done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return its error, if it has one."""
+        self._is_asked = True
+        return self._error
+
+    def unseen_error(self) -> BaseException | None:
+        """Return its error, if the program does not ask for it."""
+        return None if self._is_asked else self._error
+
+    def result(self) -> list[Any]:
+        """Return the tensors that it wrote to, once it is done."""
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of what it writes to."""
+        self._is_asked = True
+        if self._future is None:
+            begun: torch.futures.Future[Any] = torch.futures.Future()
+            # Only an error in a callback is one for the C++ code that waits for a future.
+            self._future = begun.then(self._outcome)
+            self._unset.append(begun)
+            if self._is_done:
+                self._complete_future()
+        return self._future
+
+    def _outcome(self, _: Any) -> list[Any]:
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # C++ would print it
+        return self._outputs
+
+    def __repr__(self) -> str:
+        return f"{self._kind} at {format_place(self._place)}"
+
+    def _complete_future(self) -> None:
+        # Callbacks run here, without a lock. Whoever takes the future out of the list completes it.
+        with contextlib.suppress(IndexError):
+            self._unset.pop().set_result(None)
+
+
+class GroupQueue:
+    """The operations of a group, one at a time and in the order in which they were issued.
+
+    Synchronous ones run on the thread that issues them where nothing is ahead of them, all others
+    on a thread of the queue. What a callback issues runs there and then: it may wait for it.
+
+    Parameters
+    ----------
+    name : str
+        Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._waiting: deque[GroupWork] = deque()
+        self._changed = threading.Condition(threading.Lock())
+        self._busy: int | None = None
+        """The thread that does an operation."""
+        self._under_way: GroupWork | None = None
+        """What the thread of the queue does."""
+        self._failed: GroupWork | None = None
+        """The first that failed while nobody had asked for its outcome yet."""
+        self._thread: threading.Thread | None = None
+        self._is_ending = False
+
+    def add(self, work: GroupWork, is_async: bool) -> None:
+        """Do `work`, or have it done."""
+        if self._busy == threading.get_ident():
+            work.perform()
+        elif not is_async and self._begin():
+            try:
+                work.perform()
+            finally:
+                self._end()
+        else:
+            with self._changed:
+                self._waiting.append(work)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                    self._thread.start()
+                self._changed.notify()
+
+    def _begin(self) -> bool:
+        """Let this thread do one operation, where nothing is ahead of it."""
+        with self._changed:
+            if self._busy is not None or self._waiting:
+                return False
+            self._busy = threading.get_ident()
+            return True
+
+    def _end(self) -> None:
+        with self._changed:
+            self._busy = None
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while self._busy is not None or not self._waiting:
+                    if self._is_ending and not self._waiting:
+                        return
+                    self._changed.wait()
+                work = self._under_way = self._waiting.popleft()
+                self._busy = threading.get_ident()
+            try:
+                work.perform()
+            finally:
+                self._under_way = None
+                if work.unseen_error() is not None and self._failed is None:
+                    self._failed = work
+                del work
+                self._end()
+
+    def close(self) -> None:
+        """End the thread after what is queued."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
+        if self._thread is not None and self._busy != threading.get_ident():
+            self._thread.join()
+            self._thread = None
+
+    def abandon(self, abort: Callable[[], object]) -> None:
+        """End the thread although the program did not wait: `abort` what never ends."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
+            is_done = self._changed.wait_for(self._is_idle, _PATIENCE_S)
+            dropped = [self._under_way, *self._waiting]
+            self._waiting.clear()
+        if self._failed is not None and (error := self._failed.unseen_error()) is not None:
+            _logger.warning("%s, for which nobody has waited, failed: %s", self._failed, error)
+        for work in filter(None, () if is_done else dropped):
+            _logger.warning(
+                "The program ended while %s was under way: it is dropped. Call wait() on what an "
+                "operation with async_op=True returns.",
+                work,
+            )
+        if not is_done:
+            abort()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE_S)
+
+    def _is_idle(self) -> bool:
+        return self._busy is None and not self._waiting

@@ -1,0 +1,25 @@
+"""Tests of the room `torch`: skipped as a whole where PyTorch is not installed."""
+
+import importlib
+import importlib.util
+import os
+
+import pytest
+
+from tests.helpers import outside_mpiexec
+
+collect_ignore = outside_mpiexec("test_safetensors.py")
+collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_*.py"]
+
+
+@pytest.fixture(scope="module")
+def world():
+    """The world group of torch, for the tests of one file. **Collective**."""
+    dist = importlib.import_module("torch.distributed")
+    before = dict(os.environ)
+    group = importlib.import_module("mpistrat.torch").init()
+    # Programs that other tests launch must not take the variables of this one for theirs.
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    yield group
+    dist.destroy_process_group()

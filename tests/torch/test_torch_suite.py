@@ -1,0 +1,46 @@
+"""Torch's own tests of process groups, unmodified, as far as they apply."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from mpistrat.testing import launch
+
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.skipif(not importlib.util.find_spec("expecttest"), reason="needs expecttest"),
+]
+
+PROGRAM = Path(__file__).parent / "programs" / "torch_suite.py"
+NOT_OURS = {
+    "gloo": {
+        "test_get_backend": "asks for the name gloo",
+        "test_monitored_barrier_gloo": "torch lets no other backend have it",
+        "test_monitored_barrier_gloo_subgroup": "the same",
+        "test_monitored_barrier_gloo_rank_0_timeout": "makes a ProcessGroupGloo itself",
+        "test_barrier_timeout_full_group": "the others destroy their group, which ours are told",
+        "test_barrier_timeout_global": "the same",
+        "test_barrier_timeout_group": "the same",
+    },
+    "mpi": {"test_get_backend": "asks for the name mpi"},
+    "mpistrat": {},
+}
+"""Tests that fail, and why. Torch reserves some for a backend by its name."""
+AT_LEAST = {"mpistrat": 60, "gloo": 80, "mpi": 80}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"), [(2, "mpistrat"), (3, "mpistrat"), (3, "gloo"), (3, "mpi")]
+)
+def test_torchs_own_tests_pass(ranks, named):
+    result = launch.run(["-W", "ignore", PROGRAM], ranks, 300, env={"BACKEND": named})
+    assert result.returncode == 0, result.stderr[-2000:]
+    outcomes = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('["')]
+    failed = {
+        name: why for name, outcome, why, *_ in outcomes if outcome not in ("passed", "skipped")
+    }
+    unexpected = {name: why for name, why in failed.items() if name not in NOT_OURS[named]}
+    assert not unexpected, unexpected
+    assert sum(outcome == "passed" for _, outcome, *_ in outcomes) >= AT_LEAST[named]
