@@ -1,5 +1,7 @@
 """Configuration of Sphinx."""
 
+import importlib.util
+
 from mpistrat.version import __version__
 
 project = "mpistrat"
@@ -19,4 +21,6 @@ autodoc_typehints = "none"  # the docstrings say it
 napoleon_google_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
+# The pages need no PyTorch.
+autodoc_mock_imports = [] if importlib.util.find_spec("torch") else ["torch"]
 default_role = "code"

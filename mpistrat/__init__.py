@@ -15,6 +15,8 @@ from mpistrat.checkpoint import (
     PreemptionCheckpointHandler,
     latest_checkpoint,
 )
+from mpistrat.checkpoint.tensors import TensorLibrary as _TensorLibrary
+from mpistrat.checkpoint.tensors import register as _register_tensors
 from mpistrat.failures.connect import open_last_channel as _open_last_channel
 from mpistrat.failures.logs import install as _install_logs
 from mpistrat.failures.shutdown import install as _install_shutdown
@@ -94,6 +96,14 @@ __all__ = [
     "testing",
 ]
 
+
+def _tensor_library() -> _TensorLibrary:
+    from mpistrat.torch.states import TorchTensors
+
+    return TorchTensors()
+
+
+_register_tensors(_tensor_library)
 _install_shutdown(_open_last_channel, _abort_world)
 _install_logs()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_array, is_number
+from mpistrat.arrays import Array, adopted, is_array, is_foreign, is_number
 from mpistrat.pytorch import host_array, is_tensor
 
 __all__ = [
@@ -40,6 +40,8 @@ def as_array(kind: str, leaf: Any) -> Array:
         return array
     if hasattr(leaf, "_why_no_array"):
         raise TypeError(leaf._why_no_array(kind))
+    if is_foreign(leaf):
+        return adopted(kind, leaf)
     if is_number(leaf) or hasattr(leaf, "__array__"):
         return np.asarray(leaf)
     raise TypeError(

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from mpistrat.errors import LaunchError
 from mpistrat.native import native_library
+from mpistrat.pytorch import is_tensor
 from mpistrat.sharding import cut
 
 __all__ = [
@@ -30,11 +31,13 @@ __all__ = [
     "Stream",
     "address_of",
     "addresses_function",
+    "adopted",
     "count_gpus",
     "elementwise_kernel",
     "host_copy",
     "host_view",
     "is_array",
+    "is_foreign",
     "is_number",
     "is_on_host",
     "namespace_of",
@@ -197,6 +200,38 @@ def is_array(value: object) -> bool:
     if isinstance(value, np.generic):
         return value.dtype.kind in "biufcmMV"
     return isinstance(value, np.ndarray) or array_api_compat.is_cupy_array(value)
+
+
+_ON_HOST, _ON_CUDA = (1, 3), (2, 13)
+"""DLPack's numbers of devices: plain and pinned memory, and CUDA's own and managed one."""
+
+
+def is_foreign(value: object) -> bool:
+    """Return whether `value` is an array of a library other than NumPy, CuPy and PyTorch."""
+    # Looked up in the class: an object may answer to every name.
+    return hasattr(type(value), "__dlpack__") and not is_array(value) and not is_tensor(value)
+
+
+def adopted(what: str, value: Any) -> Array:
+    """Return an array of another library, such as JAX, as NumPy's, or as CuPy's on a device."""
+    # Without a copy where DLPack has the dtype. It lacks bfloat16, which NumPy gets by __array__.
+    try:
+        device_type, _ = value.__dlpack_device__()
+        if device_type in _ON_HOST:
+            host: Array = np.from_dlpack(value)
+            return host
+        if device_type in _ON_CUDA:
+            on_gpu: Array = _cupy().from_dlpack(value)
+            return on_gpu
+        reason = f"it is on DLPack's device {int(device_type)}"
+    except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    if hasattr(type(value), "__array__"):
+        return np.asarray(value)
+    raise TypeError(
+        f"{what} cannot take an array of type {type(value).__name__} through DLPack: {reason}. "
+        "Copy it to the host, as a NumPy array."
+    )
 
 
 def is_number(value: object) -> bool:

@@ -186,7 +186,7 @@ _TWINS = {
 
 def require_cross_replica(strategy: Strategy, what: str) -> None:
     """Make sure that `what` of `strategy` is called in cross-replica context, or in no scope."""
-    collectives = strategy.extended._collectives
+    collectives = strategy._extended._collectives  # on the way of every step: no property
     if collectives.is_closed:
         collectives.channel.check_open()
     frame = current()

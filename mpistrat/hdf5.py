@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import glob
@@ -26,6 +27,7 @@ __all__ = [
     "create_atomically",
     "error_text",
     "extension_path",
+    "filters_edge_chunks",
     "filters_of",
     "h5py",
     "hidden_beside",
@@ -69,6 +71,23 @@ def filters_of(dataset: Any) -> list[tuple[int, tuple[int, ...]]]:
     return [(number, values) for number, _, values, _ in filters]
 
 
+def filters_edge_chunks(dataset: Any) -> bool:
+    """Return whether chunks beyond the edges of `dataset` are filtered as all others are."""
+    # HDF5 reference, H5Pset_chunk_opts, which h5py does not have.
+    get_options = getattr(ctypes.CDLL(extension_path()), "H5Pget_chunk_opts", None)
+    if get_options is None:  # the library is a part of h5py's own, and hidden there
+        return True
+    get_options.argtypes = [ctypes.c_int64, ctypes.c_void_p]
+    properties, options = dataset.id.get_create_plist(), ctypes.c_uint()
+    with h5py()._objects.phil:  # HDF5 is not thread-safe
+        get_options(properties.id, ctypes.byref(options))
+    return not options.value & _UNFILTERED_EDGES
+
+
+_UNFILTERED_EDGES = 2
+"""``H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS``."""
+
+
 def is_stored_as(dataset: Any, dtype: Any) -> bool:
     """Return whether the bytes of `dataset` are those of arrays of `dtype`."""
     # Equal dtypes may differ in their metadata, by which h5py marks strings and references.
@@ -107,13 +126,24 @@ def open_for_reading(path: str | os.PathLike[str], error: type[Exception]) -> An
     if os.path.isdir(path):
         raise error(f"{path} is a folder, but an HDF5 file was expected.")
     if not os.path.exists(path):
-        raise error(f"There is no file {path}. Check the path; it is relative to {Path.cwd()}.")
+        raise error(_explain_absence(path))
     if not os.path.isfile(path):  # opening a pipe would wait for its other end
         raise error(f"{path} is a device or a pipe, but an HDF5 file was expected.")
     try:
         return h5py().File(path, "r")
     except OSError as reason:
         raise error(_explain(path, reason)) from reason
+
+
+def _explain_absence(path: Path) -> str:
+    try:
+        path.stat()
+    except PermissionError:
+        return f"The file {path} cannot be read: permission denied for a folder above it."
+    except (OSError, ValueError):
+        pass
+    beginning = "" if path.is_absolute() else f"; it is relative to {Path.cwd()}"
+    return f"There is no file {path}. Check the path{beginning}."
 
 
 def _explain(path: Path, reason: OSError) -> str:

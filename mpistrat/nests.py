@@ -24,6 +24,7 @@ __all__ = [
     "flatten_with_paths",
     "leaf_type",
     "map_nest",
+    "paths_of",
     "signature",
     "unflatten",
 ]
@@ -144,7 +145,16 @@ def flatten_with_paths(nest: Any) -> tuple[list[str], list[Any], Structure]:
     paths, leaves, structure = optree.tree_flatten_with_path(
         nest, is_leaf=_register_on_sight, none_is_leaf=True, namespace=_NAMESPACE
     )
-    return ["/".join(map(str, path)) for path in paths], leaves, structure
+    return list(map(_format_path, paths)), leaves, structure
+
+
+def paths_of(structure: Structure) -> list[str]:
+    """Return the paths of the leaves of `structure`, as `flatten_with_paths`."""
+    return list(map(_format_path, optree.treespec_paths(structure)))
+
+
+def _format_path(path: Iterable[Any]) -> str:
+    return "/".join(map(str, path))
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:

@@ -275,9 +275,11 @@ class ReplicaContext:
         Parameters
         ----------
         reduce_op, value, options
-            As for `all_reduce`, but no tensors. Arrays are copied, so they may be written to at
-            once. `IndexedSlices` are reduced before this returns, and with the options
-            `deterministic` and `wire_dtype` everything is.
+            As for `all_reduce`. Arrays are copied, so they may be written to at once. PyTorch
+            tensors, such as the ``.grad`` of a parameter, are reduced in place: ``wait()`` writes
+            to them and returns them. They must have no ``requires_grad``. `IndexedSlices` are
+            reduced before this returns, and with the options `deterministic` and `wire_dtype`
+            everything is.
 
         Returns
         -------
@@ -288,16 +290,11 @@ class ReplicaContext:
         Raises
         ------
         ContextError, ValueError, TypeError, EpochError, NotImplementedError
-            As `all_reduce`, the last for PyTorch tensors.
+            As `all_reduce`, the last for tensors with ``requires_grad``.
         """
         self._check()
         with self._collectives.call("start_all_reduce", options=options) as call:
             op, nest = ReduceOp.parse(reduce_op), localize(value)
-            if has_tensors(nest):
-                raise NotImplementedError(
-                    "start_all_reduce does not take PyTorch tensors: they would lose their graph. "
-                    "Use all_reduce, or give tensor.detach().numpy()."
-                )
             end = start_all_reduce_nest(call, op, nest)
             when_dropped = functools.partial(call.channel.close_for_dropped, call_site())
         return PendingReduction(end, when_dropped)

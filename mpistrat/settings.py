@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["Settings", "environment", "settings", "settings_at_the_end"]
+__all__ = ["Settings", "environment", "export_defaults", "settings", "settings_at_the_end"]
 
 _PREFIX = "MPISTRAT_"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -156,6 +156,12 @@ class Settings:
 def environment() -> Mapping[str, str]:
     """Return the variables of this process, for the modules that look for a launcher."""
     return os.environ
+
+
+def export_defaults(values: Mapping[str, str]) -> None:
+    """Set variables of this process that are not set, for libraries that look for them."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
 
 
 def settings() -> Settings:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mpistrat.arrays import is_array
+from mpistrat.pytorch import is_tensor
 
 __all__ = ["Dependent", "Reach", "Trackable", "has_attributes", "walk_objects"]
 
@@ -85,8 +87,8 @@ def walk_objects(
     above: tuple[int, ...] = (),
 ) -> Iterator[tuple[str, Any, Reach]]:
     """Yield `thing` and the objects below it, parents first, unless `is_leaf` says to stop."""
-    # Children of trackables, items of dicts, lists and tuples, and attributes of other objects are
-    # below. Their names are joined to paths by `/`. Dependents are left to the caller.
+    # Children of trackables, items of containers, and attributes of other objects are below. Their
+    # names are joined to paths by `/`. Dependents are left to the caller.
     yield path, thing, reach
     if id(thing) in above or is_leaf(thing):  # a reference back up, as from a layer to its model
         return
@@ -95,10 +97,10 @@ def walk_objects(
         children, reach = thing._checkpoint_children().items(), Reach.CHILD
     elif isinstance(thing, dict):
         children = thing.items()
-    elif isinstance(thing, list | tuple):
+    elif isinstance(thing, list | tuple | deque):
         children = enumerate(thing)
     elif has_attributes(thing):
-        children, reach = vars(thing).items(), Reach.ATTRIBUTE
+        children, reach = _attributes(thing).items(), Reach.ATTRIBUTE
     else:
         return
     for name, child in children:
@@ -108,16 +110,32 @@ def walk_objects(
 
 def has_attributes(thing: object) -> bool:
     """Return whether `thing` is an object of the user's own, with attributes to walk."""
-    if is_array(thing) or isinstance(
-        thing,
-        type
-        | types.ModuleType
-        | types.FunctionType
-        | types.MethodType
-        | functools.partial
-        | BaseException,
+    if (
+        is_array(thing)
+        or is_tensor(thing)
+        or isinstance(
+            thing,
+            type
+            | types.ModuleType
+            | types.FunctionType
+            | types.MethodType
+            | functools.partial
+            | BaseException,
+        )
     ):
         return False
     # Our own objects show their state; a strategy that a model keeps is no part of it.
     is_ours = type(thing).__module__.partition(".")[0] == "mpistrat"
-    return not is_ours and hasattr(thing, "__dict__")
+    return not is_ours and (hasattr(thing, "__dict__") or hasattr(type(thing), "__slots__"))
+
+
+def _attributes(thing: object) -> dict[str, Any]:
+    """Return the attributes of `thing` itself, those in ``__slots__`` too."""
+    found = {
+        name: getattr(thing, name)
+        for kind in type(thing).__mro__
+        if "__slots__" in vars(kind)
+        for name, member in vars(kind).items()
+        if isinstance(member, types.MemberDescriptorType) and hasattr(thing, name)
+    }
+    return {**found, **getattr(thing, "__dict__", {})}

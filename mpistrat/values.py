@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrat import nests
-from mpistrat.arrays import Array, host_view, is_array, is_number
+from mpistrat.arrays import Array, adopted, host_view, is_array, is_foreign, is_number
 from mpistrat.pytorch import is_tensor
 
 __all__ = [
@@ -207,6 +207,8 @@ class IndexedSlices:
 def _as_rows(value: Any) -> Any:
     if isinstance(value, PerReplica):
         raise TypeError(value._why_no_array("IndexedSlices"))
+    if is_foreign(value):
+        return adopted("IndexedSlices", value)
     return value if is_array(value) or is_tensor(value) else np.asarray(value)
 
 
@@ -219,8 +221,9 @@ def _kind(array: Any) -> str:
 
 
 def is_value(leaf: object) -> bool:
-    """Return whether `leaf` is an array, a tensor, a number or `IndexedSlices`."""
-    return is_array(leaf) or is_number(leaf) or is_tensor(leaf) or isinstance(leaf, IndexedSlices)
+    """Return whether `leaf` is an array, of any library, a number or `IndexedSlices`."""
+    known = is_array(leaf) or is_number(leaf) or is_tensor(leaf) or isinstance(leaf, IndexedSlices)
+    return known or is_foreign(leaf)
 
 
 def local_component(leaf: Any) -> Any:

@@ -7,8 +7,8 @@ __version__ = "0.1.0"
 ORDER_VERSION = 2
 """Raised whenever an unchanged data set gets another order, so that old positions are refused."""
 
-CHECKPOINT_FORMAT_VERSION = 1
-"""Of the files that this version writes."""
+CHECKPOINT_FORMAT_VERSION = 2
+"""The highest of the files that this version writes and reads."""
 
 PROTOCOL_VERSION = 1
 """Of what ranks send each other, by MPI and on the side channel."""

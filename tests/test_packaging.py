@@ -89,13 +89,16 @@ print(strategy.num_replicas_in_sync, ms.__version__)
 """
 
 
+ENTRY_POINTS = "mpistrat_torch_autoload.py"
+
+
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
     """Return a folder with the sdist, and the wheel that was built from it."""
     pytest.importorskip("build")
     tree = tmp_path_factory.mktemp("tree") / "mpistrat"
     tree.mkdir()
-    for name in ("mpistrat", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("mpistrat", ENTRY_POINTS, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         if (ROOT / name).is_dir():
             made = shutil.ignore_patterns("__pycache__", "*.so")
             shutil.copytree(ROOT / name, tree / name, ignore=made)
@@ -126,6 +129,7 @@ def test_the_wheel_has_the_package_its_types_and_the_compiled_parts(dist):
     assert {name for name in SOURCES if name.endswith((".py", "py.typed"))} <= names
     assert {name.partition("/")[0] for name in names} == {
         "mpistrat",
+        ENTRY_POINTS,
         f"mpistrat-{ms.__version__}.dist-info",
     }
     assert EXTENSIONS

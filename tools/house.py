@@ -29,19 +29,19 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 192,
-    "lines": 35_800,
+    "files": 210,
+    "lines": 40_000,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 815,
+    "exported names": 920,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,
     "step: changes of file": 40,
     "restore: files": 30,
     "restore: agreement rounds": 6,
-    "write: files": 27,
+    "write: files": 29,
     "write: agreement rounds": 3,
     "batch: files": 16,
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -14,9 +15,9 @@ from mpistrat import errors
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.departures import Overlap
 from mpistrat.agreement.ledger import Outcome, Status
-from mpistrat.system.callsite import call_site, failure_site
+from mpistrat.system.callsite import Place, call_site, failure_site, users_place
 from mpistrat.system.text import format_detail, text_of
-from mpistrat.tracing.flight_recorder import FlightEntry, Place, State, users_place
+from mpistrat.tracing.flight_recorder import FlightEntry, State
 from mpistrat.tracing.spans import Recorder, active, mark
 
 __all__ = ["AllOrNone", "Call", "CommonOutcome"]
@@ -51,6 +52,8 @@ class Call:
         self.timeout_s = channel.timeout_s if timeout_s is None else timeout_s
         self.owner = owner
         self._agreed = False
+        self.is_moving = False
+        """Whether the other ranks wait for what this one brings, so that an error leaves them."""
         self._entry: FlightEntry | None = None
         self.recorder: Recorder | None = None
         """The timeline, where there is one."""
@@ -137,18 +140,27 @@ class Call:
         """Raise unless every rank makes this call with equal `details`. **Collective**."""
         # Ranks compare the `repr` of the details, which must be hashable.
         self.agree_on(self.signature(*details))
+        self.is_moving = False
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """Set `is_moving` within the ``with`` block, and leave it set where that raises."""
+        self.is_moving = True
+        yield
+        self.is_moving = False
 
     def signature(self, *details: object) -> tuple[Any, ...]:
         """Return the tuple that the ranks compare."""
         return (self.kind, self.name, self.owner, *details)
 
     def agree_on(self, signature: tuple[Any, ...]) -> None:
-        """Do `agree` for a `signature` made before. **Collective**."""
+        """Do `agree` for a `signature` made before, and set `is_moving`. **Collective**."""
         self._agreed = True
         channel = self.channel
         if not channel.checks:
             if channel.departures.found:
                 channel.check_complete(self.kind)
+            self.is_moving = True
             return
         if self._entry is not None:
             self.end(self._entry, _DONE)
@@ -158,6 +170,7 @@ class Call:
         if channel.vote(_CALL, signature, self.timeout_s, self._extra) is not _ALL_CALL:
             report = channel.report(self.format_signature(*signature[3:]), call_site())
             raise channel.disagreement(channel.exchange(report))
+        self.is_moving = True
         entry.agreed_ns = monotonic_ns()
         entry.state = _AGREED
 
@@ -216,6 +229,8 @@ class Call:
                 self._refuse(error)
             elif self._entry is not None:
                 self.end(self._entry, _DONE if error is None else State.FAILED)
+            if error is not None and self.is_moving:
+                self._leave_data(error)
         finally:
             if self._end_mark is not None:
                 self._end_mark()
@@ -228,6 +243,12 @@ class Call:
             finally:
                 if error is not None:
                     channel.note_end(self.owner)
+
+    def _leave_data(self, error: BaseException) -> None:
+        """Report that this rank brings no more of the data that the others wait for."""
+        channel = self.channel
+        if channel.closed is None and channel.overlap is None:  # which is reported in its own way
+            channel.leave_interrupted(f"transfer of data in {self.kind}", error)
 
     def _refuse(self, error: Exception) -> None:
         """Report to the others that this rank cannot make the call."""

@@ -27,10 +27,11 @@ from mpistrat.agreement.departures import (
     Overlap,
     Peers,
     departure_error,
+    fork_error,
     repeated_error,
     timeout_error,
 )
-from mpistrat.agreement.ledger import Ledger, Outcome, Status, disagreement_error
+from mpistrat.agreement.ledger import Ledger, Outcome, Status, call_name, disagreement_error
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
 from mpistrat.errors import ContextError, EpochError
@@ -45,7 +46,6 @@ _logger = logging.getLogger("mpistrat")
 
 _MASK = 2**64 - 1
 _VALUES = struct.Struct("=4Q")
-
 
 _SECOND_LIMIT_S = 5.0
 """How long a rank waits beyond its limit for a round to which all ranks have come."""
@@ -134,6 +134,9 @@ class Channel:
     def check_open(self, owner: int | None = None) -> None:
         """Raise the error that closed this channel, if one did, as strategy `owner` gets it."""
         if self.closed is not None:
+            own, self.departures.unreported = self.departures.unreported, None
+            if own is not None and self.peers is not None:
+                self.peers.report_departure(own, at_once=False)
             if not isinstance(self.closed, EpochError):  # freed
                 raise type(self.closed)(str(self.closed)) from None
             raise repeated_error(self.closed, self.closed_by, owner) from None
@@ -184,14 +187,14 @@ class Channel:
         digest = ledger.digest(signature) ^ extra
         ledger.sequence += 1
         if self._departed:
-            self.check_complete(f"{_call_name(signature)} at {call_site()}")
+            self.check_complete(f"{call_name(signature)} at {call_site()}")
         self.pending = True
         try:
             known = self._round.meet(status, digest)
             if not known:
                 self._wait(signature, timeout_s)
         except BaseException as error:
-            self._leave_round(_call_name(signature), error)
+            self._leave_round(call_name(signature), error)
             raise
         self.pending = False
         if known == _ALL_EQUAL and status is _CALL:
@@ -204,9 +207,13 @@ class Channel:
         if self.closed is not None:
             self.stuck_at = call_site()
             return
-        wait = f"wait for {what} at {call_site()} was interrupted by {type(error).__name__}"
+        self.leave_interrupted(f"wait for {what}", error)
+
+    def leave_interrupted(self, what: str, error: BaseException) -> None:
+        """Close the channel, as `error` has interrupted this rank alone in `what`."""
+        what = f"{what} at {call_site()} was interrupted by {type(error).__name__}"
         # After other exceptions the rank will end soon.
-        self.leave_alone(f"The {wait}", f"its {wait}" if isinstance(error, Exception) else "")
+        self.leave_alone(f"The {what}", f"its {what}" if isinstance(error, Exception) else "")
 
     def leave_alone(self, what: str, reported: str) -> None:
         """Close the channel, and have waiting ranks learn what is `reported`, if anything."""
@@ -218,7 +225,7 @@ class Channel:
     def _wait(self, signature: object, timeout_s: float | None) -> None:
         """Wait for late ranks."""
         self.thread = threading.get_ident()
-        self.waiting = (_call_name(signature), time.monotonic())
+        self.waiting = (call_name(signature), time.monotonic())
         try:
             while not self._wait_uninterrupted(*self.waiting, timeout_s):
                 pass
@@ -244,6 +251,7 @@ class Channel:
             waited_s = time.monotonic() - began
             if self._departed:
                 self._check_departed(what)
+            self.check_open()  # another thread may have closed it
             if self.departures.failures:
                 self._check_failures(what)
             if timeout_s is not None and waited_s > limit_s:
@@ -374,16 +382,15 @@ class Channel:
         remedy = "Keep it, and call wait() on every rank."
         # There may be no further collective to raise it.
         _logger.error("%s. %s", what, remedy)
+        # Reported by the next collective: a destructor may run where nothing can be sent.
+        self.departures.unreported = Departure("left", what)
         self.closed = EpochError(f"{what} on rank {self.rank} of {self.size}. {remedy}")
 
     def close_in_fork(self) -> None:
         """Let this process, which is a fork of a rank, make no collectives."""
         # The rank will overwrite the shared memory of results that the program holds here too.
         self.pool.leave_shared_memory()
-        self.closed = EpochError(
-            f"This process is a fork of rank {self.rank} of {self.size}, and no rank itself. Make "
-            "collective calls in the process that it was forked from."
-        )
+        self.closed = fork_error(self.rank, self.size)
 
     def note_failure(self, error: BaseException, site: str) -> None:
         """Record that a replica or merge function raised on this rank."""
@@ -391,7 +398,3 @@ class Channel:
         self.ledger.last_failure = f"{type(error).__name__} at {site}"
         if self.peers is not None:
             self.peers.report_failure()
-
-
-def _call_name(signature: object) -> str:
-    return str(signature[0]) if isinstance(signature, tuple) else str(signature)

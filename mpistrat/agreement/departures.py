@@ -16,6 +16,7 @@ __all__ = [
     "Overlap",
     "Peers",
     "departure_error",
+    "fork_error",
     "repeated_error",
     "timeout_error",
 ]
@@ -46,8 +47,11 @@ class Peers(Protocol):
     def report_failure(self) -> None:
         """Report to each other rank, soon, that a function has failed on this one."""
 
-    def report_departure(self, departure: Departure) -> None:
-        """Report to each rank that waits that this one has left the channel."""
+    def report_departure(self, departure: Departure, at_once: bool = True) -> None:
+        """Report to each rank that waits that this one has left the channel.
+
+        If not `at_once`, soon, unless this rank ends before, which says more.
+        """
 
     def describe_lost(self) -> str:
         """Return a table of the ranks whose data will never come, empty without any."""
@@ -95,6 +99,8 @@ class Departures:
         """Of each rank that will never come."""
         self.failures: dict[int, Failure] = {}
         """The last failure of each rank."""
+        self.unreported: Departure | None = None
+        """That of this rank, until a collective can report it."""
         self._lock = threading.Lock()
         """Held while an offer is looked at, which may be taken out of `found` again."""
 
@@ -158,10 +164,18 @@ def timeout_error(
 ) -> EpochTimeoutError:
     """Return the error of `rank`, which has waited for `who`; `table` says where all ranks are."""
     return EpochTimeoutError(
-        f"{who} did not come to {what} at {site} within {waited_s:g} s, as rank {rank} of {size} "
-        f"did:\n{table}\n"
+        f"{who} did not come to {what} at {site} within the timeout of {waited_s:g} s, as rank "
+        f"{rank} of {size} did:\n{table}\n"
         "This call is collective: every rank must make it. Look for a rank that skips it, or raise "
         "timeout_seconds if one is only slow."
+    )
+
+
+def fork_error(rank: int, size: int) -> EpochError:
+    """Return the error of a process that was forked from `rank`."""
+    return EpochError(
+        f"This process is a fork of rank {rank} of {size}, and no rank itself. Make collective "
+        "calls in the process that it was forked from."
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from mpistrat.errors import EpochError, EpochMismatchError
 from mpistrat.system.text import rank_list
 
-__all__ = ["Ledger", "Outcome", "Signature", "Status", "disagreement_error"]
+__all__ = ["Ledger", "Outcome", "Signature", "Status", "call_name", "disagreement_error"]
 
 _MASK = 2**64 - 1
 # Odd constants spread small counters over all 64 bits, so that two counters never cancel.
@@ -49,6 +49,11 @@ class Signature(tuple[Any, ...]):
     """The tuple that ranks compare, with its digest, for calls that are made repeatedly."""
 
     digest: int | None = None
+
+
+def call_name(signature: object) -> str:
+    """Return the name of the public function that `signature` is of."""
+    return str(signature[0]) if isinstance(signature, tuple) else str(signature)
 
 
 def _digest_of(signature: object) -> int:

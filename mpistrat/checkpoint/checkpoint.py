@@ -59,9 +59,10 @@ class Checkpoint(Trackable):
     Parameters
     ----------
     **objects
-        Variables, optimizers, metrics, distributed datasets, `numpy.random.Generator`, objects
-        with ``state_dict()`` and ``load_state_dict()`` of arrays and JSON values, other
-        checkpoints, objects with any of these as attributes, and dicts and lists of all these.
+        Variables, optimizers, metrics, distributed datasets, `numpy.random.Generator`, modules,
+        optimizers, schedulers, scalers and generators of PyTorch, objects with ``state_dict()``
+        and ``load_state_dict()`` of arrays, tensors and JSON values, other checkpoints, objects
+        with any of these as attributes, and dicts, lists, tuples and deques of all these.
         The names are the first part of the paths in the file. ``checkpoint.name = object``
         adds one later.
 
@@ -91,12 +92,16 @@ class Checkpoint(Trackable):
 
         Rank 0 writes, and makes missing folders. Mirrored variables are saved from rank 0,
         SyncOnRead variables aggregated over replicas. Generators, plain variables and other state
-        must be equal on all ranks; wrap what is not in `PerReplicaState`. The file appears under
-        its name once it is complete and on disk.
+        must be equal on all ranks; wrap what is not in `PerReplicaState`. Modules and optimizers
+        of PyTorch are saved from rank 0, as replicas of one another, and their tensors are not
+        compared. The file appears under its name once it is complete and on disk.
 
-        Outside of any strategy it is **Local**: in a job of several ranks rank 0 writes, and the
-        others return at once, before the file is there. A path belongs to the ranks of this job
-        that have written it first.
+        Outside of any strategy, and of a process group of `mpistrat.torch`, it is **Local**: in a
+        job of several ranks rank 0 writes, and the others return at once, before the file is
+        there: whoever needs it must wait, as by ``strategy.barrier()``.
+
+        A path belongs to the ranks of this job that have written it first, until their strategy
+        is closed, the job ends or the file is removed.
 
         Parameters
         ----------
@@ -143,7 +148,8 @@ class Checkpoint(Trackable):
         CheckpointCorruptError
             If the file is damaged.
         CheckpointMismatchError
-            If shapes or dtypes differ; the message names all of them. Nothing is cast.
+            If shapes or dtypes differ, or the keys of a module, or the groups of an optimizer; the
+            message names all of them. Nothing is cast.
         """
         return restore(self, path)
 

@@ -8,23 +8,30 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import host_view
 from mpistrat.checkpoint.deferred import check_nothing_waits
-from mpistrat.checkpoint.format import STATE, Header, digest_of_array, digest_of_text, is_storable
-from mpistrat.checkpoint.object_graph import Tree, walk
+from mpistrat.checkpoint.format import (
+    PLAIN_VERSION,
+    Header,
+    digest_of_array,
+    digest_of_text,
+    is_storable,
+)
+from mpistrat.checkpoint.object_graph import Tree, split_object, walk
 from mpistrat.checkpoint.ownership import Writers, writes_here
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
 from mpistrat.checkpoint.replica_state import (
     PerReplicaState,
-    SplitState,
     assign_replicas,
     gather_states,
 )
-from mpistrat.checkpoint.state_json import split_state
+from mpistrat.checkpoint.state_json import SplitState, marked, split_state, version_of
+from mpistrat.checkpoint.tensors import TensorArray, TensorState
 from mpistrat.checkpoint.writer import (
     BufferLifetime,
     CheckpointWriter,
@@ -34,7 +41,7 @@ from mpistrat.checkpoint.writer import (
     variable_item,
 )
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.errors import CheckpointError
+from mpistrat.errors import CheckpointError, ContextError
 from mpistrat.system.text import rank_list
 from mpistrat.trackable import Trackable
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
@@ -68,7 +75,7 @@ class StateCollector:
         """Whether this job's part of the ranks writes the file; outside of strategies rank 0."""
         if not self.writes_here:
             _warn_of_root(what)
-        self._states: list[Item] = []
+        self._states: dict[str, SplitState] = {}
         self._of_replicas: dict[str, SplitState] = {}
         """What each `PerReplicaState` has on this rank, by path."""
         if tree.stateful:
@@ -76,11 +83,16 @@ class StateCollector:
         of_ranks = self.collectives.on_all(lambda: self._check(root), what, self.path)
         if any(each[0] != of_ranks[0][0] for each in of_ranks):
             _refuse_differing(self.collectives, what, self.path, tree)
-        if any(each != of_ranks[0] for each in of_ranks):
+        if any(each[1] != of_ranks[0][1] for each in of_ranks):
             _refuse_differing_state(self.collectives, what, self._digests)
+        self._is_parallel = parallel
+        self._format_version = max(version for *_, version in of_ranks)
 
-    def _check(self, root: Trackable) -> list[str]:
-        """Take the states of objects, and return the digests of all paths and of all state."""
+    def _check(self, root: Trackable) -> tuple[str, str, int]:
+        """Take the states of objects, and return the digests of all paths and of all state.
+
+        The third is the version of the format that these states need.
+        """
         _check_savable(self._tree)
         if self.collectives.rank == 0:  # expect_partial() may have been called there alone
             check_nothing_waits(self._what, root, self._tree)
@@ -88,16 +100,32 @@ class StateCollector:
         is_compared = self.collectives.size > 1
         for name, each in self._tree.stateful.items():
             if isinstance(each, PerReplicaState):
-                self._of_replicas[name] = split_state(each._own_state(), name)
+                self._of_replicas[name] = each._own_state(name)
                 continue
-            items = list(_items_of_state(name, each.state_dict()))
-            self._states += items
+            state = self._states[name] = split_object(each, name)
+            self._check_shards(name, state)
             if is_compared:
-                self._digests[name] = _digest_of_items(items)
+                self._digests[name] = _digest_of_state(state, with_values=not _is_mirrored(each))
         for name, variable in self._tree.variables.items():
             if is_compared and not isinstance(variable, MirroredVariable | SyncOnReadVariable):
                 self._digests[name] = digest_of_array(host_view(variable._storage))
-        return [_digest_of_texts(self._tree.paths()), _digest_of_texts(self._digests.values())]
+        states = (*self._states.values(), *self._of_replicas.values())
+        return (
+            _digest_of_texts(self._tree.paths()),
+            _digest_of_texts(self._digests.values()),
+            max((version_of(rest) for rest, _ in states), default=PLAIN_VERSION),
+        )
+
+    def _check_shards(self, name: str, state: SplitState) -> None:
+        size = self.collectives.size
+        for key, array in state[1].items():
+            num_ranks = 1 if isinstance(array, np.ndarray) else array.num_ranks
+            if num_ranks > size:
+                raise ContextError(
+                    f"{self._what}: {f'{name}/{key}'!r} is a DTensor of {num_ranks} ranks, but "
+                    f"{size} take part in this save. Call mpistrat.torch.init() before the mesh is "
+                    "made, or save in the scope of a strategy over the ranks of the mesh."
+                )
 
     def header(self, step: int, created_s: float | None = None) -> Header:
         """Return the attributes of the root group."""
@@ -108,6 +136,7 @@ class StateCollector:
             num_replicas=transport.size,
             mpi_library=transport.library,
             created=created,
+            format_version=self._format_version,
         )
 
     def items(self) -> Iterator[Item]:
@@ -117,22 +146,45 @@ class StateCollector:
         """
         for name, variable in self._tree.variables.items():
             yield _item_of(name, variable)
-        yield from self._states
+        for name, state in self._states.items():
+            yield from self._items_of_state(name, state)
         for name, own in self._of_replicas.items():
             join = gather_states(self.collectives, self._what, name, own)
             items: list[Item] = []
             with self.collectives.common_outcome(self._what, name):
                 if join is not None:
-                    items += _items_of_state(name, join())
+                    state = split_state(
+                        join(), name, keeps_types=version_of(own[0]) > PLAIN_VERSION
+                    )
+                    items += self._items_of_state(name, state)
             yield from items
+
+    def _items_of_state(self, name: str, state: SplitState) -> Iterator[Item]:
+        rest, arrays = state
+        yield state_item(name, rest, list(arrays))
+        stateful = self._tree.stateful[name]
+        for key, array in arrays.items():
+            path = f"{name}/{key}"
+            if isinstance(array, np.ndarray):
+                yield variable_item(path, array)
+            elif array.num_ranks > 1:
+                item = _item_of_tensor(path, array, BufferLifetime.BRIEF)
+                yield item if self.collectives.rank == 0 else replace(item, array=None)
+                del item  # the whole of it, on every rank
+            elif self._is_parallel and _is_mirrored(stateful):
+                yield _item_of_tensor(path, array, BufferLifetime.EVERYWHERE)
+            elif self.collectives.rank == 0:
+                life = BufferLifetime.LONG if array.is_view else BufferLifetime.BRIEF
+                yield _item_of_tensor(path, array, life)
 
 
 @functools.cache
 def _warn_of_root(what: str) -> None:
     _logger.warning(
         "%s outside of any strategy writes on rank 0 alone, because all ranks would write the same "
-        "file. Call it in the scope of a strategy, which also checks that the ranks agree. For a "
-        "file of each rank use MPIStrategy(comm=MPI.COMM_SELF).",
+        "file, and the other ranks do not wait for it. Call it in the scope of a strategy, where "
+        "they wait, and which checks that the ranks agree. For a file of each rank use "
+        "MPIStrategy(comm=MPI.COMM_SELF).",
         what,
     )
 
@@ -153,11 +205,15 @@ def _item_of(name: str, variable: Variable) -> Item:
     )
 
 
-def _items_of_state(name: str, given: object) -> Iterator[Item]:
-    state, arrays = split_state(given, name)
-    yield state_item(name, state, list(arrays))
-    for key, array in arrays.items():
-        yield variable_item(f"{name}/{key}", array)
+def _is_mirrored(stateful: object) -> bool:
+    return isinstance(stateful, TensorState) and stateful.is_mirrored
+
+
+def _item_of_tensor(path: str, array: TensorArray, life: BufferLifetime) -> Item:
+    stored, own = array.dtype.name, array.tensor_dtype
+    return variable_item(
+        path, np.asarray(array), tensor_dtype="" if stored == own else own, life=life
+    )
 
 
 def _check_savable(tree: Tree) -> None:
@@ -198,25 +254,23 @@ def _refuse_differing_state(
     for name, digest in of_ranks[0].items():
         others = [rank for rank, each in enumerate(of_ranks) if each[name] != digest]
         if others:
-            lines.append(f"  {name}: on {rank_list(others)} other than on rank 0")
+            lines.append(f"  {name}: differs between rank 0 and {rank_list(others)}")
     raise CheckpointError(
-        f"{what}: state that is not equal on all ranks cannot be saved as one:\n"
+        f"{what}: state that differs between ranks cannot be saved as one:\n"
         + "\n".join(lines)
         + "\nWrap each of these as ms.PerReplicaState(obj) to save all of them, or make them "
         "equal. Random numbers from ms.get_replica_context().rng(...) have no state to save."
     )
 
 
-def _digest_of_items(items: Iterable[Item]) -> str:
+def _digest_of_state(state: SplitState, with_values: bool) -> str:
     """Return the digest of one object's state, whatever the order of the keys in its dicts."""
-    digests = []
-    for item in sorted(items, key=lambda each: (each.group, each.path)):
-        values = np.asarray(item.array)
-        if item.group == STATE:
-            text = json.dumps(json.loads(values.tobytes()), sort_keys=True)
-            digests.append(digest_of_text(text.encode()))
-        else:
-            digests.append(f"{values.dtype} {values.shape} {digest_of_array(values)}")
+    rest, arrays = state
+    digests = [digest_of_text(json.dumps(marked(rest), sort_keys=True).encode())]
+    for key, array in sorted(arrays.items()):
+        is_whole = isinstance(array, np.ndarray) or array.num_ranks == 1
+        digest = digest_of_array(np.asarray(array)) if with_values and is_whole else ""
+        digests.append(f"{key} {array.dtype} {array.shape} {digest}")
     return _digest_of_texts(digests)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint.object_graph import PlacedSlot, Tree, slot_paths, walk
-from mpistrat.checkpoint.replica_state import assign_replicas
-from mpistrat.checkpoint.state_json import join_state, split_state
+from mpistrat.checkpoint.object_graph import PlacedSlot, Tree, slot_paths, split_object, walk
+from mpistrat.checkpoint.replica_state import PerReplicaState, assign_replicas
+from mpistrat.checkpoint.state_json import join_state
+from mpistrat.checkpoint.tensors import TensorState
 from mpistrat.errors import CheckpointError, CheckpointMismatchError
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
@@ -35,14 +36,15 @@ Shape = tuple[tuple[int, ...], np.dtype]
 """Shape and dtype."""
 
 
-def check_shapes(path: str, tree: Tree, stored: dict[str, Shape]) -> None:
+def check_shapes(path: str, tree: Tree, stored: dict[str, Shape], state: Mapping[str, Any]) -> None:
     """Compare the arrays of `tree` with those that the file `path` has. Local.
 
     Variables must have the shape and dtype of the file. Arrays of a ``state_dict()`` must have
     its dtype and number of dimensions, and its lengths but for the first: a history may have
-    grown. An array that the object does not have yet, or that is empty there, may become any.
+    grown. An array that the object does not have yet, or that is empty there, may become any, and
+    what `reshard` makes of it one of a `PerReplicaState`.
     """
-    lines = [*_of_variables(tree, stored), *_of_states(tree, stored)]
+    lines = [*_of_variables(tree, stored), *_of_states(tree, stored, state)]
     if lines:
         raise CheckpointMismatchError(
             f"The checkpoint {path} does not fit the arrays of this program:\n"
@@ -59,14 +61,33 @@ def _of_variables(tree: Tree, stored: dict[str, Shape]) -> Iterator[str]:
             yield _difference(name, stored[name], own)
 
 
-def _of_states(tree: Tree, stored: dict[str, Shape]) -> Iterator[str]:
+def _of_states(tree: Tree, stored: dict[str, Shape], state: Mapping[str, Any]) -> Iterator[str]:
     for path, stateful in tree.stateful.items():
+        if isinstance(stateful, TensorState):
+            yield from _of_tensors(path, stateful, stored, state)
+            continue
         if not any(name.startswith(f"{path}/") for name in stored):
             continue
-        for key, array in split_state(stateful.state_dict(), path)[1].items():
+        if isinstance(stateful, PerReplicaState) and stateful._is_to_reshard(state.get(path)):
+            continue
+        for key, array in split_object(stateful, path)[1].items():
             name, own = f"{path}/{key}", (array.shape, array.dtype)
             if name in stored and array.size and not _may_become(own, stored[name]):
                 yield _difference(name, stored[name], own)
+
+
+def _of_tensors(
+    path: str, stateful: TensorState, stored: dict[str, Shape], state: Mapping[str, Any]
+) -> Iterator[str]:
+    if path not in state:
+        return
+    below = f"{path}/"
+    blank = {
+        name.removeprefix(below): np.broadcast_to(np.zeros((), dtype), shape)
+        for name, (shape, dtype) in stored.items()
+        if name.startswith(below)
+    }
+    yield from stateful.differences(path, join_state(state[path], blank, are_blank=True))
 
 
 def _may_become(own: Shape, stored: Shape) -> bool:
@@ -78,7 +99,7 @@ def _difference(name: str, stored: Shape, own: Shape) -> str:
     return f"{name}: {describe(*stored)} in the file, {describe(*own)} in the program"
 
 
-def describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
+def describe(shape: tuple[int, ...], dtype: np.dtype | str) -> str:
     """Return shape and dtype as messages show them."""
     return f"{dtype} of shape {shape}"
 
@@ -197,7 +218,7 @@ class Restoration:
             try:
                 before = copy.deepcopy(stateful.state_dict())
                 undo.callback(stateful.load_state_dict, before)
-                stateful.load_state_dict(self._state_of(path))
+                stateful.load_state_dict(self._state_of(path, stateful))
             except Exception as reason:
                 undo.close()
                 raise CheckpointMismatchError(
@@ -249,7 +270,9 @@ class Restoration:
         ready = [each for each in self.waiting if id(each[1].of) in here]
         if ready:
             tree = walk(objects, prefix, [*dependents, *ready], self.variables)
-        check_shapes(self.path, tree, {p: (a.shape, a.dtype) for p, a in self.arrays.items()})
+        check_shapes(
+            self.path, tree, {p: (a.shape, a.dtype) for p, a in self.arrays.items()}, self.state
+        )
         self.load_state(tree)
         self.load_variables(tree)
         self.take(tree)
@@ -264,9 +287,11 @@ class Restoration:
         below = f"{path}/"
         return [name.removeprefix(below) for name in self.arrays if name.startswith(below)]
 
-    def _state_of(self, path: str) -> dict[str, Any]:
-        arrays = {key: self.arrays[f"{path}/{key}"].copy() for key in self.arrays_below(path)}
-        return join_state(copy.deepcopy(self.state[path]), arrays)
+    def _state_of(self, path: str, stateful: object) -> dict[Any, Any]:
+        arrays = {key: self.arrays[f"{path}/{key}"] for key in self.arrays_below(path)}
+        if not isinstance(stateful, TensorState):  # which may keep them, and be undone
+            arrays = {key: array.copy() for key, array in arrays.items()}
+        return join_state(self.state[path], arrays)
 
 
 @dataclass(frozen=True)

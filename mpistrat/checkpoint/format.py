@@ -1,4 +1,4 @@
-"""Format version 1 of checkpoint files: names, attributes and digests.
+"""Format of checkpoint files: versions, names, attributes and digests.
 
 A file holds one HDF5 data set per variable under ``/variables`` and one JSON text per object
 with other state under ``/state``. Errors and commands name the paths without these groups.
@@ -20,8 +20,11 @@ from mpistrat.version import CHECKPOINT_FORMAT_VERSION as FORMAT_VERSION
 from mpistrat.version import __version__
 
 __all__ = [
+    "BITS_OF_FLOATS",
+    "DEEPEST",
     "FORMAT",
     "FORMAT_VERSION",
+    "PLAIN_VERSION",
     "STATE",
     "VARIABLES",
     "Header",
@@ -37,6 +40,17 @@ __all__ = [
 FORMAT = "mpistrat-checkpoint"
 VARIABLES = "variables"
 STATE = "state"
+PLAIN_VERSION = 1
+"""Of files whose states hold only arrays and JSON values; those with tensors have a higher one."""
+DEEPEST = 100
+"""Levels of groups. HDF5 itself uses the stack for each, and can be made to overflow it."""
+
+
+BITS_OF_FLOATS = {"bfloat16": np.dtype(np.uint16)} | dict.fromkeys(
+    ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    np.dtype(np.uint8),
+)
+"""Dtypes of tensors that HDF5 does not have, and as which integers their bits are stored."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class Header:
     """When the file was written: ISO 8601, UTC."""
     mpistrat_version: str = __version__
     format: str = FORMAT
-    format_version: int = FORMAT_VERSION
+    format_version: int = PLAIN_VERSION
 
     @staticmethod
     def timestamp(created_s: float | None = None) -> str:
@@ -100,6 +114,8 @@ class VariableInfo:
     trainable: bool
     digest: str
     """``"sha256:<hex>"`` over the bytes in C order as they are stored."""
+    tensor_dtype: str = ""
+    """The dtype that these bytes have in the program, where HDF5 has none such."""
 
     def __post_init__(self) -> None:
         if self.synchronization not in VariableSynchronization.__members__:
@@ -108,8 +124,16 @@ class VariableInfo:
             raise ValueError(f"the attribute aggregation is {self.aggregation!r}")
         if not is_digest(self.digest):
             raise ValueError(f"the attribute digest is {self.digest!r}")
+        if BITS_OF_FLOATS.get(self.tensor_dtype, self.dtype) != self.dtype:
+            raise ValueError(f"the attribute dtype is {self.tensor_dtype!r}")
         if not is_storable(self.dtype):
             raise ValueError(f"the dtype is {self.dtype}, which no variable has")
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of the dtype that the values have in the program."""
+        is_known = self.tensor_dtype in BITS_OF_FLOATS
+        return self.tensor_dtype if is_known else str(self.dtype)
 
     @property
     def size_bytes(self) -> int:
@@ -149,6 +173,13 @@ def check_path(path: str) -> None:
         raise ValueError(
             f"{path!r} cannot be the path of an object in a checkpoint: no part of it may be "
             "empty, '.' or '..', and it may hold no zero byte. Rename the object or dict key."
+        )
+    num_parts = path.count("/") + 1
+    if num_parts >= DEEPEST:  # the group of all variables is one level too
+        raise ValueError(
+            f"{path[:40] + '...'!r} cannot be the path of an object in a checkpoint: it has "
+            f"{num_parts} parts, and the most that can be read is {DEEPEST - 1}. Keep the object "
+            "in a flatter structure."
         )
 
 

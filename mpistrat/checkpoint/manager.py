@@ -79,7 +79,8 @@ class CheckpointManager:
     ----------
     checkpoint : Checkpoint
     directory : path
-        Made when the first file is saved. One manager at a time may use it.
+        Made when the first file is saved. One manager at a time may use it. A relative path
+        stands for the folder that it names on rank 0 when the manager is made.
     max_to_keep : int or None
         So many of the newest files stay; ``None`` keeps all.
     keep_every_n_hours : float, optional
@@ -115,7 +116,7 @@ class CheckpointManager:
         self._checkpoint = checkpoint
         self._step_counter = step_counter
         with self._collectives().call("CheckpointManager") as call:
-            self._directory = checked_path("CheckpointManager", directory)
+            self._given = checked_path("CheckpointManager", directory)
             _check_counter(step_counter)
             _check_limit("max_to_keep", max_to_keep, numbers.Integral)
             _check_limit("keep_every_n_hours", keep_every_n_hours, numbers.Real)
@@ -126,19 +127,21 @@ class CheckpointManager:
                     "A CheckpointManager saves with asynchronous=True or with parallel=True, not "
                     "with both: in the background rank 0 writes alone."
                 )
-            call.agree(self._directory, max_to_keep, keep_every_n_hours, asynchronous, parallel)
+            call.agree(self._given, max_to_keep, keep_every_n_hours, asynchronous, parallel)
         self._parallel = parallel
         self._saver = BackgroundSaver() if asynchronous else None
         self._planned: Retention | None = None
         keep_every_s = None if keep_every_n_hours is None else keep_every_n_hours * 3600.0
-        now_s, found = self._from_root("CheckpointManager", self._look_through)
+        # A program that changes its working folder still means the files that it meant before.
+        self._directory = self._given
+        self._directory, now_s, found = self._from_root("CheckpointManager", self._look_through)
         entries = [Entry(*each) for each in found]
         self._retention = Retention(max_to_keep, keep_every_s, entries, now_s)
 
     @property
     def directory(self) -> str:
-        """The folder. Local."""
-        return self._directory
+        """The folder, as it was given. Local."""
+        return self._given
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -151,7 +154,7 @@ class CheckpointManager:
 
         One that is being written in the background comes with the next `save` or `wait`.
         """
-        return [entry.path for entry in self._retention.entries]
+        return [self._as_given(entry.path) for entry in self._retention.entries]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -201,12 +204,12 @@ class CheckpointManager:
                 self._checkpoint, path, number, entry.created_s, lambda: _remove_all(surplus)
             )
             self._planned = planned
-            return path
+            return self._as_given(path)
         save(self._checkpoint, path, number, self._parallel, entry.created_s)
         self._retention = planned
         if writes_here(tree):
             collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)
-        return path
+        return self._as_given(path)
 
     def restore_or_initialize(self, init_fn: Callable[[], object] | None = None) -> str | None:
         """Restore the newest file that is sound, else call `init_fn`. **Collective**.
@@ -238,9 +241,10 @@ class CheckpointManager:
         path = restore_newest(self._checkpoint, self._directory, found)
         if path is not None:
             self._retention.note_restored(path)
-        elif init_fn is not None:
+            return self._as_given(path)
+        if init_fn is not None:
             init_fn()
-        return path
+        return None
 
     def wait(self) -> None:
         """Wait until the last `save` is on disk. **Collective** with ``asynchronous=True``.
@@ -269,13 +273,19 @@ class CheckpointManager:
             return max(steps, default=0) + 1
         return given
 
-    def _look_through(self) -> tuple[float, list[tuple[float, int, str]]]:
-        """Return the time and the files of the folder, without those of dead writers."""
-        for path in hdf5.remove_leftovers(self._directory, PREFIX):
+    def _as_given(self, path: str) -> str:
+        """Return the `path` of a file in the folder as the program names the folder."""
+        return os.path.join(self._given, os.path.basename(path))
+
+    def _look_through(self) -> tuple[str, float, list[tuple[float, int, str]]]:
+        """Return the folder, the time and the files, without those of dead writers."""
+        directory = os.path.abspath(self._directory)
+        # First, as it names a folder that may not be read.
+        found, now_s = list_folder(directory), time.time()
+        for path in hdf5.remove_leftovers(directory, PREFIX):
             _logger.info("Removed %s, which a writer left behind when it died.", path)
-        found, now_s = list_folder(self._directory), time.time()
         warn_of_future(found, now_s)
-        return now_s, [(each.created_s, each.step, each.path) for each in found]
+        return directory, now_s, [(each.created_s, each.step, each.path) for each in found]
 
     def _from_root(self, what: str, look: Callable[[], Any]) -> Any:
         """Return what `look` finds on rank 0, on every rank. **Collective**."""
@@ -292,6 +302,8 @@ def _checked_step(given: Any) -> int:
     step = as_integer("The step of a checkpoint", given)
     if step < 0:
         raise ValueError(f"The step of a checkpoint must not be negative, but it is {step}.")
+    if step >= 2**63:
+        raise ValueError(f"The step of a checkpoint must be below 2**63, but it is {step}.")
     return step
 
 

@@ -6,6 +6,7 @@ Attribute names and dict keys are joined by ``/``, list items count by number:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +15,8 @@ import numpy as np
 
 from mpistrat.arrays import Array, host_view, is_array, namespace_of
 from mpistrat.checkpoint.format import check_path
+from mpistrat.checkpoint.state_json import SplitState, split_state
+from mpistrat.checkpoint.tensors import TensorState, tensor_state
 from mpistrat.trackable import Dependent, Reach, Trackable, has_attributes, walk_objects
 from mpistrat.variables import Variable
 
@@ -22,14 +25,15 @@ __all__ = [
     "Stateful",
     "Tree",
     "check_can_hold_state",
-    "generator_state",
     "slot_paths",
+    "split_object",
+    "state_adapter",
     "walk",
 ]
 
 
-def generator_state(value: object) -> Any:
-    """Return an adapter with the state of a random generator, ``None`` for other objects."""
+def state_adapter(value: object) -> Any:
+    """Return an adapter for a random generator or an object of PyTorch, ``None`` for others."""
     if isinstance(value, np.random.Generator):
         return GeneratorState(value.bit_generator)
     if isinstance(value, np.random.RandomState):
@@ -37,7 +41,7 @@ def generator_state(value: object) -> Any:
     bits = getattr(value, "bit_generator", None)
     if type(value).__module__.startswith("cupy") and is_array(getattr(bits, "_state", None)):
         return DeviceGeneratorState(bits)
-    return None
+    return tensor_state(value)
 
 
 class GeneratorState:
@@ -158,6 +162,11 @@ class Stateful(Protocol):
         """Take over a state that `state_dict` returned."""
 
 
+def split_object(stateful: Stateful, path: str) -> SplitState:
+    """Return the state of an object as JSON and arrays. Local."""
+    return split_state(stateful.state_dict(), path, isinstance(stateful, TensorState))
+
+
 @dataclass
 class Tree:
     """What a walk has found, by path."""
@@ -185,7 +194,8 @@ def walk(
     """Return the state below `objects`, whose names follow `prefix`. Local.
 
     Variables, trackables, generators and objects with ``state_dict()`` are found in dicts,
-    lists, tuples, and in the attributes of other objects, whose other attributes are left out.
+    lists, tuples, deques, and in the attributes of other objects, whose other attributes are left
+    out.
     """
     walker = _Walker()
     for name, child in objects.items():
@@ -197,7 +207,11 @@ def walk(
 
 def check_can_hold_state(path: str, child: object) -> None:
     """Refuse an object that a checkpoint can never save or fill."""
-    if _has_own_state(child) or isinstance(child, dict | list | tuple) or has_attributes(child):
+    if (
+        _has_own_state(child)
+        or isinstance(child, dict | list | tuple | deque)
+        or has_attributes(child)
+    ):
         return
     raise TypeError(
         f"A checkpoint cannot save {path!r}, a {type(child).__name__}: it takes variables, "
@@ -212,7 +226,8 @@ def _has_own_state(child: object) -> bool:
         return False
     if isinstance(child, Variable | Trackable | Stateful):
         return True
-    return generator_state(child) is not None
+    is_container = isinstance(child, dict | list | tuple | deque)
+    return not is_container and state_adapter(child) is not None
 
 
 def _is_leaf(child: object) -> bool:
@@ -241,10 +256,10 @@ class _Walker:
                 self.tree.trackables[place] = thing
                 self.dependents += [(place, each) for each in thing._checkpoint_dependents()]
             elif _has_own_state(thing):
-                self.add(self.tree.stateful, place, generator_state(thing) or thing)
+                self.add(self.tree.stateful, place, state_adapter(thing) or thing)
             elif must_hold_state:
                 check_can_hold_state(place, thing)
-                if not isinstance(thing, dict | list | tuple):
+                if not isinstance(thing, dict | list | tuple | deque):
                     plain.append(place)
         paths = self.tree.paths()
         self.tree.empty += [

@@ -10,17 +10,20 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mpistrat import context, hdf5
 from mpistrat.checkpoint.format import VARIABLES, Header
 from mpistrat.checkpoint.object_graph import Tree
+from mpistrat.checkpoint.tensors import world_strategy
 from mpistrat.checkpoint.validation import read_attribute
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.mpi.world import is_started, started_world
+from mpistrat.system.exit_hooks import Phase, at
 from mpistrat.system.text import rank_list
 
 __all__ = ["WRITERS", "Writers", "writes_here"]
@@ -43,13 +46,15 @@ class Writers:
     ranks: tuple[int, ...]
     """In COMM_WORLD."""
     world_size: int
+    collectives: Collectives | None = field(default=None, compare=False, repr=False)
+    """Of their strategy, which gives up its paths when it is closed."""
 
     @classmethod
     def of(cls, collectives: Collectives) -> Writers | None:
         """Return the ranks of `collectives`, ``None`` where the job has one rank."""
         transport = collectives.channel.transport
         if transport.world_size > 1:
-            return cls(tuple(transport.world_ranks), transport.world_size)
+            return cls(tuple(transport.world_ranks), transport.world_size, collectives)
         world = started_world() if is_started() else None
         return None if world is None else cls((world.rank,), world.size)
 
@@ -63,18 +68,21 @@ class Writers:
             return
         raise CheckpointError(
             f"The checkpoint {path} cannot be written by {self}: {other} of this job have written "
-            "it, and one would replace what the other has saved. Give each strategy its own path. "
-            "The file that is there is unchanged."
+            "it, and one would replace what the other has saved. Give each strategy its own path, "
+            "or remove the file first. It is unchanged."
         )
 
     @contextlib.contextmanager
-    def commit(self, path: Path) -> Iterator[None]:
+    def commit(self, path: Path, created: str) -> Iterator[None]:
         """Check `path` while no other writer gives a file this name, which is the body's work."""
+        # `created` is that attribute of the file.
         claim = hdf5.hidden_beside(path, "commit")
         _acquire(claim)
         try:
             self.check(path)
             yield
+            if self.collectives is not None:
+                _release_at_close(self.collectives, path, created)
         finally:
             claim.unlink(missing_ok=True)
 
@@ -100,11 +108,37 @@ def _writers_of(path: Path) -> str | None:
             return None
         with hdf5.open_for_reading(path, CheckpointError) as file:
             found = read_attribute(file[VARIABLES], WRITERS)
-            created = read_attribute(file, "created")
-            is_ours = Header(created=str(created)).created_s >= _BEGAN_S
+            created = str(read_attribute(file, "created"))
+        is_ours = Header(created=created).created_s >= _BEGAN_S
+        if is_ours and _released(path).exists():
+            is_ours = _released(path).read_text() != created
     except (OSError, RuntimeError, ValueError, KeyError):  # there is none, or it is damaged
         return None
     return found if is_ours and isinstance(found, str) else None
+
+
+_MANY = 64
+
+
+def _release_at_close(collectives: Collectives, path: Path, created: str) -> None:
+    actions = collectives.on_close
+    if len(actions) >= _MANY:  # a manager has removed most of its files
+        for gone in [each for each in actions if isinstance(each, Path) and not each.exists()]:
+            del actions[gone]
+    actions[path] = partial(_release, path, created)
+
+
+def _released(path: Path) -> Path:
+    """Return the path of the mark that the file `path` belongs to nobody any more."""
+    return hdf5.hidden_beside(path, "released")
+
+
+def _release(path: Path, created: str) -> None:
+    """Give up `path`, as long as the file there is the one that was `created` then."""
+    # Other ranks need not be in contact, so a mark lies beside the file until the job ends.
+    with contextlib.suppress(OSError):
+        _released(path).write_text(created)
+        at(Phase.AFTER_LAST_ROUND, partial(_released(path).unlink, missing_ok=True))
 
 
 def writes_here(tree: Tree) -> bool:
@@ -113,7 +147,7 @@ def writes_here(tree: Tree) -> bool:
     found: list[Any] = [] if frame is None else [frame.strategy]
     for group in (tree.variables, tree.stateful, tree.trackables):
         found += [getattr(each, "strategy", None) for each in group.values()]
-    if any(_is_own(strategy) for strategy in found):
+    if any(_is_own(strategy) for strategy in found) or _is_own(world_strategy()):
         return True
     world = started_world() if is_started() else None
     return world is None or bool(world.rank == 0)

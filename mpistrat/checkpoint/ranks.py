@@ -13,6 +13,7 @@ from mpistrat import context
 from mpistrat.arguments import as_bool
 from mpistrat.arrays import Device
 from mpistrat.checkpoint.object_graph import Tree
+from mpistrat.checkpoint.tensors import world_strategy
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import ContextError
 from mpistrat.system.cpu import cores_of_mask, mask_of_cores, own_cores
@@ -108,7 +109,8 @@ def _num_threads(own: int, masks: Sequence[int]) -> int:
 def collectives_for(tree: Tree, what: str) -> Collectives:
     """Return the collectives of the strategy of the objects in `tree`. Local.
 
-    Where they have none, those of the current strategy, else those of one process without MPI.
+    Where they have none, those of the current strategy, then of PyTorch's process group of all
+    ranks, else those of one process without MPI.
     """
     strategy = _strategy_of(tree, what)
     if strategy is None:
@@ -139,7 +141,9 @@ def _strategy_of(tree: Tree, what: str) -> Any:
     if found:
         return next(iter(found.values()))
     frame = context.current()
-    return frame.strategy if frame is not None and _distributes(frame.strategy) else None
+    if frame is not None and _distributes(frame.strategy):
+        return frame.strategy
+    return world_strategy()
 
 
 def _distributes(strategy: Any) -> bool:

@@ -15,6 +15,7 @@ from mpistrat import hdf5
 from mpistrat.checkpoint.format import (
     FORMAT,
     FORMAT_VERSION,
+    PLAIN_VERSION,
     STATE,
     VARIABLES,
     Header,
@@ -138,7 +139,7 @@ class CheckpointReader:
             check_digest(format_digest(digest), info.digest)
 
     def read_state(self, name: str) -> Any:
-        """Return the JSON state of an object."""
+        """Return the JSON part of the state of an object."""
         with naming_damage(self.path, name):
             dataset = self._state[name]
             text = dataset[()] if dataset.shape == () and dataset.dtype.kind in "OS" else None
@@ -146,7 +147,7 @@ class CheckpointReader:
                 raise ValueError("a UTF-8 text was expected here")
             if digest_of_text(text) != read_attribute(dataset, "digest"):
                 raise ValueError("the text does not have the digest that was stored with it")
-            return load_json(text)
+            return load_json(text, self.header.format_version)
 
     def verify(self) -> None:
         """Read everything in pieces, and raise an error that names all that is damaged."""
@@ -193,10 +194,10 @@ def _read_header(file: Any, path: Path) -> Header:
             f"{given['format']!r}, expected {FORMAT!r}."
         )
     version = given["format_version"]
-    if version != FORMAT_VERSION:
+    if version not in (PLAIN_VERSION, FORMAT_VERSION):
         raise CheckpointError(
             f"The checkpoint {path} has format version {version!r}, but this mpistrat reads "
-            f"version {FORMAT_VERSION}. Install the mpistrat that wrote it "
+            f"versions {PLAIN_VERSION} and {FORMAT_VERSION}. Install the mpistrat that wrote it "
             f"({given['mpistrat_version']!r}), or a newer one."
         )
     missing = [name for name in known if type(given[name]) is not type(getattr(Header, name))]
@@ -225,6 +226,7 @@ def _read_info(dataset: Any) -> VariableInfo:
         aggregation=str(read_attribute(dataset, "aggregation")),
         trainable=trainable,
         digest=str(read_attribute(dataset, "digest")),
+        tensor_dtype=str(read_attribute(dataset, "dtype") or ""),
     )
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import host_copy
-from mpistrat.checkpoint.object_graph import Stateful, generator_state
-from mpistrat.checkpoint.state_json import dump_json, join_state, load_json
+from mpistrat.checkpoint.object_graph import Stateful, split_object, state_adapter
+from mpistrat.checkpoint.state_json import SplitState, dump_json, join_state, load_json
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
-__all__ = ["PerReplicaState", "SplitState", "assign_replicas", "gather_states"]
+__all__ = ["PerReplicaState", "assign_replicas", "gather_states"]
 
 Reshard = Callable[[list[Any], int], Sequence[Any]]
 
@@ -97,8 +97,14 @@ class PerReplicaState:
     def _assign(self, replica_id: int, num_replicas: int) -> None:
         self._replica_id, self._num_replicas = replica_id, num_replicas
 
-    def _own_state(self) -> dict[str, Any]:
-        return self._target.state_dict()
+    def _is_to_reshard(self, state: object) -> bool:
+        """Return whether `reshard` is to convert a `state` of another number of replicas."""
+        states = state.get("replicas") if isinstance(state, dict) else None
+        is_other = isinstance(states, list) and len(states) != self._num_replicas
+        return is_other and self._reshard is not None
+
+    def _own_state(self, path: str) -> SplitState:
+        return split_object(self._target, path)
 
     def __repr__(self) -> str:
         return f"PerReplicaState({self._target!r})"
@@ -112,7 +118,7 @@ def _adapter(obj: object) -> Stateful:
                 "a checkpoint takes it as it is."
             )
         return _VariableState(obj)
-    adapter = generator_state(obj) or obj
+    adapter = state_adapter(obj) or obj
     if isinstance(adapter, type | PerReplicaState) or not isinstance(adapter, Stateful):
         raise TypeError(
             "PerReplicaState needs a generator, a plain variable, or an object with state_dict() "
@@ -144,10 +150,6 @@ def assign_replicas(stateful: Iterable[object], replica_id: int, num_replicas: i
     for each in stateful:
         if isinstance(each, PerReplicaState):
             each._assign(replica_id, num_replicas)
-
-
-SplitState = tuple[dict[str, Any], dict[str, np.ndarray]]
-"""What `split_state` returns."""
 
 
 def gather_states(

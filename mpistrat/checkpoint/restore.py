@@ -162,7 +162,7 @@ def restore(
         variables = {name: tree.variables[name] for name in shapes if name in tree.variables}
 
         def check() -> None:
-            check_shapes(path, tree, shapes)
+            check_shapes(path, tree, shapes, state)
             if not allow_missing:
                 check_nothing_missing(path, tree, {*shapes, *state, *fresh})
             for name, variable in variables.items():

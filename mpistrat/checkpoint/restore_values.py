@@ -33,6 +33,7 @@ from mpistrat.checkpoint.reader import (
     naming_damage,
     open_checkpoint,
 )
+from mpistrat.checkpoint.state_json import marked, unmarked
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.errors import CheckpointCorruptError
 from mpistrat.options import VariableSynchronization
@@ -70,7 +71,7 @@ class SharedFile:
     Attributes
     ----------
     path : str
-    state : dict of str to JSON values
+    state : dict of str to JSON values and marks
         All state, by path, on every rank.
     shapes : dict of str to Shape
         Of all arrays, by path, on every rank.
@@ -104,7 +105,7 @@ class SharedFile:
     def divide(self, of_ranks: Sequence[Mapping[str, Any]], rank: int) -> None:
         """Divide the work among those that have opened the same file, by what `open` returned."""
         root = of_ranks[0]
-        self.state = root["state"]
+        self.state = {name: unmarked(each) for name, each in root["state"].items()}
         self.shapes = shapes_from_json(root["shapes"])
         self._blocks = {name: Block(*block) for name, block in root["blocks"].items()}
         workers = [
@@ -148,7 +149,7 @@ def _identity(handle: int) -> dict[str, Any]:
 def _describe(reader: CheckpointReader) -> dict[str, Any]:
     """Return as JSON values all state of a file, and the shapes and places of its arrays."""
     try:
-        state = {name: reader.read_state(name) for name in reader.state_paths}
+        state = {name: marked(reader.read_state(name)) for name in reader.state_paths}
     except CheckpointCorruptError:
         reader.verify()  # names what else is damaged
         raise

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint.format import is_path_part
+from mpistrat.checkpoint.format import DEEPEST, is_path_part
 from mpistrat.hdf5 import h5py
 from mpistrat.system.text import readable_size
 
@@ -119,10 +119,6 @@ def _read(attribute: Any, stored: Any, shape: tuple[int, ...]) -> np.ndarray:
     return values
 
 
-_DEEPEST = 100
-"""Levels of groups. HDF5 itself uses the stack for each, and can be made to overflow it."""
-
-
 @dataclass
 class Contents:
     """What the groups of a file hold."""
@@ -191,7 +187,7 @@ def _problem_of_link(found: Any, name: str, depth: int) -> str:
         return "has a name that no object can have"
     if found.type != h5py().h5l.TYPE_HARD:
         return "is a link to another place, which is never followed"
-    return f"lies below {_DEEPEST} groups" if depth > _DEEPEST else ""
+    return f"lies below {DEEPEST} groups" if depth > DEEPEST else ""
 
 
 _HARMLESS_BYTES = 2**28

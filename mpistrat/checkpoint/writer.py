@@ -74,6 +74,7 @@ def variable_item(
     synchronization: str = "NONE",
     aggregation: str = "NONE",
     trainable: bool = False,
+    tensor_dtype: str = "",
     life: BufferLifetime = BufferLifetime.LONG,
 ) -> Item:
     """Return the item of a variable, or of an array of an object's state."""
@@ -82,6 +83,8 @@ def variable_item(
         "aggregation": aggregation,
         "trainable": trainable,
     }
+    if tensor_dtype:
+        attributes["dtype"] = tensor_dtype
     return Item(VARIABLES, path, array, attributes, life)
 
 
@@ -200,7 +203,8 @@ def create_checkpoint(
                 file = stack.enter_context(hdf5.create_atomically(path))
             else:
                 writers.check(Path(os.path.realpath(path)))
-                file = stack.enter_context(hdf5.create_atomically(path, writers.commit))
+                commit = functools.partial(writers.commit, created=header.created)
+                file = stack.enter_context(hdf5.create_atomically(path, commit))
             writer = CheckpointWriter(file, header, path, stack)
             if writers is not None:
                 write_attribute(file[VARIABLES], WRITERS, str(writers))

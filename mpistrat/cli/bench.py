@@ -24,7 +24,7 @@ __all__ = ["COMMAND"]
 
 _NAMES = (
     *("agreement", "allreduce", "checkpoint", "data", "gradients", "optimizers"),
-    *("overlap", "step"),
+    *("overlap", "step", "torch"),
 )
 
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from mpistrat import hdf5
 from mpistrat.checkpoint.deferred import describe
-from mpistrat.checkpoint.format import FORMAT
+from mpistrat.checkpoint.format import BITS_OF_FLOATS, FORMAT
 from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
+from mpistrat.checkpoint.state_json import plain_state
 from mpistrat.checkpoint.validation import read_attribute
 from mpistrat.cli.data_files import inspect_data
 from mpistrat.cli.output import (
@@ -33,7 +34,7 @@ from mpistrat.cli.output import (
     tree_labels,
 )
 from mpistrat.cli.state import differing_paths, in_short
-from mpistrat.cli.statistics import draw, summarize, tell_apart
+from mpistrat.cli.statistics import draw, numbers_of, summarize, tell_apart
 from mpistrat.errors import CheckpointError, DataError
 from mpistrat.system.text import readable_size
 
@@ -106,18 +107,18 @@ def _content(reader: CheckpointReader, with_statistics: bool) -> dict[str, Any]:
     for name, info in reader.variables.items():
         variables[name] = {
             "shape": list(info.shape),
-            "dtype": str(info.dtype),
+            "dtype": info.dtype_name,
             "synchronization": info.synchronization,
             "aggregation": info.aggregation,
             "trainable": info.trainable,
             "digest": info.digest,
         }
         if with_statistics:
-            variables[name] |= asdict(summarize(reader.read_pieces(name)))
+            variables[name] |= asdict(summarize(numbers_of(reader, name)))
     return {
         "attributes": asdict(reader.header) | {"digest": reader.header.digest},
         "variables": variables,
-        "state": {name: reader.read_state(name) for name in reader.state_paths},
+        "state": {name: plain_state(reader.read_state(name)) for name in reader.state_paths},
     }
 
 
@@ -160,7 +161,8 @@ def _cells(variable: dict[str, Any], shown: list[str]) -> list[object]:
 
 
 def _size_bytes(variable: dict[str, Any]) -> int:
-    return int(math.prod(variable["shape"]) * np.dtype(variable["dtype"]).itemsize)
+    dtype = np.dtype(BITS_OF_FLOATS.get(variable["dtype"], variable["dtype"]))
+    return int(math.prod(variable["shape"]) * dtype.itemsize)
 
 
 def _number(value: float | None) -> str:
@@ -293,11 +295,12 @@ def _modes(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str]
 
 def _values(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str]:
     of_a, of_b = a.variables[name], b.variables[name]
-    if (of_a.shape, of_a.dtype) != (of_b.shape, of_b.dtype):
-        yield f"{describe(of_a.shape, of_a.dtype)} in a, {describe(of_b.shape, of_b.dtype)} in b"
+    in_a, in_b = (describe(each.shape, each.dtype_name) for each in (of_a, of_b))
+    if in_a != in_b:
+        yield f"{in_a} in a, {in_b} in b"
         return
     # The values are read even where the digests are equal: reading notices damage.
-    found = tell_apart(a.read_pieces(name), b.read_pieces(name))
+    found = tell_apart(numbers_of(a, name), numbers_of(b, name))
     if found.count:
         counts = f"{found.count} of {math.prod(of_a.shape)} element(s)"
         yield f"largest difference {found.largest:.6g}, in {counts}"
@@ -315,7 +318,7 @@ def _state(a: CheckpointReader, b: CheckpointReader, in_full: bool) -> Iterator[
         if name not in a.state_paths or name not in b.state_paths:
             yield name, _only_in(name in a.state_paths)
             continue
-        of_a, of_b = a.read_state(name), b.read_state(name)
+        of_a, of_b = (plain_state(each.read_state(name)) for each in (a, b))
         inside = list(differing_paths(name, of_a, of_b))
         if inside:
             as_text = json.dumps if in_full else in_short

@@ -12,9 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.checkpoint.format import BITS_OF_FLOATS
 from mpistrat.checkpoint.reader import CheckpointReader
+from mpistrat.comm.wire import named_dtype
 
-__all__ = ["draw", "summarize", "tell_apart"]
+__all__ = ["draw", "numbers_of", "summarize", "tell_apart"]
+
+
+def numbers_of(reader: CheckpointReader, name: str) -> Iterator[np.ndarray]:
+    """Yield what `CheckpointReader.read_pieces` does; small floats stored as bits as float32."""
+    own = reader.variables[name].dtype_name
+    dtype = named_dtype(own) if own in BITS_OF_FLOATS else None
+    for piece in reader.read_pieces(name):
+        yield piece if dtype is None else piece.view(dtype).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -194,7 +204,7 @@ def draw(reader: CheckpointReader, path: Path) -> str:
         axes.set_axis_off()
     for axes, name in zip(grid, names, strict=False):
         info = reader.variables[name]
-        _draw_one(axes, count(functools.partial(reader.read_pieces, name)))
+        _draw_one(axes, count(functools.partial(numbers_of, reader, name)))
         kind = f"magnitudes of {info.dtype}" if info.dtype.kind == "c" else info.dtype
         title = f"{_shortened(name)}\n{kind} {info.shape}"
         axes.set_title(_plain(title), fontsize="small", parse_math=False)

@@ -6,11 +6,12 @@ above asks for the size.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from mpistrat.comm.packing import describe_function, placed_like
 from mpistrat.comm.selection import check_options
 from mpistrat.comm.transport import SoloTransport
 from mpistrat.options import CommunicationOptions, ReduceOp
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["CollectiveCall", "Collectives"]
 
@@ -109,6 +113,12 @@ class CollectiveCall(Call):
         # ranks. For `wires` see `prepare`.
         return self.prepare(op, arrays, structure, wires=wires).all_reduce(self, arrays)
 
+    def all_reduce_in_place(
+        self, op: ReduceOp, arrays: Sequence[np.ndarray], structure: object = ()
+    ) -> None:
+        """Overwrite each array with its reduction over ranks. **Collective**."""
+        self.prepare(op, arrays, "in place", structure).all_reduce_in_place(self, arrays)
+
     def start_all_reduce(
         self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()
     ) -> Callable[[], list[Array]]:
@@ -132,16 +142,18 @@ class CollectiveCall(Call):
         dtypes = tuple(dtype_name(array.dtype) for array in arrays)
         self.agree(f"axis {axis}", dtypes, structure)
         # Shapes may differ, so they cannot be part of the signature.
-        shapes_of_ranks = self.channel.exchange([np.shape(array) for array in arrays])
+        with self.moving():
+            shapes_of_ranks = self.channel.exchange([np.shape(array) for array in arrays])
         plans = [GatherPlan(shapes, axis) for shapes in zip(*shapes_of_ranks, strict=True)]
         for plan in plans:
             plan.check(self.kind)
-        hosts = [native(np.moveaxis(host_view(array), axis, 0)).reshape(-1) for array in arrays]
-        self.note_moved(sum(host.nbytes for host in hosts), "all_gather")
-        gathered = [
-            self.channel.transport.all_gather(host, plan.counts)
-            for host, plan in zip(hosts, plans, strict=True)
-        ]
+        with self.moving():
+            hosts = [native(np.moveaxis(host_view(array), axis, 0)).reshape(-1) for array in arrays]
+            self.note_moved(sum(host.nbytes for host in hosts), "all_gather")
+            gathered = [
+                self.channel.transport.all_gather(host, plan.counts)
+                for host, plan in zip(hosts, plans, strict=True)
+            ]
         self.show_received(gathered)
         return [
             placed_like(plan.join(flat), array)
@@ -154,22 +166,32 @@ class CollectiveCall(Call):
         dtype = np.dtype(array.dtype).newbyteorder("=")
         shape = tuple(array.shape)
         self.agree(f"from rank {root}", (dtype_name(dtype), shape), *details)
-        is_root = self.channel.rank == root
-        buffer = host_copy(array) if is_root else np.empty(shape, dtype)
-        self.note_moved(buffer.nbytes, "broadcast")
-        self.channel.transport.broadcast(buffer, root)
+        with self.moving():
+            is_root = self.channel.rank == root
+            buffer = host_copy(array) if is_root else np.empty(shape, dtype)
+            self.note_moved(buffer.nbytes, "broadcast")
+            self.channel.transport.broadcast(buffer, root)
         self.show_received([buffer])
         return placed_like(buffer, array)
 
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
         """Overwrite each of `buffers` with that of its root, once agreed. **Collective**."""
-        self.channel.transport.broadcast_each(buffers, roots)
+        with self.moving():
+            self.channel.transport.broadcast_each(buffers, roots)
         self.show_received(buffers)
+
+    @contextlib.contextmanager
+    def communicator(self) -> Iterator[MPI.Intracomm]:
+        """Give the communicator that moves data within the ``with`` block, once agreed."""
+        transport: Any = self.channel.transport
+        with self.moving(), transport.occupancy:
+            yield transport.comm
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**."""
         self.agree()
-        return self.channel.exchange(value)
+        with self.moving():
+            return self.channel.exchange(value)
 
 
 class Collectives:
@@ -191,6 +213,8 @@ class Collectives:
         self.size = channel.size
         self.is_closed = False
         """Whether `close` was called."""
+        self.on_close: dict[object, Callable[[], object]] = {}
+        """What this rank does when it is closed, before other ranks return."""
         channel.users.add(self)
         self._unclosed: weakref.finalize[[int, int], Any] | None = None
         if channel.on_free is not None:
@@ -208,6 +232,8 @@ class Collectives:
         # After an `EpochError` nothing can be agreed, and the ranks part when the program ends.
         if channel.closed is None:
             with self.call("close") as call:
+                for action in self.on_close.values():
+                    action()
                 call.agree()
                 # Garbage may be collected on some ranks only, but all ranks free, or none.
                 others = channel.exchange(len(channel.users) - 1)

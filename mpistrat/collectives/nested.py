@@ -14,12 +14,14 @@ from mpistrat.arrays import Array, host_view, is_array, namespace_of
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.comm.wire import result_dtype, wire_dtype
 from mpistrat.options import ReduceOp
+from mpistrat.pytorch import is_tensor, needs_graph, overwrite
 from mpistrat.values import DistributedValues, IndexedSlices, T, localize
 
 __all__ = [
     "PendingReduction",
     "all_gather_nest",
     "all_reduce_nest",
+    "leaf_arrays",
     "reduce_over_axes",
     "start_all_reduce_nest",
 ]
@@ -34,7 +36,7 @@ def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str =
         return call.all_reduce(op, [nest], (_LEAF, detail) if detail else _LEAF)[0]
     if type(nest) in (int, float):
         return call.all_reduce(op, [np.asarray(nest)], (_LEAF, detail) if detail else _LEAF)[0][()]
-    split = _Split(call.kind, op, nest)
+    split = _Split(call, op, nest)
     agreed = (split.signature, detail) if detail else split.signature
     reduced = call.all_reduce(op, split.arrays, agreed)
     return split.joined(reduced, split.gathered_slices(call))
@@ -51,6 +53,7 @@ class PendingReduction(Generic[T]):
         self._end: Callable[[], T] | None = end
         self._when_dropped = when_dropped
         self._result: Any = None
+        self._error: BaseException | None = None
 
     def wait(self) -> T:
         """Return the result, once the other ranks have brought their part; the same again later.
@@ -61,7 +64,13 @@ class PendingReduction(Generic[T]):
         if self._end is not None:
             # Not after the end: who catches what that raises need not wait again.
             end, self._end = self._end, None
-            self._result = end()
+            try:
+                self._result = end()
+            except BaseException as error:
+                self._error = error
+                raise
+        if self._error is not None:
+            raise self._error
         result: T = self._result
         return result
 
@@ -73,20 +82,39 @@ class PendingReduction(Generic[T]):
 def start_all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any) -> Callable[[], Any]:
     """Begin `all_reduce_nest`, and return the function that ends it. **Collective**."""
     # `IndexedSlices` are reduced before this returns, because their sizes differ over ranks.
-    split = _Split(call.kind, op, nest)
+    # Tensors are written to at the end.
+    split = _Split(call, op, nest)
+    split.check_tensors(call)
     end = call.start_all_reduce(op, split.arrays, split.signature)
     slices = split.gathered_slices(call)
-    return lambda: split.joined(end(), slices)
+    return lambda: split.joined(end(), slices, _in_place)
 
 
 _LEAF = nests.signature(nests.flatten(0)[1])
 """The signature of a nest that is one leaf."""
 
 
+def leaf_arrays(
+    call: CollectiveCall, leaves: Sequence[Any], structure: nests.Structure
+) -> list[Array]:
+    """Return the leaves of a nest as arrays, but for `IndexedSlices`, which are left out."""
+    for number, leaf in enumerate(leaves):
+        if leaf is None:
+            path = nests.paths_of(structure)[number]
+            where = f"the leaf {path!r}" if path else "the value"
+            raise TypeError(
+                f"{call.kind}: {where} is None on rank {call.channel.rank} of "
+                f"{call.channel.size}, which is not taken as zero. Give zeros of the shape that "
+                "the other ranks have, such as zeros_like(parameter) for a parameter without a "
+                "gradient, or leave it out on every rank."
+            )
+    return [as_array(call.kind, leaf) for leaf in leaves if not isinstance(leaf, IndexedSlices)]
+
+
 class _Split:
     """A nest to be reduced, taken apart into arrays and `IndexedSlices`."""
 
-    def __init__(self, kind: str, op: ReduceOp, nest: Any) -> None:
+    def __init__(self, call: CollectiveCall, op: ReduceOp, nest: Any) -> None:
         self._op = op
         self._leaves, self._structure = nests.flatten(nest)
         types = set(map(type, self._leaves))
@@ -97,37 +125,61 @@ class _Split:
         self._holds_arrays = types == {np.ndarray}
         self.arrays = self._leaves
         if not self._holds_arrays:
-            self._sort_out(kind, op)
+            self._sort_out(call, op)
 
-    def _sort_out(self, kind: str, op: ReduceOp) -> None:
+    def _sort_out(self, call: CollectiveCall, op: ReduceOp) -> None:
         """Find the `IndexedSlices`, and make arrays of the rest."""
         self._sparse = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, IndexedSlices)]
         for i in self._sparse:
-            _check_sparse(kind, op, self._leaves[i])
-        dense = self._leaves
-        if self._sparse:
-            dense = [leaf for leaf in self._leaves if not isinstance(leaf, IndexedSlices)]
-        self.arrays = [as_array(kind, leaf) for leaf in dense]
+            _check_sparse(call.kind, op, self._leaves[i])
+        self.arrays = leaf_arrays(call, self._leaves, self._structure)
 
     @property
     def signature(self) -> object:
         """What the ranks must agree on besides the arrays."""
         structure = nests.signature(self._structure)
-        return (structure, tuple(self._sparse)) if self._sparse else structure
+        sparse = tuple((i, self._leaves[i].dense_shape) for i in self._sparse)
+        return (structure, sparse) if sparse else structure
 
     def gathered_slices(self, call: CollectiveCall) -> list[IndexedSlices]:
         """Return the reduced `IndexedSlices`. **Collective**."""
         return [_gather_slices(call, self._op, self._leaves[i]) for i in self._sparse]
 
-    def joined(self, arrays: Sequence[Array], slices: Sequence[IndexedSlices]) -> Any:
-        """Return the nest of the results."""
+    def check_tensors(self, call: CollectiveCall) -> None:
+        """Refuse tensors that the result cannot be written to."""
+        for number, leaf in enumerate(self._leaves):
+            if not is_tensor(leaf):
+                continue
+            path = nests.paths_of(self._structure)[number]
+            what = f"{call.kind} writes the result to the tensor that it is given"
+            if needs_graph(leaf):
+                raise NotImplementedError(
+                    f"{what}, but the leaf {path!r} is part of a graph, which it would leave. "
+                    "Use all_reduce, or give tensor.detach()."
+                )
+            dtype = as_array(call.kind, leaf).dtype
+            reduced = result_dtype(self._op, dtype)
+            if reduced != dtype:
+                raise TypeError(
+                    f"{what}, but {self._op.name} of {dtype} is {reduced}. Use all_reduce, or "
+                    "cast the tensor first."
+                )
+
+    def joined(
+        self,
+        arrays: Sequence[Array],
+        slices: Sequence[IndexedSlices],
+        like: Callable[[Any, Any], Any] | None = None,
+    ) -> Any:
+        """Return the nest of the results, each made `like` its leaf."""
+        like = like or _like
         if self._holds_arrays:
             return nests.unflatten(self._structure, arrays)
         results: list[Any] = list(arrays)
         for i, each in zip(self._sparse, slices, strict=True):
             results.insert(i, each)
         pairs = zip(self._leaves, results, strict=True)
-        return nests.unflatten(self._structure, [_like(leaf, result) for leaf, result in pairs])
+        return nests.unflatten(self._structure, [like(leaf, result) for leaf, result in pairs])
 
 
 def all_gather_nest(call: CollectiveCall, nest: Any, axis: int) -> Any:
@@ -140,7 +192,7 @@ def all_gather_nest(call: CollectiveCall, nest: Any, axis: int) -> Any:
                 f"{call.kind} concatenates dense arrays, but the value is IndexedSlices. Gather "
                 "its values and its indices, or add it into a dense array first."
             )
-    arrays = [as_array(call.kind, leaf) for leaf in leaves]
+    arrays = leaf_arrays(call, leaves, structure)
     return nests.unflatten(structure, call.all_gather(arrays, axis, nests.signature(structure)))
 
 
@@ -173,11 +225,16 @@ def _like(leaf: Any, result: Any) -> Any:
     return result if is_array(leaf) and not isinstance(leaf, np.generic) else result[()]
 
 
+def _in_place(leaf: Any, result: Any) -> Any:
+    """Return the tensor that the leaf is, with the result in it, anything else as `_like`."""
+    return overwrite(leaf, result) if is_tensor(leaf) else _like(leaf, result)
+
+
 def reduce_over_axes(call: CollectiveCall, op: ReduceOp, nest: Any, axis: Any) -> Any:
     """Reduce each leaf of `nest` over replicas and over its `axis`, to the host. **Collective**."""
     # Every element of every replica counts alike, so a short part of a batch weighs right.
     leaves, structure = nests.flatten(nest)
-    arrays = [as_array(call.kind, leaf) for leaf in leaves]
+    arrays = leaf_arrays(call, leaves, structure)
     axes = tuple(normalize_axes(call.kind, axis, array.shape) for array in arrays)
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         results = _extreme(call, op, arrays, axes, nests.signature(structure))

@@ -36,12 +36,13 @@ def broadcast_object(collectives: Collectives, kind: str, value: Any, root: int)
         own = _pickled(kind, value) if is_root else np.empty(0, np.uint8)
         call.agree(f"from rank {root}")
         transport = call.channel.transport
-        # Only the root knows how long the pickle is.
-        length = np.array([own.size], np.int64)
-        transport.broadcast(length, root)
-        data = own if is_root else np.empty(int(length[0]), np.uint8)
-        call.note_moved(data.nbytes, "broadcast")
-        transport.broadcast(data, root)
+        with call.moving():
+            # Only the root knows how long the pickle is.
+            length = np.array([own.size], np.int64)
+            transport.broadcast(length, root)
+            data = own if is_root else np.empty(int(length[0]), np.uint8)
+            call.note_moved(data.nbytes, "broadcast")
+            transport.broadcast(data, root)
         call.show_received([data])
     return _on_every_rank(collectives, kind, lambda: pickle.loads(data.data))
 
@@ -52,9 +53,10 @@ def gather_objects(collectives: Collectives, kind: str, value: Any) -> list[Any]
         own = _pickled(kind, value)
         call.agree()
         transport = call.channel.transport
-        lengths = transport.all_gather(np.array([own.size], np.int64), [1] * collectives.size)
-        call.note_moved(own.nbytes, "all_gather")
-        joined = transport.all_gather(own, lengths.tolist())
+        with call.moving():
+            lengths = transport.all_gather(np.array([own.size], np.int64), [1] * collectives.size)
+            call.note_moved(own.nbytes, "all_gather")
+            joined = transport.all_gather(own, lengths.tolist())
         call.show_received([joined])
     parts = np.split(joined, np.cumsum(lengths)[:-1])
     return _on_every_rank(collectives, kind, lambda: [pickle.loads(part.data) for part in parts])

@@ -115,7 +115,29 @@ class PreparedReduction:
             self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
             reducer.all_reduce(self._op, message)
             call.show_received(message.targets)
+        call.is_moving = False
         return packing.unpack()
+
+    def all_reduce_in_place(self, call: Call, arrays: Sequence[np.ndarray]) -> None:
+        """Overwrite each array with its reduction over ranks."""
+        plan, channel = self._plan, call.channel
+        is_direct = plan.is_single and plan.is_plain
+        if is_direct and self._piggyback is not None and channel.checks:
+            self._exchange(call, self._piggyback, arrays[0], arrays[0])
+        elif is_direct and self._piggyback is None:
+            message = Message(arrays, arrays, channel.pool)
+            if self._node is not None and channel.checks:
+                self._agree_attached(call, self._node, message)
+            else:
+                call.agree_on(self.signature)
+            reducer, why = self._reducers[0]
+            self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
+            reducer.all_reduce(self._op, message)
+            call.is_moving = False
+            call.show_received(arrays)
+        else:
+            for array, result in zip(arrays, self.all_reduce(call, arrays), strict=True):
+                np.copyto(array, result)
 
     def _reduce_with_agreement(
         self, call: Call, piggyback: Piggyback, arrays: Sequence[Array]
@@ -143,6 +165,7 @@ class PreparedReduction:
         """Have `source` travel with the agreement, and write what comes to `target`."""
         piggyback.attach(source)
         call.agree_on(self.signature)
+        call.is_moving = False  # the data has come with the agreement
         self._note(call, source.nbytes, source.dtype, "Piggyback", "travels with the agreement")
         self._write_result(target)
         call.show_received([target])
@@ -168,6 +191,7 @@ class PreparedReduction:
         for (reducer, why), message in zip(self._reducers, packing.messages, strict=True):
             self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
             ends.append(reducer.start_all_reduce(self._op, message))
+        call.is_moving = False
 
         def end() -> list[Array]:
             for end_one, message in zip(ends, packing.messages, strict=True):
@@ -184,6 +208,7 @@ class PreparedReduction:
         for (reducer, why), message in zip(self._reducers, packing.messages, strict=True):
             self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
             reducer.reduce(self._op, message, root)
+        call.is_moving = False
         if call.channel.rank != root:
             return None
         for message in packing.messages:

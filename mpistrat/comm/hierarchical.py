@@ -101,6 +101,8 @@ class HierarchicalReducer:
 
 _TRIED_BYTES = (2**18, 2**14, 2**6)
 _REPETITIONS = 10
+_BUDGET_S = 0.02
+"""How long to repeat one reduction, if the first one took as long as the others will."""
 _ADVANTAGE = 1.2
 """How much slower shared memory must be to leave it to MPI: times differ by chance."""
 
@@ -139,11 +141,23 @@ def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) 
     return _Sharing(memory, reducer, holds_all)
 
 
+_measured: dict[int, int] = {}
+"""What `_measure` has found, by the number of ranks: a program may make thousands of groups."""
+
+
 def _min_bytes(comm: MPI.Intracomm, shared: _Reduce, otherwise: _Reduce) -> int:
     """Return from which size on shared memory is used, the same on every rank."""
     asked = settings_at_the_end().shared_min_bytes
-    given: int = comm.allreduce(-1 if asked is None else asked, MPI.MAX)
-    return _measure(comm, shared, otherwise) if given < 0 else given
+    given = -1 if asked is None else asked
+    of_ranks: list[tuple[int, int]] = comm.allgather((given, _measured.get(comm.size, -1)))
+    given = max(each for each, _ in of_ranks)
+    if given >= 0:
+        return given
+    # Ranks have been in other groups before.
+    known = [found for _, found in of_ranks]
+    found = _measure(comm, shared, otherwise) if min(known) < 0 else max(known)
+    _measured[comm.size] = found
+    return found
 
 
 def _measure(comm: MPI.Intracomm, shared: _Reduce, otherwise: _Reduce) -> int:
@@ -162,9 +176,12 @@ def _measure(comm: MPI.Intracomm, shared: _Reduce, otherwise: _Reduce) -> int:
 
 
 def _shortest_s(comm: MPI.Intracomm, reduce: _Reduce, message: Message) -> float:
+    began = time.perf_counter()
     reduce(ReduceOp.SUM, message)
+    first_s: float = comm.allreduce(time.perf_counter() - began, MPI.MAX)
     times_s = []
-    for _ in range(_REPETITIONS):
+    # Many ranks that share a core take turns, for as long as a second in all.
+    for _ in range(min(_REPETITIONS, 1 + int(_BUDGET_S / first_s))):
         comm.Barrier()
         began = time.perf_counter()
         reduce(ReduceOp.SUM, message)

@@ -89,9 +89,9 @@ def accumulator_dtype(wire: np.dtype) -> np.dtype:
 
 
 def named_dtype(name: str) -> np.dtype:
-    """Return the dtype of a name, which may be ``"bfloat16"``."""
-    if name == "bfloat16":
-        dtype: np.dtype = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    """Return the dtype of a name, which may be ``"bfloat16"`` or that of a float of 8 bits."""
+    if name == "bfloat16" or name.startswith("float8_"):
+        dtype: np.dtype = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
         return dtype
     return np.dtype(name)
 

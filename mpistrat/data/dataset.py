@@ -144,12 +144,16 @@ class Dataset:
         return self._then(Shuffle(as_integer("seed", seed, 0), reshuffles, window))
 
     def batch(self, global_batch_size: int, drop_remainder: bool = False) -> Dataset:
-        """Return the examples in batches: arrays with one more dimension in front. Local.
+        """Return the elements in batches: arrays with one more dimension in front. Local.
+
+        Batches can be batched again, for example for several steps at a time. The batches of the
+        last call are the global ones, which ranks divide. The batches within one must be equally
+        long, so let all calls but the last drop the remainder.
 
         Parameters
         ----------
         global_batch_size : int
-            Examples in a batch, over all replicas together.
+            Elements in a batch, over all replicas together.
         drop_remainder : bool
             Whether a last batch that is shorter is left out.
 
@@ -157,12 +161,10 @@ class Dataset:
         ------
         TypeError, ValueError
             If `global_batch_size` is no integer of at least 1, or `drop_remainder` no bool.
-        NotImplementedError
-            If the elements are batches already.
+        DataError
+            While iterating, if a batch would hold batches of different lengths.
         """
         batch_size = as_integer("global_batch_size", global_batch_size, 1)
-        if self._pipeline.batch is not None:
-            raise NotImplementedError("Batches of batches are not supported: call batch() once.")
         return self._then(Batch(batch_size, as_bool("drop_remainder", drop_remainder)))
 
     def map(self, fn: Callable[..., Any], seed: int = 0) -> Dataset:

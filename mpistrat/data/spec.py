@@ -100,11 +100,14 @@ def batched(spec: Any, batch_size: int | None) -> Any:
     return nests.map_nest(lambda leaf: ArraySpec((batch_size, *leaf.shape), leaf.dtype), spec)
 
 
-def open_batch(spec: Any) -> Any:
-    """Return the nest `spec` of a batch for batches of any length."""
-    return nests.map_nest(
-        lambda leaf: ArraySpec((None, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype), spec
-    )
+def open_batch(spec: Any, num_batchings: int = 1) -> Any:
+    """Return the nest `spec` of a batch for batches of any length, also within batches."""
+
+    def opened(leaf: ArraySpec) -> ArraySpec:
+        num_open = min(num_batchings, len(leaf.shape))
+        return ArraySpec((None,) * num_open + leaf.shape[num_open:], leaf.dtype)
+
+    return nests.map_nest(opened, spec)
 
 
 def empty_batch(spec: Any) -> Any:

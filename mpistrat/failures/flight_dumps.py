@@ -24,11 +24,11 @@ from typing import Any
 from mpistrat.agreement.channel import Channel
 from mpistrat.failures.process_state import process
 from mpistrat.system import exit_hooks
-from mpistrat.system.callsite import UNKNOWN_PLACE, failure_site
+from mpistrat.system.callsite import failure_site, format_place
 from mpistrat.system.exit_hooks import Phase
 from mpistrat.system.files import write_atomically
 from mpistrat.system.text import format_detail, rank_list, rank_spans, text_of
-from mpistrat.tracing.flight_recorder import FlightEntry, Place
+from mpistrat.tracing.flight_recorder import FlightEntry
 from mpistrat.version import __version__
 
 __all__ = [
@@ -290,7 +290,7 @@ def _channel_part(
 def _entry(entry: FlightEntry) -> dict[str, Any]:
     kind, name, owner, *details = entry.signature
     details_given = [detail for detail in details if detail != ()]
-    site, function = _format_place(entry.place)
+    function = entry.place[0].co_name if entry.place else ""
     return {
         "number": entry.number,
         "kind": kind,
@@ -298,21 +298,10 @@ def _entry(entry: FlightEntry) -> dict[str, Any]:
         "strategy": owner,
         "details": [*filter(None, [entry.extra]), *map(format_detail, details_given)],
         **dict(zip(("runs", "merge_calls", "updates", "failures"), entry.counters, strict=True)),
-        "site": site,
+        "site": format_place(entry.place),
         "function": function,
         "state": entry.state,
         "began_ns": entry.began_ns,
         "agreed_ns": entry.agreed_ns,
         "ended_ns": entry.ended_ns,
     }
-
-
-def _format_place(place: Place) -> tuple[str, str]:
-    if place is None:
-        return UNKNOWN_PLACE, ""
-    code, instruction = place
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= instruction < end and number is not None:
-            line = number
-    return f"{os.path.basename(code.co_filename)}:{line}", code.co_name

@@ -6,7 +6,6 @@ import contextlib
 import enum
 import os
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -21,7 +20,13 @@ from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
 from mpistrat.settings import settings_at_the_end
-from mpistrat.system.callsite import UNKNOWN_PLACE, CodeOwner, code_owners, site_of
+from mpistrat.system.callsite import (
+    UNKNOWN_PLACE,
+    CodeOwner,
+    code_owners,
+    frame_of_thread,
+    site_of_thread,
+)
 from mpistrat.system.exit_hooks import is_at_work
 from mpistrat.system.text import rank_list
 
@@ -264,9 +269,14 @@ class MonitorClient(Peers):
 
         _later(_FAILURE_S, report)
 
-    def report_departure(self, departure: Departure) -> None:
+    def report_departure(self, departure: Departure, at_once: bool = True) -> None:
         """Report to every other rank that this one has left the channel."""
-        self._notify_all("lost", lost=self._channel.rank, departure=departure)
+
+        def report() -> None:
+            if at_once or not process.has_left:
+                self._notify_all("lost", lost=self._channel.rank, departure=departure)
+
+        report() if at_once else _later(_FAILURE_S, report)
 
     def note_departure(self, rank: int, departure: Departure) -> None:
         """Have the next collective fail, as `rank` will never come to it, from any thread."""
@@ -303,10 +313,9 @@ class MonitorClient(Peers):
 def _rank_state(channel: Channel, channels: Sequence[Channel], has_left: bool) -> _Answer:
     """Return the state of the thread that uses `channel`, from any thread."""
     now = time.monotonic()
-    frame = sys._current_frames().get(channel.thread)
     found: _Answer = {
         "sequence": channel.ledger.sequence,
-        "site": site_of(frame),
+        "site": site_of_thread(channel.thread),
         "at_work": is_at_work(),
     }
     others = (each for each in channels if each is not channel and each.waiting is not None)
@@ -322,7 +331,7 @@ def _rank_state(channel: Channel, channels: Sequence[Channel], has_left: bool) -
         return found | {"state": RankState.ELSEWHERE, "what": what, "for_s": now - since}
     stack = [
         f"{each.filename.rpartition('/')[2]}:{each.lineno} in {each.name}"
-        for each in (traceback.extract_stack(frame) if frame is not None else ())
+        for each in traceback.extract_stack(frame_of_thread(channel.thread))
         if code_owners[each.filename] is CodeOwner.USER
     ]
     late = {

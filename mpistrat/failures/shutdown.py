@@ -92,10 +92,11 @@ def _report(failure: exit_hooks.Failure) -> bool:
     """Have one rank report a failure for all, and return whether one does."""
     if isinstance(failure.error, LaunchError) and not process.channels:
         # Each rank meets it alone, or all together.
-        is_reported: bool = failure.error._is_reported_elsewhere
-        if is_reported:
+        if failure.error._is_reported_elsewhere:
             time.sleep(_PRINT_S)
-        return is_reported
+        else:
+            exit_hooks.show(failure, format_failure(*failure))
+        return True
     if not process.channels and process.can_communicate() and process.open_last_channel is not None:
         try:
             process.open_last_channel(_grace_s(), True)
@@ -268,7 +269,9 @@ def _explain_abort(channels: Sequence[Channel]) -> None:
             who, why = rank_list([channel.rank]), str(channel.closed).split("\n")[0].rstrip(":")
             lost = channel.departures.lost().items()
             why += "".join(f" ({rank_list([each])}: {what})" for each, what in lost)
-            print_line(f"{who} left the program and ends the job, as the ranks have parted. {why}")
+            print_line(
+                f"{who} left the program and ends the job, because of an earlier error. {why}"
+            )
             return
 
 

@@ -9,7 +9,6 @@ answer.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.failures import logs
 from mpistrat.failures.flight_dumps import on_channel_failure
-from mpistrat.system.callsite import site_of
+from mpistrat.system.callsite import site_of_thread
 
 __all__ = ["start_watchdog", "stop_watchdog"]
 
@@ -91,7 +90,7 @@ def _end_if_stopped(channel: Channel, limit_s: float) -> None:
     channel.peers.wait_for_work()  # rank 0 may be finishing a file
     if not channel.is_moving_data():
         return
-    site = site_of(sys._current_frames().get(channel.thread))
+    site = site_of_thread(channel.thread)
     error = EpochTimeoutError(f"The data awaited at {site} did not come in {limit_s:g} s:\n{table}")
     on_channel_failure(error)
     logs.print_last(f"EpochTimeoutError: {error}")

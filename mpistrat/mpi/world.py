@@ -30,6 +30,7 @@ __all__ = [
     "forget_attached",
     "is_attached",
     "is_started",
+    "largest_tag",
     "library_version",
     "load_library",
     "open_world",
@@ -125,7 +126,7 @@ def started_world() -> MPI.Intracomm | None:
             return None
         try:
             _start(find_launcher())
-        except LaunchError:
+        except (LaunchError, ImportError, RuntimeError):  # the last: there is no MPI library
             return None
     from mpi4py import MPI
 
@@ -314,6 +315,13 @@ def thread_level() -> str:
     names = ("single", "funneled", "serialized", "multiple")
     levels = [getattr(MPI, f"THREAD_{name.upper()}") for name in names]
     return names[levels.index(MPI.Query_thread())]
+
+
+def largest_tag() -> int:
+    """Return the largest tag that a message may have."""
+    from mpi4py import MPI
+
+    return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)
 
 
 def world_ranks(comm: MPI.Intracomm) -> list[int]:

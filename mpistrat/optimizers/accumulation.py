@@ -103,7 +103,7 @@ class GradientAccumulator(Trackable):
         given = listed(variables)
         owner = _owner_of(given)
         with owner.extended._collectives.call(type(self).__name__) as call:
-            _check_variables(call.kind, given)
+            check_variables(call.kind, given)
             check_owners(call.kind, owner, given)
             call.agree(*((each.name, str(each.dtype), each.shape) for each in given))
         self._variables = tuple(given)
@@ -305,13 +305,6 @@ def _owner_of(variables: Any) -> Any:
     if not strategy.extended._is_default or not isinstance(variables, list):
         return strategy
     return owner_among((each for each in variables if isinstance(each, Variable)), strategy)
-
-
-def _check_variables(kind: str, variables: Any) -> None:
-    check_variables(kind, variables)
-    if len({id(variable) for variable in variables}) < len(variables):
-        names = [variable.name for variable in variables]
-        raise ValueError(f"{kind} was given one variable twice: {names}.")
 
 
 def _new_sum(variable: Variable) -> Variable:

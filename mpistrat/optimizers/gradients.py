@@ -106,7 +106,7 @@ def check_gradients(
 
 
 def check_variables(kind: str, variables: Any) -> None:
-    """Make sure that `variables` is a list of those that gradients can change."""
+    """Make sure that `variables` is a list of those that gradients can change, each once."""
     if not isinstance(variables, list):
         raise TypeError(
             f"{kind} takes an iterable of variables, not {variables!r} of type "
@@ -120,6 +120,9 @@ def check_variables(kind: str, variables: Any) -> None:
                 f"{kind} takes variables, not {variable!r} of type {type(variable).__name__}."
             )
         _check_takes_gradients(kind, variable)
+    if len({id(variable) for variable in variables}) < len(variables):
+        names = [variable.name for variable in variables]
+        raise ValueError(f"{kind} was given one variable twice: {names}.")
 
 
 def _check_takes_gradients(kind: str, variable: Variable) -> None:

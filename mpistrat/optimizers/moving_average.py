@@ -77,7 +77,8 @@ class ExponentialMovingAverage(Trackable):
         Raises
         ------
         ValueError
-            If there is no variable, or one is SyncOnRead and so differs from replica to replica.
+            If there is no variable, one comes twice, or one is SyncOnRead and so differs from
+            replica to replica.
         TypeError
             If an element is no variable, or a variable has no floating dtype.
         ContextError

@@ -171,8 +171,8 @@ def _warn_of_missing_kernels() -> None:
 @functools.cache
 def _warn_of_shared_cores(num_ranks: int, num_cores: int) -> None:
     _logger.warning(
-        "%d ranks on a node share %d core(s), and wait for each other's turns. Start fewer, or ask "
-        "for more cores: srun --cpus-per-task=1, mpiexec --bind-to none (Open MPI) or "
+        "%d ranks on a node share %d core(s), so each waits while another runs. Start fewer, or "
+        "ask for more cores: srun --cpus-per-task=1, mpiexec --bind-to none (Open MPI) or "
         "-bind-to none (MPICH). MPISTRAT_OVERSUBSCRIBE=on ends this warning.",
         num_ranks,
         num_cores,

@@ -13,7 +13,7 @@ from mpistrat import nests
 from mpistrat.arguments import as_array, normalize_axes
 from mpistrat.arrays import Array, Device, host_view, is_array, namespace_of, place
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.collectives.nested import all_reduce_nest, reduce_over_axes
+from mpistrat.collectives.nested import all_reduce_nest, leaf_arrays, reduce_over_axes
 from mpistrat.comm.wire import result_dtype, wire_dtype
 from mpistrat.options import ReduceOp
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, localize, mirror
@@ -98,9 +98,10 @@ def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> 
 def _named_place(call: CollectiveCall, text: str, device: Device) -> Place:
     where = parse_place(text, call.channel.size)
     if (where.kind, where.index) not in (("cpu", 0), (device.kind, device.index)):
+        choices = " or ".join(sorted({'"cpu:0"', f'"{device}"'}))
         raise ValueError(
             f"{call.kind}: the destination {text!r} is not a device of this strategy, "
-            f'whose replicas are on {device}. Use "cpu:0" or "{device}".'
+            f"whose replicas are on {device}. Use {choices}."
         )
     return where
 
@@ -199,6 +200,9 @@ def reduce_pairs(
     places = [parse_destination(call, destination, strategy) for _, destination in pairs]
     components = [_Components(call.kind, op, value) for value, _ in pairs]
     one_task = [where.task if where is not None else None for where in places]
+    for each, task in zip(components, one_task, strict=True):
+        if task is not None:  # before the first agreement, or the other ranks would not learn of it
+            leaf_arrays(call, *nests.flatten(each.rest))
     together = [each.rest for each, task in zip(components, one_task, strict=True) if task is None]
     reduced = iter(all_reduce_nest(call, op, together))
     results = []
@@ -215,7 +219,7 @@ def _reduce_to_task(call: CollectiveCall, op: ReduceOp, nest: Any, task: int) ->
     leaves, structure = nests.flatten(nest)
     if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
         return all_reduce_nest(call, op, nest)
-    arrays = [as_array(call.kind, leaf) for leaf in leaves]
+    arrays = leaf_arrays(call, leaves, structure)
     reduced = call.reduce(op, arrays, task, nests.signature(structure))
     return None if reduced is None else nests.unflatten(structure, reduced)
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import sys
+import threading
 import traceback
-from types import FrameType, TracebackType
+from collections.abc import Iterator
+from types import CodeType, FrameType, TracebackType
 
 __all__ = [
     "UNKNOWN_PLACE",
     "CodeOwner",
+    "Place",
     "call_site",
     "code_owners",
     "failure_site",
-    "site_of",
+    "format_place",
+    "frame_of_thread",
+    "on_behalf_of",
+    "site_of_thread",
+    "users_place",
 ]
 
 UNKNOWN_PLACE = "unknown place"
@@ -58,9 +66,78 @@ def _owner_of(filename: str) -> CodeOwner:
     return CodeOwner.INSTALLED if is_installed else CodeOwner.USER
 
 
+Place = tuple[CodeType, int] | None
+"""A code object and the offset of an instruction in it: cheap to note, and formatted later."""
+
+
+_issuers: dict[int, Place] = {}
+"""Where the program issued what a thread does now, by thread, if that was on another one."""
+
+
+@contextlib.contextmanager
+def on_behalf_of(place: Place) -> Iterator[None]:
+    """Have `call_site` and `users_place` answer `place` on this thread."""
+    thread = threading.get_ident()
+    before = _issuers.get(thread)
+    _issuers[thread] = place
+    try:
+        yield
+    finally:
+        if before is None:
+            del _issuers[thread]
+        else:
+            _issuers[thread] = before
+
+
+# Looked up once, because each collective compares them.
+_USER, _INSTALLED = CodeOwner.USER, CodeOwner.INSTALLED
+
+
+def users_place(frame: FrameType | None) -> Place:
+    """Return where the user's code is, as `call_site` finds it from `frame`."""
+    if _issuers and (place := _issuers.get(threading.get_ident())) is not None:
+        return place
+    installed = None
+    while frame is not None:
+        code = frame.f_code
+        owner = code_owners[code.co_filename]
+        if owner is _USER:
+            return code, frame.f_lasti
+        if owner is _INSTALLED and installed is None:
+            installed = code, frame.f_lasti
+        frame = frame.f_back
+    return installed
+
+
+def format_place(place: Place) -> str:
+    """Return ``file.py:LINE`` of a place."""
+    if place is None:
+        return UNKNOWN_PLACE
+    code, offset = place
+    lines = (line for start, end, line in code.co_lines() if start <= offset < end and line)
+    return f"{os.path.basename(code.co_filename)}:{next(lines, code.co_firstlineno)}"
+
+
 def call_site() -> str:
     """Return ``file.py:LINE`` of the innermost frame of user code."""
+    if _issuers and (place := _issuers.get(threading.get_ident())) is not None:
+        return format_place(place)
     return site_of(sys._getframe(1))
+
+
+def frame_of_thread(thread: int) -> FrameType | None:
+    """Return the innermost frame of a thread; where it runs no user code, of the main thread."""
+    frames = sys._current_frames()
+    own, main = frames.get(thread), frames.get(threading.main_thread().ident or 0)
+    place = users_place(own)
+    is_users = place is not None and code_owners[place[0].co_filename] is CodeOwner.USER
+    return own if is_users or main is None else main
+
+
+def site_of_thread(thread: int) -> str:
+    """Return `call_site` as seen from a thread, as `frame_of_thread` finds it."""
+    place = _issuers.get(thread)
+    return site_of(frame_of_thread(thread)) if place is None else format_place(place)
 
 
 def site_of(frame: FrameType | None) -> str:

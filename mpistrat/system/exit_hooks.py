@@ -10,12 +10,14 @@ have ended.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import enum
+import io
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -114,11 +116,25 @@ def _on_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     failure = Failure(kind, error, trace)
-    if _ends_program(trace):
-        _hooks.run(Phase.FAILED, failure)
-        if _hooks.report(failure):
-            return
-    show(failure)
+    with _visible_errors():
+        if _ends_program(trace):
+            _hooks.run(Phase.FAILED, failure)
+            if _hooks.report(failure):
+                return
+        show(failure)
+
+
+@contextlib.contextmanager
+def _visible_errors() -> Iterator[None]:
+    """Have `sys.stderr` write to the terminal, where a hook around this one collects its text."""
+    # Torch's hook prints what it has collected afterwards, when this rank may have ended.
+    collected = sys.stderr
+    if isinstance(collected, io.StringIO) and sys.__stderr__ is not None:
+        sys.stderr = sys.__stderr__
+    try:
+        yield
+    finally:
+        sys.stderr = collected
 
 
 def _ends_program(trace: TracebackType | None) -> bool:

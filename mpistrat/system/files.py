@@ -12,16 +12,19 @@ from pathlib import Path
 __all__ = ["remove_file", "replace_file", "write_atomically"]
 
 
-def write_atomically(path: str | os.PathLike[str], text: str | Iterable[str]) -> None:
-    """Write `text`, or its pieces, to `path`: complete, or not at all."""
+def write_atomically(
+    path: str | os.PathLike[str], content: str | Iterable[str | bytes | memoryview]
+) -> None:
+    """Write a text, or pieces of text or bytes, to `path`: complete, or not at all."""
     target = Path(path)
     # An unpredictable name: in a folder that others may write to, a link could lie in wait.
     handle, name = tempfile.mkstemp(".tmp", f".{target.name}.", target.parent)
     temporary = Path(name)
     try:
-        with open(handle, "w", encoding="utf-8") as file:
+        with open(handle, "wb") as file:
             os.fchmod(file.fileno(), 0o666 & ~_umask())
-            file.writelines([text] if isinstance(text, str) else text)
+            for piece in [content] if isinstance(content, str) else content:
+                file.write(piece.encode() if isinstance(piece, str) else piece)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

@@ -27,6 +27,7 @@ _APPLY = "ms.optimizers.SGD or Adam: apply_gradients inside strategy.run sums ov
 _ARRAY = "numpy or cupy arrays; ms.Variable for what is trained"
 _BATCHES = "strategy.experimental_distribute_dataset(dataset), which gives each rank its part"
 _FILE = "ms.Checkpoint(model=model).write(path) and .restore(path)"
+_CLOSE = "strategy.close(), or nothing: MPI ends with the program"
 _GRADIENTS = "gradients of your own, or PyTorch tensors; ms.gradients has those of the collectives"
 
 _HINTS = {
@@ -55,7 +56,7 @@ _HINTS = {
         "save": _FILE,
         "load": _FILE,
         "init_process_group": "ms.MPIStrategy(), which starts MPI",
-        "destroy_process_group": "nothing: MPI ends with the program",
+        "destroy_process_group": _CLOSE,
         "is_initialized": "ms.has_strategy(), which is true in the scope of a strategy",
         "get_rank": "strategy.rank",
         "get_world_size": "strategy.size",
@@ -67,7 +68,7 @@ _HINTS = {
         "DataLoader": "ms.data.Dataset.from_hdf5(files).shuffle(seed=0).batch(256)",
         # Horovod
         "init": "ms.MPIStrategy(), which starts MPI",
-        "shutdown": "nothing: MPI ends with the program",
+        "shutdown": _CLOSE,
         "rank": "strategy.rank",
         "size": "strategy.size",
         "local_rank": "strategy.local_rank",

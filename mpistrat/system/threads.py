@@ -1,14 +1,17 @@
-"""Background threads: a serial executor, and iteration ahead of the reader."""
+"""Background threads: a serial executor, iteration ahead of the reader, and clean-up that waits."""
 
 from __future__ import annotations
 
+import _thread
+import contextlib
+import gc
 import os
 import queue
 import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
-__all__ = ["Background", "in_background"]
+__all__ = ["Background", "clean_up", "in_background"]
 
 
 class Background:
@@ -129,7 +132,7 @@ def in_background(
             raise element.error
     finally:
         abandoned.set()
-        thread.join()
+        clean_up(thread.join)
 
 
 def _produce(
@@ -155,3 +158,27 @@ def _put(element: Any, ready: queue.Queue[Any], abandoned: threading.Event) -> b
             continue
         return True
     return False
+
+
+_collecting_thread: int | None = None
+"""The thread in which the garbage collector runs; there is never more than one."""
+
+
+def _note_collection(phase: str, _: object) -> None:
+    global _collecting_thread
+    _collecting_thread = threading.get_ident() if phase == "start" else None
+
+
+gc.callbacks.append(_note_collection)
+
+
+def clean_up(release: Callable[[], object]) -> None:
+    """Call `release`, which may wait for threads."""
+    # The garbage collector interrupts any code, which may hold what those threads wait for, such
+    # as the lock of HDF5, or be one of them. There it is a thread of its own that waits.
+    if _collecting_thread == threading.get_ident():
+        # Not a `threading.Thread`, whose start takes locks. None starts where the program ends.
+        with contextlib.suppress(RuntimeError):
+            _thread.start_new_thread(release, ())
+    else:
+        release()

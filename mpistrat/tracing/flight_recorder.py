@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from time import monotonic_ns
-from types import CodeType, FrameType
 from typing import Any, Protocol
 
-from mpistrat.system.callsite import CodeOwner, code_owners
+from mpistrat.system.callsite import Place
 from mpistrat.tracing.spans import Recorder
 
-__all__ = ["FlightEntry", "FlightRecord", "Place", "State", "users_place"]
+__all__ = ["FlightEntry", "FlightRecord", "State"]
 
 _DEFAULT_LENGTH = 256
-
-Place = tuple[CodeType, int] | None
-"""A code object and the offset of an instruction in it: cheap to note, and formatted later."""
 
 
 class State:
@@ -127,21 +123,3 @@ class Counters(Protocol):
     merge_calls: int
     updates: int
     failures: int
-
-
-# Looked up once, because each collective compares them.
-_USER, _INSTALLED = CodeOwner.USER, CodeOwner.INSTALLED
-
-
-def users_place(frame: FrameType | None) -> Place:
-    """Return where the user's code is, as `callsite.call_site` finds it from `frame`."""
-    installed = None
-    while frame is not None:
-        code = frame.f_code
-        owner = code_owners[code.co_filename]
-        if owner is _USER:
-            return code, frame.f_lasti
-        if owner is _INSTALLED and installed is None:
-            installed = code, frame.f_lasti
-        frame = frame.f_back
-    return installed

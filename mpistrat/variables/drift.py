@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -17,7 +18,7 @@ from mpistrat.trackable import Reach, Trackable, has_attributes, walk_objects
 from mpistrat.variables.kinds import SyncOnReadVariable
 from mpistrat.variables.variable import Variable
 
-__all__ = ["check_replicas_agree", "variables_to_compare"]
+__all__ = ["check_replicas_agree", "digest_of", "lines_of_groups", "variables_to_compare"]
 
 _MAX_GROUPS = 16
 """Lines of a message, however many ranks there are."""
@@ -57,7 +58,9 @@ def _variables_in(
                 parts = (path, each.name, getattr(each.of, "name", ""))
                 below = "/".join(part for part in parts if part)
                 yield from _variables_in(kind, below, each.child, Reach.CHILD)
-        elif is_given and not (isinstance(thing, dict | list | tuple) or has_attributes(thing)):
+        elif is_given and not (
+            isinstance(thing, dict | list | tuple | deque) or has_attributes(thing)
+        ):
             raise TypeError(
                 f"{kind} takes variables and objects that hold them, not {thing!r} of type "
                 f"{type(thing).__name__}."
@@ -67,7 +70,7 @@ def _variables_in(
 def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -> None:
     """Make sure that every replica holds the same bytes. **Collective**."""
     components = [each.values[0] for each in variables.values()]
-    digests = np.array([_digest(each) for each in components], np.uint64)
+    digests = np.array([digest_of(each) for each in components], np.uint64)
     # The largest digest is the smallest one too where all are equal.
     pairs = np.stack([digests, ~digests])
     signature = tuple(
@@ -81,7 +84,8 @@ def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -
         raise _drift(call, path, variables[path], digests[differing[0]], len(differing))
 
 
-def _digest(array: Array) -> int:
+def digest_of(array: Array) -> int:
+    """Return 64 bits that are equal for equal bytes of the values."""
     digest = blake2b(_value_bytes(host_view(array)).data, digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -102,12 +106,7 @@ def _drift(
 ) -> ReplicaDriftError:
     """Return the error that says which ranks hold the same. **Collective**."""
     (digests,) = call.all_gather([np.array([digest])], 0)
-    groups = ranks_by_value(enumerate(digests.tolist()))
-    largest_first = sorted(groups.values(), key=len, reverse=True)
-    lines = [f"  {rank_list(ranks)}: another value" for ranks in largest_first[:_MAX_GROUPS]]
-    lines[0] = f"  {rank_list(largest_first[0])}: one value"
-    if largest_first[_MAX_GROUPS:]:
-        lines.append(f"  and {len(largest_first) - _MAX_GROUPS} more groups of ranks")
+    lines = lines_of_groups(digests.tolist())
     place = f" at {path!r}" if path not in ("", variable.name) else ""
     lines.append(f"Other variables that differ: {num_differing - 1}.")
     return ReplicaDriftError(
@@ -117,3 +116,14 @@ def _drift(
         + " Writes in update context must be the same on every rank. To go on, assign one value "
         "to all or restore a checkpoint."
     )
+
+
+def lines_of_groups(digests: Sequence[object]) -> list[str]:
+    """Return which ranks hold one value, and which others, from the digest of each rank."""
+    groups = ranks_by_value(enumerate(digests))
+    largest_first = sorted(groups.values(), key=len, reverse=True)
+    lines = [f"  {rank_list(ranks)}: another value" for ranks in largest_first[:_MAX_GROUPS]]
+    lines[0] = f"  {rank_list(largest_first[0])}: one value"
+    if largest_first[_MAX_GROUPS:]:
+        lines.append(f"  and {len(largest_first) - _MAX_GROUPS} more groups of ranks")
+    return lines

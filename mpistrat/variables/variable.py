@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import weakref
@@ -58,6 +59,21 @@ def _note_given_name(strategy: Any, name: str) -> None:
 
 def _taken(strategy: Any) -> set[str]:
     return _given_to_plain if strategy is None else _given.setdefault(strategy, set())
+
+
+def _evaluated(initial_value: Any) -> Callable[[], Any]:
+    """Return a function that returns the initial value, or raises what has kept it from being."""
+    # Evaluated outside of the collective that makes the variable, as it may make collectives.
+    try:
+        value = initial_value() if callable(initial_value) else initial_value
+        value = value.value() if isinstance(value, Variable) else value
+    except Exception as error:
+        return functools.partial(_raise, error)
+    return lambda: value
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 _HOST = Device("cpu")
@@ -143,9 +159,9 @@ class Variable(RowWrites, ArrayLike):
         self._aggregation = aggregation
         collectives = frame.collectives if frame else Collectives.solo(_HOST)
         self._name = _default_name(self._strategy) if name is None else name
+        given = _evaluated(initial_value)
         with collectives.call("Variable", self._name) as call:
-            value = initial_value() if callable(initial_value) else initial_value
-            value = numeric(self._name, value, dtype)
+            value = numeric(self._name, given(), dtype)
             check_modes(self._name, synchronization, aggregation, value.dtype)
             modes = (synchronization.name, aggregation.name, self._trainable)
             self._storage = place(call.broadcast(value, modes), collectives.device)
@@ -266,7 +282,8 @@ class Variable(RowWrites, ArrayLike):
         return self._write(ASSIGN_SUB, delta, read_value)
 
     def _write(self, write: Write, value: Any, read_value: bool) -> Array | None:
-        self._write_in_context(write, value)
+        # Before the write, because the read may be a collective of its own.
+        self._write_in_context(write, value.value() if isinstance(value, Variable) else value)
         return self.value() if read_value else None
 
     def _write_in_context(self, write: Write, value: Any) -> None:

@@ -8,13 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpistrat.arrays import Array, Device, host_view, place
+from mpistrat.arrays import Array, Device, adopted, host_view, is_foreign, place
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.comm.wire import is_floating, named_dtype, wire_dtype
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.pytorch import host_array, is_bfloat16, is_tensor
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
-from mpistrat.variables.array_like import ArrayLike
 
 __all__ = [
     "ASSIGN",
@@ -43,6 +42,8 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
         )
     if isinstance(value, PerReplica):
         raise ValueError(value._why_no_array(f"The variable {name!r}"))
+    if is_foreign(value):
+        value = adopted(f"The variable {name!r}", value)
     array = _array_of_tensor(value) if is_tensor(value) else host_view(value)
     if dtype is not None:
         dtype = np.dtype(dtype)
@@ -75,8 +76,6 @@ def _as_given(what: str, value: Any) -> tuple[Array, bool]:
     """Return what was given to a write as an array, and whether it was plain Python."""
     if isinstance(value, DistributedValues):
         value = value.values[0]
-    elif isinstance(value, ArrayLike):
-        value = value.value()
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{what} takes no masked array. Fill it first: array.filled(value).")
     if isinstance(value, IndexedSlices):
@@ -86,6 +85,8 @@ def _as_given(what: str, value: Any) -> tuple[Array, bool]:
         )
     if is_tensor(value):
         value = _array_of_tensor(value)
+    elif is_foreign(value):
+        value = adopted(what, value)
     is_plain = not hasattr(value, "dtype")
     return (_exact(value, np.asarray(value)) if is_plain else value), is_plain
 

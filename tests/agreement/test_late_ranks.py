@@ -45,7 +45,7 @@ def expected_lines(ranks):
     waiting = "rank 0" if ranks == 2 else f"ranks 0-{ranks - 2}"
     for rank in range(ranks - 1):
         yield (
-            f"{rank}: Rank {ranks - 1} did not come to reduce at <call> within 1 s, "
+            f"{rank}: Rank {ranks - 1} did not come to reduce at <call> within the timeout of 1 s, "
             f"as rank {rank} of {ranks} did:"
         )
     yield f"{ranks - 1}: {waiting} gave up, so reduce at <call> can never complete:"

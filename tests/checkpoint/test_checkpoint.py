@@ -385,3 +385,31 @@ def test_writing_over_a_file_replaces_it_whole(file):
     ms.Checkpoint(x=ms.Variable(1.0)).write(file)
     with h5py.File(file) as found:
         assert list(found["variables"]) == ["x"]
+
+
+@pytest.mark.parametrize("num_levels", [97, 98])
+def test_a_deep_nest_is_saved_only_where_it_can_be_read_again(tmp_path, num_levels):
+    nest = ms.Variable(1.0)
+    for _ in range(num_levels):
+        nest = {"a": nest}
+    checkpoint = ms.Checkpoint(nest=nest, last=ms.Variable(2.0))
+    checkpoint.restore(checkpoint.write(tmp_path / "run.h5")).assert_consumed()
+    deeper = ms.Checkpoint(nest=[[nest]])
+    with pytest.raises(ValueError, match="10. parts, and the most that can be read is 99"):
+        deeper.write(tmp_path / "deep.h5")
+    assert not os.path.exists(tmp_path / "deep.h5")
+
+
+def test_arrays_deep_in_a_state_are_saved_only_where_they_can_be_read_again(tmp_path):
+    class Deep:
+        def state_dict(self):
+            state = np.ones(1)
+            for _ in range(99):
+                state = {"a": state}
+            return state
+
+        def load_state_dict(self, state):
+            pass
+
+    with pytest.raises(ValueError, match="100 parts"):
+        ms.Checkpoint(deep=Deep()).write(tmp_path / "deep.h5")

@@ -183,7 +183,7 @@ def damage(folder):
         (folder / name).write_bytes(content)
     for name, attribute, value in (
         ("v1_other_step.h5", "step", COUNT + 1),
-        ("v2.h5", "format_version", 2),
+        ("v3.h5", "format_version", 3),
     ):
         shutil.copy(GOLDEN, folder / name)
         with h5py.File(folder / name, "r+", libver=("v110", "v110")) as file:
@@ -205,9 +205,9 @@ def test_damaged_files_are_refused_on_every_rank(strategy, name):
 def test_a_newer_version_is_refused_and_named(strategy):
     found = objects(strategy)
     with pytest.raises(ms.errors.CheckpointError) as caught:
-        ms.Checkpoint(**found).restore(FILES / "v2.h5")
+        ms.Checkpoint(**found).restore(FILES / "v3.h5")
     assert type(caught.value) is not ms.errors.CheckpointCorruptError
-    assert "has format version 2, but this mpistrat reads version 1" in str(caught.value)
+    assert "has format version 3, but this mpistrat reads versions 1 and 2" in str(caught.value)
     with open_checkpoint(GOLDEN) as reader:
         assert repr(reader.header.mpistrat_version) in str(caught.value)
     assert found["count"].numpy() == 0
@@ -221,6 +221,6 @@ def test_the_commands_know_the_files(capsys, monkeypatch):
     assert main(["verify", str(FILES)]) == 1
     lines = capsys.readouterr().out.splitlines()
     verdicts = {Path(x.split(": ")[0]).name: x.split(": ")[1] for x in lines if ": NOT" in x}
-    assert verdicts == dict.fromkeys([*DAMAGED, "v2.h5"], "NOT SOUND")
+    assert verdicts == dict.fromkeys([*DAMAGED, "v3.h5"], "NOT SOUND")
     monkeypatch.chdir(FILES)
     assert main(["verify", ""]) == 2, "no name is not the folder that this runs in"

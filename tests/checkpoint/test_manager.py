@@ -300,6 +300,16 @@ def test_a_folder_that_may_not_be_entered_is_named(open_folder, mode):
             ms.latest_checkpoint(folder)
 
 
+def test_a_folder_behind_one_that_may_not_be_entered_is_named(open_folder):
+    open_folder.save(1)
+    parent = os.path.dirname(open_folder.directory)
+    os.chmod(parent, 0o700)
+    with as_nobody(), pytest.raises(ms.errors.CheckpointError, match=open_folder.directory):
+        ms.CheckpointManager(open_folder.checkpoint, open_folder.directory)
+    with as_nobody(), pytest.raises(ms.errors.CheckpointError, match="permission denied"):
+        open_folder.checkpoint.restore(f"{open_folder.directory}/checkpoint-1.h5")
+
+
 def test_a_file_that_may_not_be_read_is_no_empty_folder(open_folder):
     first, second = open_folder.save(1), open_folder.save(2)
     os.chmod(second, 0)
@@ -308,3 +318,32 @@ def test_a_file_that_may_not_be_read_is_no_empty_folder(open_folder):
     os.unlink(first)
     with as_nobody(), pytest.raises(ms.errors.CheckpointError, match=second):
         ms.latest_checkpoint(open_folder.directory)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_relative_folder_stays_the_same_where_the_program_changes_its_own(
+    tmp_path, monkeypatch, weight, asynchronous
+):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    monkeypatch.chdir(there)
+    others = ms.Checkpoint(weight=weight).write("ckpt/checkpoint-1.h5")
+    monkeypatch.chdir(here)
+    checkpoint = ms.Checkpoint(weight=weight)
+    manager = ms.CheckpointManager(checkpoint, "ckpt", max_to_keep=1, asynchronous=asynchronous)
+    manager.save(1)
+    monkeypatch.chdir(there)
+    assert manager.save(2) == os.path.join("ckpt", "checkpoint-2.h5")
+    manager.wait()
+    assert manager.checkpoints == [os.path.join("ckpt", "checkpoint-2.h5")]
+    assert os.listdir(here / "ckpt") == ["checkpoint-2.h5"]
+    assert os.listdir(there / "ckpt") == [os.path.basename(others)]
+    assert manager.restore_or_initialize() == manager.latest_checkpoint
+
+
+def test_a_step_that_the_file_cannot_hold_is_refused(make):
+    manager = make()
+    assert manager.save(2**63 - 1)
+    with pytest.raises(ValueError, match="below 2\\*\\*63"):
+        manager.save(2**63)

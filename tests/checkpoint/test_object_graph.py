@@ -1,6 +1,10 @@
+import collections
+import dataclasses
+
 import numpy as np
 import pytest
 
+import mpistrat as ms
 from mpistrat import Variable
 from mpistrat.checkpoint.object_graph import check_can_hold_state, part_of_name, walk
 from mpistrat.trackable import Trackable
@@ -152,3 +156,46 @@ def test_containers_that_hold_themselves_are_walked_once():
     loop = [Variable(0)]
     loop.append(loop)
     assert walk({"loop": loop}).paths() == ["loop/0"]
+
+
+class Head:
+    __slots__ = ("__bias", "unset", "weight")
+
+    def __init__(self, value):
+        self.weight = ms.Variable(value)
+        self.__bias = ms.Variable(-value)
+
+    def values(self):
+        return [float(self.weight.numpy()), float(self.__bias.numpy())]
+
+
+@dataclasses.dataclass(slots=True)
+class Tail(Head):
+    scale: ms.Variable
+
+
+class Network:
+    def __init__(self, value):
+        self.head = Head(value)
+        self.last = Tail(ms.Variable(value))
+        self.last.weight = ms.Variable(2 * value)
+        self.history = collections.deque([ms.Variable(value)], maxlen=3)
+
+    def values(self):
+        own = [self.last.scale, self.last.weight, *self.history]
+        return [*self.head.values(), *(float(each.numpy()) for each in own)]
+
+
+def test_variables_in_slots_and_deques_are_found(tmp_path):
+    saved, model = Network(1.0), Network(5.0)
+    path = ms.Checkpoint(model=saved).write(tmp_path / "run.h5")
+    ms.Checkpoint(model=model).restore(path).assert_consumed()
+    assert model.values() == saved.values() == [1.0, -1.0, 1.0, 2.0, 1.0]
+
+
+def test_a_deque_can_be_an_object_of_a_checkpoint(tmp_path):
+    queue = collections.deque([ms.Variable(1.0)])
+    path = ms.Checkpoint(queue=queue).write(tmp_path / "run.h5")
+    other = collections.deque([ms.Variable(2.0)])
+    ms.Checkpoint(queue=other).restore(path).assert_consumed()
+    assert float(other[0].numpy()) == 1.0

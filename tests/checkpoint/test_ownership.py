@@ -109,6 +109,51 @@ def test_another_group_may_not_write_the_same_path(path, barrier, rank, size, pa
     assert not list(os.scandir(os.path.dirname(path)))[1:]
 
 
+@pytest.mark.parametrize("gives_up", ["close", "remove"])
+def test_a_path_is_given_up_with_its_strategy_or_its_file(path, barrier, rank, size, gives_up):
+    if size == 1:
+        pytest.skip("needs two groups")
+    group, _, _ = split(size)
+    checkpoint = ms.Checkpoint(weight=variable(group, rank % 2))
+    if rank % 2 == 0:
+        checkpoint.write(path)
+    barrier()
+    if rank % 2:
+        with pytest.raises(ms.errors.CheckpointError, match="remove the file first"):
+            checkpoint.write(path)
+    barrier()
+    if gives_up == "close" and rank % 2 == 0:
+        group.close()
+    elif gives_up == "remove" and rank == 0:
+        os.unlink(path)
+    barrier()
+    if rank % 2:
+        checkpoint.write(path)
+    barrier()
+    with h5py.File(path) as file:
+        assert file["variables/weight"][()] == 1
+
+
+def test_a_strategy_that_is_closed_does_not_give_up_what_another_has_written_since(
+    path, barrier, rank, size
+):
+    if size == 1:
+        pytest.skip("needs two groups")
+    group, _, _ = split(size)
+    if rank % 2 == 0:
+        ms.Checkpoint(weight=variable(group, 1)).write(path)
+        again = ms.MPIStrategy(
+            comm=group.extended._collectives.channel.transport.comm, device="cpu"
+        )
+        ms.Checkpoint(weight=variable(again, 2)).write(path)
+        group.close()
+    barrier()
+    if rank % 2:
+        with pytest.raises(ms.errors.CheckpointError, match="cannot be written by"):
+            ms.Checkpoint(weight=variable(group, 3)).write(path)
+    barrier()
+
+
 def test_of_two_groups_at_the_same_time_one_writes(path, barrier, rank, size):
     if size == 1:
         pytest.skip("needs two groups")

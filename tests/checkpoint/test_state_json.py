@@ -1,3 +1,4 @@
+import enum
 import json
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_a_null_keeps_the_place_of_an_array_in_a_list():
     [
         ([1], TypeError, "must return a dict, not list"),
         ({"a": {1: 2}}, TypeError, "key 1 at 'a'"),
-        ({"a": {"b": object()}}, TypeError, "holds a object at 'a/b'"),
+        ({"a": {"b": object()}}, TypeError, "holds a object at 'a/b'.*Convert it"),
         ({"a": {1, 2}}, TypeError, "holds a set at 'a'"),
         ({"a": np.array(["text"])}, TypeError, "dtype <U4 at 'a'"),
         ({"a/b": np.zeros(1), "a": {"b": np.zeros(1)}}, ValueError, "two arrays"),
@@ -77,3 +78,25 @@ def test_an_array_without_a_place_is_refused():
         join_state({"a": 1}, {"a": np.zeros(1)})
     with pytest.raises(ValueError, match="is no dict"):
         join_state({"a": 1}, {"a/b": np.zeros(1)})
+
+
+class Key(str, enum.Enum):
+    TEXT = "text"
+
+
+@pytest.mark.parametrize("state", [{"": {"x": np.ones(2)}}, {"": [np.ones(2)], "x": None}])
+def test_arrays_below_an_empty_key_come_back_in_their_place(state):
+    rest, found = split_state(state, "object")
+    assert same(state, join_state(json.loads(json.dumps(rest)), found))
+
+
+def test_a_key_that_is_an_enum_counts_by_its_text():
+    rest, found = split_state({"a": {Key.TEXT: np.ones(2)}}, "object")
+    joined = join_state(json.loads(json.dumps(rest)), found)
+    assert same(joined, {"a": {"text": np.ones(2)}})
+
+
+def test_a_masked_array_is_refused_because_its_mask_would_be_lost():
+    state = {"rows": np.ma.masked_array([1.0, 2.0], [False, True])}
+    with pytest.raises(TypeError, match="masked array at 'rows'"):
+        split_state(state, "object")

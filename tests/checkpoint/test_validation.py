@@ -191,7 +191,7 @@ def test_another_format_is_no_damage(tmp_path, file):
     with pytest.raises(CheckpointError, match="no checkpoint of mpistrat") as caught:
         read(tmp_path / "data.h5")
     assert type(caught.value) is CheckpointError
-    change(file, lambda f: f.attrs.modify("format_version", 2))
-    with pytest.raises(CheckpointError, match=r"format version 2.* reads version 1") as caught:
+    change(file, lambda f: f.attrs.modify("format_version", 3))
+    with pytest.raises(CheckpointError, match=r"format version 3.* reads versions 1") as caught:
         read(file)
     assert type(caught.value) is CheckpointError

@@ -28,7 +28,7 @@ def test_nests_inside_run(strategy, rank, size):
     def fn():
         return ms.get_replica_context().all_gather({"a": np.full(rank, rank), "b": [[[rank]]]}, 0)
 
-    with pytest.raises(TypeError, match="a leaf"):
+    with pytest.raises(TypeError, match="the leaf 'a' is None"):
         strategy.run(lambda: ms.get_replica_context().all_gather({"a": None}, 0))
 
     def arrays():

@@ -129,6 +129,12 @@ def test_all_reduce_of_nests_and_slices(strategy, rank, size):
     strategy.run(fn)
 
 
+def test_slices_of_different_dense_shapes_are_refused(strategy, others):
+    slices = ms.IndexedSlices(np.ones((1, 2)), [0], (8 + others, 2))
+    with pytest.raises(ms.errors.EpochMismatchError, match=r"\(9, 2\)"):
+        strategy.run(lambda: ms.get_replica_context().all_reduce("sum", slices))
+
+
 def test_small_packs_give_the_same_bits(strategy, rank):
     arrays = [np.linspace(rank, 1, 7 + k).astype(np.float32) for k in range(20)]
     options = ms.CommunicationOptions(bytes_per_pack=64)
@@ -162,6 +168,23 @@ def test_reductions_under_way_may_end_in_any_order(strategy, rank, size):
         assert first.wait() is first.wait()
         with pytest.raises(TypeError):
             replica.start_all_reduce("sum", "text")
+
+    strategy.run(fn)
+
+
+def test_a_wait_that_was_broken_off_raises_the_same_error_again(strategy):
+    def fn():
+        handle = ms.get_replica_context().start_all_reduce("sum", 1)
+
+        def interrupted():
+            end()
+            raise TimeoutError("alarm")
+
+        end = handle._end
+        handle._end = interrupted
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match="alarm"):
+                handle.wait()
 
     strategy.run(fn)
 
@@ -266,3 +289,45 @@ def test_extremes_propagate_nan_and_are_equal_to_the_bit(
         np.testing.assert_array_equal(signs[same], (is_negative & ~np.isnan(expected))[same])
     digests = strategy.extended._collectives.gather_json(reduced[0].tobytes().hex())
     assert len(set(digests)) == 1
+
+
+CALLS_WITH_A_HOLE = {
+    "reduce": lambda s, c, nest: s.reduce("sum", nest),
+    "reduce over an axis": lambda s, c, nest: s.reduce("mean", nest, axis=0),
+    "gather": lambda s, c, nest: s.gather(nest, 0),
+    "reduce_to": lambda s, c, nest: s.extended.reduce_to("sum", nest, "/task:0/cpu:0"),
+    "all_reduce": lambda s, c, nest: c.all_reduce("sum", nest),
+    "start_all_reduce": lambda s, c, nest: c.start_all_reduce("sum", nest),
+    "all_gather": lambda s, c, nest: c.all_gather(nest, 0),
+}
+
+
+def call_with(strategy, name, nest):
+    """Make a call of `CALLS_WITH_A_HOLE` in the context that it needs."""
+    call = CALLS_WITH_A_HOLE[name]
+    if name in ("all_reduce", "start_all_reduce", "all_gather"):
+        return strategy.run(lambda: call(strategy, ms.get_replica_context(), nest))
+    return call(strategy, None, nest)
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_A_HOLE)
+def test_a_leaf_that_is_none_is_named(strategy, rank, size, name):
+    for nest, path in (
+        ({"w": np.ones(2), "b": [np.ones(3), None]}, "the leaf 'b/1'"),
+        (None, "the value"),
+    ):
+        with pytest.raises(TypeError, match=f"{path} is None on rank {rank} of {size}.*zeros_like"):
+            call_with(strategy, name, nest)
+    assert strategy.reduce("sum", 1) == size, "the strategy stays usable"
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_A_HOLE)
+def test_a_leaf_that_is_none_on_one_rank_is_named_on_all(rank, size, name):
+    if size == 1:
+        pytest.skip("needs two ranks that can differ")
+    strategy = ms.MPIStrategy()
+    nest = {"w": np.ones(2), "b": None if rank == size - 1 else np.ones(3)}
+    with pytest.raises((TypeError, ms.errors.EpochMismatchError)) as caught:
+        call_with(strategy, name, nest)
+    assert f"the leaf 'b' is None on rank {size - 1} of {size}" in str(caught.value)
+    assert isinstance(caught.value, TypeError) == (rank == size - 1)

@@ -148,3 +148,16 @@ def test_the_program_s_own_hook_prints_what_it_likes(tmp_path):
     script.write_text(PROGRAM)
     done = launch.run([script, "hook"], None, 60)
     assert done.stdout == "own hook of KeyError\n"
+
+
+@pytest.mark.launches
+def test_frames_are_folded_where_no_strategy_could_be_made(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import mpistrat as ms\nfrom mpi4py import MPI\n\nMPI.Finalize()\nms.MPIStrategy()\n"
+    )
+    done = launch.run([script], None, 60)
+    assert done.returncode == 1
+    assert "of mpistrat; MPISTRAT_FULL_TRACEBACK=on shows" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count("LaunchError: MPI was finalized") == 1

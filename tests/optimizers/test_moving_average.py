@@ -90,13 +90,14 @@ def test_what_averages_refuse(strategy):
         differs = ms.Variable(
             np.zeros(3), synchronization=on_read, aggregation=ms.VariableAggregation.SUM
         )
-        counter = ms.Variable(0)
+        counter, weight = ms.Variable(0), ms.Variable(np.zeros(3))
     for variables, error, words in [
         ([], ValueError, "no variable"),
         ([np.zeros(3)], TypeError, "takes variables"),
         (None, TypeError, "iterable"),
         ([counter], TypeError, "floating"),
         ([differs], ValueError, "SyncOnRead"),
+        ([weight, weight], ValueError, "one variable twice"),
     ]:
         with pytest.raises(error, match=words):
             average.apply(variables)

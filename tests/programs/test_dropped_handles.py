@@ -49,6 +49,34 @@ def test_one_rank_that_drops_its_handle_ends_the_job(tmp_path):
     assert f"EpochError: {WORDS} on rank 1 of 3. Keep it" in done.stderr
 
 
+def test_the_others_are_told_where_one_rank_catches_the_error(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        PROGRAM
+        + """
+import time
+def catch():
+    try:
+        step(rank == 1, True)
+    except ms.errors.EpochError as error:
+        print(error, flush=True)
+strategy.run(catch)
+if rank == 1:
+    time.sleep(50)
+"""
+    )
+    # At the next collective, or at the end where MPI never got the data of the one that dropped it.
+    told = ("rank 1 left, so all_reduce at program.py:13 can never", "rank 1 left: The handle")
+    end = time.monotonic() + 30
+    launched = launch.Launched([program], 3)
+    try:
+        while not any(each in launched.stdout() + launched.stderr() for each in told):
+            assert time.monotonic() < end, launched.stdout() + launched.stderr()
+            time.sleep(0.1)
+    finally:
+        launched.kill()
+
+
 def test_it_is_said_where_no_collective_follows(tmp_path):
     done = run(tmp_path, "True, False")
     assert done.stderr == f"mpistrat: ranks 0-2: {WORDS}. Keep it, and call wait() on every rank.\n"

@@ -280,8 +280,9 @@ except ms.errors.EpochTimeoutError:
     )
     missing = "Rank 1" if watch == "on" else "Some ranks"
     assert text == (
-        "mpistrat: rank 0 left the program and ends the job, as the ranks have parted. "
-        f"{missing} did not come to reduce at program.py:14 within 2 s, as rank 0 of 3 did"
+        "mpistrat: rank 0 left the program and ends the job, because of an earlier error. "
+        f"{missing} did not come to reduce at program.py:14 within the timeout of 2 s, as rank 0 "
+        "of 3 did"
     )
 
 

@@ -42,6 +42,11 @@ def test_mirrored_values(strategy, variable):
         strategy.extended.reduce_to(ms.VariableAggregation.SUM, 1, variable)
 
 
+def test_a_refused_device_names_those_there_are_once(strategy):
+    with pytest.raises(ValueError, match=r'are on cpu:0\. Use "cpu:0"\.$'):
+        strategy.extended.reduce_to("sum", 1, "gpu:0")
+
+
 def test_batches(strategy, variable, rank, size):
     pairs = [(rank, variable), (np.ones(3), "cpu:0"), (ms.Mirrored(2.0), variable)]
     first, second = strategy.extended.batch_reduce_to("sum", pairs[:2])
@@ -55,6 +60,10 @@ def test_broadcast_to(strategy, rank):
     result = strategy.extended.broadcast_to(np.full(2, rank), "cpu:0")
     assert isinstance(result, ms.Mirrored)
     assert result.values[0].tolist() == [0, 0]
+    with strategy.scope():
+        on_read = ms.VariableSynchronization.ON_READ
+        total = ms.Variable(1.0, synchronization=on_read, aggregation=ms.VariableAggregation.SUM)
+        assert strategy.extended.broadcast_to(total, "cpu:0") == strategy.size
     with pytest.raises(ValueError):
         strategy.extended.broadcast_to(1.0, None)
 

@@ -42,6 +42,8 @@ def test_the_first_names_of_each_package_are_known():
             getattr(ms, name)
     with pytest.raises(AttributeError, match="which starts MPI"):
         ms.init()
+    with pytest.raises(AttributeError, match=r"strategy\.close\(\)"):
+        ms.shutdown()
 
 
 @pytest.mark.parametrize("module", MODULES)

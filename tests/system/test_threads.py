@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.system.threads import Background
+from mpistrat.system.threads import Background, in_background
 
 
 @pytest.fixture
@@ -138,3 +138,26 @@ def test_a_fork_has_no_part_in_what_is_under_way(background):
     gate.set()
     pending()
     assert "fork" in message
+
+
+def test_the_garbage_collector_waits_for_no_thread():
+    goes_on = threading.Event()
+
+    def elements():
+        yield 0
+        goes_on.wait(60)
+
+    elements = in_background(elements(), 1)
+    assert next(elements) == 0
+    cycle = [elements]
+    cycle.append(cycle)
+    gc.disable()  # or it might run here already
+    try:
+        del elements, cycle
+        collector = threading.Thread(target=gc.collect, daemon=True)
+        collector.start()
+        collector.join(20)
+        assert not collector.is_alive()
+    finally:
+        gc.enable()
+        goes_on.set()

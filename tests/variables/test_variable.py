@@ -31,6 +31,24 @@ def test_rank_0_s_initial_value_reaches_all(strategy, rank):
     assert isinstance(variable, ms.Variable)
 
 
+def test_a_function_for_the_initial_value_may_make_collectives(strategy, rank, size):
+    inner = make(strategy, Aggregation.NONE, lambda: strategy.reduce("sum", rank))
+    assert inner.numpy() == triangle(size)
+    nested = make(strategy, Aggregation.NONE, lambda: inner + make(strategy, Aggregation.NONE))
+    assert nested.numpy() == triangle(size) + 2
+    on_read = make(strategy, Aggregation.SUM, 1.0, on_read=True)
+    assert make(strategy, Aggregation.NONE, on_read).numpy() == size
+
+
+def test_a_function_for_the_initial_value_that_fails_on_one_rank(strategy, others):
+    def fail():
+        raise OSError("no such model")
+
+    expected = ms.errors.EpochMismatchError if others else OSError
+    with pytest.raises(expected, match="no such model"):
+        make(strategy, Aggregation.NONE, 1.0 if others else fail, name="w")
+
+
 def test_default_names_are_unique_and_equal_on_all_ranks(strategy):
     first, second = make(strategy, Aggregation.NONE), make(strategy, Aggregation.NONE)
     assert first.name != second.name

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from tests.helpers import triangle
 
 Aggregation = ms.VariableAggregation
 NONE, SUM, MEAN, FIRST = (
@@ -219,3 +220,14 @@ def test_a_per_replica_is_refused_in_cross_replica_context(strategy, size, kind,
         getattr(variable, method)(ms.Mirrored(value), read_value=False)
         np.testing.assert_allclose(variable.values[0], applied(method, START, given_by(0)))
     assert strategy.reduce("sum", 1) == size
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "sync_on_read"])
+def test_a_sync_on_read_variable_may_be_given_in_place_of_its_value(strategy, rank, size, kind):
+    total = make(strategy, "sync_on_read", SUM)
+    strategy.run(lambda: total.assign(np.full(len(START), rank + 1.0)))
+    sums = [triangle(size + 1)] * len(START)
+    variable = make(strategy, kind, MEAN)
+    assert variable.assign(total).tolist() == sums
+    np.testing.assert_allclose(variable.assign_add(total), 2 * np.array(sums))
+    np.testing.assert_allclose(total.assign(total), sums)

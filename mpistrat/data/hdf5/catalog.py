@@ -70,12 +70,13 @@ class FileEntry:
     num_rows: int
     layouts: tuple[_FieldLayout, ...]
     """The layouts of the fields, in the order of `Catalog.names`."""
-    stamp: tuple[int, ...]
-    """What `_stamp_of` gave before the file was looked at."""
+    stamps: dict[str, tuple[int, ...]]
+    """What `_stamp_of` gave of each file with data of the fields, before they were looked at."""
 
-    def has_changed(self) -> bool:
-        """Return whether the file has been written to or replaced since."""
-        return _stamp_of(os.stat(self.path)) != self.stamp
+    def changed_path(self) -> str | None:
+        """Return the path of a file that has been written to or replaced since, if there is one."""
+        changed = (path for path, stamp in self.stamps.items() if _stamp_of(path) != stamp)
+        return next(changed, None)
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,9 @@ def _resolve_paths(patterns: Sequence[str]) -> list[str]:
     return paths
 
 
-def _stamp_of(status: os.stat_result) -> tuple[int, ...]:
+def _stamp_of(path: str) -> tuple[int, ...]:
     """Return what changes when a file is written to or replaced."""
+    status = os.stat(path)
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
@@ -139,7 +141,7 @@ def read_catalog(patterns: Sequence[str], fields: Any) -> Catalog:
     for path in paths:
         with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
             # Before anything is read, so that a change from here on is noticed.
-            stamp = _stamp_of(os.stat(path))
+            stamp = _stamp_of(path)
             if fields is None and not files:
                 names, structure = nests.flatten(_top_level_names(file, path))
             files.append(_read_entry(file, path, names, stamp))
@@ -160,7 +162,8 @@ def _top_level_names(file: Any, path: str) -> dict[str, str]:
 
 
 def _read_entry(file: Any, path: str, names: Sequence[str], stamp: tuple[int, ...]) -> FileEntry:
-    datasets = [_find(file, path, name) for name in names]
+    pairs = [_find(file, path, name) for name in names]
+    datasets = [dataset for dataset, _ in pairs]
     lengths = {name: len(dataset) for name, dataset in zip(names, datasets, strict=True)}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
@@ -169,23 +172,28 @@ def _read_entry(file: Any, path: str, names: Sequence[str], stamp: tuple[int, ..
             "belong together with fields=(...)."
         )
     layouts = tuple(map(_read_layout, datasets, itertools.repeat(path), names))
-    return FileEntry(path, lengths[names[0]], layouts, stamp)
+    others = sorted({other for _, paths in pairs for other in paths})
+    stamps = {path: stamp} | {other: _stamp_of(other) for other in others}
+    return FileEntry(path, lengths[names[0]], layouts, stamps)
 
 
-def _find(file: Any, path: str, name: str) -> Any:
+def _find(file: Any, path: str, name: str) -> tuple[Any, list[str]]:
+    """Return a data set, and the other files that hold data of it."""
     dataset = file.get(name)
     if not hasattr(dataset, "shape"):
         known = ", ".join(map(repr, itertools.islice(file, _MAX_SHOWN))) or "nothing"
         known += f" and {len(file) - _MAX_SHOWN} more" if len(file) > _MAX_SHOWN else ""
         what = _what_is_there(file, name, dataset)
         raise DataError(f"The field {name!r} {what} in {path}, which has {known} at its top level.")
-    _warn_of_files_elsewhere(dataset, check_virtual_sources(dataset))
+    others = _other_files(dataset, path)
+    _warn_of_files_elsewhere(dataset, path, others)
     if not dataset.shape:
         raise DataError(
             f"The field {name!r} of {path} is a scalar or empty, but a first dimension, the "
             "examples, was expected. Name the fields to read with fields=(...)."
         )
-    return dataset
+    # External storage may be missing, and a source that is a series is no file.
+    return dataset, list(filter(os.path.isfile, others))
 
 
 def _what_is_there(file: Any, name: str, found: Any) -> str:
@@ -210,7 +218,8 @@ def _read_layout(dataset: Any, path: str, name: str) -> _FieldLayout:
     row_bytes = max(_bytes_per_row(spec), 1)
     share = len(dataset) * row_bytes // _BLOCKS_PER_FILE
     block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
-    return _FieldLayout(spec, max(block_bytes // row_bytes, 1), False, _contiguous_storage(dataset))
+    storage = _contiguous_storage(dataset, path)
+    return _FieldLayout(spec, max(block_bytes // row_bytes, 1), False, storage)
 
 
 def _bytes_per_row(spec: ArraySpec) -> int:
@@ -227,9 +236,11 @@ def _check_same_specs(names: Sequence[str], first: FileEntry, other: FileEntry) 
             )
 
 
-def _contiguous_storage(dataset: Any) -> _ContiguousStorage | None:
-    """Return the storage of an ``h5py.Dataset``; ``None`` where its rows lie otherwise."""
-    offset = hdf5.contiguous_offset(dataset)
+def _contiguous_storage(dataset: Any, path: str) -> _ContiguousStorage | None:
+    """Return the storage of a data set in the file `path`; ``None`` where rows lie otherwise."""
+    # An external link leads to a data set of another file.
+    is_here = os.path.samefile(dataset.file.filename, path)
+    offset = hdf5.contiguous_offset(dataset) if is_here else None
     return None if offset is None else _ContiguousStorage(offset, dataset.dtype)
 
 
@@ -288,15 +299,18 @@ def _source_paths(dataset: Any, file_name: str) -> Iterator[str]:
             yield os.path.join(each, name)
 
 
-def _warn_of_files_elsewhere(dataset: Any, sources: list[str]) -> None:
-    """Warn of files outside of its folder that hold data of `dataset`."""
+def _other_files(dataset: Any, own: str) -> list[str]:
+    """Return the files that hold data of `dataset` beside the file `own`, where it was found."""
+    # The file of `dataset` is another one where an external link leads there.
+    given = (dataset.file.filename, *_external_paths(dataset), *check_virtual_sources(dataset))
+    return sorted({os.path.realpath(path) for path in given} - {os.path.realpath(own)})
+
+
+def _warn_of_files_elsewhere(dataset: Any, own: str, paths: list[str]) -> None:
+    """Warn of those of `paths`, which hold data of `dataset`, outside of the folder of `own`."""
     # Whoever made the file has chosen them: they may be any that the user of the program can read.
-    own = dataset.file.filename
     folders = {os.path.realpath(os.path.dirname(own)), os.path.dirname(os.path.realpath(own))}
-    paths = [os.path.realpath(path) for path in (*_external_paths(dataset), *sources)]
-    elsewhere = sorted(
-        {path for path in paths if all(os.path.commonpath([path, f]) != f for f in folders)}
-    )
+    elsewhere = [path for path in paths if all(os.path.commonpath([path, f]) != f for f in folders)]
     if elsewhere:
         shown = ", ".join(elsewhere[:_MAX_SHOWN])
         shown += f" and {len(elsewhere) - _MAX_SHOWN} more" if len(elsewhere) > _MAX_SHOWN else ""

@@ -201,15 +201,16 @@ class RowCache:
         files: np.ndarray,
         rows: np.ndarray,
         decode: Callable[[ChunkBuffers], None],
-    ) -> np.ndarray:
-        """Return copies of the rows `numbers`: `rows` within `files`, or within the only file."""
+        output: np.ndarray,
+    ) -> None:
+        """Copy the rows `numbers` to `output`: `rows` within `files`, or within the only file."""
         if not self._is_complete:
             chunks, _ = self._plan.locate(files, rows)
             missing = np.unique(chunks[~self._is_there[chunks]]).tolist()
             if missing:
                 self._add(missing, decode)
         # All indices are in bounds. In the default mode NumPy would copy by way of a buffer.
-        return self._rows.take(numbers, 0, mode="clip")
+        np.take(self._rows, numbers, 0, output, "clip")
 
     def _add(self, chunks: list[int], decode: Callable[[ChunkBuffers], None]) -> None:
         # Not in place, where rows could be seen before their bytes are in native order.

@@ -124,18 +124,18 @@ class _OpenFile:
 
 def _check_unchanged(entry: FileEntry) -> None:
     try:
-        has_changed = entry.has_changed()
-    except FileNotFoundError:
+        changed = entry.changed_path()
+    except FileNotFoundError as reason:
         raise DataError(
-            f"The file {entry.path} has vanished since the data set was made. Files must stay "
+            f"The file {reason.filename} has vanished since the data set was made. Files must stay "
             "until the last pass has ended."
         ) from None
     except OSError as reason:
         raise DataError(
-            f"The file {entry.path} can no longer be reached: {reason.strerror}."
+            f"The file {reason.filename} can no longer be reached: {reason.strerror}."
         ) from reason
-    if has_changed:
-        raise DataError(_changed(entry.path))
+    if changed is not None:
+        raise DataError(_changed(changed))
 
 
 def _changed(path: str) -> str:
@@ -153,7 +153,11 @@ class FieldAccess:
         # Each of these attributes calls HDF5 every time.
         self._shape, self._dtype, self._chunk_shape = dataset.shape, dataset.dtype, dataset.chunks
         self._identifier = dataset.id
-        is_plain = dataset.chunks is not None and hdf5.is_stored_as(dataset, dataset.dtype)
+        is_plain = (
+            dataset.chunks is not None
+            and hdf5.is_stored_as(dataset, dataset.dtype)
+            and hdf5.filters_edge_chunks(dataset)
+        )
         self._decoder = make_decoder(hdf5.filters_of(dataset)) if is_plain else None
         self._chunk_regions = (
             _chunk_regions(self._shape[1:], self._chunk_shape[1:]) if is_plain else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,8 +21,12 @@ from mpistrat.data.order import Block
 from mpistrat.errors import DataError
 from mpistrat.settings import environment, settings
 from mpistrat.system.cpu import num_cores
+from mpistrat.system.threads import clean_up
 
-__all__ = ["Hdf5Reader"]
+__all__ = ["Allocate", "Hdf5Reader"]
+
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""Makes an array of a shape and a dtype, with anything in it."""
 
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
 """What h5py raises."""
@@ -42,8 +47,15 @@ class Hdf5Reader:
     # read by slices. Small fields are read once and stay in caches, which the readers of a source
     # share.
 
-    def __init__(self, catalog: Catalog, window_rows: int, row_caches: dict[int, RowCache]) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        window_rows: int,
+        row_caches: dict[int, RowCache],
+        empty: Allocate = np.empty,
+    ) -> None:
         self._catalog = catalog
+        self._empty = empty
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
         self._files = OpenFiles(catalog)
@@ -96,7 +108,7 @@ class Hdf5Reader:
         leaves = []
         for field, (shape, dtype) in enumerate(self._specs):
             leaf = outputs.get(field)
-            leaves.append(np.empty((len(numbers), *shape), dtype) if leaf is None else leaf)
+            leaves.append(self._empty((len(numbers), *shape), dtype) if leaf is None else leaf)
         return nests.unflatten(self._catalog.structure, leaves)
 
     def _take_cached(
@@ -110,11 +122,13 @@ class Hdf5Reader:
         for file in np.unique(files).tolist() if files.ndim else (0,):
             self._files.check(file)
         for field in self._cached:
+            shape, dtype = self._specs[field]
             cache = self._row_caches.get(field)
             if cache is None:
-                cache = RowCache(self._plans[field], self._offsets, *self._specs[field])
+                cache = RowCache(self._plans[field], self._offsets, shape, dtype)
                 cache = self._row_caches.setdefault(field, cache)
-            outputs[field] = cache.take(numbers, files, rows, partial(self._decode, field))
+            output = outputs[field] = self._empty((len(numbers), *shape), dtype)
+            cache.take(numbers, files, rows, partial(self._decode, field), output)
 
     def _gather(self, files: np.ndarray, rows: np.ndarray, outputs: dict[int, np.ndarray]) -> None:
         """Add the fields that are missing in `outputs`, picked from what was decoded."""
@@ -123,7 +137,7 @@ class Hdf5Reader:
             if field in outputs:
                 continue
             shape, dtype = self._specs[field]
-            output = outputs[field] = np.empty((len(rows), *shape), dtype)
+            output = outputs[field] = self._empty((len(rows), *shape), dtype)
             plan = self._plans[field]
             chunks, within = plan.locate(files, rows)
             cache = self._chunk_cache(field)
@@ -144,7 +158,7 @@ class Hdf5Reader:
         outputs = {}
         for field in self._sliced:
             shape, dtype = self._specs[field]
-            outputs[field] = np.empty((end - first, *shape), dtype)
+            outputs[field] = self._empty((end - first, *shape), dtype)
         start = first
         while start < end:
             file = bisect.bisect_right(self._starts, start) - 1
@@ -246,11 +260,14 @@ class Hdf5Reader:
     def close(self) -> None:
         """End the threads, close the files and forget the chunks."""
         if os.getpid() == self._pid:
-            if self._pool is not None:
-                self._pool.shutdown(cancel_futures=True)
-            for cache in self._chunk_caches.values():
-                cache.close()
-            self._files.close()
+            clean_up(self._release)
+
+    def _release(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        for cache in self._chunk_caches.values():
+            cache.close()
+        self._files.close()
 
 
 def _is_run(numbers: np.ndarray) -> bool:

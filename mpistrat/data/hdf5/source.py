@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ import numpy as np
 from mpistrat import nests
 from mpistrat.data.hdf5.catalog import Catalog, read_catalog
 from mpistrat.data.hdf5.chunk_cache import RowCache
-from mpistrat.data.hdf5.reader import Hdf5Reader
+from mpistrat.data.hdf5.reader import Allocate, Hdf5Reader
 from mpistrat.data.order import Block, ChunkLayout
 
 __all__ = ["Hdf5Source"]
@@ -42,6 +43,13 @@ class Hdf5Source:
         _check_fields(fields)
         self._fields = fields
         self._row_caches: dict[int, RowCache] = {}
+        self._empty: Allocate = np.empty
+
+    def with_memory(self, empty: Allocate) -> Hdf5Source:
+        """Return the source of the same examples, read into arrays that `empty` makes."""
+        source = copy.copy(self)
+        source._empty = empty
+        return source
 
     def share_of_rank(self, size: int, rank: int) -> Hdf5Source:
         """Return the source of every `size`-th file, from file `rank` on."""
@@ -54,7 +62,7 @@ class Hdf5Source:
         mine = self.catalog.files[rank::size]
         source = Hdf5Source([file.path for file in mine], self._fields)
         source.catalog = dataclasses.replace(self.catalog, files=mine)
-        return source
+        return source.with_memory(self._empty)
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -106,7 +114,7 @@ class Hdf5Source:
 
     def open(self, window_rows: int) -> Hdf5Reader:
         """Return a reader that caches two windows: one in use, and the next."""
-        return Hdf5Reader(self.catalog, window_rows, self._row_caches)
+        return Hdf5Reader(self.catalog, window_rows, self._row_caches, self._empty)
 
 
 def _check_fields(fields: Any) -> None:

@@ -58,6 +58,28 @@ def test_a_file_that_changes_is_noticed(numbered, monkeypatch, happens, message,
         next(iter(dataset))
 
 
+@pytest.mark.parametrize("field", ["linked", "virtual", "external"])
+def test_a_change_of_another_file_with_the_data_is_noticed(numbered, tmp_path, monkeypatch, field):
+    other = numbered(1000, name="other.h5")
+    raw = tmp_path / "raw"
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["linked"] = h5py.ExternalLink("other.h5", "label")
+        layout = h5py.VirtualLayout((1000,), "i8")
+        layout[:] = h5py.VirtualSource("other.h5", "label", (1000,))
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("external", data=np.arange(1000), external=[(raw, 0, 8000)])
+    dataset = Dataset.from_hdf5(tmp_path / "data.h5", field).batch(10)
+    monkeypatch.setattr(files, "_CHECK_INTERVAL_S", 0.0)
+    assert sum(batch.sum() for batch in dataset) == 499500
+    changed = raw if field == "external" else other
+    touched(changed)
+    with pytest.raises(DataError, match=f"{changed} has changed since"):
+        list(dataset)
+    changed.unlink()
+    with pytest.raises(DataError, match=f"{changed} has vanished since"):
+        list(dataset)
+
+
 def test_files_that_are_being_written(numbered, tmp_path):
     locked = numbered(10)
     handle = os.open(locked, os.O_RDWR)

@@ -1,5 +1,7 @@
 """Chunks decoded outside of HDF5: whatever the filters and shapes, what h5py gives."""
 
+import ctypes
+
 import h5py
 import hdf5plugin
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mpistrat import hdf5
 from mpistrat.data import Dataset
 from mpistrat.data.hdf5.files import FieldAccess, StoredRows
 from mpistrat.errors import DataError
@@ -148,6 +151,23 @@ def test_a_chunk_that_is_too_short_is_never_delivered(tmp_path, streamed, name, 
     for each in (dataset, dataset.shuffle(0)):
         with pytest.raises(DataError, match=r"Rows 16 to 31 of the field 'x' of .*data\.h5"):
             list(each.batch(8))
+
+
+@pytest.mark.parametrize("name", ["deflate", "shuffle"])
+def test_chunks_at_the_edge_without_filters(tmp_path, name):
+    array = np.arange(140).reshape(20, 7) * 1234567
+    with h5py.File(tmp_path / "data.h5", "w", libver="latest") as file:
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_chunk((8, 5))
+        properties.set_deflate(4) if name == "deflate" else properties.set_shuffle()
+        set_options = ctypes.CDLL(hdf5.extension_path()).H5Pset_chunk_opts
+        set_options.argtypes = [ctypes.c_int64, ctypes.c_uint]
+        assert set_options(properties.id, 2) >= 0  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
+        space = h5py.h5s.create_simple(array.shape)
+        dataset = h5py.h5d.create(file.id, b"x", h5py.h5t.STD_I64LE, space, properties)
+        h5py.Dataset(dataset)[...] = array
+    got = np.concatenate(list(Dataset.from_hdf5(tmp_path / "data.h5", "x").batch(6)))
+    np.testing.assert_array_equal(got, array)
 
 
 def test_a_checksum_before_compression(tmp_path, monkeypatch):

@@ -1,10 +1,14 @@
 """Reading HDF5 files: fields, several files, chunks, and what is refused."""
 
+import gc
+import threading
+
 import h5py
 import numpy as np
 import pytest
 
 from mpistrat.data import ArraySpec, Dataset
+from mpistrat.data.hdf5.files import OpenFiles
 from mpistrat.data.hdf5.reader import Hdf5Reader
 from mpistrat.errors import DataError
 
@@ -208,6 +212,19 @@ def test_virtual_data_sets_and_what_they_lack(numbered, tmp_path):
     first_use_raises(path, match="'/label' of .*joined.h5 needs the file second.h5, .*missing")
 
 
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_external_links_lead_to_data_of_another_file(numbered, tmp_path, chunk):
+    numbered(40, chunk=chunk, name="linked.h5")
+    path = tmp_path / "linking.h5"
+    with h5py.File(path, "w") as file:
+        # Longer than the other file, so that its bytes can be read at any place of that.
+        file["padding"] = np.full(2000, -1)
+        file["label"] = h5py.ExternalLink("linked.h5", "label")
+    dataset = Dataset.from_hdf5(path, {"label": "label"})
+    for each in (dataset, dataset.shuffle(0)):
+        assert sorted(labels(each.batch(20))) == list(range(40))
+
+
 def test_data_outside_of_the_folder_of_their_file_are_named_in_a_warning(numbered, tmp_path):
     inside, outside = tmp_path / "inside", tmp_path / "outside"
     inside.mkdir()
@@ -221,12 +238,14 @@ def test_data_outside_of_the_folder_of_their_file_are_named_in_a_warning(numbere
             layout = h5py.VirtualLayout((20,), "i8")
             layout[:] = h5py.VirtualSource(source, "label", (20,))
             file.create_virtual_dataset(f"of {name}", layout)
-    for name, elsewhere in ("far", outside / "raw"), ("of far.h5", outside / "far.h5"):
+            file[f"to {name}"] = h5py.ExternalLink(source, "label")
+    far = outside / "far.h5"
+    for name, elsewhere in ("far", outside / "raw"), ("of far.h5", far), ("to far.h5", far):
         dataset = Dataset.from_hdf5(inside / "data.h5", name)
-        with pytest.warns(UserWarning, match=f"'/{name}' of .*: {elsewhere}. Read") as caught:
+        with pytest.warns(UserWarning, match=f"data.h5 .*: {elsewhere}. Read") as caught:
             assert [len(list(dataset.batch(20))) for _ in range(2)] == [1, 1]
         assert len(caught) == 1
-    for name in ("near", "of near.h5"):  # warnings are errors here
+    for name in ("near", "of near.h5", "to near.h5"):  # warnings are errors here
         (batch,) = Dataset.from_hdf5(inside / "data.h5", name).batch(20)
         assert batch.tolist() == list(range(20))
 
@@ -284,3 +303,30 @@ def test_files_are_closed_after_a_pass_and_after_one_broken_off(numbered):
     # HDF5 refuses to open a file for writing that is open for reading.
     with h5py.File(path, "r+") as file:
         assert file["label"].shape == (100,)
+
+
+def test_the_garbage_collector_waits_for_no_reader(numbered, monkeypatch):
+    # It may run in a thread that holds the lock of HDF5, for which the reader's threads wait.
+    may_close, has_closed = threading.Event(), threading.Event()
+
+    def close(files, close=OpenFiles.close):
+        may_close.wait(60)
+        close(files)
+        has_closed.set()
+
+    monkeypatch.setattr(OpenFiles, "close", close)
+    iterator = iter(Dataset.from_hdf5(numbered(50, chunk=7)).batch(5))
+    next(iterator)
+    cycle = [iterator]
+    cycle.append(cycle)
+    gc.disable()  # or it might run here already
+    try:
+        del iterator, cycle
+        collector = threading.Thread(target=gc.collect, daemon=True)
+        collector.start()
+        collector.join(20)
+        assert not collector.is_alive()
+    finally:
+        gc.enable()
+        may_close.set()
+    assert has_closed.wait(20)
