@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 import numbers
 import re
 import sys
@@ -32,6 +33,7 @@ __all__ = [
     "address_of",
     "addresses_function",
     "adopted",
+    "array_at_function",
     "count_gpus",
     "elementwise_kernel",
     "host_copy",
@@ -337,3 +339,28 @@ def pieces(array: Array, bytes_per_piece: int) -> list[Array]:
     """Return 1-d views that cover a C-ordered `array`, each with at least one element."""
     flat = array.reshape(-1)
     return [flat[each] for each in cut(flat.size, max(1, bytes_per_piece // flat.itemsize))]
+
+
+def array_at_function() -> Callable[[int, tuple[int, ...], np.dtype, object], np.ndarray]:
+    """Return what makes a C-ordered array at an address, which keeps the owner of it alive."""
+    library = native_library()
+    function: Callable[..., np.ndarray] = _array_at if library is None else library.array_at
+    return function
+
+
+def _array_at(address: int, shape: tuple[int, ...], dtype: np.dtype, owner: object) -> np.ndarray:
+    bytes_there = _Bytes(address, math.prod(shape) * dtype.itemsize, owner)
+    return np.asarray(bytes_there).view(dtype).reshape(shape)
+
+
+class _Bytes:
+    """Memory as NumPy takes it, and the object that keeps it alive."""
+
+    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
+        self._owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (num_bytes,),
+            "data": (address, False),
+        }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import struct
 import threading
 import time
@@ -166,6 +165,11 @@ class Channel:
             return Outcome.MIXED
         return Outcome.ALL_CALL if largest == Status.CALL else Outcome.ALL_REFUSE
 
+    def all_come(self) -> bool:
+        """Return whether every rank is known to come to the next collective now."""
+        # It is announced to them that this one does.
+        return self._round.expect(self.ledger.sequence + 1)
+
     def all_ended_well(self) -> bool:
         """Return whether every rank brought the end with digest 0 to the round."""
         _, smallest, digest, _ = self._round.receive.tolist()
@@ -263,10 +267,7 @@ class Channel:
             elif waited_s > remind_at_s:
                 remind_at_s = math.inf
                 self._remind(what, waited_s)
-            if waited_s < 0.01:
-                os.sched_yield()
-            else:
-                time.sleep(0.0002)
+            self._round.rest(waited_s)
 
     def _check_departed(self, what: str) -> None:
         """Raise, while waiting, if a rank has left."""

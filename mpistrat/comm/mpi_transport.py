@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,14 @@ _POLLS = 200
 _TURNS = 4096
 """Looks at shared memory in about the same time."""
 
+_SOON_S, _LONG_S = 0.00005, 0.01
+"""How long a wait keeps the core: in shared memory, whose sleepers are woken, and over MPI."""
+_REST_S = 0.0002
+
+_LOOK_NS = 50_000
+"""How long a rank that has other things to do looks whether the others come: to hand an operation
+over to a thread takes longer."""
+
 _ROOM_OF_ALL = 2**15
 """Bytes. Every rank reads the numbers of all: more of them are faster slice by slice."""
 
@@ -48,6 +57,7 @@ class _MpiRound:
     free: Callable[[], object] = bool
     withdraw: Callable[[], object] = bool
     """Does nothing: MPI cannot cancel a collective."""
+    is_busy = True
 
     def __init__(self, num_values: int) -> None:
         self.send = np.zeros(num_values, np.uint64)
@@ -64,6 +74,17 @@ class _MpiRound:
                 return 2 if self._incoming == self._outgoing else 1
             os.sched_yield()
         return 0
+
+    def rest(self, waited_s: float) -> None:
+        """Let others have the core for a moment."""
+        if self.is_busy and waited_s < _LONG_S:
+            os.sched_yield()
+        else:
+            time.sleep(_REST_S)
+
+    def expect(self, number: int) -> bool:
+        """Return False: MPI cannot tell before the round."""
+        return False
 
 
 class _PersistentRound(_MpiRound):
@@ -109,6 +130,9 @@ class _SharedRound:
         send, receive = self.send.ctypes.data, self.receive.ctypes.data
         self.start = functools.partial(library.round_start, pointer, send)
         self.done = functools.partial(library.round_done, pointer, receive, 1)
+        self._rest = functools.partial(library.round_rest, pointer, receive)
+        self.expect = functools.partial(library.round_expect, pointer, _LOOK_NS)
+        self.is_busy = True
         # A rank that comes later waits, and learns why, in place of finding all there.
         self.withdraw = functools.partial(library.reduce_withdraw, pointer)
         self.meet = functools.partial(library.round_meet, pointer, send, receive, _TURNS)
@@ -117,6 +141,13 @@ class _SharedRound:
         self._size = node.size
         self.attach = functools.partial(library.round_contribute, pointer)
         self._result = functools.partial(library.round_result, pointer)
+
+    def rest(self, waited_s: float) -> None:
+        """Let others have the core for a moment, or until one of them has come."""
+        if self.is_busy and waited_s < _SOON_S:
+            os.sched_yield()
+        else:
+            self._rest()
 
     def result(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
         """Return what writes the reduction of numbers that came with the last round to an array."""
@@ -134,6 +165,7 @@ class MpiTransport:
         self.comm = comm
         self._requests: list[Callable[[], object]] = []
         """What frees the persistent requests of the rounds."""
+        self._rounds: list[Round] = []
         self._under_way: list[tuple[list[MPI.Request], np.ndarray, np.ndarray]] = []
         self.rank = comm.rank
         self.size = comm.size
@@ -255,6 +287,11 @@ class MpiTransport:
 
     def round(self, num_values: int) -> Round:
         """Return a new round. **Collective**, without waiting."""
+        made = self._new_round(num_values)
+        self._rounds.append(made)
+        return made
+
+    def _new_round(self, num_values: int) -> Round:
         if self.size == 1:
             return SoloRound(num_values)
         if self._sharing is not None and self._sharing.holds_all:
@@ -267,6 +304,13 @@ class MpiTransport:
             made = _NonblockingRound(self.comm, num_values)
         self._requests.append(made.free)
         return made
+
+    def wait_busily(self, is_busy: bool) -> None:
+        """Have waits keep the core, or leave it to other threads of this rank."""
+        for each in self._rounds:
+            each.is_busy = is_busy
+        if self._sharing is not None:
+            self._sharing.memory.wait_busily(is_busy)
 
     def close(self) -> None:
         """Free the communicator and what belongs to it. **Collective**."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import array_at_function
 from mpistrat.comm.shared_memory import Arena
-from mpistrat.native import native_library
 
 __all__ = ["Pool"]
 
@@ -33,7 +32,7 @@ class Pool:
 
     def __init__(self, arena: Arena | None = None) -> None:
         self._arena = arena
-        self._array_at = _array_at_function()
+        self._array_at = array_at_function()
         self._lock = threading.Lock()
         self._free: dict[int, list[_Memory]] = {}
         """By size; no list is empty."""
@@ -159,27 +158,3 @@ class _Lease:
     def __del__(self) -> None:
         # Any thread may drop the last view, at any time: the pool takes it when it is asked next.
         self._returned.append(self._memory)
-
-
-def _array_at_function() -> Any:
-    library = native_library()
-    return _array_at if library is None else library.array_at
-
-
-def _array_at(address: int, shape: tuple[int, ...], dtype: np.dtype, owner: object) -> np.ndarray:
-    """Return an array in memory that lives as long as `owner`."""
-    bytes_there = _Bytes(address, math.prod(shape) * dtype.itemsize, owner)
-    return np.asarray(bytes_there).view(dtype).reshape(shape)
-
-
-class _Bytes:
-    """Memory as NumPy takes it, and the object that keeps it alive."""
-
-    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
-        self._owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (num_bytes,),
-            "data": (address, False),
-        }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.native import native_library
+from mpistrat.system.cpu import own_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -95,16 +96,27 @@ _BYTES_PER_RANK = _ARENA_START + _ARENA_BYTES
 _TOKEN_BYTES = 16
 
 
+_PATIENCE = 6
+"""Where the C structure has the patience."""
+_BUSY_NS, _SHARED_NS = 50_000, 10_000
+"""How long a wait takes a core for itself, and one that others need. To wake a thread takes 5 to 50
+us."""
+
+
 class StepSequence:
     """One sequence of steps of all ranks in shared memory, as ``native/sequences.c`` takes it."""
 
     def __init__(
         self, rank: int, half: int, lines: list[int], arena: int = 0, arena_bytes: int = 0
     ) -> None:
-        head = [len(lines), rank, 0, half, arena, arena_bytes]
+        head = [len(lines), rank, 0, half, arena, arena_bytes, _BUSY_NS]
         self._structure = np.array([*head, *lines], np.int64)
         self.pointer: int = self._structure.ctypes.data
         """The address of the C structure, valid as long as this object."""
+
+    def wait_busily(self, is_busy: bool) -> None:
+        """Have waits keep the core until they are long, or only while they are very short."""
+        self._structure[_PATIENCE] = _BUSY_NS if is_busy else _SHARED_NS
 
 
 class NodeMemory:
@@ -115,7 +127,9 @@ class NodeMemory:
     ROUND_BYTES = _ROUND_BYTES
     """How much may travel with a round."""
 
-    def __init__(self, memory: np.ndarray, rank: int, size: int, library: Any) -> None:
+    def __init__(
+        self, memory: np.ndarray, rank: int, size: int, library: Any, shares_cores: bool = False
+    ) -> None:
         self.rank = rank
         self.size = size
         self.library = library
@@ -130,6 +144,9 @@ class NodeMemory:
             )
             for start, length in ((_ROUND_SEQUENCE_BYTES, _ARENA_BYTES), (_BACKGROUND_START, 0))
         )
+        self._shares_cores = shares_cores
+        self.background.wait_busily(False)
+        self.wait_busily(True)
         start = rank * _BYTES_PER_RANK + _ARENA_START
         self.arena = Arena(memory[start : start + _ARENA_BYTES])
         """Memory for results of the reductions of this rank."""
@@ -149,14 +166,21 @@ class NodeMemory:
         if place is not None and library is not None:
             with contextlib.suppress(OSError, ValueError):
                 memory = _mapped(*place, num_bytes)
-        is_shared = all(comm.allgather(memory is not None))  # on all ranks, or on none
+        seen = comm.allgather((memory is not None, own_cores()))
         if made is not None:
             made.close()
+        is_shared = all(is_mapped for is_mapped, _ in seen)  # on all ranks, or on none
         if not is_shared or memory is None or library is None:
             return None
         memory[:_TOKEN_BYTES] = 0
         comm.Barrier()
-        return cls(memory, comm.rank, comm.size, library)
+        cores = frozenset[int]().union(*(cores for _, cores in seen))
+        return cls(memory, comm.rank, comm.size, library, comm.size > len(cores))
+
+    def wait_busily(self, is_busy: bool) -> None:
+        """Set how the calling thread waits: busily only where each rank has a core."""
+        for sequence in (self.rounds, self.reductions):
+            sequence.wait_busily(is_busy and not self._shares_cores)
 
     def view(self, address: int, num_bytes: int) -> np.ndarray:
         """Return a view of a part of the memory."""

@@ -85,6 +85,16 @@ class Round(Protocol):
         """Contributes two numbers and their complements, and polls for some 100 us."""
         # Returns 0 if ranks are missing, 2 if all have contributed the same, else 1.
 
+    is_busy: bool
+    """Whether waits keep the core until they are long, not only while they are very short."""
+
+    def rest(self, waited_s: float) -> None:
+        """Let others have the core for a moment, in a wait that has lasted `waited_s`."""
+
+    @property
+    def expect(self) -> Callable[[int], bool]:
+        """Tells that this rank comes to collective number N, and looks whether all others do."""
+
 
 class Piggyback(Round, Protocol):
     """A round with room for a few numbers: a small reduction needs no message for itself."""
@@ -185,6 +195,9 @@ class Transport(Protocol):
     def round(self, num_values: int) -> Round:
         """Return a new round of `num_values` integers, without waiting."""
 
+    def wait_busily(self, is_busy: bool) -> None:
+        """Have waits keep the core, or leave it to other threads of this rank."""
+
     def close(self) -> None:
         """Free what MPI and the system have lent; nothing may be under way."""
 
@@ -203,6 +216,14 @@ class SoloRound:
         self.start: Callable[[], object] = bool
         self.done: Callable[[], bool] = lambda: True
         self.withdraw: Callable[[], object] = bool
+        self.is_busy = True
+
+    def rest(self, waited_s: float) -> None:
+        """Do nothing: nobody waits."""
+
+    def expect(self, number: int) -> bool:
+        """Return True: no other rank is missing."""
+        return True
 
     def meet(self, first: int, second: int) -> int:
         """Contribute two numbers, which are those of all ranks."""
@@ -264,6 +285,9 @@ class SoloTransport:
     def round(self, num_values: int) -> SoloRound:
         """Return a round that is done at once."""
         return SoloRound(num_values)
+
+    def wait_busily(self, is_busy: bool) -> None:
+        """Do nothing: no rank is waited for."""
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""

@@ -9,6 +9,8 @@ static PyMethodDef functions[] = {
     FAST("round_start", mpistrat_call_round_start),
     FAST("round_done", mpistrat_call_round_done),
     FAST("round_meet", mpistrat_call_round_meet),
+    FAST("round_rest", mpistrat_call_round_rest),
+    FAST("round_expect", mpistrat_call_round_expect),
     FAST("round_contribute", mpistrat_call_round_contribute),
     FAST("round_result", mpistrat_call_round_result),
     FAST("reduce_contribute", mpistrat_call_reduce_contribute),

@@ -17,6 +17,7 @@ typedef PyObject *fast_function(PyObject *module, PyObject *const *args, Py_ssiz
 
 /* sequence_calls.c */
 fast_function mpistrat_call_round_start, mpistrat_call_round_done, mpistrat_call_round_meet,
+    mpistrat_call_round_rest, mpistrat_call_round_expect,
     mpistrat_call_round_contribute, mpistrat_call_round_result, mpistrat_call_reduce_contribute,
     mpistrat_call_reduce_withdraw, mpistrat_call_reduce, mpistrat_call_reduce_slice,
     mpistrat_call_collect_slices;

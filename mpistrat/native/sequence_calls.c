@@ -62,6 +62,34 @@ PyObject *mpistrat_call_round_done(PyObject *module, PyObject *const *args, Py_s
         mpistrat_round_done((struct sequence *)given[0], (uint64_t *)given[1], given[2]));
 }
 
+/* round_rest(seq, largest) -> bool */
+PyObject *mpistrat_call_round_rest(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[2];
+    if (!take_count(num_args, 2, "round_rest") || !take_integers(args, 2, given))
+        return NULL;
+    int done;
+    Py_BEGIN_ALLOW_THREADS
+    done = mpistrat_round_rest((struct sequence *)given[0], (uint64_t *)given[1]);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(done);
+}
+
+/* round_expect(seq, limit_ns, number) -> bool */
+PyObject *mpistrat_call_round_expect(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[3];
+    if (!take_count(num_args, 3, "round_expect") || !take_integers(args, 3, given))
+        return NULL;
+    int all_come;
+    Py_BEGIN_ALLOW_THREADS
+    all_come = mpistrat_round_expect((struct sequence *)given[0], given[2], given[1]);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(all_come);
+}
+
 /* round_meet(seq, values, largest, turns, first, second) -> int: fill the values with both numbers
    and their complements, round_start and round_done. 0: some ranks are missing; 2: all are equal */
 PyObject *mpistrat_call_round_meet(PyObject *module, PyObject *const *args, Py_ssize_t num_args)

@@ -10,6 +10,10 @@
    Each rank also has an arena in this memory, for results. If those of a message lie there on all
    ranks, each rank writes its slice of them to all arenas, and nobody has to copy them out.
 
+   Who waits looks again and again, which is fastest where each rank has a core. Where ranks share
+   cores, or the program computes meanwhile on another thread, that takes the core from those that
+   are waited for. So after a time it sleeps, until a rank arrives.
+
    No function keeps state outside of its sequence. A function that can wait without end (reduce)
    may be called only when every rank has agreed to call it. */
 
@@ -17,43 +21,120 @@
 
 #include <sched.h>
 #include <string.h>
+#include <time.h>
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 enum { GOAL = 64, LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, VALUES = 4 };
+enum { IS_ASLEEP = 8, EXPECTED = 16, NUM_WAKES = 72, NAP_NS = 1000000, TURNS_OF_NAP = 256 };
 
 /* ---- waiting ---- */
 
+/* Whether this rank sleeps, beside its counter: who reads one has the other. */
+static uint32_t *is_asleep(const struct sequence *seq, int64_t rank)
+{
+    return (uint32_t *)(seq->line[rank] + IS_ASLEEP);
+}
+
+/* How often this rank was woken, which it sleeps on. */
+static uint32_t *num_wakes(const struct sequence *seq, int64_t rank)
+{
+    return (uint32_t *)(seq->line[rank] + NUM_WAKES);
+}
+
+static void wake(const struct sequence *seq, int64_t rank)
+{
+    if (!__atomic_exchange_n(is_asleep(seq, rank), 0, __ATOMIC_SEQ_CST))
+        return;
+    __atomic_add_fetch(num_wakes(seq, rank), 1, __ATOMIC_SEQ_CST);
+#ifdef __linux__
+    syscall(SYS_futex, num_wakes(seq, rank), FUTEX_WAKE, 1, NULL, NULL, 0);
+#endif
+}
+
+/* In one order with the looks of those that fall asleep: they see the step, or are seen. */
 static void arrive(struct sequence *seq)
 {
     seq->step++;
-    __atomic_store_n((int64_t *)seq->line[seq->own], seq->step, __ATOMIC_RELEASE);
+    __atomic_store_n((int64_t *)seq->line[seq->own], seq->step, __ATOMIC_SEQ_CST);
+    for (int64_t q = 0; q < seq->size; q++)
+        if (q != seq->own && __atomic_load_n(is_asleep(seq, q), __ATOMIC_SEQ_CST))
+            wake(seq, q);
 }
 
 static int all_have_arrived(const struct sequence *seq)
 {
     for (int64_t q = 0; q < seq->size; q++)
-        if (__atomic_load_n((int64_t *)seq->line[q], __ATOMIC_ACQUIRE) < seq->step)
+        if (__atomic_load_n((int64_t *)seq->line[q], __ATOMIC_SEQ_CST) < seq->step)
             return 0;
     return 1;
 }
 
-/* Wait a moment; after some, give the core to a rank that may need it. */
-static void relax(int64_t turn)
+/* Sleep until some rank arrives, at most NAP_NS. */
+static void take_nap(const struct sequence *seq)
 {
-    if (turn % 32 == 31)
-        sched_yield();
-#if defined(__x86_64__) || defined(__i386__)
-    else
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    else
-        __asm__ volatile("yield");
+    const struct timespec limit = {0, NAP_NS};
+    uint32_t before = __atomic_load_n(num_wakes(seq, seq->own), __ATOMIC_SEQ_CST);
+    __atomic_store_n(is_asleep(seq, seq->own), 1, __ATOMIC_SEQ_CST);
+    if (!all_have_arrived(seq)) {
+#ifdef __linux__
+        syscall(SYS_futex, num_wakes(seq, seq->own), FUTEX_WAIT, before, &limit, NULL, 0);
+#else
+        const struct timespec moment = {0, NAP_NS / 16};
+        nanosleep(before == 0 ? &limit : &moment, NULL);
 #endif
+    }
+    __atomic_store_n(is_asleep(seq, seq->own), 0, __ATOMIC_SEQ_CST);
+}
+
+static void pause_core(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* A wait: how often it has looked, and since when. */
+struct wait {
+    int64_t turns, began_ns;
+};
+
+/* Wait a moment; after some, give the core to a rank that may need it. */
+static void relax(const struct sequence *seq, struct wait *wait)
+{
+    if (wait->turns++ % 32 != 31) {
+        pause_core();
+        return;
+    }
+    int64_t now = now_ns();
+    if (wait->began_ns == 0)
+        wait->began_ns = now;
+    if (now - wait->began_ns < seq->patience_ns) {
+        sched_yield();
+        return;
+    }
+    take_nap(seq);
+    wait->turns += TURNS_OF_NAP;
 }
 
 static void wait_for_all(const struct sequence *seq)
 {
-    for (int64_t turn = 0; !all_have_arrived(seq); turn++)
-        relax(turn);
+    struct wait wait = {0, 0};
+    while (!all_have_arrived(seq))
+        relax(seq, &wait);
 }
 
 static char *half_of(const struct sequence *seq, int64_t rank, int64_t use)
@@ -73,10 +154,11 @@ void mpistrat_round_start(struct sequence *seq, const uint64_t *values)
 /* Look up to `turns` times whether all ranks have arrived; then write the largest of each value. */
 int mpistrat_round_done(const struct sequence *seq, uint64_t *largest, int64_t turns)
 {
-    for (int64_t turn = 0; !all_have_arrived(seq); turn++) {
-        if (turn + 1 >= turns)
+    struct wait wait = {0, 0};
+    while (!all_have_arrived(seq)) {
+        if (wait.turns + 1 >= turns)
             return 0;
-        relax(turn);
+        relax(seq, &wait);
     }
     for (int64_t q = 0; q < seq->size; q++) {
         const uint64_t *values = (const uint64_t *)half_of(seq, q, seq->step);
@@ -85,6 +167,33 @@ int mpistrat_round_done(const struct sequence *seq, uint64_t *largest, int64_t t
                 largest[i] = values[i];
     }
     return 1;
+}
+
+/* Sleep until some rank arrives, at most NAP_NS; then the same with one look. */
+int mpistrat_round_rest(const struct sequence *seq, uint64_t *largest)
+{
+    if (!all_have_arrived(seq))
+        take_nap(seq);
+    return mpistrat_round_done(seq, largest, 1);
+}
+
+/* Tell the other ranks that this one comes to collective `number` now, and look for `limit_ns`
+   whether each of them has told the same, or has arrived. */
+int mpistrat_round_expect(const struct sequence *seq, int64_t number, int64_t limit_ns)
+{
+    int64_t began_ns = now_ns();
+    __atomic_store_n((int64_t *)(seq->line[seq->own] + EXPECTED), number, __ATOMIC_RELEASE);
+    for (;;) {
+        int missing = 0;
+        for (int64_t q = 0; q < seq->size; q++)
+            missing |= __atomic_load_n((int64_t *)(seq->line[q] + EXPECTED), __ATOMIC_RELAXED) < number
+                       && __atomic_load_n((int64_t *)seq->line[q], __ATOMIC_RELAXED) <= seq->step;
+        if (!missing)
+            return 1;
+        if (now_ns() - began_ns > limit_ns)
+            return 0;
+        pause_core();
+    }
 }
 
 /* ---- arithmetic ---- */

@@ -10,6 +10,7 @@ struct sequence {
     int64_t step;                 /* steps at which this rank has arrived */
     int64_t half;                 /* bytes of each half */
     int64_t arena, arena_bytes;   /* memory of each rank for results: offset from its line, length */
+    int64_t patience_ns;          /* how long a wait looks at the other ranks before it sleeps */
     char *line[];                 /* of each rank: counter and goal, halves from LINE_HEAD on */
 };
 
@@ -34,6 +35,8 @@ struct message {
 
 void mpistrat_round_start(struct sequence *seq, const uint64_t *values);
 int mpistrat_round_done(const struct sequence *seq, uint64_t *largest, int64_t turns);
+int mpistrat_round_rest(const struct sequence *seq, uint64_t *largest);
+int mpistrat_round_expect(const struct sequence *seq, int64_t number, int64_t limit_ns);
 void mpistrat_round_contribute(struct sequence *seq, const char *source, int64_t num_bytes);
 void mpistrat_round_result(struct sequence *seq, struct arithmetic how, char *target,
                            int64_t num_bytes);

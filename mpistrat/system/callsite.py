@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from types import CodeType, FrameType, TracebackType
 
 __all__ = [
@@ -74,19 +72,24 @@ _issuers: dict[int, Place] = {}
 """Where the program issued what a thread does now, by thread, if that was on another one."""
 
 
-@contextlib.contextmanager
-def on_behalf_of(place: Place) -> Iterator[None]:
-    """Have `call_site` and `users_place` answer `place` on this thread."""
-    thread = threading.get_ident()
-    before = _issuers.get(thread)
-    _issuers[thread] = place
-    try:
-        yield
-    finally:
-        if before is None:
-            del _issuers[thread]
+class on_behalf_of:  # noqa: N801  used as a function
+    """Context manager in which `call_site` and `users_place` answer `place` on this thread."""
+
+    __slots__ = ("_before", "_place", "_thread")
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        self._before = _issuers.get(self._thread)
+        _issuers[self._thread] = self._place
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            del _issuers[self._thread]
         else:
-            _issuers[thread] = before
+            _issuers[self._thread] = self._before
 
 
 # Looked up once, because each collective compares them.

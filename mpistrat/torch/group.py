@@ -55,7 +55,7 @@ class MpiProcessGroup(Operations, Messages, dist.ProcessGroup):
         self._strategy = MPIStrategy(comm, "cpu", options.communication_options)
         self._collectives = self._strategy.extended._collectives
         self.set_timeout(timeout)
-        self._queue = GroupQueue(f"mpistrat-group-{name}")
+        self._queue = GroupQueue(f"mpistrat-group-{name}", self._collectives.channel)
         self._name, self._desc = name, "undefined"
         self._bound: torch.device | None = None
         self._store: Any = None

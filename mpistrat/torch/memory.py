@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpistrat.arrays import array_at_function
 from mpistrat.comm.wire import named_dtype
 
 __all__ = ["Operand", "described"]
@@ -31,24 +31,29 @@ class Operand:
         If it does not lie on the host.
     """
 
+    __slots__ = ("_target", "memory")
+
     def __init__(self, tensor: torch.Tensor, kind: str) -> None:
+        # Short, as each operation makes one of each tensor.
         _check(tensor, kind)
-        self._tensor = tensor.detach()
-        plain = self._tensor.resolve_conj().resolve_neg().contiguous()
-        self.memory = plain
+        self._target: torch.Tensor | None = None
+        self.memory = tensor
         """The tensor itself, or a contiguous copy."""
+        if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+            self._target = tensor.detach()
+            self.memory = self._target.resolve_conj().resolve_neg().contiguous()
+        elif not tensor.is_contiguous():
+            self._target, self.memory = tensor, tensor.contiguous()
 
     @property
     def array(self) -> np.ndarray:
-        """The numbers as an array of the tensor's shape, which lives as long as this operand."""
+        """The numbers as an array of the tensor's shape, which keeps their memory alive."""
         # Tensor.numpy() would make the storage of a user's tensor unresizable for good, and
         # sharded modules resize theirs.
-        dtype = _numpy_dtype(self.memory.dtype)
-        if not self.memory.numel():
-            return np.empty(tuple(self.memory.shape), dtype)
-        memory: Any = self.buffer
-        array: np.ndarray = np.frombuffer(memory, dtype).reshape(tuple(self.memory.shape))
-        return array
+        memory = self.memory
+        dtype, shape = _numpy_dtype(memory.dtype), tuple(memory.shape)
+        address = memory.data_ptr()
+        return _array_at(address, shape, dtype, memory) if address else np.empty(shape, dtype)
 
     @property
     def buffer(self) -> MPI.buffer:
@@ -62,15 +67,21 @@ class Operand:
 
     def give_back(self) -> None:
         """Copy what was received to the tensor, where that has another memory."""
-        if self.memory.data_ptr() != self._tensor.data_ptr() or self.memory.is_conj() != (
-            self._tensor.is_conj()
+        target = self._target
+        if target is not None and (
+            target.data_ptr() != self.memory.data_ptr()
+            or target.is_conj() != self.memory.is_conj()
+            or target.is_neg() != self.memory.is_neg()
         ):
-            self._tensor.copy_(self.memory)
+            target.copy_(self.memory)
+
+
+_array_at = array_at_function()
 
 
 def _check(tensor: torch.Tensor, kind: str) -> None:
     # First the device: a tensor elsewhere has no address that the host may read.
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(
             f"{kind}: expected tensors on the CPU, but got one on {tensor.device}. Move it with "
             ".cpu(), or give the tensors of other devices to another backend: "

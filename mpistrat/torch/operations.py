@@ -50,7 +50,8 @@ class Operations:
                 body(call)
 
         work = GroupWork(kind, operation, outputs, users_place(sys._getframe(2)))
-        self._queue.add(work, opts.asyncOp)
+        is_async = opts.asyncOp
+        self._queue.add(work, is_async, _num_bytes(outputs) if is_async else 0)
         return work
 
     def _issue_moves(
@@ -331,3 +332,11 @@ class Operations:
     all_to_all_single = alltoall_base
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+
+def _num_bytes(outputs: Sequence[Any]) -> int:
+    """Return the length of tensors, or of lists of them."""
+    return sum(
+        _num_bytes(each) if isinstance(each, list) else each.numel() * each.element_size()
+        for each in outputs
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,23 +38,22 @@ _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PROD: ReduceOp.MIN}
 
 
 class _Reduction:
-    """An operator of torch for tensors of one dtype.
+    """An operator of torch for tensors of some dtypes.
 
     Parameters
     ----------
     kind : str
         The operation, for errors.
-    op : torch.distributed.ReduceOp
-    tensors : sequence of torch.Tensor
+    known : torch.distributed.ReduceOp.RedOpType
+    dtypes : torch.dtype
 
     Raises
     ------
     TypeError, ValueError
-        If tensors of this dtype cannot be reduced so.
+        If tensors of these dtypes cannot be reduced so.
     """
 
-    def __init__(self, kind: str, op: Any, tensors: Sequence[torch.Tensor]) -> None:
-        known = getattr(op, "op", op)
+    def __init__(self, kind: str, known: Any, *dtypes: torch.dtype) -> None:
         self.bitwise = _BITWISE.get(known)
         """MPI's name, for operators on bits."""
         if self.bitwise is None and known not in _OPS:
@@ -64,10 +64,9 @@ class _Reduction:
         self.name = str(getattr(known, "name", known))
         """As ranks compare it."""
         self.op = _OPS.get(known, ReduceOp.SUM)
-        self._is_bool = False
-        for dtype in {each.dtype for each in tensors}:
+        for dtype in dtypes:
             self._check(kind, dtype)
-            self._is_bool = dtype == torch.bool
+        self._is_bool = torch.bool in dtypes
         self.structure = f"{self.name} of bool" if self._is_bool else ()
         """What ranks compare besides the operator of this package."""
         if self._is_bool:
@@ -93,10 +92,18 @@ class _Reduction:
         return [each.view(np.uint8) for each in arrays] if self._is_bool else arrays
 
 
+_kept_reduction = functools.lru_cache(_Reduction)
+
+
+def _reduction_of(kind: str, op: Any, tensors: Sequence[torch.Tensor]) -> _Reduction:
+    """Return what reduces `tensors` by torch's `op`."""
+    return _kept_reduction(kind, getattr(op, "op", op), *{each.dtype for each in tensors})
+
+
 def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -> None:
     """Reduce each tensor in place, equal to the bit on all ranks. **Collective**."""
     operands = [Operand(each, call.kind) for each in tensors]
-    reduction = _Reduction(call.kind, op, tensors)
+    reduction = _reduction_of(call.kind, op, tensors)
     arrays = reduction.arrays(operands)
     if reduction.bitwise:
         call.agree(reduction.name, tuple(map(described, tensors)))
@@ -116,7 +123,7 @@ def _combine_bits(call: CollectiveCall, name: str, array: np.ndarray) -> None:
 def reduce(call: CollectiveCall, op: Any, tensor: torch.Tensor, root: int) -> None:
     """Reduce `tensor` in place on `root`; elsewhere it stays as it is. **Collective**."""
     operand = Operand(tensor, call.kind)
-    reduction = _Reduction(call.kind, op, [tensor])
+    reduction = _reduction_of(call.kind, op, [tensor])
     (array,) = reduction.arrays([operand])
     is_root = call.channel.rank == root
     if reduction.bitwise:
@@ -140,7 +147,7 @@ def reduce_scatter(
     """Reduce the tensors that all ranks have for this one into `output`. **Collective**."""
     target = Operand(output, call.kind)
     operands = [Operand(each, call.kind) for each in inputs]
-    reduction = _Reduction(call.kind, op, [output, *inputs])
+    reduction = _reduction_of(call.kind, op, [output, *inputs])
     channel = call.channel
     if len({each.dtype for each in (output, *inputs)}) > 1:
         raise TypeError(f"{call.kind}: all tensors must have one dtype.")
@@ -170,7 +177,7 @@ _UFUNCS = {"BAND": "bitwise_and", "BOR": "bitwise_or", "BXOR": "bitwise_xor"}
 def all_reduce_sparse(call: CollectiveCall, op: Any, tensor: torch.Tensor) -> None:
     """Add up sparse tensors in COO format, in place. **Collective**."""
     own = tensor.detach().coalesce()
-    reduction = _Reduction(call.kind, op, [own.values()])
+    reduction = _reduction_of(call.kind, op, [own.values()])
     if reduction.op not in (ReduceOp.SUM, ReduceOp.MEAN) or reduction.bitwise:
         raise ValueError(f"{call.kind}: sparse tensors can be reduced by SUM and AVG alone.")
     call.agree(reduction.name, described(own), f"sparse_dim {own.sparse_dim()}")

@@ -13,12 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpistrat.agreement.channel import Channel
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.system.callsite import Place, format_place, on_behalf_of
 
 __all__ = ["GroupQueue", "GroupWork"]
 
 _logger = logging.getLogger("mpistrat")
+
+_SHORT_BYTES = 2**20
+"""Up to here, an operation to which all ranks have come is short enough for the program to wait."""
 
 _PATIENCE_S = 1.0
 """How long the end of the program waits for the thread."""
@@ -132,24 +136,29 @@ class GroupWork(dist.Work):
 
     def _complete_future(self) -> None:
         # Callbacks run here, without a lock. Whoever takes the future out of the list completes it.
-        with contextlib.suppress(IndexError):
-            self._unset.pop().set_result(None)
+        if self._unset:
+            with contextlib.suppress(IndexError):
+                self._unset.pop().set_result(None)
 
 
 class GroupQueue:
     """The operations of a group, one at a time and in the order in which they were issued.
 
-    Synchronous ones run on the thread that issues them where nothing is ahead of them, all others
-    on a thread of the queue. What a callback issues runs there and then: it may wait for it.
+    Synchronous ones run on the thread that issues them where nothing is ahead of them, and so do
+    short ones to which all other ranks have come; all others run on a thread of the queue. What a
+    callback issues runs there and then: it may wait for it.
 
     Parameters
     ----------
     name : str
         Of the thread.
+    channel : Channel
+        Of the group.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, channel: Channel) -> None:
         self._name = name
+        self._channel = channel
         self._waiting: deque[GroupWork] = deque()
         self._changed = threading.Condition(threading.Lock())
         self._busy: int | None = None
@@ -161,11 +170,11 @@ class GroupQueue:
         self._thread: threading.Thread | None = None
         self._is_ending = False
 
-    def add(self, work: GroupWork, is_async: bool) -> None:
-        """Do `work`, or have it done."""
+    def add(self, work: GroupWork, is_async: bool, num_bytes: int) -> None:
+        """Do `work`, which writes `num_bytes`, or have it done."""
         if self._busy == threading.get_ident():
             work.perform()
-        elif not is_async and self._begin():
+        elif (not is_async or self._is_at_hand(num_bytes)) and self._begin():
             try:
                 work.perform()
             finally:
@@ -177,6 +186,10 @@ class GroupQueue:
                     self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                     self._thread.start()
                 self._changed.notify()
+
+    def _is_at_hand(self, num_bytes: int) -> bool:
+        """Return whether an operation is done sooner than it is handed over to the thread."""
+        return num_bytes <= _SHORT_BYTES and self._is_idle() and self._channel.all_come()
 
     def _begin(self) -> bool:
         """Let this thread do one operation, where nothing is ahead of it."""
@@ -200,9 +213,12 @@ class GroupQueue:
                     self._changed.wait()
                 work = self._under_way = self._waiting.popleft()
                 self._busy = threading.get_ident()
+            # The program computes meanwhile, perhaps on the only core that this rank has.
+            self._channel.transport.wait_busily(False)
             try:
                 work.perform()
             finally:
+                self._channel.transport.wait_busily(True)
                 self._under_way = None
                 if work.unseen_error() is not None and self._failed is None:
                     self._failed = work

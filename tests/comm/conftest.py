@@ -12,5 +12,6 @@ collect_ignore = outside_mpiexec(
     "test_ops.py",
     "test_shared_memory.py",
     "test_slices.py",
+    "test_waiting.py",
     "test_wire.py",
 )
