@@ -166,8 +166,7 @@ class Channel:
         return Outcome.ALL_CALL if largest == Status.CALL else Outcome.ALL_REFUSE
 
     def all_come(self) -> bool:
-        """Return whether every rank is known to come to the next collective now."""
-        # It is announced to them that this one does.
+        """Tell the others that this rank comes to its next collective; return whether all do."""
         return self._round.expect(self.ledger.sequence + 1)
 
     def all_ended_well(self) -> bool:
