@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from mpi4py import MPI
+
 from mpistrat.bench.benchmark import (
     RESULTS,
     Bars,
@@ -20,6 +22,7 @@ from mpistrat.bench.benchmark import (
 from mpistrat.bench.measure import take_turns
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.mpi.world import open_world
+from mpistrat.options import ReduceOp
 from mpistrat.pytorch import import_torch
 from mpistrat.strategies import MPIStrategy
 from mpistrat.system.cpu import num_cores
@@ -28,7 +31,7 @@ from mpistrat.system.text import readable_size
 __all__ = ["BENCHMARK"]
 
 _OURS, _GLOO = "mpistrat", "gloo"
-_STEPS = "steps"
+_STEPS, _PARTS = "steps", "parts"
 _WIDTHS = {
     "0.1 million": (64, 256, 256, 64),
     "5 million": (512, 1536, 1536, 1536, 64),
@@ -55,8 +58,13 @@ def measure(choices: Choices) -> Findings:
         _time_calls(torch, num_bytes, groups, collectives, choices) for num_bytes in choices.sizes
     ]
     steps = [_time_steps(torch, name, groups, collectives, choices) for name in _WIDTHS]
+    parts = [
+        row
+        for num_bytes in (min(choices.sizes), 2**20)
+        for row in _time_parts(torch, num_bytes, ours, collectives, choices)
+    ]
     torch.distributed.destroy_process_group()
-    return Findings({RESULTS: calls, _STEPS: steps})
+    return Findings({RESULTS: calls, _STEPS: steps, _PARTS: parts})
 
 
 def _time_calls(
@@ -79,6 +87,43 @@ def _time_calls(
 
 def _start_and_wait(call: Callable[..., Any]) -> None:
     call(async_op=True).wait()
+
+
+def _time_parts(
+    torch: Any, num_bytes: int, group: Any, collectives: Collectives, choices: Choices
+) -> list[Row]:
+    """Time one reduction with fewer and fewer of the layers around it."""
+    tensor = torch.zeros(num_bytes // 4)
+    array, options = tensor.numpy(), torch.distributed.AllreduceOptions()
+    options.asyncOp = False
+    inner, world = group._collectives, open_world(None).comm
+
+    def reduce() -> None:
+        with inner.call("bench torch") as call:
+            call.all_reduce_in_place(ReduceOp.SUM, [array])
+
+    def agree() -> None:
+        with inner.call("bench torch") as call:
+            call.agree()
+
+    candidates: dict[str, Callable[[], object]] = {
+        "torch.distributed.all_reduce": lambda: torch.distributed.all_reduce(tensor),
+        "without torch's function": lambda: group.allreduce([tensor], options),
+        "without Work, queue and Tensor": reduce,
+        "the agreement alone": agree,
+        "mpi4py's Allreduce in place": lambda: world.Allreduce(MPI.IN_PLACE, array),
+    }
+    timings = take_turns(candidates, collectives, choices.num_samples)
+    whole = next(iter(candidates))
+    return [
+        {
+            "num_bytes": num_bytes,
+            "part": name,
+            "time_s": timings.median_s(name),
+            "share": timings.median_ratio(name, whole),
+        }
+        for name in candidates
+    ]
 
 
 def _time_steps(
@@ -148,6 +193,16 @@ BENCHMARK = Benchmark(
             ),
             key=_STEPS,
             title="steps of DistributedDataParallel",
+        ),
+        Table(
+            (
+                Column.size("tensor", "num_bytes"),
+                Column.text("what is timed", "part"),
+                Column.time("time", "time_s"),
+                Column.ratio("/ all", "share"),
+            ),
+            key=_PARTS,
+            title="all_reduce with fewer and fewer layers",
         ),
     ),
     (

@@ -97,7 +97,8 @@ _kept_reduction = functools.lru_cache(_Reduction)
 
 def _reduction_of(kind: str, op: Any, tensors: Sequence[torch.Tensor]) -> _Reduction:
     """Return what reduces `tensors` by torch's `op`."""
-    return _kept_reduction(kind, getattr(op, "op", op), *{each.dtype for each in tensors})
+    dtypes = {each.dtype for each in tensors} if len(tensors) > 1 else (tensors[0].dtype,)
+    return _kept_reduction(kind, getattr(op, "op", op), *dtypes)
 
 
 def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -> None:

@@ -202,7 +202,8 @@ class GroupQueue:
     def _end(self) -> None:
         with self._changed:
             self._busy = None
-            self._changed.notify_all()
+            if self._waiting or self._is_ending:  # to wake the thread for nothing costs a lot
+                self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
