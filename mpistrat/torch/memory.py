@@ -77,7 +77,8 @@ def _check(tensor: torch.Tensor, kind: str) -> None:
             'mpistrat.torch.init(backend="cpu:mpistrat,cuda:nccl").'
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
+        layout = str(tensor.layout).removeprefix("torch.").lstrip("_")
+        what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else layout
         raise TypeError(
             f"{kind}: expected dense tensors, but got a {what} one of dtype {tensor.dtype}. Send "
             "the tensors that it is made of."
