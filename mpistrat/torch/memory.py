@@ -1,4 +1,4 @@
-"""Tensors as memory that MPI and NumPy use: dtypes, contiguity, the way back."""
+"""Memory of tensors for MPI and NumPy: dtypes, contiguity, copying back."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Operand:
     Raises
     ------
     TypeError
-        If the tensor is not a dense one.
+        If the tensor is not dense.
     ValueError
-        If it does not lie on the host.
+        If it is not on the host.
     """
 
     def __init__(self, tensor: torch.Tensor, kind: str) -> None:
@@ -61,7 +61,7 @@ class Operand:
         return int(self.memory.numel() * self.memory.element_size())
 
     def give_back(self) -> None:
-        """Copy what was received to the tensor, where that has another memory."""
+        """Copy what was received to the tensor, if its memory is elsewhere."""
         if self.memory.data_ptr() != self._tensor.data_ptr() or self.memory.is_conj() != (
             self._tensor.is_conj()
         ):
@@ -81,12 +81,12 @@ def _check(tensor: torch.Tensor, kind: str) -> None:
         what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else layout
         raise TypeError(
             f"{kind}: expected dense tensors, but got a {what} one of dtype {tensor.dtype}. Send "
-            "the tensors that it is made of."
+            "the tensors that it consists of."
         )
 
 
 def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape, as ranks compare them."""
+    """Return dtype and shape, for ranks to compare."""
     return _name(tensor.dtype), tuple(tensor.shape)
 
 
@@ -97,7 +97,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    """Return the dtype of NumPy, for dtypes that only move that of their bytes."""
+    """Return the NumPy dtype; for dtypes that are only moved, one of as many bytes."""
     name = _name(dtype)
     if name == "bfloat16":
         return named_dtype("bfloat16")

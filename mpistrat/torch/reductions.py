@@ -53,7 +53,7 @@ _BITWISE = {
     _RedOp.BXOR: _Bitwise(MPI.BXOR, np.bitwise_xor),
 }
 _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PROD: ReduceOp.MIN}
-"""A sum of bools is their or, a product their and."""
+"""The sum of bools is their logical or, the product their logical and."""
 
 
 class _Reduction:
@@ -69,7 +69,7 @@ class _Reduction:
     Raises
     ------
     TypeError, ValueError
-        If tensors of this dtype cannot be reduced so.
+        If tensors of this dtype cannot be reduced by it.
     """
 
     def __init__(self, kind: str, op: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ class _Reduction:
                 "MAX, BAND, BOR or BXOR; for PREMUL_SUM multiply the tensor first."
             )
         self.name = str(getattr(known, "name", known))
-        """As ranks compare it."""
+        """For ranks to compare."""
         self.op = _OPS.get(known, ReduceOp.SUM)
         self._is_bool = False
         for dtype in {each.dtype for each in tensors}:
@@ -108,7 +108,7 @@ class _Reduction:
             )
 
     def arrays(self, operands: Sequence[Operand]) -> list[np.ndarray]:
-        """Return the operands as what is reduced."""
+        """Return the operands as arrays to reduce."""
         arrays = [each.array for each in operands]
         return [each.view(np.uint8) for each in arrays] if self._is_bool else arrays
 
@@ -158,7 +158,7 @@ def reduce_scatter(
     output: torch.Tensor,
     inputs: Sequence[torch.Tensor],
 ) -> None:
-    """Reduce the tensors that all ranks have for this one into `output`. **Collective**."""
+    """Reduce what all ranks have for this one into `output`. **Collective**."""
     target = target_of(call, output)
     operands = [source_of(call, each) for each in inputs]
     reduction = _Reduction(subject(call), op, [output, *inputs])
@@ -190,7 +190,7 @@ def all_reduce_sparse(call: CollectiveCall, op: Any, tensor: torch.Tensor) -> No
     reduction = _Reduction(subject(call), op, [own.values()])
     if reduction.op not in (ReduceOp.SUM, ReduceOp.MEAN) or reduction.bitwise:
         raise ValueError(
-            f"{subject(call)}: sparse tensors can be reduced by SUM and AVG alone, not by "
+            f"{subject(call)}: sparse tensors can be reduced only by SUM and AVG, not by "
             f"{reduction.name}. Use tensor.to_dense()."
         )
     call.agree(reduction.name, described(own), f"sparse_dim {own.sparse_dim()}")

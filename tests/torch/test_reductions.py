@@ -165,5 +165,5 @@ def test_sparse_tensors_add_up(rank, size, op):
     empty = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0), (4,))
     dist.all_reduce(empty)
     assert empty.to_dense().tolist() == [0] * 4
-    with pytest.raises(ValueError, match="SUM and AVG alone"):
+    with pytest.raises(ValueError, match="only by SUM and AVG"):
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
