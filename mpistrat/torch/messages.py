@@ -31,6 +31,9 @@ _BRISK_S = 0.01
 """How long it only yields the core: most waits are shorter than the shortest sleep."""
 _PAUSE_S = 0.0002
 
+_LARGEST_COUNT = 2**31 - 1
+_BLOCK_BYTES = 2**20
+
 _largest_tag = functools.cache(largest_tag)
 
 
@@ -59,7 +62,7 @@ class MessageWork(dist.Work):
         self._status = MPI.Status()
         self._lock = threading.Lock()
         """Held while the request is tested: several threads may wait for one message."""
-        self._error: ValueError | None = None
+        self._error: Exception | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._is_done = False
         if not self.is_completed():
@@ -85,7 +88,7 @@ class MessageWork(dist.Work):
         try:
             if not self._request.Test(self._status):
                 return False
-            received = self._status.Get_count(MPI.BYTE)
+            received = self._status.Get_elements(MPI.BYTE)
             if is_receive and received != self._operand.num_bytes:
                 self._error = self._wrong_length(str(received))
         except MPI.Exception as error:
@@ -93,7 +96,10 @@ class MessageWork(dist.Work):
                 raise
             self._error = self._wrong_length("more")
         if is_receive and self._error is None:
-            self._operand.give_back()
+            try:
+                self._operand.give_back()
+            except RuntimeError as error:  # the tensor was resized or freed meanwhile
+                self._error = error
         self._is_done = True
         return True
 
@@ -141,7 +147,7 @@ class MessageWork(dist.Work):
         """Return whether it is done well."""
         return self.is_completed() and self._error is None
 
-    def exception(self) -> ValueError | None:
+    def exception(self) -> Exception | None:
         """Return its error, if it has one."""
         return self._error
 
@@ -189,7 +195,7 @@ class Messages:
         operand = Operand(tensors[0], subject)
         _check_peer(subject, destination, channel.size)
         _check_tag(subject, tag)
-        request = self._messages.Isend([operand.buffer, MPI.BYTE], destination, tag)
+        request = self._messages.Isend(_as_one(operand), destination, tag)
         return MessageWork("torch.send", f"to rank {destination}", operand, request, channel)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> MessageWork:
@@ -211,7 +217,7 @@ class Messages:
         operand = Operand(tensors[0], subject)
         check_writable(subject, tensors[0])
         _check_tag(subject, tag)
-        request = self._messages.Irecv([operand.buffer, MPI.BYTE], source, tag)
+        request = self._messages.Irecv(_as_one(operand), source, tag)
         return MessageWork("torch.recv", peer, operand, request, self._channel())
 
     def _open_channel(self) -> Channel:
@@ -219,6 +225,22 @@ class Messages:
         channel = self._channel()
         channel.check_open()
         return channel
+
+
+def _as_one(operand: Operand) -> list[object]:
+    """Return the bytes as mpi4py takes them for one message."""
+    if operand.num_bytes <= _LARGEST_COUNT:
+        return [operand.buffer, MPI.BYTE]
+    return [operand.buffer, 1, _type_of(operand.num_bytes)]
+
+
+@functools.cache
+def _type_of(num_bytes: int) -> MPI.Datatype:
+    """Return a type of so many bytes: below MPI 4, more of them cannot be counted."""
+    whole, rest = divmod(num_bytes, _BLOCK_BYTES)
+    block = MPI.BYTE.Create_contiguous(_BLOCK_BYTES)
+    lengths, places = [whole, rest], [0, whole * _BLOCK_BYTES]
+    return MPI.Datatype.Create_struct(lengths, places, [block, MPI.BYTE]).Commit()
 
 
 def _check_peer(subject: str, peer: int, size: int) -> None:

@@ -48,8 +48,8 @@ def broadcast(call: CollectiveCall, tensor: torch.Tensor, root: int) -> None:
     operand = source_of(call, tensor) if is_root else target_of(call, tensor)
     call.agree(f"from rank {root}", described(tensor))
     call.note_moved(operand.num_bytes, "broadcast")
-    with call.communicator() as comm:
-        comm.Bcast([operand.buffer, MPI.BYTE], root)
+    with call.moving():
+        call.channel.transport.broadcast(operand.array, root)
     if not is_root:
         operand.give_back()
 

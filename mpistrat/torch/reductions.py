@@ -11,6 +11,7 @@ from mpi4py import MPI
 from torch.distributed import ReduceOp as TorchOp
 
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.comm.mpi_transport import in_parts
 from mpistrat.comm.ops import combine
 from mpistrat.comm.wire import accumulator_dtype, cast, cast_into
 from mpistrat.options import ReduceOp
@@ -130,7 +131,8 @@ def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -
 
 def _combine_bits(call: CollectiveCall, bitwise: _Bitwise, array: np.ndarray) -> None:
     with call.communicator() as comm:
-        comm.Allreduce(MPI.IN_PLACE, array, bitwise.mpi)
+        for part in in_parts(array):
+            comm.Allreduce(MPI.IN_PLACE, part, bitwise.mpi)
 
 
 def reduce(call: CollectiveCall, op: Any, tensor: torch.Tensor, root: int) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mpistrat.errors import EpochTimeoutError
+from mpistrat.torch import messages
 from tests.torch.tensors import equal
 
 pytestmark = [
@@ -164,3 +165,8 @@ def test_a_message_that_does_not_come(rank, size):
     dist.isend(torch.ones(2), rank).wait()
     assert request.wait()
     equal(received, torch.ones(2))
+
+
+def test_types_of_messages_that_mpi_cannot_count():
+    for num_bytes in (2**20, 2**20 + 1, 2**31, 2**33 + 7):
+        assert messages._type_of(num_bytes).Get_size() == num_bytes
