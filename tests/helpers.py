@@ -2,6 +2,8 @@
 
 import collections
 import functools
+import gc
+import threading
 
 import numpy as np
 
@@ -57,3 +59,31 @@ def result_of(strategy, fn):
     results = []
     strategy.run(lambda: results.append(fn()))
     return results[0]
+
+
+class Holder:
+    """An object with a state of the user's own."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def collect_in_a_thread(make):
+    """Collect what `make` returns as garbage, in a cycle and on another thread, or fail."""
+    cycle = [make()]
+    cycle.append(cycle)
+    gc.disable()  # or it might run here already
+    try:
+        del cycle
+        collector = threading.Thread(target=gc.collect, daemon=True)
+        collector.start()
+        collector.join(20)
+        assert not collector.is_alive()
+    finally:
+        gc.enable()

@@ -23,7 +23,7 @@ from mpistrat.comm.transport import NodeReducer, Occupancy, Piggyback, Round, So
 from mpistrat.mpi.world import library_version, world_ranks, world_size
 from mpistrat.options import ReduceOp
 
-__all__ = ["MpiTransport"]
+__all__ = ["MpiTransport", "in_parts"]
 
 _MASK = 2**64 - 1
 _VALUES = struct.Struct("=4Q")

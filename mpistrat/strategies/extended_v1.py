@@ -222,7 +222,7 @@ class ExtendedV1(abc.ABC):
             For another value or destination.
         """
         context.require_cross_replica(self._container, "broadcast_to")
-        # Not inside of the call, because the read may be a collective of its own.
+        # Before the call, because reading the variable may itself be a collective.
         array = array.value() if isinstance(array, Variable) else array
         with self._collectives.call("broadcast_to") as call:
             where = parse_destination(call, destinations, self._container)

@@ -175,7 +175,7 @@ gc.callbacks.append(_note_collection)
 def clean_up(release: Callable[[], object]) -> None:
     """Call `release`, which may wait for threads."""
     # The garbage collector interrupts any code, which may hold what those threads wait for, such
-    # as the lock of HDF5, or be one of them. There it is a thread of its own that waits.
+    # as the lock of HDF5, or be one of them. A new thread waits there instead.
     if _collecting_thread == threading.get_ident():
         # Not a `threading.Thread`, whose start takes locks. None starts where the program ends.
         with contextlib.suppress(RuntimeError):

@@ -38,40 +38,40 @@ _NO_WORKERS = (
 class HDF5Dataset(IterableDataset[Any]):
     """The part of each global batch that this rank has, as tensors.
 
-    **Collective** over `group`: all its ranks make it, from the same `dataset`. Use it in a bare
-    ``for``, or in ``DataLoader(dataset, batch_size=None)``. Each iteration is the next pass. The
-    order is that of ``Strategy.experimental_distribute_dataset``: global batch k holds the same
-    examples at any number of ranks, and rank r has the r-th slice of it. Of a last batch that is
-    short, ranks may have nothing: they get tensors of length 0, whose mean is NaN. Leave it out by
-    ``batch(..., drop_remainder=True)``, or let DDP go on without these ranks by ``Join``.
+    **Collective** over `group`: every rank makes one from the same `dataset`. Iterate over it
+    directly, or through ``DataLoader(dataset, batch_size=None)``. Each iteration is the next pass.
+    The order is that of ``Strategy.experimental_distribute_dataset``: global batch k holds the same
+    examples at any number of ranks, and rank r gets its r-th slice. If the last batch is short,
+    some ranks may get none of it: their tensors have length 0, whose mean is NaN. Drop such a batch
+    by ``batch(..., drop_remainder=True)``, or let DDP continue without these ranks by ``Join``.
 
     Tensors share the memory of the arrays that were read, without a copy, and nothing else writes
-    to it. What a function given to `map` returns is handed over as it is. Arrays of a dtype that
-    PyTorch does not have, such as strings, stay NumPy arrays.
+    to it. What a function given to `map` returns is passed on unchanged. Arrays of a dtype that
+    PyTorch does not have, such as strings, remain NumPy arrays.
 
     ``len()`` is not defined; see `num_batches`.
 
     Parameters
     ----------
     dataset : mpistrat.data.Dataset
-        Batches of it are the global ones.
+        Its batches are the global batches.
     group : torch.distributed.ProcessGroup, optional
-        Of the backend mpistrat; by default the world group. A process that is alone needs none.
+        A group of the backend mpistrat; by default the world group. A single process needs none.
     pin_memory : bool
-        Whether tensors lie in page-locked memory, from which copies to an accelerator run beside
-        the program. Files are read into it; other tensors are copied, as
-        ``DataLoader(pin_memory=True)`` does with all of them.
+        Whether tensors are in page-locked memory, from which copies to an accelerator can overlap
+        with computation. Files are read straight into it; other tensors are copied, as
+        ``DataLoader(pin_memory=True)`` does with all tensors.
 
     Raises
     ------
     LaunchError
         If the process is one of several, and there is no process group.
     TypeError
-        If `group` has another backend, or `dataset` is no `mpistrat.data.Dataset`.
+        If `group` has another backend, or `dataset` is not an `mpistrat.data.Dataset`.
     ValueError
         If `dataset` was not batched.
     DataError
-        If the ranks bring different data sets, or files are missing or damaged.
+        If the ranks pass different data sets, or files are missing or damaged.
 
     Examples
     --------
@@ -101,20 +101,20 @@ class HDF5Dataset(IterableDataset[Any]):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches of a pass, on each rank; ``None`` if endless or unknown. Local."""
+        """The number of batches in a pass, on each rank; ``None`` if endless or unknown. Local."""
         count = self._batches.cardinality()
         return None if count < 0 else count
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be pass number `epoch`, from 0 on. Local.
 
-        For loops that number their epochs themselves; call it on every rank. The position that
-        `load_state_dict` has restored within this same pass is kept.
+        For loops that number their epochs themselves; call it on every rank. A position within this
+        pass that `load_state_dict` has restored is kept.
 
         Raises
         ------
         TypeError, ValueError
-            If `epoch` is no integer of at least 0.
+            If `epoch` is not an integer of at least 0.
         """
         epoch = as_integer("epoch", epoch, 0)
         if not (self._is_restored and self.state_dict()["pass"] == epoch):
@@ -123,7 +123,7 @@ class HDF5Dataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch that was yielded last. Local.
 
-        JSON values only, the same on all ranks, and valid at any number of them.
+        It consists of JSON values, is the same on all ranks, and is valid at any number of ranks.
         """
         return self._batches.state_dict()
 
@@ -133,7 +133,7 @@ class HDF5Dataset(IterableDataset[Any]):
         Raises
         ------
         TypeError, ValueError
-            If it is no position, or one within a pass that this data set does not have.
+            If it is not a position, or not one that this data set has.
         """
         self._batches.load_state_dict(state)
         self._is_restored = True
@@ -144,7 +144,7 @@ class HDF5Dataset(IterableDataset[Any]):
         return self._elements()
 
     def _elements(self) -> Iterator[Any]:
-        # The pass begins with its first batch: loaders make iterators to ask for their state.
+        # The pass begins with its first batch: loaders also make iterators just for their state.
         self._is_restored = False
         with closing(iter(self._batches)) as elements:
             yield from map(functools.partial(nests.map_nest, self._tensor), elements)
@@ -160,19 +160,19 @@ class HDF5Dataset(IterableDataset[Any]):
 
 
 def _strategy_of(group: dist.ProcessGroup | None) -> Strategy | None:
-    """Return the strategy of `group`, ``None`` for a process that is alone."""
+    """Return the strategy of `group`, ``None`` for a single process."""
     if group is not None or dist.is_initialized():
         return strategy(group)
     if is_one_of_several() or environment().get("WORLD_SIZE", "1") != "1":
         raise LaunchError(
-            "HDF5Dataset: this process is one of several, but it has no process group, so each of "
-            "them would read all data. Call mpistrat.torch.init() first."
+            "HDF5Dataset: this process is one of several, but there is no process group, so each "
+            "would read all data. Call mpistrat.torch.init() first."
         )
     return None
 
 
 def _as_tensor(array: np.ndarray) -> Any:
-    """Return a tensor with the memory of `array`, or `array` if PyTorch has no such dtype."""
+    """Return a tensor that shares the memory of `array`, or `array` for other dtypes."""
     if _torch_dtype(array.dtype) is None:
         return array
     # What a function given to `map` returns may be read-only, reversed, or in another byte order.
@@ -195,7 +195,7 @@ def _can_pin() -> bool:
     if torch.accelerator.is_available():
         return True
     warnings.warn(
-        "HDF5Dataset: pin_memory is True, but there is no accelerator, so batches lie in ordinary "
+        "HDF5Dataset: pin_memory is True, but there is no accelerator, so batches are in ordinary "
         "memory.",
         stacklevel=3,
     )
@@ -222,7 +222,7 @@ def _pinned_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _pinned(array: np.ndarray) -> Any:
     """Return a tensor in page-locked memory: that of `array`, or a copy."""
-    # PyTorch waits for copies of its own tensor before it recycles the memory, of no other one.
+    # Only for tensors that it allocated does PyTorch wait for copies before it reuses the memory.
     owner: Any = array.base
     if isinstance(owner, torch.Tensor) and owner.is_pinned():
         return owner

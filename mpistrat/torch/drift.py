@@ -29,17 +29,18 @@ def assert_replicas_agree(
 ) -> None:
     """Make sure that every rank holds the same bytes.
 
-    **Collective** over `group`: every rank gives a module or tensors of the same names. Healthy
-    ranks compare 16 bytes in one message. Equal NaNs are equal, ``0.0`` and ``-0.0`` differ.
+    **Collective** over `group`: every rank passes a module, or tensors of the same names. While
+    all agree, this costs one message of 16 bytes. Bytes are compared: NaNs of equal bits are equal,
+    and ``0.0`` and ``-0.0`` differ.
 
     Parameters
     ----------
     module_or_tensors : torch.nn.Module, torch.Tensor, or dicts, lists and tuples of them
-        Of a module its parameters and buffers are compared, under the names of ``state_dict()``.
-        DistributedDataParallel is looked through. Statistics of batches differ by nature between
-        two steps: for a module with BatchNorm give ``dict(module.named_parameters())``.
+        For a module, its parameters and buffers are compared, under the names of ``state_dict()``.
+        For a DistributedDataParallel, it is the module inside. Batch statistics differ between
+        ranks by nature: for a module with BatchNorm, pass ``dict(module.named_parameters())``.
     group : torch.distributed.ProcessGroup, optional
-        Of the backend mpistrat, by default the world group.
+        A group of the backend mpistrat, by default the world group.
 
     Raises
     ------
@@ -47,9 +48,9 @@ def assert_replicas_agree(
         On every rank, if a tensor differs, also in dtype or shape, or is missing. It names the
         first one, the ranks, and the largest difference. The group stays usable.
     TypeError
-        For what is no dense tensor, such as the shards of a DTensor.
+        If something is not a dense tensor, such as a sharded DTensor.
     ValueError
-        Where there is no tensor.
+        If there is no tensor.
 
     Examples
     --------
@@ -94,8 +95,8 @@ def _bytes_of(path: str, tensor: torch.Tensor) -> np.ndarray:
         whole = whole.to_local()
     if whole.device.type == "meta" or whole.layout is not torch.strided or whole.is_nested:
         raise TypeError(
-            f"{_KIND}: {path!r}, {whole.dtype} of layout {whole.layout} on {whole.device}, is no "
-            "dense tensor with values. Compare the tensors that it is made of."
+            f"{_KIND}: {path!r}, {whole.dtype} of layout {whole.layout} on {whole.device}, is not "
+            "a dense tensor with values. Compare the tensors that it consists of."
         )
     plain = whole.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return host_array(plain.reshape(-1).view(torch.uint8))
@@ -139,8 +140,8 @@ def _drift(
     lines.append(f"Other tensors that differ: {len(differing) - 1}.")
     return ReplicaDriftError(
         "\n".join([what, *lines])
-        + " Steps must be the same on every rank. To go on, broadcast the tensors of one rank or "
-        "restore a checkpoint. Statistics that BatchNorm keeps differ by nature: give "
+        + " Steps must be the same on every rank. To continue, broadcast the tensors of one rank "
+        "or restore a checkpoint. Statistics that BatchNorm keeps differ by nature: pass "
         "dict(module.named_parameters())."
     )
 

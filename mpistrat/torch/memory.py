@@ -1,4 +1,4 @@
-"""Tensors as memory that MPI and NumPy use: dtypes, contiguity, the way back."""
+"""Memory of tensors for MPI and NumPy: dtypes, contiguity, copying back."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Operand:
     Raises
     ------
     TypeError
-        If the tensor is not a dense one.
+        If the tensor is not dense.
     ValueError
-        If it does not lie on the host.
+        If it is not on the host.
     """
 
     __slots__ = ("_target", "memory")
@@ -66,7 +66,7 @@ class Operand:
         return int(self.memory.numel() * self.memory.element_size())
 
     def give_back(self) -> None:
-        """Copy what was received to the tensor, where that has another memory."""
+        """Copy what was received to the tensor, if its memory is elsewhere."""
         target = self._target
         if target is not None and (
             target.data_ptr() != self.memory.data_ptr()
@@ -88,15 +88,16 @@ def _check(tensor: torch.Tensor, kind: str) -> None:
             'mpistrat.torch.init(backend="cpu:mpistrat,cuda:nccl").'
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
+        layout = str(tensor.layout).removeprefix("torch.").lstrip("_")
+        what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else layout
         raise TypeError(
             f"{kind}: expected dense tensors, but got a {what} one of dtype {tensor.dtype}. Send "
-            "the tensors that it is made of."
+            "the tensors that it consists of."
         )
 
 
 def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape, as ranks compare them."""
+    """Return dtype and shape, for ranks to compare."""
     return _name(tensor.dtype), tuple(tensor.shape)
 
 
@@ -107,7 +108,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    """Return the dtype of NumPy, for dtypes that only move that of their bytes."""
+    """Return the NumPy dtype; for dtypes that are only moved, one of as many bytes."""
     name = _name(dtype)
     if name == "bfloat16":
         return named_dtype("bfloat16")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,13 +18,23 @@ from mpi4py import MPI
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.mpi.world import largest_tag
-from mpistrat.system.callsite import call_site
+from mpistrat.system.callsite import format_place, users_place
+from mpistrat.torch.arguments import check_writable
 from mpistrat.torch.memory import Operand
+from mpistrat.torch.progress import progress
 
 __all__ = ["Messages"]
 
-_POLLS = 200
-_PAUSE_S = 0.0001
+_POLLS = 50
+"""How often a wait tests its message before it lets other threads and ranks have the core."""
+_BRISK_S = 0.01
+"""How long it only yields the core: most waits are shorter than the shortest sleep."""
+_PAUSE_S = 0.0002
+
+_LARGEST_COUNT = 2**31 - 1
+_BLOCK_BYTES = 2**20
+
+_largest_tag = functools.cache(largest_tag)
 
 
 class MessageWork(dist.Work):
@@ -29,6 +43,8 @@ class MessageWork(dist.Work):
     Parameters
     ----------
     kind : str
+    peer : str
+        The other rank, for errors.
     operand : Operand
         Its memory, kept until the end.
     request : MPI.Request
@@ -37,38 +53,55 @@ class MessageWork(dist.Work):
     """
 
     def __init__(
-        self,
-        kind: str,
-        operand: Operand,
-        request: MPI.Request,
-        channel: Channel,
+        self, kind: str, peer: str, operand: Operand, request: MPI.Request, channel: Channel
     ) -> None:
         super().__init__()
-        self._kind, self._operand, self._request = kind, operand, request
-        self._channel = channel
-        self._site = call_site()
+        self._kind, self._peer = kind, peer
+        self._operand, self._request, self._channel = operand, request, channel
+        self._place = users_place(sys._getframe(2))
         self._status = MPI.Status()
-        self._is_done = False
+        self._lock = threading.Lock()
+        """Held while the request is tested: several threads may wait for one message."""
+        self._error: Exception | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._is_done = False
+        if not self.is_completed():
+            progress.add(self)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its group has ended, so that it may never be done."""
+        return self._channel.closed is not None
 
     def is_completed(self) -> bool:
         """Return whether the message has arrived, or its memory may be used again."""
-        if not self._is_done and self._test():
-            self._is_done = True
-            if self._kind == "torch.recv":
-                self._operand.give_back()
-            if self._future is not None:
-                self._future.set_result([self._operand.memory])
+        with self._lock:
+            is_news = not self._is_done and self._test()
+            future = self._future
+        if is_news and future is not None:
+            self._complete(future)
         return self._is_done
 
     def _test(self) -> bool:
+        """Look once whether it is done, and end it."""
+        is_receive = self._kind == "torch.recv"
         try:
-            return bool(self._request.Test(self._status))
+            if not self._request.Test(self._status):
+                return False
+            received = self._status.Get_elements(MPI.BYTE)
+            if is_receive and received != self._operand.num_bytes:
+                self._error = self._wrong_length(str(received))
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
-            self._is_done = True
-            raise self._wrong_length("more") from error
+            self._error = self._wrong_length("more")
+        if is_receive and self._error is None:
+            try:
+                self._operand.give_back()
+            except RuntimeError as error:  # the tensor was resized or freed meanwhile
+                self._error = error
+        self._is_done = True
+        return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when it is done; raise if the other rank is lost or the time is over."""
@@ -81,29 +114,29 @@ class MessageWork(dist.Work):
                 continue
             waited_s = time.monotonic() - began
             if self._channel.departures.found:
-                self._channel.check_complete(f"{self._kind} at {self._site}")
+                self._channel.check_complete(f"{self._kind} at {format_place(self._place)}")
             self._channel.check_open()
             if limit_s is not None and waited_s > limit_s:
                 raise EpochTimeoutError(
-                    f"{self._kind} at {self._site} on rank {self._channel.rank} of "
-                    f"{self._channel.size}: the other rank did not come within the timeout of "
-                    f"{limit_s:g} s."
+                    f"{self._subject()} was not done within the timeout of {limit_s:g} s. The "
+                    "other rank must make the matching call, with the same tag and group."
                 )
-            time.sleep(_PAUSE_S)
-        if self._kind == "torch.recv":
-            self._check_length()
+            if waited_s < _BRISK_S:
+                os.sched_yield()
+            else:
+                time.sleep(_PAUSE_S)
+        if self._error is not None:
+            raise self._error
         return True
 
-    def _check_length(self) -> None:
-        received = self._status.Get_count(MPI.BYTE)
-        if received != self._operand.num_bytes:
-            raise self._wrong_length(str(received))
+    def _subject(self) -> str:
+        channel, site = self._channel, format_place(self._place)
+        return f"{self._kind} {self._peer} at {site} on rank {channel.rank} of {channel.size}"
 
     def _wrong_length(self, received: str) -> ValueError:
         return ValueError(
-            f"{self._kind} at {self._site} on rank {self._channel.rank}: expected "
-            f"{self._operand.num_bytes} bytes, but the other rank sent {received}. Sender and "
-            "receiver must pass tensors of one dtype and shape."
+            f"{self._subject()}: expected {self._operand.num_bytes} bytes, but {received} came. "
+            "Sender and receiver must pass tensors of one dtype and shape."
         )
 
     def synchronize(self) -> None:
@@ -111,11 +144,12 @@ class MessageWork(dist.Work):
         self.wait()
 
     def is_success(self) -> bool:
-        """Return whether it is done."""
-        return self.is_completed()
+        """Return whether it is done well."""
+        return self.is_completed() and self._error is None
 
-    def exception(self) -> None:
-        """Return nothing: `wait` raises."""
+    def exception(self) -> Exception | None:
+        """Return its error, if it has one."""
+        return self._error
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensor, once it is done."""
@@ -130,11 +164,21 @@ class MessageWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensor, which `wait` or `is_completed` completes."""
-        if self._future is None:
-            self._future = torch.futures.Future()
-            if self._is_done:
-                self._future.set_result([self._operand.memory])
-        return self._future
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+            is_done = self._is_done  # else whoever ends the message completes it
+        if is_done:
+            self._complete(future)
+        return future
+
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
+        # Without the lock: callbacks run here.
+        if self._error is None:
+            future.set_result([self._operand.memory])
+        else:
+            future.set_exception(self._error)
 
 
 class Messages:
@@ -146,24 +190,69 @@ class Messages:
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> MessageWork:
         """Begin to send the tensor."""
-        operand = Operand(tensors[0], "torch.send")
-        _check_tag("torch.send", tag)
-        request = self._messages.Isend([operand.buffer, MPI.BYTE], destination, tag)
-        return MessageWork("torch.send", operand, request, self._channel())
+        channel = self._open_channel()
+        subject = f"torch.send on rank {channel.rank} of {channel.size}"
+        operand = Operand(tensors[0], subject)
+        _check_peer(subject, destination, channel.size)
+        _check_tag(subject, tag)
+        request = self._messages.Isend(_as_one(operand), destination, tag)
+        return MessageWork("torch.send", f"to rank {destination}", operand, request, channel)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> MessageWork:
         """Begin to receive the tensor."""
-        operand = Operand(tensors[0], "torch.recv")
-        _check_tag("torch.recv", tag)
-        request = self._messages.Irecv([operand.buffer, MPI.BYTE], source, tag)
-        return MessageWork("torch.recv", operand, request, self._channel())
+        channel = self._open_channel()
+        subject = f"torch.recv on rank {channel.rank} of {channel.size}"
+        _check_peer(subject, source, channel.size)
+        return self._receive(subject, tensors, source, tag, f"from rank {source}")
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> MessageWork:
         """Begin to receive the tensor from whichever rank sends one."""
-        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+        channel = self._open_channel()
+        subject = f"torch.recv on rank {channel.rank} of {channel.size}"
+        return self._receive(subject, tensors, MPI.ANY_SOURCE, tag, "from any rank")
+
+    def _receive(
+        self, subject: str, tensors: list[torch.Tensor], source: int, tag: int, peer: str
+    ) -> MessageWork:
+        operand = Operand(tensors[0], subject)
+        check_writable(subject, tensors[0])
+        _check_tag(subject, tag)
+        request = self._messages.Irecv(_as_one(operand), source, tag)
+        return MessageWork("torch.recv", peer, operand, request, self._channel())
+
+    def _open_channel(self) -> Channel:
+        """Return the channel of the group, or raise the error that has closed it."""
+        channel = self._channel()
+        channel.check_open()
+        return channel
 
 
-def _check_tag(kind: str, tag: int) -> None:
-    largest = largest_tag()
+def _as_one(operand: Operand) -> list[object]:
+    """Return the bytes as mpi4py takes them for one message."""
+    if operand.num_bytes <= _LARGEST_COUNT:
+        return [operand.buffer, MPI.BYTE]
+    return [operand.buffer, 1, _type_of(operand.num_bytes)]
+
+
+@functools.cache
+def _type_of(num_bytes: int) -> MPI.Datatype:
+    """Return a type of so many bytes: below MPI 4, more of them cannot be counted."""
+    whole, rest = divmod(num_bytes, _BLOCK_BYTES)
+    block = MPI.BYTE.Create_contiguous(_BLOCK_BYTES)
+    lengths, places = [whole, rest], [0, whole * _BLOCK_BYTES]
+    return MPI.Datatype.Create_struct(lengths, places, [block, MPI.BYTE]).Commit()
+
+
+def _check_peer(subject: str, peer: int, size: int) -> None:
+    if not 0 <= peer < size:
+        raise ValueError(
+            f"{subject}: the other rank must be from 0 to {size - 1} in this group, not {peer}."
+        )
+
+
+def _check_tag(subject: str, tag: int) -> None:
+    largest = _largest_tag()
     if not 0 <= tag <= largest:
-        raise ValueError(f"{kind}: the tag must be 0 to {largest}, the largest of MPI, not {tag}.")
+        raise ValueError(
+            f"{subject}: the tag must be from 0 to {largest}, the largest of MPI, not {tag}."
+        )

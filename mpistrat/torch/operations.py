@@ -1,31 +1,22 @@
-"""Operations of a process group: arguments to agreement, payload to MPI.
+"""Operations of a process group, by the names that torch calls them.
 
-Each public method is one of torch's, and returns a `GroupWork`. Ranks compare operation, operator,
-root, dtypes and shapes before anything moves.
+Each public method returns a `GroupWork`. Ranks compare operation, operator, root, dtypes and shapes
+before anything moves.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from mpi4py import MPI
 from torch.distributed import distributed_c10d as c10d
 
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.system.callsite import users_place
-from mpistrat.torch import reductions
-from mpistrat.torch.memory import Operand, described
-from mpistrat.torch.moves import (
-    all_gather_into,
-    all_gather_v,
-    check_list,
-    equal_parts,
-    exchange,
-    row_counts,
-)
+from mpistrat.torch import moves, reductions
+from mpistrat.torch.arguments import check_writable, equal_parts, subject
 from mpistrat.torch.works import GroupQueue, GroupWork
 
 __all__ = ["Operations"]
@@ -54,30 +45,6 @@ class Operations:
         self._queue.add(work, is_async, _num_bytes(outputs) if is_async else 0)
         return work
 
-    def _issue_moves(
-        self,
-        kind: str,
-        opts: Any,
-        sent: Sequence[torch.Tensor],
-        received: Sequence[torch.Tensor],
-        details: Callable[[CollectiveCall], Sequence[object]],
-        move: Callable[[MPI.Intracomm, list[Operand], list[Operand]], object],
-        outputs: list[Any],
-    ) -> GroupWork:
-        """Issue a collective that moves bytes: `details` checks them, `move` calls MPI."""
-
-        def body(call: CollectiveCall) -> None:
-            sources = [Operand(each, kind) for each in sent]
-            targets = [Operand(each, kind) for each in received]
-            call.agree(*details(call))
-            call.note_moved(sum(each.num_bytes for each in sources), kind)
-            with call.communicator() as comm:
-                move(comm, sources, targets)
-            for target in targets:
-                target.give_back()
-
-        return self._issue(kind, body, outputs, opts)
-
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Reduce `tensors` in place."""
         opts = opts or c10d.AllreduceOptions()
@@ -86,6 +53,7 @@ class Operations:
             if tensors[0].layout is torch.sparse_coo:
                 reductions.all_reduce_sparse(call, opts.reduceOp, tensors[0])
             else:
+                check_writable(subject(call), tensors[0])
                 reductions.all_reduce(call, opts.reduceOp, tensors)
 
         return self._issue("torch.all_reduce", body, tensors, opts)
@@ -95,6 +63,8 @@ class Operations:
         opts = opts or c10d.AllreduceCoalescedOptions()
 
         def body(call: CollectiveCall) -> None:
+            for each in tensors:
+                check_writable(subject(call), each)
             reductions.all_reduce(call, opts.reduceOp, tensors)
 
         return self._issue("torch.all_reduce_coalesced", body, tensors, opts)
@@ -148,67 +118,36 @@ class Operations:
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Overwrite the tensor with that of one rank."""
         opts = opts or c10d.BroadcastOptions()
-        root = opts.rootRank
+        (tensor,) = tensors
 
-        def move(comm: MPI.Intracomm, _: list[Operand], targets: list[Operand]) -> None:
-            comm.Bcast([targets[0].buffer, MPI.BYTE], root)
+        def body(call: CollectiveCall) -> None:
+            moves.broadcast(call, tensor, opts.rootRank)
 
-        return self._issue_moves(
-            "torch.broadcast",
-            opts,
-            [],
-            tensors,
-            lambda call: (f"from rank {root}", *map(described, tensors)),
-            move,
-            tensors,
-        )
+        return self._issue("torch.broadcast", body, tensors, opts)
 
     def scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> GroupWork:
         """Receive one tensor of the list that one rank has."""
         opts = opts or c10d.ScatterOptions()
-        (output,), root = outputs, opts.rootRank
-        sent = inputs[0] if inputs else []
+        (output,), parts = outputs, inputs[0] if inputs else []
 
-        def details(call: CollectiveCall) -> Sequence[object]:
-            if call.channel.rank == root:
-                check_list(call, sent, "scatter_list", output)
-            return f"from rank {root}", described(output)
+        def body(call: CollectiveCall) -> None:
+            moves.scatter(call, output, parts, opts.rootRank)
 
-        def move(comm: MPI.Intracomm, sources: list[Operand], targets: list[Operand]) -> None:
-            whole = None
-            if comm.rank == root:
-                whole = Operand(torch.cat([each.memory.reshape(-1) for each in sources]), "scatter")
-            parts = None if whole is None else [whole.buffer, MPI.BYTE]
-            comm.Scatter(parts, [targets[0].buffer, MPI.BYTE], root)
-
-        return self._issue_moves("torch.scatter", opts, sent, outputs, details, move, outputs)
+        return self._issue("torch.scatter", body, outputs, opts)
 
     def gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
         """Send the tensor to one rank, which receives those of all."""
         opts = opts or c10d.GatherOptions()
-        (own,), root = inputs, opts.rootRank
-        received = outputs[0] if outputs else []
+        (own,), parts = inputs, outputs[0] if outputs else []
 
-        def details(call: CollectiveCall) -> Sequence[object]:
-            if call.channel.rank == root:
-                check_list(call, received, "gather_list", own)
-            return f"to rank {root}", described(own)
+        def body(call: CollectiveCall) -> None:
+            moves.gather(call, own, parts, opts.rootRank)
 
-        def move(comm: MPI.Intracomm, sources: list[Operand], targets: list[Operand]) -> None:
-            whole = None
-            if comm.rank == root:
-                whole = Operand(own.new_empty((comm.size, *own.shape)), "gather")
-            parts = None if whole is None else [whole.buffer, MPI.BYTE]
-            comm.Gather([sources[0].buffer, MPI.BYTE], parts, root)
-            if whole is not None:
-                for target, part in zip(targets, whole.memory, strict=True):
-                    target.memory.copy_(part)
-
-        return self._issue_moves("torch.gather", opts, inputs, received, details, move, outputs)
+        return self._issue("torch.gather", body, outputs, opts)
 
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
@@ -217,19 +156,10 @@ class Operations:
         opts = opts or c10d.AllgatherOptions()
         (received,), (own,) = outputs, inputs
 
-        def details(call: CollectiveCall) -> Sequence[object]:
-            expected = received[call.channel.rank] if len(received) == call.channel.size else own
-            check_list(call, received, "tensor_list", None)
-            if described(expected) != described(own):
-                raise ValueError(
-                    f"{call.kind}: element {call.channel.rank} of the output is for this rank's "
-                    f"tensor, of dtype and shape {described(own)}, but has {described(expected)}."
-                )
-            return (tuple(map(described, received)),)
+        def body(call: CollectiveCall) -> None:
+            moves.all_gather_v(call, own, received)
 
-        return self._issue_moves(
-            "torch.all_gather", opts, inputs, received, details, all_gather_v, outputs
-        )
+        return self._issue("torch.all_gather", body, outputs, opts)
 
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
@@ -238,7 +168,7 @@ class Operations:
         opts = opts or c10d.AllgatherOptions()
 
         def body(call: CollectiveCall) -> None:
-            all_gather_into(call, [output], [source])
+            moves.all_gather_into(call, [output], [source])
 
         return self._issue("torch.all_gather_into_tensor", body, [output], opts)
 
@@ -249,7 +179,7 @@ class Operations:
         opts = opts or c10d.AllgatherOptions()
 
         def body(call: CollectiveCall) -> None:
-            all_gather_into(call, outputs, inputs)
+            moves.all_gather_into(call, outputs, inputs)
 
         return self._issue("torch.all_gather_into_tensor_coalesced", body, outputs, opts)
 
@@ -260,16 +190,7 @@ class Operations:
         opts = opts or c10d.AllgatherOptions()
 
         def body(call: CollectiveCall) -> None:
-            if len(outputs) != call.channel.size:
-                raise ValueError(
-                    f"{call.kind}: expected one list for each of {call.channel.size} ranks, but "
-                    f"got {len(outputs)}."
-                )
-            joined = [each.new_empty((call.channel.size, *each.shape)) for each in inputs]
-            all_gather_into(call, joined, inputs)
-            for rank, received in enumerate(outputs):
-                for target, whole in zip(received, joined, strict=True):
-                    target.detach().copy_(whole[rank])
+            moves.all_gather_each(call, outputs, inputs)
 
         return self._issue("torch.all_gather_coalesced", body, outputs, opts)
 
@@ -280,20 +201,7 @@ class Operations:
         opts = opts or c10d.AllToAllOptions()
 
         def body(call: CollectiveCall) -> None:
-            size = call.channel.size
-            for each, name in ((outputs, "output"), (inputs, "input")):
-                if len(each) != size:
-                    raise ValueError(
-                        f"{call.kind}: expected {size} {name} tensors, one for each rank, but got "
-                        f"{len(each)}."
-                    )
-            sent = torch.cat([each.detach().reshape(-1) for each in inputs])
-            received = outputs[0].new_empty(sum(each.numel() for each in outputs))
-            counts = [[each.numel() for each in part] for part in (inputs, outputs)]
-            exchange(call, received, sent, counts[1], counts[0])
-            parts = received.split(counts[1])
-            for target, part in zip(outputs, parts, strict=True):
-                target.detach().copy_(part.reshape(target.shape))
+            moves.all_to_all(call, outputs, inputs)
 
         return self._issue("torch.all_to_all", body, outputs, opts)
 
@@ -309,9 +217,7 @@ class Operations:
         opts = opts or c10d.AllToAllOptions()
 
         def body(call: CollectiveCall) -> None:
-            received = row_counts(call, output, output_splits, "output")
-            sent = row_counts(call, source, input_splits, "input")
-            exchange(call, output, source, received, sent)
+            moves.all_to_all_single(call, output, source, output_splits, input_splits)
 
         return self._issue("torch.all_to_all_single", body, [output], opts)
 

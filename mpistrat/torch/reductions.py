@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +12,17 @@ from mpi4py import MPI
 from torch.distributed import ReduceOp as TorchOp
 
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.comm.mpi_transport import in_parts
 from mpistrat.comm.ops import combine
 from mpistrat.comm.wire import accumulator_dtype, cast, cast_into
 from mpistrat.options import ReduceOp
+from mpistrat.torch.arguments import (
+    check_root,
+    common_dtype,
+    source_of,
+    subject,
+    target_of,
+)
 from mpistrat.torch.memory import Operand, described
 
 __all__ = [
@@ -32,9 +40,22 @@ _OPS = {
     _RedOp.MIN: ReduceOp.MIN,
     _RedOp.MAX: ReduceOp.MAX,
 }
-_BITWISE = {_RedOp.BAND: "BAND", _RedOp.BOR: "BOR", _RedOp.BXOR: "BXOR"}
+
+
+class _Bitwise(NamedTuple):
+    """An operator on bits, of two libraries."""
+
+    mpi: MPI.Op
+    ufunc: np.ufunc
+
+
+_BITWISE = {
+    _RedOp.BAND: _Bitwise(MPI.BAND, np.bitwise_and),
+    _RedOp.BOR: _Bitwise(MPI.BOR, np.bitwise_or),
+    _RedOp.BXOR: _Bitwise(MPI.BXOR, np.bitwise_xor),
+}
 _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PROD: ReduceOp.MIN}
-"""A sum of bools is their or, a product their and."""
+"""The sum of bools is their logical or, the product their logical and."""
 
 
 class _Reduction:
@@ -50,19 +71,19 @@ class _Reduction:
     Raises
     ------
     TypeError, ValueError
-        If tensors of these dtypes cannot be reduced so.
+        If tensors of these dtypes cannot be reduced by it.
     """
 
     def __init__(self, kind: str, known: Any, *dtypes: torch.dtype) -> None:
         self.bitwise = _BITWISE.get(known)
-        """MPI's name, for operators on bits."""
+        """For operators on bits."""
         if self.bitwise is None and known not in _OPS:
             raise ValueError(
                 f"{kind}: {known} is not supported on CPU tensors. Use SUM, AVG, PRODUCT, MIN, "
                 "MAX, BAND, BOR or BXOR; for PREMUL_SUM multiply the tensor first."
             )
         self.name = str(getattr(known, "name", known))
-        """As ranks compare it."""
+        """For ranks to compare."""
         self.op = _OPS.get(known, ReduceOp.SUM)
         for dtype in dtypes:
             self._check(kind, dtype)
@@ -87,7 +108,7 @@ class _Reduction:
             )
 
     def arrays(self, operands: Sequence[Operand]) -> list[np.ndarray]:
-        """Return the operands as what is reduced."""
+        """Return the operands as arrays to reduce."""
         arrays = [each.array for each in operands]
         return [each.view(np.uint8) for each in arrays] if self._is_bool else arrays
 
@@ -103,8 +124,8 @@ def _reduction_of(kind: str, op: Any, tensors: Sequence[torch.Tensor]) -> _Reduc
 
 def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -> None:
     """Reduce each tensor in place, equal to the bit on all ranks. **Collective**."""
-    operands = [Operand(each, call.kind) for each in tensors]
-    reduction = _reduction_of(call.kind, op, tensors)
+    operands = [target_of(call, each) for each in tensors]
+    reduction = _reduction_of(subject(call), op, tensors)
     arrays = reduction.arrays(operands)
     if reduction.bitwise:
         call.agree(reduction.name, tuple(map(described, tensors)))
@@ -116,17 +137,19 @@ def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -
         operand.give_back()
 
 
-def _combine_bits(call: CollectiveCall, name: str, array: np.ndarray) -> None:
+def _combine_bits(call: CollectiveCall, bitwise: _Bitwise, array: np.ndarray) -> None:
     with call.communicator() as comm:
-        comm.Allreduce(MPI.IN_PLACE, array, getattr(MPI, name))
+        for part in in_parts(array):
+            comm.Allreduce(MPI.IN_PLACE, part, bitwise.mpi)
 
 
 def reduce(call: CollectiveCall, op: Any, tensor: torch.Tensor, root: int) -> None:
     """Reduce `tensor` in place on `root`; elsewhere it stays as it is. **Collective**."""
-    operand = Operand(tensor, call.kind)
-    reduction = _reduction_of(call.kind, op, [tensor])
-    (array,) = reduction.arrays([operand])
+    check_root(call, root)
     is_root = call.channel.rank == root
+    operand = target_of(call, tensor) if is_root else source_of(call, tensor)
+    reduction = _reduction_of(subject(call), op, [tensor])
+    (array,) = reduction.arrays([operand])
     if reduction.bitwise:
         call.agree(reduction.name, described(tensor), f"to rank {root}")
         total = array if is_root else array.copy()
@@ -145,26 +168,25 @@ def reduce_scatter(
     output: torch.Tensor,
     inputs: Sequence[torch.Tensor],
 ) -> None:
-    """Reduce the tensors that all ranks have for this one into `output`. **Collective**."""
-    target = Operand(output, call.kind)
-    operands = [Operand(each, call.kind) for each in inputs]
-    reduction = _reduction_of(call.kind, op, [output, *inputs])
+    """Reduce what all ranks have for this one into `output`. **Collective**."""
+    target = target_of(call, output)
+    operands = [source_of(call, each) for each in inputs]
+    reduction = _reduction_of(subject(call), op, [output, *inputs])
     channel = call.channel
-    if len({each.dtype for each in (output, *inputs)}) > 1:
-        raise TypeError(f"{call.kind}: all tensors must have one dtype.")
     if len(inputs) != channel.size or inputs[channel.rank].numel() != output.numel():
         raise ValueError(
-            f"{call.kind}: expected {channel.size} input tensors, of which number {channel.rank} "
-            f"has the {output.numel()} elements of the output, but got "
+            f"{subject(call)}: expected {channel.size} input tensors, of which number "
+            f"{channel.rank} has the {output.numel()} elements of the output, but got "
             f"{[each.numel() for each in inputs]} elements."
         )
+    common_dtype(call, [output], inputs)
     call.agree(reduction.name, tuple(map(described, inputs)))
     joined = np.concatenate([each.reshape(-1) for each in reduction.arrays(operands)])
     counts = [each.numel() for each in inputs]
     with call.moving():
         pieces = channel.transport.all_to_all(joined, counts).reshape(channel.size, output.numel())
     if reduction.bitwise:
-        result = getattr(np, _UFUNCS[reduction.bitwise]).reduce(pieces, axis=0)
+        result = reduction.bitwise.ufunc.reduce(pieces, axis=0)
     else:
         result = combine(reduction.op, cast(pieces, accumulator_dtype(pieces.dtype)))
     (array,) = reduction.arrays([target])
@@ -172,15 +194,15 @@ def reduce_scatter(
     target.give_back()
 
 
-_UFUNCS = {"BAND": "bitwise_and", "BOR": "bitwise_or", "BXOR": "bitwise_xor"}
-
-
 def all_reduce_sparse(call: CollectiveCall, op: Any, tensor: torch.Tensor) -> None:
     """Add up sparse tensors in COO format, in place. **Collective**."""
     own = tensor.detach().coalesce()
-    reduction = _reduction_of(call.kind, op, [own.values()])
+    reduction = _reduction_of(subject(call), op, [own.values()])
     if reduction.op not in (ReduceOp.SUM, ReduceOp.MEAN) or reduction.bitwise:
-        raise ValueError(f"{call.kind}: sparse tensors can be reduced by SUM and AVG alone.")
+        raise ValueError(
+            f"{subject(call)}: sparse tensors can be reduced only by SUM and AVG, not by "
+            f"{reduction.name}. Use tensor.to_dense()."
+        )
     call.agree(reduction.name, described(own), f"sparse_dim {own.sparse_dim()}")
     channel = call.channel
     with call.moving():
@@ -198,7 +220,7 @@ def _gathered(call: CollectiveCall, rows: torch.Tensor, counts: Sequence[int]) -
     """Return the `rows` of all ranks, in rank order."""
     joined = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype)
     row_bytes = joined[0].numel() * joined.element_size() if len(joined) else 0
-    source, target = Operand(rows, call.kind), Operand(joined, call.kind)
+    source, target = source_of(call, rows), Operand(joined, "")
     with call.communicator() as comm:
         comm.Allgatherv(
             [source.buffer, MPI.BYTE], [target.buffer, [n * row_bytes for n in counts], MPI.BYTE]

@@ -53,10 +53,10 @@ def export_safetensors(
 ) -> None:
     """Write the tensors of one object in a checkpoint to a safetensors file.
 
-    **Local**: call it on one rank. Tensors are copied piece by piece, so the memory this takes does
-    not depend on their sizes, and their digests are checked on the way. Of tied tensors the one
+    **Local**: call it on one rank. Tensors are copied piece by piece, so the memory needed does
+    not depend on their sizes, and their digests are checked on the way. Of tied tensors, the one
     whose name comes first is written, and the metadata hold ``{other name: this name}``, as
-    ``safetensors.torch.save_model`` does. The file appears complete, or not at all.
+    ``safetensors.torch.save_model`` does. The file appears complete or not at all.
 
     Parameters
     ----------
@@ -70,11 +70,11 @@ def export_safetensors(
     Raises
     ------
     CheckpointError
-        If the file is no checkpoint, or has nothing below `prefix`.
+        If the file is not a checkpoint, or has nothing below `prefix`.
     CheckpointCorruptError
         If it is damaged.
     TypeError
-        If the object has state that is no tensor, or a dtype that safetensors does not have.
+        If the object has state that is not a tensor, or a dtype that safetensors does not have.
 
     Examples
     --------
@@ -115,8 +115,8 @@ def _contents(
     if others:
         shown = ", ".join(others[:_MOST_SHOWN]) + (", ..." if others[_MOST_SHOWN:] else "")
         raise TypeError(
-            f"A safetensors file holds tensors of real numbers, booleans and complex64 alone, but "
-            f"{prefix!r} in {reader.path} has also {shown}. Save an object without them."
+            f"A safetensors file holds only tensors of real numbers, booleans and complex64, but "
+            f"{prefix!r} in {reader.path} also has {shown}. Save an object without them."
         )
     return infos, names
 
@@ -159,9 +159,9 @@ def _pieces(
 def import_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file by name, on the host.
 
-    **Local**. They are mapped from the file one by one, and read where they are used. Names that
+    **Local**. They are mapped from the file one by one, and read when they are used. Names that
     `export_safetensors` or ``safetensors.torch.save_model`` left out because their tensors were
-    tied are there again, with the same tensor.
+    tied are restored, and refer to the same tensor.
 
     Parameters
     ----------

@@ -16,7 +16,7 @@ __all__ = ["ArrayLike"]
 
 
 class ArrayLike(NDArrayOperatorsMixin, ABC):
-    """Operators and NumPy functions on ``value()``, whose results are arrays of their own.
+    """Operators and NumPy functions on ``value()``; their results are new arrays.
 
     Collective or local as ``value()`` is.
     """

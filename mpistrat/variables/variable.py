@@ -282,7 +282,7 @@ class Variable(RowWrites, ArrayLike):
         return self._write(ASSIGN_SUB, delta, read_value)
 
     def _write(self, write: Write, value: Any, read_value: bool) -> Array | None:
-        # Before the write, because the read may be a collective of its own.
+        # Before the write, because reading a variable may itself be a collective.
         self._write_in_context(write, value.value() if isinstance(value, Variable) else value)
         return self.value() if read_value else None
 

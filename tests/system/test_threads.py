@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.system.threads import Background, in_background
+from tests.helpers import collect_in_a_thread
 
 
 @pytest.fixture
@@ -147,17 +148,12 @@ def test_the_garbage_collector_waits_for_no_thread():
         yield 0
         goes_on.wait(60)
 
-    elements = in_background(elements(), 1)
-    assert next(elements) == 0
-    cycle = [elements]
-    cycle.append(cycle)
-    gc.disable()  # or it might run here already
+    def begun():
+        background = in_background(elements(), 1)
+        assert next(background) == 0
+        return background
+
     try:
-        del elements, cycle
-        collector = threading.Thread(target=gc.collect, daemon=True)
-        collector.start()
-        collector.join(20)
-        assert not collector.is_alive()
+        collect_in_a_thread(begun)
     finally:
-        gc.enable()
         goes_on.set()

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import mpistrat as ms  # noqa: E402
 import mpistrat.torch as mst  # noqa: E402
 from mpistrat.torch.safetensors import _CODES  # noqa: E402
+from tests.helpers import Holder  # noqa: E402
 
 nn = torch.nn
 
@@ -28,19 +29,6 @@ class Tied(nn.Module):
         self.decoder.weight = self.embedding.weight
         self.register_buffer("empty", torch.empty(0, 2))
         self.register_buffer("scalar", torch.tensor(2.5))
-
-
-class Holder:
-    """An object with a state of the user's own."""
-
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.checkpoint.state_json import dump_json, join_state, load_json, split_state
 from mpistrat.testing import launch
+from tests.helpers import Holder
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -26,19 +27,6 @@ def path(strategy, shared_tmp_path):
     """Return a path that is the same on all ranks, in the scope of their strategy."""
     with strategy.scope():
         yield shared_tmp_path / "run.h5"
-
-
-class Holder:
-    """An object with a state of the user's own."""
-
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 def same(a, b):

@@ -1,6 +1,5 @@
 """Reading HDF5 files: fields, several files, chunks, and what is refused."""
 
-import gc
 import threading
 
 import h5py
@@ -11,6 +10,7 @@ from mpistrat.data import ArraySpec, Dataset
 from mpistrat.data.hdf5.files import OpenFiles
 from mpistrat.data.hdf5.reader import Hdf5Reader
 from mpistrat.errors import DataError
+from tests.helpers import collect_in_a_thread
 
 
 @pytest.fixture(autouse=True)
@@ -315,18 +315,14 @@ def test_the_garbage_collector_waits_for_no_reader(numbered, monkeypatch):
         has_closed.set()
 
     monkeypatch.setattr(OpenFiles, "close", close)
-    iterator = iter(Dataset.from_hdf5(numbered(50, chunk=7)).batch(5))
-    next(iterator)
-    cycle = [iterator]
-    cycle.append(cycle)
-    gc.disable()  # or it might run here already
+
+    def begun():
+        iterator = iter(Dataset.from_hdf5(numbered(50, chunk=7)).batch(5))
+        next(iterator)
+        return iterator
+
     try:
-        del iterator, cycle
-        collector = threading.Thread(target=gc.collect, daemon=True)
-        collector.start()
-        collector.join(20)
-        assert not collector.is_alive()
+        collect_in_a_thread(begun)
     finally:
-        gc.enable()
         may_close.set()
     assert has_closed.wait(20)
