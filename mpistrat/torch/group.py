@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch.distributed import distributed_c10d
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import EpochError, EpochTimeoutError, LaunchError
@@ -155,10 +156,10 @@ class MpiProcessGroup(Operations, Messages, dist.ProcessGroup):
         opts = dist.AllreduceOptions()
         return self._issue("torch.end_coalescing", lambda call: None, [], opts)
 
-    def start_coalescing(self) -> None:
+    def start_coalescing(self, device: torch.device | None = None) -> None:
         """Do nothing, as `_start_coalescing`."""
 
-    def end_coalescing(self) -> Any:
+    def end_coalescing(self, device: torch.device | None = None) -> Any:
         """Do `_end_coalescing`."""
         return self._end_coalescing(torch.device("cpu"))
 
@@ -217,6 +218,8 @@ def create_group(opts: Any, pg_options: Any) -> MpiProcessGroup:
     whole.Free()
     group = MpiProcessGroup(comm, opts.group_id, opts.timeout, options)
     group._store = opts.store
+    # Torch's flight recorder needs a backend of C++. The package has its own.
+    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("mpistrat")
     return group
 
 

@@ -50,7 +50,7 @@ class Operations:
                 body(call)
 
         work = GroupWork(kind, operation, outputs, users_place(sys._getframe(2)))
-        self._queue.add(work, opts.asyncOp)
+        self._queue.add(work, getattr(opts, "asyncOp", True))  # torch 2.7 says it of few
         return work
 
     def _issue_moves(
