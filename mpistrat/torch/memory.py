@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpistrat.comm.wire import named_dtype
 
-__all__ = ["Operand", "described"]
+__all__ = ["Operand", "described", "is_on_host"]
 
 
 class Operand:
@@ -68,9 +68,14 @@ class Operand:
             self._tensor.copy_(self.memory)
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's memory is that of the CPU."""
+    return tensor.device.type == "cpu"
+
+
 def _check(tensor: torch.Tensor, kind: str) -> None:
     # First the device: a tensor elsewhere has no address that the host may read.
-    if tensor.device.type != "cpu":
+    if not is_on_host(tensor):
         raise ValueError(
             f"{kind}: expected tensors on the CPU, but got one on {tensor.device}. Move it with "
             ".cpu(), or give the tensors of other devices to another backend: "
