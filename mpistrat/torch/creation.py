@@ -56,7 +56,7 @@ class CheckedBackend(MpiBackend):
     """The backend of the device, such as torch's ProcessGroupNCCL."""
     _batch: list[Any] | None = None
     """Works on the host since `start_coalescing`."""
-    supports_coalescing = True  # type: ignore[assignment]  # NCCL needs it where two ranks send
+    supports_coalescing = True  # NCCL needs it where two ranks send to each other
 
     def start_coalescing(self, device: torch.device | None = None) -> None:
         """Issue all up to `end_coalescing` as one, on the device."""
@@ -172,7 +172,8 @@ def create_group(opts: Any, pg_options: Any) -> Group:
     identity = _communicator(opts), opts.group_id, opts.timeout, options
     if len(backends) == 1:
         # Torch's flight recorder needs a backend of C++. The package has its own.
-        getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("mpistrat")
+        recorded: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recorded.add("mpistrat")
         group = MpiProcessGroup(*identity)
         group._store = opts.store
         return group

@@ -163,8 +163,8 @@ def init(
     Parameters
     ----------
     backend : str
-        ``"cpu:mpistrat,cuda:nccl"`` gives CUDA tensors to NCCL, and ``"cpu:mpistrat,cuda:mpistrat"``
-        also, once the ranks have agreed on the operation. Both need PyTorch 2.14.
+        ``"cpu:mpistrat,cuda:nccl"`` gives CUDA tensors to NCCL; ``"cpu:mpistrat,cuda:mpistrat"``
+        too, once the ranks have agreed on the operation. Both need PyTorch 2.14 and a GPU.
     timeout : float or timedelta, optional
         How long an operation waits for the other ranks, a number in seconds; by default
         ``MPISTRAT_TIMEOUT_S``.

@@ -70,7 +70,7 @@ class Operand:
 
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's memory is that of the CPU."""
-    return tensor.device.type == "cpu"
+    return bool(tensor.device.type == "cpu")
 
 
 def _check(tensor: torch.Tensor, kind: str) -> None:
