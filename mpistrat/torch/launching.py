@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Options",
+    "carrier_of",
     "check_devices",
     "check_place",
     "init",
@@ -208,16 +209,22 @@ def strategy(group: dist.ProcessGroup | None = None) -> MPIStrategy:
     TypeError
         If the group has another backend.
     """
-    found: Any = dist.group.WORLD if group is None else group
-    cpu = torch.device("cpu")
-    is_of_several = type(found) is dist.ProcessGroup and cpu in found._device_types
-    carrier = getattr(found._get_backend(cpu) if is_of_several else found, "_strategy", None)
-    if not isinstance(carrier, MPIStrategy):
+    found = dist.group.WORLD if group is None else group
+    carrier = carrier_of(found)
+    if carrier is None:
         raise TypeError(
             f"Expected a process group of the backend mpistrat, not {found!r}. Call "
             "mpistrat.torch.init() first."
         )
     return carrier
+
+
+def carrier_of(group: Any) -> MPIStrategy | None:
+    """Return the strategy that carries `group`, ``None`` for groups of other backends."""
+    cpu = torch.device("cpu")
+    is_of_several = type(group) is dist.ProcessGroup and cpu in group._device_types
+    carrier = getattr(group._get_backend(cpu) if is_of_several else group, "_strategy", None)
+    return carrier if isinstance(carrier, MPIStrategy) else None
 
 
 def _as_timedelta(timeout: float | timedelta | None) -> timedelta:
