@@ -47,10 +47,7 @@ class MpiBackend(Group, c10d.Backend):
 
 
 class CheckedBackend(MpiBackend):
-    """The same, with the backend of the other device inside: ranks agree, then it does the work.
-
-    The agreement takes place on the host, before the operation is put on the device's stream.
-    """
+    """The same, and the ranks agree before the backend of another device does what is its own."""
 
     inner: Any = None
     """The backend of the device, such as torch's ProcessGroupNCCL."""
@@ -85,39 +82,37 @@ class CheckedBackend(MpiBackend):
         self.inner.abort()
 
 
-def _reduction(tensors: Sequence[torch.Tensor], opts: Any) -> list[object]:
-    op = getattr(opts.reduceOp, "op", opts.reduceOp)
-    return [op.name, *map(described, tensors)]
+def _inputs(*arguments: Any) -> list[object]:
+    """Return what each rank has: a tensor, a list of them, or such a list in one more."""
+    own = arguments[-2]
+    tensors = [own] if isinstance(own, torch.Tensor) else own
+    return [*map(described, tensors[0] if isinstance(tensors[0], list) else tensors)]
 
 
-def _rooted(tensors: Sequence[torch.Tensor], opts: Any) -> list[object]:
-    return [f"rank {opts.rootRank}", *map(described, tensors)]
+def _reduction(*arguments: Any) -> list[object]:
+    op = arguments[-1].reduceOp
+    return [getattr(op, "op", op).name, *_inputs(*arguments)]
 
 
-_AGREED: dict[str, tuple[str, Callable[..., Sequence[object]]]] = {
+def _rooted(*arguments: Any) -> list[object]:
+    return [f"rank {arguments[-1].rootRank}", *_inputs(*arguments)]
+
+
+_AGREED: dict[str, tuple[str, Callable[..., list[object]]]] = {
     "allreduce": ("all_reduce", _reduction),
     "allreduce_coalesced": ("all_reduce_coalesced", _reduction),
     "reduce": ("reduce", lambda own, opts: [*_reduction(own, opts), f"rank {opts.rootRank}"]),
     "broadcast": ("broadcast", _rooted),
-    "gather": ("gather", lambda _, own, opts: _rooted(own, opts)),
+    "gather": ("gather", _rooted),
     "scatter": ("scatter", lambda own, _, opts: _rooted(own, opts)),
-    "allgather": ("all_gather", lambda out, _, opts: [*map(described, out[0])]),
-    "all_gather_single": ("all_gather_into_tensor", lambda _, own, opts: [described(own)]),
-    "all_gather_single_coalesced": (
-        "all_gather_into_tensor_coalesced",
-        lambda _, own, opts: [*map(described, own)],
-    ),
-    "allgather_coalesced": ("all_gather_coalesced", lambda _, own, opts: [*map(described, own)]),
-    "reduce_scatter": ("reduce_scatter", lambda _, own, opts: _reduction(own[0], opts)),
-    "reduce_scatter_single": (
-        "reduce_scatter_tensor",
-        lambda _, own, opts: _reduction([own], opts),
-    ),
-    "reduce_scatter_single_coalesced": (
-        "reduce_scatter_tensor_coalesced",
-        lambda _, own, opts: _reduction(own, opts),
-    ),
-    "alltoall": ("all_to_all", lambda _, own, opts: [described(own[0])[0]]),
+    "allgather": ("all_gather", lambda outputs, *_: _inputs(outputs, None)),
+    "all_gather_single": ("all_gather_into_tensor", _inputs),
+    "all_gather_single_coalesced": ("all_gather_into_tensor_coalesced", _inputs),
+    "allgather_coalesced": ("all_gather_coalesced", _inputs),
+    "reduce_scatter": ("reduce_scatter", _reduction),
+    "reduce_scatter_single": ("reduce_scatter_tensor", _reduction),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", _reduction),
+    "alltoall": ("all_to_all", lambda _, own, *__: [described(own[0])[0]]),
     "all_to_all_single": ("all_to_all_single", lambda _, own, *__: [described(own)[0]]),
 }
 """Operations of both backends: torch's name, and what ranks compare of the arguments."""
@@ -141,7 +136,6 @@ def _checked(method: str) -> Callable[..., Any]:
             self._issue(f"torch.{name}", lambda call: call.agree(*details), [], opts).wait()
         return getattr(self.inner, method)(*args)
 
-    operation.__name__ = method
     return operation
 
 

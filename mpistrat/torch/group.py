@@ -27,16 +27,8 @@ _logger = logging.getLogger("mpistrat")
 class Group(Operations, Messages):
     """A group of ranks with a communicator, a strategy and a queue for itself.
 
-    For a class that is one of torch's as well, which is its next base.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        Of the members alone; freed at the end.
-    name : str
-        Torch's name of the group.
-    timeout : timedelta
-    options : Options
+    For a class that is one of torch's as well, which is its next base. It frees `comm`, which is of
+    the members alone, at its end.
     """
 
     def __init__(

@@ -209,6 +209,14 @@ class Operations:
 
         return self._issue_moves("torch.gather", opts, inputs, received, details, move, outputs)
 
+    def gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> GroupWork:
+        """Send the tensor to one rank, which receives those of all in one tensor."""
+        opts, own = opts or c10d.GatherOptions(), self._collectives
+        parts = output.chunk(own.size) if output.dim() == source.dim() else output.unbind()
+        return self.gather([list(parts)] if own.rank == opts.rootRank else [], [source], opts)
+
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
@@ -326,6 +334,7 @@ class Operations:
         return self._issue("torch.barrier", body, [], opts)
 
     # Names of other versions of torch.
+    gather_into_tensor = gather_single
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     all_to_all_single = alltoall_base

@@ -184,6 +184,18 @@ def test_batches_of_messages_beside_the_backend_of_the_other_device(rank, size, 
     dist.destroy_process_group(group)
 
 
+@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="needs torch 2.14")
+def test_gather_into_one_tensor(rank, size):
+    group, root = dist.new_group(backend="mpistrat"), size - 1
+    for shape in ((2 * size, 3), (size, 2, 3)):
+        whole = torch.empty(*shape, 2)[..., 0]
+        own = torch.full((2, 3), float(rank))
+        dist.gather_single(own, whole if rank == root else None, dst=root, group=group)
+        if rank == root:
+            assert whole.reshape(size, 6).tolist() == [[sender] * 6 for sender in range(size)]
+    dist.destroy_process_group(group)
+
+
 @pytest.mark.parametrize("backend", ["cuda:mpistrat", "cpu:gloo,cuda:mpistrat"])
 def test_tensors_of_other_devices_alone_are_refused(backend):
     with pytest.raises(ValueError, match=f'The backend "{backend}" is not possible'):
