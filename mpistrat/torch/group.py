@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-import zlib
 from datetime import timedelta
 from typing import Any
 
@@ -13,52 +11,38 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.errors import EpochError, EpochTimeoutError, LaunchError
-from mpistrat.mpi.world import thread_level
+from mpistrat.errors import EpochError
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.system.exit_hooks import Phase, at
-from mpistrat.system.text import rank_list
-from mpistrat.torch.launching import Options, check_place, job_communicator
+from mpistrat.torch.launching import Options
 from mpistrat.torch.messages import Messages
 from mpistrat.torch.operations import Operations
 from mpistrat.torch.works import GroupQueue
 
-__all__ = ["create_group"]
+__all__ = ["Group", "MpiProcessGroup"]
 
 _logger = logging.getLogger("mpistrat")
 
-_NUM_TAGS = 32767
-"""The smallest largest tag that MPI promises."""
 
-_POLL_S = 0.0005
-
-
-class MpiProcessGroup(Operations, Messages, dist.ProcessGroup):
+class Group(Operations, Messages):
     """A group of ranks with a communicator, a strategy and a queue for itself.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        Of the members alone; freed at the end.
-    name : str
-        Torch's name of the group.
-    timeout : timedelta
-    options : Options
+    For a class that is one of torch's as well, which is its next base. It frees `comm`, which is of
+    the members alone, at its end.
     """
 
     def __init__(
         self, comm: MPI.Intracomm, name: str, timeout: timedelta, options: Options
     ) -> None:
-        super().__init__(comm.rank, comm.size)
+        torchs: Any = super().__init__
+        torchs(comm.rank, comm.size)
         self._comm = comm
         self._messages = comm.Dup()
         self._strategy = MPIStrategy(comm, "cpu", options.communication_options)
         self._collectives = self._strategy.extended._collectives
         self.set_timeout(timeout)
         self._queue = GroupQueue(f"mpistrat-group-{name}", self._collectives.channel)
-        self._name, self._desc = name, "undefined"
-        self._bound: torch.device | None = None
-        self._store: Any = None
+        self._name = name
         _open_groups[name] = self
 
     def _channel(self) -> Channel:
@@ -89,6 +73,51 @@ class MpiProcessGroup(Operations, Messages, dist.ProcessGroup):
     def supports_splitting(self) -> bool:
         """Whether groups are made by splitting this one."""
         return False
+
+    def start_coalescing(self, device: torch.device | None = None) -> None:
+        """Do nothing: operations are issued one by one."""
+
+    def end_coalescing(self, device: torch.device | None = None) -> Any:
+        """Return a work that is done once all that was issued before is."""
+        opts = dist.AllreduceOptions()
+        return self._issue("torch.end_coalescing", lambda call: None, [], opts)
+
+    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Wait so long for the other ranks."""
+        self._collectives.channel.timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """End the queue after what was issued, and free the communicators. **Collective**."""
+        if _open_groups.pop(self._name, None) is None:
+            return
+        self._queue.close()
+        try:
+            self._strategy.close()
+        except EpochError as error:
+            # The group is over in any case, and ranks may leave a program without destroying it.
+            _logger.info("destroy_process_group of %s: %s", self._name, error)
+            return
+        self._messages.Free()
+        self._comm.Free()
+
+    def abort(self) -> None:
+        """End the group at once: what waits for other ranks raises. Local."""
+        channel = self._collectives.channel
+        if channel.closed is None:
+            channel.leave_alone("The process group was aborted", "abort of the process group")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name!r} rank {self.rank()} of {self.size()}>"
+
+
+class MpiProcessGroup(Group, dist.ProcessGroup):
+    """A group for CPU tensors alone, which takes the place of torch's own."""
+
+    _desc = "undefined"
+    _bound: torch.device | None = None
+    _store: Any = None
 
     def _get_backend(self, device: torch.device) -> MpiProcessGroup:
         if device.type != "cpu":
@@ -147,95 +176,13 @@ class MpiProcessGroup(Operations, Messages, dist.ProcessGroup):
         """Return the store in which the members met."""
         return self._store
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        """Do nothing: operations are issued one by one."""
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        """Return a work that is done once all that was issued before is."""
-        opts = dist.AllreduceOptions()
-        return self._issue("torch.end_coalescing", lambda call: None, [], opts)
-
-    def start_coalescing(self) -> None:
-        """Do nothing, as `_start_coalescing`."""
-
-    def end_coalescing(self) -> Any:
-        """Do `_end_coalescing`."""
-        return self._end_coalescing(torch.device("cpu"))
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Wait so long for the other ranks."""
-        self._collectives.channel.timeout_s = timeout.total_seconds()
-
     def split_group(self, *_: Any, **__: Any) -> Any:
         """Refuse: groups are made by new_group."""
         raise NotImplementedError("The mpistrat backend has no split_group. Use dist.new_group.")
 
-    def shutdown(self) -> None:
-        """End the queue after what was issued, and free the communicators. **Collective**."""
-        if _open_groups.pop(self._name, None) is None:
-            return
-        self._queue.close()
-        try:
-            self._strategy.close()
-        except EpochError as error:
-            # The group is over in any case, and ranks may leave a program without destroying it.
-            _logger.info("destroy_process_group of %s: %s", self._name, error)
-            return
-        self._messages.Free()
-        self._comm.Free()
 
-    def abort(self) -> None:
-        """End the group at once: what waits for other ranks raises. Local."""
-        channel = self._collectives.channel
-        if channel.closed is None:
-            channel.leave_alone("The process group was aborted", "abort of the process group")
-
-    def __repr__(self) -> str:
-        return f"<MpiProcessGroup {self._name!r} rank {self.rank()} of {self.size()}>"
-
-
-_open_groups: dict[str, MpiProcessGroup] = {}
+_open_groups: dict[str, Group] = {}
 """Torch's C++ code holds no reference to groups that Python has made."""
-
-
-def create_group(opts: Any, pg_options: Any) -> MpiProcessGroup:
-    """Return a group for torch. **Collective** over its members."""
-    job = job_communicator()
-    if thread_level() != "multiple":
-        raise LaunchError(
-            f"MPI was started with the thread level {thread_level()}, but groups work on threads "
-            "of their own. Leave mpi4py.rc.thread_level at multiple."
-        )
-    options = pg_options if isinstance(pg_options, Options) else Options()
-    ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
-    check_place(ranks, opts.group_rank, opts.group_size)
-    _wait_for_members(opts, ranks)
-    whole = job.Get_group()
-    members = whole.Incl(ranks)
-    comm = job.Create_group(members, zlib.crc32(opts.group_id.encode()) % _NUM_TAGS)
-    members.Free()
-    whole.Free()
-    group = MpiProcessGroup(comm, opts.group_id, opts.timeout, options)
-    group._store = opts.store
-    return group
-
-
-def _wait_for_members(opts: Any, ranks: list[int]) -> None:
-    """Wait until all members are about to make the group, or raise. **Collective**."""
-    # MPI would wait without a limit for a rank that never comes.
-    own = opts.group_rank
-    opts.store.set(f"mpistrat/{own}", "here")
-    keys = [f"mpistrat/{rank}" for rank in range(opts.group_size)]
-    limit_s, began = opts.timeout.total_seconds(), time.monotonic()
-    while not opts.store.check(keys):
-        if time.monotonic() - began > limit_s:
-            missing = [ranks[rank] for rank, key in enumerate(keys) if not opts.store.check([key])]
-            raise EpochTimeoutError(
-                f"{rank_list(missing)} did not come to make the process group {opts.group_id!r} "
-                f"within the timeout of {limit_s:g} s, on rank {ranks[own]}. Every member must "
-                "call new_group, in the same order."
-            )
-        time.sleep(_POLL_S)
 
 
 def _end_queues() -> None:

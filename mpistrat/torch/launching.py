@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlparse
 
+import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.world import World, communicator, open_world
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Options",
+    "carrier_of",
+    "check_devices",
     "check_place",
     "init",
     "job_communicator",
@@ -159,6 +164,8 @@ def init(
     Parameters
     ----------
     backend : str
+        ``"cpu:mpistrat,cuda:nccl"`` gives CUDA tensors to NCCL; ``"cpu:mpistrat,cuda:mpistrat"``
+        too, once the ranks have agreed on the operation. Both need PyTorch 2.14 and a GPU.
     timeout : float or timedelta, optional
         How long an operation waits for the other ranks, a number in seconds; by default
         ``MPISTRAT_TIMEOUT_S``.
@@ -169,7 +176,9 @@ def init(
     Raises
     ------
     LaunchError
-        If the ranks were not started by MPI's launcher.
+        If the ranks were not started by MPI's launcher, or `backend` names CUDA and there is none.
+    NotImplementedError
+        If `backend` names several devices, and PyTorch is older than 2.14.
     ValueError
         If the process has a world group already, or `timeout` is not above 0.
 
@@ -180,6 +189,9 @@ def init(
     >>> model = torch.nn.parallel.DistributedDataParallel(model)
     """
     limit = _as_timedelta(timeout)
+    backends = distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    if "mpistrat" in backends.values():
+        check_devices(backends)
     set_environment(comm)
     dist.init_process_group(backend, init_method="mpi://", timeout=limit, pg_options=pg_options)
     world: Any = dist.group.WORLD
@@ -197,14 +209,22 @@ def strategy(group: dist.ProcessGroup | None = None) -> MPIStrategy:
     TypeError
         If the group has another backend.
     """
-    found: Any = dist.group.WORLD if group is None else group
-    carrier = getattr(found, "_strategy", None)
-    if not isinstance(carrier, MPIStrategy):
+    found = dist.group.WORLD if group is None else group
+    carrier = carrier_of(found)
+    if carrier is None:
         raise TypeError(
             f"Expected a process group of the backend mpistrat, not {found!r}. Call "
             "mpistrat.torch.init() first."
         )
     return carrier
+
+
+def carrier_of(group: Any) -> MPIStrategy | None:
+    """Return the strategy that carries `group`, ``None`` for groups of other backends."""
+    cpu = torch.device("cpu")
+    is_of_several = type(group) is dist.ProcessGroup and cpu in group._device_types
+    carrier = getattr(group._get_backend(cpu) if is_of_several else group, "_strategy", None)
+    return carrier if isinstance(carrier, MPIStrategy) else None
 
 
 def _as_timedelta(timeout: float | timedelta | None) -> timedelta:
@@ -268,3 +288,28 @@ def check_place(ranks: Sequence[int], rank: int, size: int) -> None:
         'torchrun, and call mpistrat.torch.init(), or init_process_group("mpistrat", '
         'init_method="mpi://").'
     )
+
+
+def check_devices(backends: Mapping[str, str]) -> None:
+    """Refuse a group whose devices have these backends where this process cannot make it."""
+    asked = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+    own = {device for device, backend in backends.items() if backend == "mpistrat"}
+    if "cpu" not in own or own not in ({"cpu"}, {*backends}) or len(own) > 2:
+        raise ValueError(
+            f'The backend "{asked}" is not possible: mpistrat is for CPU tensors, and checks those '
+            'of one other device. Use "mpistrat", "cpu:mpistrat,cuda:nccl" or '
+            '"cpu:mpistrat,cuda:mpistrat".'
+        )
+    # Python cannot make a backend before 2.14.
+    if len(backends) > 1 and "rank" not in (c10d.Backend.__init__.__doc__ or ""):
+        raise NotImplementedError(
+            f'The backend "{asked}" needs PyTorch 2.14 or newer, and this is {torch.__version__}. '
+            'Use "mpistrat", and for CUDA tensors a group of their own: '
+            'torch.distributed.new_group(backend="nccl").'
+        )
+    if backends.get("cuda") in ("mpistrat", "nccl") and not torch.cuda.is_available():
+        raise LaunchError(
+            f'The backend "{asked}" needs a GPU, and torch.cuda.is_available() is False in this '
+            'process. Use "mpistrat" on machines without GPUs; on others look at '
+            "CUDA_VISIBLE_DEVICES, and whether PyTorch was built for CUDA."
+        )

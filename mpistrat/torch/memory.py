@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpistrat.arrays import array_at_function
 from mpistrat.comm.wire import named_dtype
 
-__all__ = ["Operand", "described"]
+__all__ = ["Operand", "described", "is_on_host"]
 
 
 class Operand:
@@ -79,9 +79,14 @@ class Operand:
 _array_at = array_at_function()
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's memory is that of the CPU."""
+    return bool(tensor.is_cpu)
+
+
 def _check(tensor: torch.Tensor, kind: str) -> None:
     # First the device: a tensor elsewhere has no address that the host may read.
-    if not tensor.is_cpu:
+    if not is_on_host(tensor):
         raise ValueError(
             f"{kind}: expected tensors on the CPU, but got one on {tensor.device}. Move it with "
             ".cpu(), or give the tensors of other devices to another backend: "

@@ -7,7 +7,7 @@ before anything moves.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Operations:
                 body(call)
 
         work = GroupWork(kind, operation, outputs, users_place(sys._getframe(2)))
-        is_async = opts.asyncOp
+        is_async = getattr(opts, "asyncOp", True)  # torch 2.7 says it of few
         self._queue.add(work, is_async, _num_bytes(outputs) if is_async else 0)
         return work
 
@@ -149,6 +149,14 @@ class Operations:
 
         return self._issue("torch.gather", body, outputs, opts)
 
+    def gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> GroupWork:
+        """Send the tensor to one rank, which receives those of all in one tensor."""
+        opts, own = opts or c10d.GatherOptions(), self._collectives
+        parts = output.chunk(own.size) if output.dim() == source.dim() else output.unbind()
+        return self.gather([list(parts)] if own.rank == opts.rootRank else [], [source], opts)
+
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
@@ -233,6 +241,7 @@ class Operations:
         return self._issue("torch.barrier", body, [], opts)
 
     # Names of other versions of torch.
+    gather_into_tensor = gather_single
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     all_to_all_single = alltoall_base

@@ -12,14 +12,19 @@ collect_ignore = outside_mpiexec("test_safetensors.py")
 collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_*.py"]
 
 
-@pytest.fixture(scope="module")
-def world():
-    """The world group of torch, for the tests of one file. **Collective**."""
+def world_group(backend):
+    """Yield the world group of torch, and destroy it. **Collective**."""
     dist = importlib.import_module("torch.distributed")
     before = dict(os.environ)
-    group = importlib.import_module("mpistrat.torch").init()
+    group = importlib.import_module("mpistrat.torch").init(backend=backend)
     # Programs that other tests launch must not take the variables of this one for theirs.
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     yield group
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def world():
+    """The world group of torch, for the tests of one file. **Collective**."""
+    yield from world_group("mpistrat")

@@ -1,9 +1,11 @@
 """Rendezvous, environment and entry points: torch finds its ranks by MPI."""
 
+import importlib.metadata
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from mpistrat.testing import launch
 
@@ -166,4 +168,30 @@ assert "mpistrat" in torch.distributed.Backend.backend_list
 import mpistrat.torch
 """
     result = launch.run(["-c", text], cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_the_backend_is_known_without_an_import(tmp_path, autoload):
+    """By the entry point that torch asks when the name is used, or by that of its start."""
+    asks = hasattr(torch.distributed.Backend, "_ensure_backend_registered")
+    if autoload == "0" and not asks:
+        pytest.skip("needs torch 2.14")
+    group = "torch.distributed.backends" if autoload == "0" else "torch.backends"
+    if "mpistrat" not in importlib.metadata.entry_points(group=group).names:
+        pytest.skip("needs an installed package")
+    text = """
+import sys, torch, torch.distributed as dist
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+assert "mpistrat" not in sys.modules
+store = dist.FileStore("store", comm.size)
+dist.init_process_group("mpistrat", store=store, rank=comm.rank, world_size=comm.size)
+x = torch.ones(2)
+dist.all_reduce(x)
+assert x.tolist() == [comm.size] * 2
+assert dist.get_backend() == "mpistrat"
+dist.destroy_process_group()
+"""
+    result = run(tmp_path, text, 2, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
     assert result.returncode == 0, result.stderr

@@ -1,0 +1,224 @@
+"""Creation of process groups: one for CPU tensors, or a backend beside those of other devices."""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
+
+from mpistrat.errors import EpochTimeoutError, LaunchError
+from mpistrat.mpi.world import thread_level
+from mpistrat.system.text import rank_list
+from mpistrat.torch.group import Group, MpiProcessGroup
+from mpistrat.torch.launching import Options, check_devices, check_place, job_communicator
+from mpistrat.torch.memory import described, is_on_host
+
+__all__ = ["create_group"]
+
+_NUM_TAGS = 32767
+"""The smallest largest tag that MPI promises."""
+
+_POLL_S = 0.0005
+
+
+class MpiBackend(Group, c10d.Backend):
+    """CPU tensors of a torch group in which tensors of other devices have another backend.
+
+    Torch calls it through its dispatcher, and forwards of its works `wait` and `get_future` alone.
+    """
+
+    allreduce_sparse = Group.allreduce
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
+        """Refuse: torch does not forward from whom the message came."""
+        raise NotImplementedError(
+            "torch.recv: a group with backends of several devices cannot tell from whom a message "
+            "came. Name the source, or receive in a group for CPU tensors alone: "
+            'torch.distributed.new_group(backend="mpistrat").'
+        )
+
+
+class CheckedBackend(MpiBackend):
+    """The same, and the ranks agree before the backend of another device does what is its own."""
+
+    inner: Any = None
+    """The backend of the device, such as torch's ProcessGroupNCCL."""
+    _batch: list[Any] | None = None
+    """Works on the host since `start_coalescing`."""
+    supports_coalescing = True  # NCCL needs it where two ranks send to each other
+
+    def start_coalescing(self, device: torch.device | None = None) -> None:
+        """Issue all up to `end_coalescing` as one, on the device."""
+        self._batch = []
+        self.inner._start_coalescing()
+
+    def end_coalescing(self, device: torch.device | None = None) -> Any:
+        """Return a work that is done once all of them are."""
+        batch, self._batch = self._batch, None
+        work = self.inner._end_coalescing()
+        if work is not None and not batch:
+            return work
+        opts = dist.AllreduceOptions()
+        return self._issue(
+            "torch.end_coalescing", lambda call: [each.wait() for each in batch or ()], [], opts
+        )
+
+    def shutdown(self) -> None:
+        """End both."""
+        super().shutdown()
+        self.inner.shutdown()
+
+    def abort(self) -> None:
+        """Abort both."""
+        super().abort()
+        self.inner.abort()
+
+
+def _inputs(*arguments: Any) -> list[object]:
+    """Return what each rank has: a tensor, a list of them, or such a list in one more."""
+    own = arguments[-2]
+    tensors = [own] if isinstance(own, torch.Tensor) else own
+    return [*map(described, tensors[0] if isinstance(tensors[0], list) else tensors)]
+
+
+def _reduction(*arguments: Any) -> list[object]:
+    op = arguments[-1].reduceOp
+    return [getattr(op, "op", op).name, *_inputs(*arguments)]
+
+
+def _rooted(*arguments: Any) -> list[object]:
+    return [f"rank {arguments[-1].rootRank}", *_inputs(*arguments)]
+
+
+_AGREED: dict[str, tuple[str, Callable[..., list[object]]]] = {
+    "allreduce": ("all_reduce", _reduction),
+    "allreduce_coalesced": ("all_reduce_coalesced", _reduction),
+    "reduce": ("reduce", lambda own, opts: [*_reduction(own, opts), f"rank {opts.rootRank}"]),
+    "broadcast": ("broadcast", _rooted),
+    "gather": ("gather", _rooted),
+    "scatter": ("scatter", lambda own, _, opts: _rooted(own, opts)),
+    "allgather": ("all_gather", lambda outputs, *_: _inputs(outputs, None)),
+    "all_gather_single": ("all_gather_into_tensor", _inputs),
+    "all_gather_single_coalesced": ("all_gather_into_tensor_coalesced", _inputs),
+    "allgather_coalesced": ("all_gather_coalesced", _inputs),
+    "reduce_scatter": ("reduce_scatter", _reduction),
+    "reduce_scatter_single": ("reduce_scatter_tensor", _reduction),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", _reduction),
+    "alltoall": ("all_to_all", lambda _, own, *__: [described(own[0])[0]]),
+    "all_to_all_single": ("all_to_all_single", lambda _, own, *__: [described(own)[0]]),
+}
+"""Operations of both backends: torch's name, and what ranks compare of the arguments."""
+
+
+def _checked(method: str) -> Callable[..., Any]:
+    """Return a method that agrees and delegates where the tensors lie on the device."""
+    of_host = getattr(MpiBackend, method)
+    name, compared = _AGREED.get(method, ("", None))
+
+    def operation(self: CheckedBackend, *args: Any) -> Any:
+        if _lies_on_host(args):
+            work = of_host(self, *args)
+            if self._batch is not None:
+                self._batch.append(work)
+            return work
+        if compared is not None:
+            opts = dist.BarrierOptions()
+            opts.asyncOp = False  # NCCL takes the stream of the thread that calls it
+            details = compared(*args)
+            self._issue(f"torch.{name}", lambda call: call.agree(*details), [], opts).wait()
+        return getattr(self.inner, method)(*args)
+
+    return operation
+
+
+for _method in (*_AGREED, "send", "recv"):
+    setattr(CheckedBackend, _method, _checked(_method))
+
+
+def _lies_on_host(arguments: Sequence[Any]) -> bool:
+    """Return whether the first tensor in nested lists lies on the host, or there is none."""
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            return is_on_host(each)
+        if isinstance(each, list) and each and not _lies_on_host(each):
+            return False
+    return True
+
+
+def create_group(opts: Any, pg_options: Any) -> Group:
+    """Return a group for torch. **Collective** over its members."""
+    backends = _backends_by_device()
+    check_devices(backends)
+    if thread_level() != "multiple":
+        raise LaunchError(
+            f"MPI was started with the thread level {thread_level()}, but groups work on threads "
+            "of their own. Leave mpi4py.rc.thread_level at multiple."
+        )
+    options = pg_options if isinstance(pg_options, Options) else Options()
+    identity = _communicator(opts), opts.group_id, opts.timeout, options
+    if len(backends) == 1:
+        # Torch's flight recorder needs a backend of C++. The package has its own.
+        recorded: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recorded.add("mpistrat")
+        group = MpiProcessGroup(*identity)
+        group._store = opts.store
+        return group
+    if set(backends.values()) != {"mpistrat"}:
+        return MpiBackend(*identity)
+    checked = CheckedBackend(*identity)
+    (device,) = set(backends) - {"cpu"}
+    inner = dist.Backend._plugins[dist.Backend.default_device_backend_map[device].upper()]
+    checked.inner = inner.creator_fn(opts, None if pg_options is options else pg_options)
+    return checked
+
+
+def _backends_by_device() -> dict[str, str]:
+    """Return the backends of the group that torch is making."""
+    # Torch tells a creator of its own device at most.
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        config = frame.f_locals.get("backend_config")
+        if isinstance(config, distributed_c10d.BackendConfig):
+            return dict(config.get_device_backend_map())
+        frame = frame.f_back
+    return {"cpu": "mpistrat"}
+
+
+def _communicator(opts: Any) -> MPI.Intracomm:
+    """Return a new communicator of the members. **Collective** over them."""
+    job = job_communicator()
+    ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
+    check_place(ranks, opts.group_rank, opts.group_size)
+    _wait_for_members(opts, ranks)
+    whole = job.Get_group()
+    members = whole.Incl(ranks)
+    comm = job.Create_group(members, zlib.crc32(opts.group_id.encode()) % _NUM_TAGS)
+    members.Free()
+    whole.Free()
+    return comm
+
+
+def _wait_for_members(opts: Any, ranks: list[int]) -> None:
+    """Wait until all members are about to make the group, or raise. **Collective**."""
+    # MPI would wait without a limit for a rank that never comes.
+    own = opts.group_rank
+    opts.store.set(f"mpistrat/{own}", "here")
+    keys = [f"mpistrat/{rank}" for rank in range(opts.group_size)]
+    limit_s, began = opts.timeout.total_seconds(), time.monotonic()
+    while not opts.store.check(keys):
+        if time.monotonic() - began > limit_s:
+            missing = [ranks[rank] for rank, key in enumerate(keys) if not opts.store.check([key])]
+            raise EpochTimeoutError(
+                f"{rank_list(missing)} did not come to make the process group {opts.group_id!r} "
+                f"within the timeout of {limit_s:g} s, on rank {ranks[own]}. Every member must "
+                "call new_group, in the same order."
+            )
+        time.sleep(_POLL_S)
