@@ -49,8 +49,12 @@ def test_the_versions_train_alike(tmp_path):
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
     over_gloo = subprocess.run(
         [sys.executable, *torchrun, PROGRAMS / "ddp_gloo.py"],
-        **{"cwd": tmp_path, "env": launch.environment(), "timeout": 100},
-        **{"capture_output": True, "text": True, "stdin": subprocess.DEVNULL},
+        cwd=tmp_path,
+        env=launch.environment(),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=100,
     )
     assert over_gloo.returncode == 0, over_gloo.stderr
     assert over_mpi.stdout == over_gloo.stdout

@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed import pipelining
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -100,6 +103,21 @@ class TestFullyShard:
             torch.nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (model, alone)
         )
         torch.testing.assert_close(ours.full_tensor(), theirs)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_distributed_checkpoint_saves_and_loads(is_async, rank, mesh, shared_tmp_path):
+    model, other = (shard_layers(network(seed), mesh) for seed in (0, 1))
+    expected = train(model, rank)
+    state = {"model": get_model_state_dict(model)}
+    if is_async:
+        dcp.async_save(state, checkpoint_id=shared_tmp_path / "dcp").result()
+    else:
+        dcp.save(state, checkpoint_id=shared_tmp_path / "dcp")
+    state = {"model": get_model_state_dict(other)}
+    dcp.load(state, checkpoint_id=shared_tmp_path / "dcp")
+    set_model_state_dict(other, state["model"])
+    close(parameters_of(other), expected, 0)
 
 
 class Bundle:
@@ -259,3 +277,27 @@ def test_a_sharded_checkpoint_of_tensor_parallel_parameters(mesh, shared_tmp_pat
     plain = even_network(seed=1)
     ms.Checkpoint(model=plain).restore(shared_tmp_path / "model.h5").assert_consumed()
     close(parameters_of(plain), expected, 0)
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_a_pipeline_trains_as_one_process(schedule, rank, size, world):
+    def stages():
+        torch.manual_seed(0)
+        return [torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh()) for _ in range(size)]
+
+    own = stages()[rank]
+    stage = pipelining.PipelineStage(own, rank, size, torch.device("cpu"))
+    run = getattr(pipelining, schedule)(
+        stage, n_microbatches=size, loss_fn=lambda output, target: (output - target).square().mean()
+    )
+    x, target = batch(0, 0, 4 * size), batch(0, 1, 4 * size)
+    if rank == 0:
+        run.step(x, **({"target": target} if size == 1 else {}))
+    elif rank == size - 1:
+        run.step(target=target)
+    else:
+        run.step()
+    alone = torch.nn.Sequential(*stages())
+    (alone(x) - target).square().mean().backward()
+    for ours, theirs in zip(own.parameters(), alone[rank].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
