@@ -23,11 +23,13 @@ from mpistrat.pytorch import is_tensor
 __all__ = [
     "SplitState",
     "dump_json",
+    "json_part",
     "join_state",
     "load_json",
     "marked",
     "plain_state",
     "split_state",
+    "tensor_mark",
     "tied_paths",
     "unmarked",
     "value_paths",
@@ -136,6 +138,23 @@ def split_state(state: object, owner: str, keeps_types: bool = False) -> SplitSt
             "without '/'."
         )
     return rest, splitter.arrays
+
+
+def tensor_mark(dtype: str) -> Mark:
+    """Return what stands in the JSON part of a state for a tensor of `dtype`."""
+    return Mark(_TENSOR, dtype)
+
+
+def json_part(value: object, owner: str, path: str) -> Any:
+    """Return what `split_state` makes of a part of a state that has no arrays, or TypeError."""
+    splitter = _Splitter(owner, keeps_types=True)
+    rest = splitter.rest(value, path, plain=False)
+    for name in splitter.arrays:
+        raise TypeError(
+            f"The state of {owner!r} holds an array at {name!r}, inside of a value that is saved "
+            "as a whole. Make it a tensor in a dict or a list."
+        )
+    return rest
 
 
 class _Splitter:

@@ -138,14 +138,17 @@ class CheckpointWriter:
             _set_attributes(dataset, item)
 
     def reserve(self, item: Item, array: Array) -> int:
-        """Make room for the values of a large variable, and return where it begins. Local.
+        """Make room for the values of a variable, and return where it begins. Local.
 
-        It begins with a page of the system. The values come by `write_at`, their digest by
-        `set_digest`.
+        A large one begins with a page of the system. The values come by `write_at`, their digest
+        by `set_digest`.
         """
         with explaining(self._path):
+            if not array.size:
+                _set_attributes(create_unwritten(self._groups[item.group], item.path, array), item)
+                return 0
             dataset, offset = self._make_room(item, array)
-            if offset % mmap.PAGESIZE:
+            if array.nbytes >= BYTES_WORTH_A_THREAD and offset % mmap.PAGESIZE:
                 where = f"at byte {offset}, inside of a page"
                 raise RuntimeError(f"HDF5 has placed {item.path} {where}")
             _set_attributes(dataset, item)
