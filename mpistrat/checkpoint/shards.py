@@ -17,18 +17,11 @@ import numpy as np
 
 from mpistrat.checkpoint.format import format_digest
 from mpistrat.checkpoint.raw_io import BYTES_WORTH_A_THREAD, read_at, write_at
+from mpistrat.checkpoint.tensors import Box
 from mpistrat.checkpoint.writer import CheckpointWriter, Item, explaining
 from mpistrat.errors import CheckpointError
 
-__all__ = ["Box", "Extent", "Room", "Written", "digests_in_file", "read_box", "sign", "write_box"]
-
-
-class Box(NamedTuple):
-    """The part of an array that one rank has."""
-
-    offsets: tuple[int, ...]
-    """Where it begins, along each axis."""
-    sizes: tuple[int, ...]
+__all__ = ["Extent", "Room", "Written", "digests_in_file", "read_box", "sign", "write_box"]
 
 
 class Extent(NamedTuple):
@@ -138,6 +131,11 @@ class Room:
     extents: dict[str, Extent]
 
     @classmethod
+    def from_json(cls, path: str, inode: int, extents: Mapping[str, Sequence[int]]) -> Room:
+        """Return the room of which `asdict` made JSON values."""
+        return cls(path, inode, {name: Extent(*each) for name, each in extents.items()})
+
+    @classmethod
     def reserve(cls, writer: CheckpointWriter, items: Mapping[str, Item]) -> Room:
         """Make room for `items`, whose arrays have no values."""
         extents = {}
@@ -152,11 +150,13 @@ class Room:
         inode = os.fstat(writer.handle).st_ino
         return cls(os.path.abspath(writer.temporary), inode, extents)
 
-    def open(self, flags: int = os.O_WRONLY) -> int | None:
+    def open(self, must_be_there: bool = False, flags: int = os.O_WRONLY) -> int | None:
         """Return a descriptor of the file, ``None`` where this rank does not see it."""
         try:
             handle = os.open(self.path, flags | os.O_NONBLOCK)
-        except FileNotFoundError:
+        except OSError:
+            if must_be_there:
+                raise
             return None
         if os.fstat(handle).st_ino == self.inode:
             return handle

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ from mpistrat.pytorch import is_tensor
 __all__ = [
     "SplitState",
     "dump_json",
-    "json_part",
     "join_state",
+    "json_part",
     "load_json",
     "marked",
     "plain_state",
@@ -302,11 +302,18 @@ def _key(value: Any) -> Any:
     return value
 
 
-def join_state(rest: Any, arrays: dict[str, np.ndarray], are_blank: bool = False) -> dict[Any, Any]:
-    """Return the state that `split_state` was given; where `are_blank`, tensors have no memory."""
+def join_state(
+    rest: Any, arrays: Mapping[str, Any], blank: dict[str, Any] | None = None
+) -> dict[Any, Any]:
+    """Return the state that `split_state` was given.
+
+    Where `blank` is given, tensors have no memory, and are put there by path.
+    """
     left = dict(arrays)
-    joiner = _Joiner(left, _make_tensors(rest, left, are_blank))
-    state: dict[Any, Any] = joiner.join(rest, "")
+    tensors = _make_tensors(rest, left, are_blank=blank is not None)
+    if blank is not None:
+        blank |= tensors
+    state: dict[Any, Any] = _Joiner(left, tensors).join(rest, "")
     for path, array in left.items():
         *parents, name = path.split("/")
         container = state
@@ -320,7 +327,7 @@ def join_state(rest: Any, arrays: dict[str, np.ndarray], are_blank: bool = False
     return state
 
 
-def _make_tensors(rest: Any, left: dict[str, np.ndarray], are_blank: bool) -> dict[str, Any]:
+def _make_tensors(rest: Any, left: dict[str, Any], are_blank: bool) -> dict[str, Any]:
     """Return by path the tensors that marks name; their arrays are no longer `left`."""
     tensors: dict[str, Any] = {}
     make: Callable[[np.ndarray, str], Any] | None = None

@@ -28,6 +28,7 @@ from mpistrat.checkpoint.raw_io import (
     write_at,
 )
 from mpistrat.checkpoint.state_json import dump_json
+from mpistrat.checkpoint.tensors import TensorArray
 from mpistrat.checkpoint.validation import write_attribute
 from mpistrat.errors import CheckpointError
 
@@ -65,6 +66,8 @@ class Item:
     attributes: Mapping[str, bool | str | Sequence[str]]
     """All but the digest."""
     life: BufferLifetime = BufferLifetime.LONG
+    tensor: TensorArray | None = None
+    """Of a sharded tensor its parts, where `array` has no values."""
 
 
 def variable_item(

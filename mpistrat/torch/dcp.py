@@ -24,7 +24,6 @@ from mpistrat.checkpoint.format import FORMAT_VERSION, Header, check_path
 from mpistrat.checkpoint.object_graph import check_disjoint
 from mpistrat.checkpoint.ranks import Worker, checked_path, divide_work, share_out, this_worker
 from mpistrat.checkpoint.shards import (
-    Box,
     Room,
     Written,
     digests_in_file,
@@ -32,7 +31,7 @@ from mpistrat.checkpoint.shards import (
     write_box,
 )
 from mpistrat.checkpoint.state_json import dump_json, json_part, load_json, tensor_mark
-from mpistrat.checkpoint.tensors import world_strategy
+from mpistrat.checkpoint.tensors import Box, world_strategy
 from mpistrat.checkpoint.writer import (
     CheckpointWriter,
     Item,
@@ -353,7 +352,7 @@ def _digest(task: _Task) -> list[WriteResult]:
     """Read through the tensors of this rank's task, which all ranks have written."""
     if not task.digested:
         return []
-    handle = task.room.open(os.O_RDONLY)
+    handle = task.room.open(flags=os.O_RDONLY)
     if handle is None:
         raise OSError(f"{task.room.path} is no longer there")
     try:

@@ -32,8 +32,9 @@ from mpistrat.checkpoint.reader import (
     naming_damage,
     open_checkpoint,
 )
-from mpistrat.checkpoint.shards import Box, Extent, digests_in_file, read_box
+from mpistrat.checkpoint.shards import Extent, digests_in_file, read_box
 from mpistrat.checkpoint.state_json import join_state, tied_paths
+from mpistrat.checkpoint.tensors import Box
 from mpistrat.errors import CheckpointCorruptError
 from mpistrat.torch.meeting import Meeting
 from mpistrat.torch.stored import as_tensor, on_host, tensor_dtype
@@ -279,7 +280,7 @@ def _nested(reader: CheckpointReader) -> tuple[dict[str, Any], dict[str, str]]:
         owned.update(names)
         with naming_damage(reader.path, owner):
             blank = {name.removeprefix(begin): _blank(reader.variables[name]) for name in names}
-            _put(nested, owner, _with_tensors(join_state(rest, blank, are_blank=True)))
+            _put(nested, owner, _with_tensors(join_state(rest, blank, {})))
             ties |= {begin + name: begin + of for name, of in tied_paths(rest).items()}
     for name, info in reader.variables.items():
         if name not in owned:

@@ -72,4 +72,4 @@ class Stage:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-        return store.add(f"{self._key}/failed", 0) == 0
+        return bool(store.add(f"{self._key}/failed", 0) == 0)

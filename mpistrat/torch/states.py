@@ -11,11 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpistrat.checkpoint.tensors import TensorState
+from mpistrat.checkpoint.tensors import Box, LoadedShard, TensorState
 from mpistrat.torch.stored import (
     FSDP1_ADVICE,
+    LocalPart,
     StoredTensor,
     as_tensor,
+    box_of,
     is_sharded,
     name_of,
     tensor_dtype,
@@ -74,8 +76,10 @@ class TorchTensors:
         storage = tensor.untyped_storage()._cdata
         return storage, tensor.device, tensor.dtype, tuple(tensor.shape), *layout, *parts
 
-    def tensor(self, array: np.ndarray, dtype: str) -> torch.Tensor:
+    def tensor(self, array: np.ndarray | LoadedShard, dtype: str) -> torch.Tensor | LocalPart:
         """Return an array that was stored for a tensor of `dtype` as one, with its memory."""
+        if isinstance(array, LoadedShard):
+            return LocalPart(as_tensor(array.values, dtype), array.shape)
         return as_tensor(array, dtype)
 
     def blank(self, array: np.ndarray, dtype: str) -> torch.Tensor:
@@ -114,10 +118,28 @@ def _unwrapped(module: Any) -> Any:
             return module
 
 
+def _is_of_torch(function: Any) -> bool:
+    """Return whether torch has made a method or a hook."""
+    module = getattr(getattr(function, "hook", function), "__module__", None)
+    return str(module).partition(".")[0] == "torch"
+
+
 class _ModuleState(TensorState):
     """The parameters and buffers of a module, under the names of the module without wrappers."""
 
     is_mirrored = True
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether a class or a hook outside of torch takes part in loading a state."""
+        own = type(self._target).load_state_dict
+        return own is not torch.nn.Module.load_state_dict or not all(
+            _is_of_torch(type(each)._load_from_state_dict)
+            and type(each).set_extra_state is torch.nn.Module.set_extra_state
+            and all(map(_is_of_torch, each._load_state_dict_pre_hooks.values()))
+            and all(map(_is_of_torch, each._load_state_dict_post_hooks.values()))
+            for each in self._target.modules()
+        )
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(_unwrapped(module))
@@ -151,6 +173,12 @@ class _ModuleState(TensorState):
             if key not in own:
                 yield f"{path}/{key}: {_described(value)} in the file, missing in the program"
 
+    def shards(self, state: dict[Any, Any]) -> Iterator[tuple[Any, Box | None]]:
+        """Yield each tensor, and the part of it that this rank has."""
+        own = self.state_dict()
+        for key, value in state.items():
+            yield value, box_of(own.get(key), value)
+
     def load_state_dict(self, state: dict[Any, Any]) -> None:
         """Copy a state into the module; a module on the meta device takes the tensors over."""
         own = self._target.state_dict(keep_vars=True)
@@ -166,8 +194,9 @@ def _is_meta(value: object) -> bool:
 
 
 def _as_part(value: Any, own: Any) -> Any:
-    """Return a value of a file as what belongs in place of `own`: all of it, or a part."""
     """Return a value of a file as a tensor, or the part of one that belongs in place of `own`."""
+    if isinstance(value, LocalPart):
+        return value.as_sharded(own)
     if isinstance(value, np.ndarray):  # files that others write may have arrays alone
         value = torch.from_numpy(value)
     return _distributed_as(value, own) if isinstance(value, torch.Tensor) else value
@@ -196,9 +225,20 @@ class _OptimizerState(TensorState):
 
     is_mirrored = True
 
+    @property
+    def replaces_tensors(self) -> bool:
+        """Whether nobody has changed how optimizers take a state."""
+        target = self._target
+        return (
+            type(target).load_state_dict is torch.optim.Optimizer.load_state_dict
+            and not target._optimizer_load_state_dict_pre_hooks
+            and not target._optimizer_load_state_dict_post_hooks
+        )
+
     def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
         """Yield which groups have other lengths, and which tensors other shapes or dtypes."""
         own = self.state_dict()
+        state = _numbered(state)
         stored = [_num_parameters(group) for group in state.get("param_groups", ())]
         groups = [_num_parameters(group) for group in own.get("param_groups", ())]
         if stored != groups:
@@ -216,14 +256,50 @@ class _OptimizerState(TensorState):
                         f"{path}/state/{number}/{name}", found[name], slots[name]
                     )
 
+    def _parameters(self) -> list[Any]:
+        return [each for group in self._target.param_groups for each in group["params"]]
+
+    def shards(self, state: dict[Any, Any]) -> Iterator[tuple[Any, Box | None]]:
+        """Yield each slot of a parameter, and the part of it that this rank has."""
+        parameters = dict(enumerate(self._parameters()))
+        for number, slots in _numbered(state).get("state", {}).items():
+            if isinstance(slots, dict):
+                for each in slots.values():
+                    yield each, box_of(parameters.get(number), each)
+
     def load_state_dict(self, state: dict[Any, Any]) -> None:
         """Take over a state; of what belongs to DTensors this rank's part."""
-        parameters = [each for group in self._target.param_groups for each in group["params"]]
+        state = _numbered(state)
         slots = dict(state.get("state", {}))
-        for number, own in enumerate(parameters):
+        for number, own in enumerate(self._parameters()):
             if isinstance(slots.get(number), dict):
                 slots[number] = {key: _as_part(each, own) for key, each in slots[number].items()}
         self._target.load_state_dict({**state, "state": slots})
+
+
+def _numbered(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the state of an optimizer by the numbers of parameters, in the order of the groups.
+
+    Files of torch.distributed.checkpoint have their names, or their numbers as texts.
+    """
+    groups, slots = state.get("param_groups"), state.get("state")
+    if not isinstance(groups, list) or not isinstance(slots, dict):
+        return state
+    known: list[Any] = []
+    for group in groups:
+        known += group.get("params", ()) if isinstance(group, dict) else ()
+    numbers = {name: number for number, name in enumerate(known)}
+    numbers |= {str(name): number for name, number in numbers.items()}
+    return {
+        **state,
+        "state": {numbers.get(key, key): each for key, each in slots.items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]}
+            if isinstance(group, dict) and "params" in group
+            else group
+            for group in groups
+        ],
+    }
 
 
 def _num_parameters(group: Any) -> int:

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from mpistrat.checkpoint.format import BITS_OF_FLOATS, format_digest
-from mpistrat.checkpoint.shards import Box
+from mpistrat.checkpoint.tensors import Box
 
 __all__ = [
     "FSDP1_ADVICE",
+    "LocalPart",
     "StoredTensor",
     "as_tensor",
-    "boxes_of",
+    "box_of",
     "is_sharded",
     "name_of",
     "on_host",
@@ -84,24 +85,23 @@ class StoredTensor:
 
     @property
     def mesh(self) -> str:
-        """The ranks that share its elements, as a text."""
-        mesh = self._tensor.device_mesh
-        return format_digest(hashlib.sha256(repr(mesh.mesh.tolist()).encode()))
+        """The ranks that share its elements, as a text; empty where no rank can write a part."""
+        if not is_sharded(self._tensor):
+            return ""
+        if any(each.is_partial() for each in self._tensor.placements):
+            return ""
+        mesh = self._tensor.device_mesh.mesh
+        return format_digest(hashlib.sha256(repr(mesh.tolist()).encode()))
 
     def shards(self) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield the parts that this rank has, and no rank of its mesh before it."""
         tensor = self._tensor
-        if any(each.is_partial() for each in tensor.placements):
-            whole = sys.modules["torch.distributed.tensor"].Replicate()
-            tensor = tensor.redistribute(
-                placements=[whole if each.is_partial() else each for each in tensor.placements]
-            )
         place = tensor.device_mesh.get_coordinate()
         if place is None or any(
             each.is_replicate() and at for each, at in zip(tensor.placements, place, strict=True)
         ):
             return
-        for box in boxes_of(tensor):
+        for box in _boxes_of(tensor):
             yield box, on_host(_shard_at(tensor, box))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -111,9 +111,40 @@ class StoredTensor:
         return np.array(array, dtype) if copy or dtype not in (None, self.dtype) else array
 
 
-def boxes_of(tensor: Any) -> list[Box]:
+def _boxes_of(tensor: Any) -> list[Box]:
     """Return which parts of a DTensor this rank has."""
     return [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__()]
+
+
+def box_of(own: Any, stored: Any) -> Box | None:
+    """Return the part of a `stored` tensor that this rank's `own` takes, ``None`` for all."""
+    if not is_sharded(own) or not isinstance(stored, torch.Tensor) or stored.shape != own.shape:
+        return None
+    if own.device_mesh.get_coordinate() is None:
+        return None
+    if any(each.is_partial() for each in own.placements):
+        return None
+    boxes = _boxes_of(own)
+    return boxes[0] if len(boxes) == 1 and boxes[0].sizes == own.to_local().shape else None
+
+
+class LocalPart:
+    """The part of a tensor in a file that this rank needs, in place of the whole."""
+
+    def __init__(self, local: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self._local = local
+        self._shape = shape
+
+    def as_sharded(self, own: Any) -> Any:
+        """Return it as a DTensor that is distributed as `own`."""
+        return sys.modules["torch.distributed.tensor"].DTensor.from_local(
+            self._local.to(own.device_mesh.device_type),
+            own.device_mesh,
+            own.placements,
+            run_check=False,
+            shape=torch.Size(self._shape),
+            stride=torch.empty(self._shape, device="meta").stride(),
+        )
 
 
 def _shard_at(tensor: Any, box: Box) -> torch.Tensor:
@@ -189,5 +220,3 @@ def why_not_stored(tensor: torch.Tensor) -> str:
     if tensor.dtype not in _STORED:
         return f"a tensor of dtype {name_of(tensor.dtype)} (convert it to another dtype)"
     return ""
-
-
