@@ -11,6 +11,7 @@ from mpistrat.checkpoint.collect import StateCollector, file_of_root
 from mpistrat.checkpoint.object_graph import check_can_hold_state
 from mpistrat.checkpoint.parallel_write import ParallelWriting
 from mpistrat.checkpoint.restore import RestoreStatus, restore
+from mpistrat.checkpoint.sharded_write import ShardedWriting
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
@@ -30,21 +31,24 @@ def save(
 ) -> str:
     """Write the state below `root` to `path`, and return it as a string. **Collective**.
 
-    Variables travel one at a time to rank 0. Where `parallel`, what all ranks hold does not
-    travel: each rank writes some of it.
+    Variables travel one at a time to rank 0. Sharded tensors do not travel: each rank writes its
+    shards. Where `parallel`, nor does what all ranks hold: each rank writes some of it.
     """
     began_s = time.perf_counter()
-    gathering = StateCollector(root, _WHAT, path, parallel)
+    gathering = StateCollector(root, _WHAT, path, parallel, keeps_shards=True)
     collectives, target = gathering.collectives, gathering.path
     if not gathering.writes_here:
         return target
     with file_of_root(gathering, _WHAT, gathering.header(step, created_s)) as file:
+        sharded = ShardedWriting(file, target)
+        items = sharded.others(gathering.items())
         if parallel:
             writing = ParallelWriting(file, target)
-            writing.take(gathering.items())
+            writing.take(items)
             writing.write(collectives, _WHAT)
         else:
-            file.attempt_each(file.write, gathering.items())
+            file.attempt_each(file.write, items)
+        sharded.write(collectives, _WHAT)
     if collectives.rank == 0:
         _logger.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - began_s)
     return target

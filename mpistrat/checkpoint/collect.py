@@ -64,7 +64,12 @@ class StateCollector:
     """
 
     def __init__(
-        self, root: Trackable, what: str, path: str | os.PathLike[str], parallel: bool = False
+        self,
+        root: Trackable,
+        what: str,
+        path: str | os.PathLike[str],
+        parallel: bool = False,
+        keeps_shards: bool = False,
     ) -> None:
         self._tree = tree = walk(root._checkpoint_children())
         self.collectives: Collectives = collectives_for(tree, what)
@@ -86,6 +91,8 @@ class StateCollector:
         if any(each[1] != of_ranks[0][1] for each in of_ranks):
             _refuse_differing_state(self.collectives, what, self._digests)
         self._is_parallel = parallel
+        self._keeps_shards = keeps_shards
+        """Whether sharded tensors stay where they are, and are not brought to rank 0."""
         self._format_version = max(version for *_, version in of_ranks)
 
     def _check(self, root: Trackable) -> tuple[str, str, int]:
@@ -167,6 +174,8 @@ class StateCollector:
             path = f"{name}/{key}"
             if isinstance(array, np.ndarray):
                 yield variable_item(path, array)
+            elif array.num_ranks > 1 and self._keeps_shards and array.mesh:
+                yield _sharded_item(path, array)
             elif array.num_ranks > 1:
                 item = _item_of_tensor(path, array, BufferLifetime.BRIEF)
                 yield item if self.collectives.rank == 0 else replace(item, array=None)
@@ -214,6 +223,13 @@ def _item_of_tensor(path: str, array: TensorArray, life: BufferLifetime) -> Item
     return variable_item(
         path, np.asarray(array), tensor_dtype="" if stored == own else own, life=life
     )
+
+
+def _sharded_item(path: str, array: TensorArray) -> Item:
+    blank = np.broadcast_to(np.zeros((), array.dtype), array.shape)
+    stored, own = array.dtype.name, array.tensor_dtype
+    item = variable_item(path, blank, tensor_dtype="" if stored == own else own)
+    return replace(item, tensor=array)
 
 
 def _check_savable(tree: Tree) -> None:
@@ -270,7 +286,7 @@ def _digest_of_state(state: SplitState, with_values: bool) -> str:
     for key, array in sorted(arrays.items()):
         is_whole = isinstance(array, np.ndarray) or array.num_ranks == 1
         digest = digest_of_array(np.asarray(array)) if with_values and is_whole else ""
-        digests.append(f"{key} {array.dtype} {array.shape} {digest}")
+        digests.append(f"{key} {array.dtype} {array.shape} {digest or is_whole}")
     return _digest_of_texts(digests)
 
 

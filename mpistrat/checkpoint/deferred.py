@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from mpistrat.checkpoint.load_state import StateLoading
 from mpistrat.checkpoint.object_graph import PlacedSlot, Tree, slot_paths, split_object, walk
 from mpistrat.checkpoint.replica_state import PerReplicaState, assign_replicas
 from mpistrat.checkpoint.state_json import join_state
-from mpistrat.checkpoint.tensors import TensorState
+from mpistrat.checkpoint.tensors import Box, LoadedShard, TensorState
 from mpistrat.errors import CheckpointError, CheckpointMismatchError
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
@@ -26,8 +25,10 @@ __all__ = [
     "check_shapes",
     "deferred_slots",
     "describe",
+    "find_shards",
     "fresh_slots",
     "make_slots",
+    "no_shards",
     "shapes_as_json",
     "shapes_from_json",
 ]
@@ -79,15 +80,45 @@ def _of_states(tree: Tree, stored: dict[str, Shape], state: Mapping[str, Any]) -
 def _of_tensors(
     path: str, stateful: TensorState, stored: dict[str, Shape], state: Mapping[str, Any]
 ) -> Iterator[str]:
-    if path not in state:
-        return
+    if path in state:
+        yield from stateful.differences(path, _blank_state(path, stored, state)[0])
+
+
+def _blank_state(
+    path: str, stored: Mapping[str, Shape], state: Mapping[str, Any]
+) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Return a state whose tensors have no values, and these by path."""
     below = f"{path}/"
     blank = {
         name.removeprefix(below): np.broadcast_to(np.zeros((), dtype), shape)
         for name, (shape, dtype) in stored.items()
         if name.startswith(below)
     }
-    yield from stateful.differences(path, join_state(state[path], blank, are_blank=True))
+    tensors: dict[str, Any] = {}
+    return join_state(state[path], blank, tensors), tensors
+
+
+def find_shards(
+    tree: Tree, stored: Mapping[str, Shape], state: Mapping[str, Any]
+) -> dict[str, Box]:
+    """Return by path which part of the stored arrays this rank needs, where not the whole. Local.
+
+    The states fit their objects, as `check_shapes` has found.
+    """
+    found: dict[str, Box] = {}
+    for path, stateful in tree.stateful.items():
+        if not isinstance(stateful, TensorState) or path not in state:
+            continue
+        blank, tensors = _blank_state(path, stored, state)
+        names = {id(tensor): f"{path}/{key}" for key, tensor in tensors.items()}
+        whole = set()
+        for tensor, box in stateful.shards(blank):
+            name = names.get(id(tensor), "")
+            if box is None or found.setdefault(name, box) != box:  # tied tensors may differ
+                whole.add(name)
+        for name in whole | {""}:
+            found.pop(name, None)
+    return found
 
 
 def _may_become(own: Shape, stored: Shape) -> bool:
@@ -187,6 +218,11 @@ def fresh_slots(
     }
 
 
+def no_shards(path: str) -> dict[str, LoadedShard]:
+    """Return the shards that can be read from a file that is closed."""
+    return {}
+
+
 @dataclass
 class Restoration:
     """The content of one file, on every rank, until it has found its objects."""
@@ -205,27 +241,16 @@ class Restoration:
     """The variables that have been found, by path: later children may belong to them."""
     waiting: list[PlacedSlot] = field(default_factory=list)
     """Children whose variable has not been found yet."""
+    read_shards: Callable[[str], dict[str, LoadedShard]] = no_shards
+    """Reads the sharded arrays below a path; nothing once the file is closed."""
     is_partial: bool = False
     """Whether what no object has taken is not missed."""
 
-    def load_state(self, tree: Tree) -> Callable[[], None]:
-        """Fill the stateful objects of `tree` that the file has; return how to undo it."""
-        undo = contextlib.ExitStack()
+    def loading(self, tree: Tree) -> StateLoading:
+        """Return what fills the stateful objects of `tree` that the file has."""
         assign_replicas(tree.stateful.values(), *self.replica)
-        for path, stateful in tree.stateful.items():
-            if path not in self.state:
-                continue
-            try:
-                before = copy.deepcopy(stateful.state_dict())
-                undo.callback(stateful.load_state_dict, before)
-                stateful.load_state_dict(self._state_of(path, stateful))
-            except Exception as reason:
-                undo.close()
-                raise CheckpointMismatchError(
-                    f"{path!r} does not accept its state from the checkpoint {self.path}: "
-                    f"{type(reason).__name__}: {reason}. Nothing has been restored."
-                ) from reason
-        return undo.close
+        objects = {path: each for path, each in tree.stateful.items() if path in self.state}
+        return StateLoading(self.path, objects, self._state_of)
 
     def load_variables(self, tree: Tree) -> None:
         """Assign the variables of `tree` that the file has."""
@@ -273,7 +298,9 @@ class Restoration:
         check_shapes(
             self.path, tree, {p: (a.shape, a.dtype) for p, a in self.arrays.items()}, self.state
         )
-        self.load_state(tree)
+        loading = self.loading(tree)
+        loading.load()
+        loading.load_rest()
         self.load_variables(tree)
         self.take(tree)
 
@@ -288,10 +315,12 @@ class Restoration:
         return [name.removeprefix(below) for name in self.arrays if name.startswith(below)]
 
     def _state_of(self, path: str, stateful: object) -> dict[Any, Any]:
-        arrays = {key: self.arrays[f"{path}/{key}"] for key in self.arrays_below(path)}
+        arrays: dict[str, Any] = {
+            key: self.arrays[f"{path}/{key}"] for key in self.arrays_below(path)
+        }
         if not isinstance(stateful, TensorState):  # which may keep them, and be undone
             arrays = {key: array.copy() for key, array in arrays.items()}
-        return join_state(self.state[path], arrays)
+        return join_state(self.state[path], arrays | self.read_shards(path))
 
 
 @dataclass(frozen=True)

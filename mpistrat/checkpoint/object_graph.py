@@ -25,6 +25,7 @@ __all__ = [
     "Stateful",
     "Tree",
     "check_can_hold_state",
+    "check_disjoint",
     "slot_paths",
     "split_object",
     "state_adapter",
@@ -201,7 +202,7 @@ def walk(
     for name, child in objects.items():
         walker.visit(f"{prefix}/{name}" if prefix else name, child)
     walker.take_in([*dependents, *walker.dependents], known or {})
-    _check_disjoint(walker.tree.paths())
+    check_disjoint(walker.tree.paths())
     return walker.tree
 
 
@@ -275,7 +276,8 @@ class _Walker:
         found[path] = child
 
 
-def _check_disjoint(paths: list[str]) -> None:
+def check_disjoint(paths: list[str]) -> None:
+    """Refuse paths of which one would be a data set and a group at once."""
     known = set(paths)
     for path in paths:
         parts = path.split("/")

@@ -9,7 +9,6 @@ may lose what one of them has written. The last page of a variable goes through 
 from __future__ import annotations
 
 import base64
-import functools
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from mpistrat.checkpoint.raw_io import (
     pieces_on_host,
     write_at,
 )
+from mpistrat.checkpoint.shards import Room
 from mpistrat.checkpoint.writer import BufferLifetime, CheckpointWriter, Item, explaining
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
@@ -46,8 +46,10 @@ class ParallelWriting:
         self._path = path
         self._arrays: dict[str, Array] = {}
         """The large variables, on every rank."""
-        self._offsets: dict[str, int] = {}
-        """Where they begin in the file, on rank 0."""
+        self._items: dict[str, Item] = {}
+        """How they come into the file."""
+        self._room: Room | None = None
+        """Their places in it, on rank 0."""
 
     def take(self, items: Iterable[Item]) -> None:
         """Make room for what is large and on all ranks; rank 0 writes the rest of the `items`."""
@@ -61,24 +63,24 @@ class ParallelWriting:
                 self._file.write(item)
             else:
                 self._arrays[item.path] = array
-                self._file.attempt_with(functools.partial(self._reserve, item, array))
+                self._items[item.path] = item
             del item, array  # or the next would come while this one is there
 
-    def _reserve(self, item: Item, array: Array, writer: CheckpointWriter) -> None:
-        self._offsets[item.path] = writer.reserve(item, array)
+    def _reserve(self, writer: CheckpointWriter) -> None:
+        self._room = Room.reserve(writer, self._items)
 
     def write(self, collectives: Collectives, what: str) -> None:
         """Write the large variables. **Collective**."""
-        own: list[_Room] = []
-        self._file.attempt_with(lambda writer: own.append(_Room.of(writer, self._offsets)))
-        room = collectives.broadcast_json(asdict(own[0]) if own else None)
+        self._file.attempt_with(self._reserve)
+        room = collectives.broadcast_json(self._room and asdict(self._room))
         if room is None:  # rank 0 has failed
             return
-        reports = self._write_shares(collectives, what, _Room(**room))
+        self._room = Room.from_json(**room)
+        reports = self._write_shares(collectives, what, self._room)
         self._file.attempt_with(lambda writer: self._complete(writer, reports))
 
     def _write_shares(
-        self, collectives: Collectives, what: str, room: _Room
+        self, collectives: Collectives, what: str, room: Room
     ) -> list[dict[str, dict[str, str]]]:
         """Return by rank and variable what has been written. **Collective**."""
         rank = collectives.rank
@@ -94,7 +96,7 @@ class ParallelWriting:
             if handle is None:
                 return {}
             with explaining(self._path):
-                places = {name: room.offsets[name] for name in work.own}
+                places = {name: room.extents[name].offset for name in work.own}
                 written = self._write_own(handle, places, work.num_threads)
                 if rank:  # rank 0 flushes the file at its end
                     os.fsync(handle)
@@ -102,7 +104,7 @@ class ParallelWriting:
 
         try:
             workers = collectives.on_all(open_file, what, self._path)
-            sizes = {name: self._arrays[name].nbytes for name in room.offsets}
+            sizes = {name: each.num_bytes for name, each in room.extents.items()}
             work = divide_work(sizes, workers, rank)
             return collectives.on_all(write_own, what, self._path)
         finally:
@@ -125,9 +127,10 @@ class ParallelWriting:
 
     def _complete(self, writer: CheckpointWriter, reports: Sequence[Mapping[str, Any]]) -> None:
         """Write on rank 0 what the others have left to it, once it sees what they have written."""
+        extents = self._room.extents if self._room is not None else {}
         for rank, report in enumerate(reports):
             for name, each in report.items():
-                written, begin = _Written(**each), self._offsets[name]
+                written, begin = _Written(**each), extents[name].offset
                 with explaining(self._path):
                     page = os.pread(writer.handle, _PAGE, begin)  # nothing behind the end
                 if digest_of_array(np.frombuffer(page, np.uint8)) != written.first_page:
@@ -137,37 +140,10 @@ class ParallelWriting:
                         "file system does not show all nodes the same. Save with parallel=False."
                     )
                 rest = np.frombuffer(base64.b64decode(written.rest), np.uint8)
-                end = begin + self._arrays[name].nbytes
+                end = begin + extents[name].num_bytes
                 with explaining(self._path):
                     write_at(writer.handle, end - rest.size, rest)
                 writer.set_digest(name, written.digest)
-
-
-@dataclass(frozen=True)
-class _Room:
-    """The file that rank 0 makes, and the places of large variables in it."""
-
-    path: str
-    inode: int
-    offsets: dict[str, int]
-
-    @classmethod
-    def of(cls, writer: CheckpointWriter, offsets: dict[str, int]) -> _Room:
-        inode = os.fstat(writer.handle).st_ino
-        return cls(os.path.abspath(writer.temporary), inode, offsets)
-
-    def open(self, must_be_there: bool) -> int | None:
-        """Return a descriptor for writing, ``None`` where this rank does not see the file."""
-        try:
-            handle = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:
-            if must_be_there:
-                raise
-            return None
-        if os.fstat(handle).st_ino == self.inode:
-            return handle
-        os.close(handle)
-        return None
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,10 @@ def create_unwritten(group: Any, path: str, array: Array) -> Any:
     plist.set_layout(h5d.CONTIGUOUS)
     plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     plist.set_fill_time(h5d.FILL_TIME_NEVER)
-    return group.create_dataset(path, shape=array.shape, dtype=array.dtype, dcpl=plist)
+    dataset = group.create_dataset(path, shape=array.shape, dtype=array.dtype, dcpl=plist)
+    if array.shape == ():  # h5py drops the properties of scalars; a value needs its place too
+        dataset[()] = np.zeros((), array.dtype)
+    return dataset
 
 
 class InOrder:

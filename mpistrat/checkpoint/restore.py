@@ -18,9 +18,12 @@ from mpistrat.checkpoint.deferred import (
     check_shapes,
     deferred_slots,
     describe,
+    find_shards,
     fresh_slots,
     make_slots,
+    no_shards,
 )
+from mpistrat.checkpoint.load_state import StateLoading
 from mpistrat.checkpoint.object_graph import Tree, walk
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
 from mpistrat.checkpoint.replica_state import assign_replicas
@@ -167,24 +170,29 @@ def restore(
                 check_nothing_missing(path, tree, {*shapes, *state, *fresh})
             for name, variable in variables.items():
                 variable._load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
+            file.leave(find_shards(tree, shapes, state))
 
         values = _read(collectives, file, check)
-    others = {name: shape for name, shape in shapes.items() if name not in variables}
-    restoration = Restoration(
-        path,
-        (collectives.rank, collectives.size),
-        _broadcast(collectives, path, values, others),
-        state,
-    )
-    _load_state(collectives, restoration, tree)
-    with collectives.call(_WHAT, path) as call:
-        call.agree("values of variables")
-        load_variables(call, values, variables)
-    for variable in fresh.values():
-        variable._load_value(np.zeros(variable.shape, variable.dtype))
-    attach_slots(slots, made)
-    restoration.take(tree, {**variables, **fresh})
-    restoration.wait_for_children("", root)
+        here = variables.keys() | file.shards.keys()
+        others = {name: shape for name, shape in shapes.items() if name not in here}
+        restoration = Restoration(
+            path,
+            (collectives.rank, collectives.size),
+            _broadcast(collectives, path, values, others),
+            state,
+            read_shards=file.read_shards,
+        )
+        loading = _load_state(collectives, restoration, tree)
+        with collectives.call(_WHAT, path) as call:
+            loading.load_rest()
+            restoration.read_shards = no_shards
+            call.agree("values of variables")
+            load_variables(call, values, variables)
+        for variable in fresh.values():
+            variable._load_value(np.zeros(variable.shape, variable.dtype))
+        attach_slots(slots, made)
+        restoration.take(tree, {**variables, **fresh})
+        restoration.wait_for_children("", root)
     if collectives.rank == 0:
         _logger.info("Checkpoint %s restored in %.2f s", path, time.perf_counter() - began_s)
     return RestoreStatus(root, restoration, warns=collectives.rank == 0)
@@ -219,13 +227,13 @@ def _broadcast(
         return {name: broadcast_array(call, values, name, shape) for name, shape in shapes.items()}
 
 
-def _load_state(collectives: Collectives, restoration: Restoration, tree: Tree) -> None:
+def _load_state(collectives: Collectives, restoration: Restoration, tree: Tree) -> StateLoading:
     """Fill the objects of the user's own: only these can still refuse, so they come first."""
-    undo: Callable[[], None] | None = None
+    loading = restoration.loading(tree)
     try:
         with collectives.common_outcome(_WHAT, restoration.path):
-            undo = restoration.load_state(tree)
+            loading.load()
     except Exception:
-        if undo is not None:
-            undo()
+        loading.undo()
         raise
+    return loading

@@ -33,7 +33,9 @@ from mpistrat.checkpoint.reader import (
     naming_damage,
     open_checkpoint,
 )
+from mpistrat.checkpoint.shards import Extent, digests_in_file, read_box
 from mpistrat.checkpoint.state_json import marked, unmarked
+from mpistrat.checkpoint.tensors import Box, LoadedShard
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.errors import CheckpointCorruptError
 from mpistrat.options import VariableSynchronization
@@ -88,6 +90,9 @@ class SharedFile:
         self._handle: int | None = None
         self._blocks: dict[str, Block] = {}
         self._work = WorkDivision({}, (), 0)
+        self._is_seen_by_all = False
+        self.shards: dict[str, Box] = {}
+        """The parts that this rank needs of arrays that no rank keeps as a whole."""
 
     def open(self, is_root: bool, stack: contextlib.ExitStack) -> dict[str, Any]:
         """Open the file until `stack` is closed, and return what other ranks must know of it."""
@@ -108,16 +113,40 @@ class SharedFile:
         self.state = {name: unmarked(each) for name, each in root["state"].items()}
         self.shapes = shapes_from_json(root["shapes"])
         self._blocks = {name: Block(*block) for name, block in root["blocks"].items()}
+        # On other nodes the number of the device may differ.
+        self._is_seen_by_all = all(
+            each.get("file", [])[2:] == root["file"][2:] for each in of_ranks
+        )
         workers = [
             each["worker"] if each.get("file") == root["file"] else None for each in of_ranks
         ]
         sizes = {name: block.num_bytes for name, block in self._blocks.items()}
         self._work = divide_work(sizes, workers, rank)
 
+    def leave(self, shards: Mapping[str, Box]) -> None:
+        """Keep large arrays of which each rank needs one of the `shards` in the file."""
+        if self._is_seen_by_all:
+            self.shards = {name: box for name, box in shards.items() if name in self._blocks}
+
+    def read_shards(self, path: str) -> dict[str, LoadedShard]:
+        """Return the parts of what has been left in the file below `path`, by the rest of it."""
+        found: dict[str, LoadedShard] = {}
+        for name, box in self.shards.items():
+            if self._handle is not None and name.startswith(f"{path}/"):
+                (shape, dtype), block = self.shapes[name], self._blocks[name]
+                values = np.empty(box.sizes, dtype)
+                extent = Extent(block.offset, block.num_bytes, dtype.itemsize)
+                with naming_damage(self.path, name):
+                    read_box(self._handle, extent, shape, box, values)
+                found[name.removeprefix(f"{path}/")] = LoadedShard(shape, box, values)
+        return found
+
     def read(self) -> Values:
         """Read this rank's part; what is wrong with it is in `damage` then."""
         part = _Part(self.path, self._handle, self._work.num_threads)
-        part.read_blocks({name: (self._blocks[name], self.shapes[name]) for name in self._work.own})
+        blocks = {name: (self._blocks[name], self.shapes[name]) for name in self._work.own}
+        part.read_blocks({name: each for name, each in blocks.items() if name not in self.shards})
+        part.verify_blocks({name: each for name, each in blocks.items() if name in self.shards})
         if self._reader is not None:
             part.read_rest(self._reader, self._blocks)
         self.damage = part.damage
@@ -142,7 +171,7 @@ def _identity(handle: int) -> dict[str, Any]:
     status = os.fstat(handle)
     return {
         "worker": this_worker(),
-        "file": [socket.gethostname(), status.st_dev, status.st_ino],
+        "file": [socket.gethostname(), status.st_dev, status.st_ino, status.st_size],
     }
 
 
@@ -195,6 +224,19 @@ class _Part:
                         check_digest(digesters[name].result(), block.digest)
                 except CheckpointCorruptError as error:
                     self.damage[name] = str(error)
+
+    def verify_blocks(self, blocks: Mapping[str, tuple[Block, Shape]]) -> None:
+        """Check the digests of large variables without keeping them."""
+        if self._handle is None:
+            return
+        for name, (block, (_, dtype)) in blocks.items():
+            extents = {name: Extent(block.offset, block.num_bytes, dtype.itemsize)}
+            try:
+                with naming_damage(self._path, name):
+                    found = digests_in_file(self._handle, extents, self._threads)
+                    check_digest(found[name].digest, block.digest)
+            except CheckpointCorruptError as error:
+                self.damage[name] = str(error)
 
     def read_rest(self, reader: CheckpointReader, blocks: Container[str]) -> None:
         """Read what is small, or does not lie in the file as it does in memory."""

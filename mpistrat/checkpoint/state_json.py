@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,12 @@ __all__ = [
     "SplitState",
     "dump_json",
     "join_state",
+    "json_part",
     "load_json",
     "marked",
     "plain_state",
     "split_state",
+    "tensor_mark",
     "tied_paths",
     "unmarked",
     "value_paths",
@@ -136,6 +138,23 @@ def split_state(state: object, owner: str, keeps_types: bool = False) -> SplitSt
             "without '/'."
         )
     return rest, splitter.arrays
+
+
+def tensor_mark(dtype: str) -> Mark:
+    """Return what stands in the JSON part of a state for a tensor of `dtype`."""
+    return Mark(_TENSOR, dtype)
+
+
+def json_part(value: object, owner: str, path: str) -> Any:
+    """Return what `split_state` makes of a part of a state that has no arrays, or TypeError."""
+    splitter = _Splitter(owner, keeps_types=True)
+    rest = splitter.rest(value, path, plain=False)
+    for name in splitter.arrays:
+        raise TypeError(
+            f"The state of {owner!r} holds an array at {name!r}, inside of a value that is saved "
+            "as a whole. Make it a tensor in a dict or a list."
+        )
+    return rest
 
 
 class _Splitter:
@@ -283,11 +302,18 @@ def _key(value: Any) -> Any:
     return value
 
 
-def join_state(rest: Any, arrays: dict[str, np.ndarray], are_blank: bool = False) -> dict[Any, Any]:
-    """Return the state that `split_state` was given; where `are_blank`, tensors have no memory."""
+def join_state(
+    rest: Any, arrays: Mapping[str, Any], blank: dict[str, Any] | None = None
+) -> dict[Any, Any]:
+    """Return the state that `split_state` was given.
+
+    Where `blank` is given, tensors have no memory, and are put there by path.
+    """
     left = dict(arrays)
-    joiner = _Joiner(left, _make_tensors(rest, left, are_blank))
-    state: dict[Any, Any] = joiner.join(rest, "")
+    tensors = _make_tensors(rest, left, are_blank=blank is not None)
+    if blank is not None:
+        blank |= tensors
+    state: dict[Any, Any] = _Joiner(left, tensors).join(rest, "")
     for path, array in left.items():
         *parents, name = path.split("/")
         container = state
@@ -301,7 +327,7 @@ def join_state(rest: Any, arrays: dict[str, np.ndarray], are_blank: bool = False
     return state
 
 
-def _make_tensors(rest: Any, left: dict[str, np.ndarray], are_blank: bool) -> dict[str, Any]:
+def _make_tensors(rest: Any, left: dict[str, Any], are_blank: bool) -> dict[str, Any]:
     """Return by path the tensors that marks name; their arrays are no longer `left`."""
     tensors: dict[str, Any] = {}
     make: Callable[[np.ndarray, str], Any] | None = None

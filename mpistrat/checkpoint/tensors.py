@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpistrat import pytorch
 
 __all__ = [
+    "Box",
+    "LoadedShard",
     "TensorArray",
     "TensorLibrary",
     "TensorState",
@@ -24,6 +27,29 @@ __all__ = [
     "tensor_state",
     "world_strategy",
 ]
+
+
+class Box(NamedTuple):
+    """The part of an array that one rank has."""
+
+    offsets: tuple[int, ...]
+    """Where it begins, along each axis."""
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoadedShard:
+    """The part of an array in a file that one rank needs."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    box: Box
+    values: np.ndarray
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype in the file."""
+        return self.values.dtype
 
 
 class TensorArray(Protocol):
@@ -43,6 +69,13 @@ class TensorArray(Protocol):
     def size(self) -> int:
         """How many elements it has."""
 
+    @property
+    def mesh(self) -> str:
+        """The ranks that share its elements, as a text; empty where no rank can write a part."""
+
+    def shards(self) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield the parts that this rank has, and no rank of its mesh before it."""
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the values."""
 
@@ -61,6 +94,16 @@ class TensorState:
     def __init__(self, target: Any) -> None:
         self._target = target
 
+    @property
+    def may_refuse(self) -> bool:
+        """Whether it may raise for a state in which `differences` finds nothing."""
+        return True
+
+    @property
+    def replaces_tensors(self) -> bool:
+        """Whether it takes over the tensors of a state, and leaves those that it had."""
+        return False
+
     def state_dict(self) -> dict[Any, Any]:
         """Return the state."""
         state: dict[Any, Any] = self._target.state_dict()
@@ -72,6 +115,13 @@ class TensorState:
 
     def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
         """Yield why the object at `path` cannot take a state, whose tensors have no values."""
+        yield from ()
+
+    def shards(self, state: dict[Any, Any]) -> Iterator[tuple[Any, Box | None]]:
+        """Yield each tensor of a state without values, and the part that this rank needs of it.
+
+        ``None`` is for a tensor that it needs as a whole. What is not yielded is needed so too.
+        """
         yield from ()
 
     def __repr__(self) -> str:
@@ -93,8 +143,11 @@ class TensorLibrary(Protocol):
     def identity(self, tensor: Any) -> Hashable:
         """Return what tied tensors have in common, ``None`` where nothing can be."""
 
-    def tensor(self, array: np.ndarray, dtype: str) -> Any:
-        """Return an array that was stored for a tensor of `dtype` as one, with its memory."""
+    def tensor(self, array: np.ndarray | LoadedShard, dtype: str) -> Any:
+        """Return an array that was stored for a tensor of `dtype` as one, with its memory.
+
+        Of a shard it is what `TensorState.load_state_dict` takes in its place.
+        """
 
     def blank(self, array: np.ndarray, dtype: str) -> Any:
         """Return what `tensor` does, without memory."""

@@ -28,6 +28,7 @@ from mpistrat.checkpoint.raw_io import (
     write_at,
 )
 from mpistrat.checkpoint.state_json import dump_json
+from mpistrat.checkpoint.tensors import TensorArray
 from mpistrat.checkpoint.validation import write_attribute
 from mpistrat.errors import CheckpointError
 
@@ -65,6 +66,8 @@ class Item:
     attributes: Mapping[str, bool | str | Sequence[str]]
     """All but the digest."""
     life: BufferLifetime = BufferLifetime.LONG
+    tensor: TensorArray | None = None
+    """Of a sharded tensor its parts, where `array` has no values."""
 
 
 def variable_item(
@@ -138,14 +141,17 @@ class CheckpointWriter:
             _set_attributes(dataset, item)
 
     def reserve(self, item: Item, array: Array) -> int:
-        """Make room for the values of a large variable, and return where it begins. Local.
+        """Make room for the values of a variable, and return where it begins. Local.
 
-        It begins with a page of the system. The values come by `write_at`, their digest by
-        `set_digest`.
+        A large one begins with a page of the system. The values come by `write_at`, their digest
+        by `set_digest`.
         """
         with explaining(self._path):
+            if not array.size:
+                _set_attributes(create_unwritten(self._groups[item.group], item.path, array), item)
+                return 0
             dataset, offset = self._make_room(item, array)
-            if offset % mmap.PAGESIZE:
+            if array.nbytes >= BYTES_WORTH_A_THREAD and offset % mmap.PAGESIZE:
                 where = f"at byte {offset}, inside of a page"
                 raise RuntimeError(f"HDF5 has placed {item.path} {where}")
             _set_attributes(dataset, item)

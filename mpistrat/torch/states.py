@@ -1,8 +1,7 @@
-"""State dicts of PyTorch in checkpoints: tensors as arrays, and what an object can take."""
+"""States of PyTorch's objects in checkpoints: what they give, take and refuse."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
@@ -12,93 +11,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpistrat.checkpoint.format import BITS_OF_FLOATS
-from mpistrat.checkpoint.tensors import TensorState
+from mpistrat.checkpoint.tensors import Box, LoadedShard, TensorState
+from mpistrat.torch.stored import (
+    FSDP1_ADVICE,
+    LocalPart,
+    StoredTensor,
+    as_tensor,
+    box_of,
+    is_sharded,
+    name_of,
+    tensor_dtype,
+    why_not_stored,
+)
 
 __all__ = ["TorchTensors"]
-
-_PLAIN = {
-    getattr(torch, name): np.dtype(name)
-    for name in (
-        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
-_STORED: dict[torch.dtype, np.dtype] = _PLAIN | {
-    getattr(torch, name): bits for name, bits in BITS_OF_FLOATS.items() if hasattr(torch, name)
-}
-"""The dtype in the file of each dtype of tensors that can be saved."""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_DTYPES = {_name(dtype): dtype for dtype in _STORED}
-
-
-def _is_sharded(tensor: object) -> bool:
-    """Return whether `tensor` is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _distributed_as(tensor: Any, own: Any) -> Any:
     """Return this rank's part of a whole tensor, where the program's `own` is a DTensor."""
-    if not _is_sharded(own) or _is_sharded(tensor) or tensor.shape != own.shape:
+    if not is_sharded(own) or is_sharded(tensor) or tensor.shape != own.shape:
         return tensor
     distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
     whole = tensor.to(own.device_mesh.device_type)
     return distribute(whole, own.device_mesh, own.placements, src_data_rank=None)
-
-
-class StoredTensor:
-    """A dense tensor on its way into a file: see `mpistrat.checkpoint.tensors.TensorArray`."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor.detach()
-        self.shape = tuple(tensor.shape)
-        self.dtype = _STORED[tensor.dtype]
-        self.tensor_dtype = _name(tensor.dtype)
-        self.num_ranks = tensor.device_mesh.size() if _is_sharded(tensor) else 1
-        self.is_view = (
-            not _is_sharded(tensor)
-            and tensor.device.type == "cpu"
-            and tensor.is_contiguous()
-            and not (tensor.is_conj() or tensor.is_neg())
-        )
-
-    @property
-    def size(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the values, as NumPy's protocol has it. **Collective** for a DTensor."""
-        tensor: Any = self._tensor
-        whole = tensor.full_tensor() if _is_sharded(tensor) else tensor
-        array = np.asarray(_Memory(whole, self.dtype)) if self.size else self._empty()
-        return np.array(array, dtype) if copy or dtype not in (None, self.dtype) else array
-
-    def _empty(self) -> np.ndarray:
-        return np.empty(self.shape, self.dtype)
-
-
-class _Memory:
-    """The memory of a tensor with elements, or of a copy on the host in C order.
-
-    NumPy's array of it keeps this object, and so the memory.
-    """
-
-    def __init__(self, tensor: torch.Tensor, dtype: np.dtype) -> None:
-        # Tensor.numpy() would make the storage of a user's tensor unresizable for good.
-        self._host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-        self.__array_interface__ = {
-            "data": (self._host.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "typestr": dtype.str,
-            "version": 3,
-        }
 
 
 class TorchTensors:
@@ -123,7 +58,7 @@ class TorchTensors:
 
     def stored(self, tensor: torch.Tensor) -> StoredTensor:
         """Return `tensor` as a file holds it, or raise TypeError with what it is instead."""
-        reason = _why_not(tensor)
+        reason = why_not_stored(tensor)
         if reason:
             raise TypeError(reason)
         return StoredTensor(tensor)
@@ -133,7 +68,7 @@ class TorchTensors:
         if not tensor.numel():
             return None
         parts: tuple[Any, ...] = ()
-        if _is_sharded(tensor):
+        if is_sharded(tensor):
             sharded: Any = tensor
             tensor, parts = sharded.to_local(), (sharded.placements, sharded.device_mesh)
         layout = (tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
@@ -141,52 +76,20 @@ class TorchTensors:
         storage = tensor.untyped_storage()._cdata
         return storage, tensor.device, tensor.dtype, tuple(tensor.shape), *layout, *parts
 
-    def tensor(self, array: np.ndarray, dtype: str) -> torch.Tensor:
+    def tensor(self, array: np.ndarray | LoadedShard, dtype: str) -> torch.Tensor | LocalPart:
         """Return an array that was stored for a tensor of `dtype` as one, with its memory."""
-        own = _dtype(array, dtype)
-        if own in _PLAIN:
-            return torch.from_numpy(array)
-        return torch.from_numpy(array.view(np.int16 if own.itemsize == 2 else np.uint8)).view(own)
+        if isinstance(array, LoadedShard):
+            return LocalPart(as_tensor(array.values, dtype), array.shape)
+        return as_tensor(array, dtype)
 
     def blank(self, array: np.ndarray, dtype: str) -> torch.Tensor:
         """Return what `tensor` does, without memory."""
-        return torch.empty(array.shape, dtype=_dtype(array, dtype), device="meta")
-
-
-def _dtype(array: np.ndarray, name: str) -> torch.dtype:
-    dtype = _DTYPES.get(name)
-    if dtype is None or _STORED[dtype] != array.dtype:
-        raise ValueError(f"an array of {array.dtype} was stored for a tensor of {name}")
-    return dtype
-
-
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def _why_not(tensor: torch.Tensor) -> str:
-    """Return what `tensor` is where it cannot be saved, with the remedy, or an empty text."""
-    if torch.nn.parameter.is_lazy(tensor):
-        return "a parameter without a shape (run the module once before it is saved)"
-    if type(tensor).__name__ == "FlatParameter":
-        return f"a flat parameter of FullyShardedDataParallel ({_FSDP1_ADVICE})"
-    if tensor.is_nested:
-        return "a nested tensor (save .unbind() of it)"
-    if tensor.layout is not torch.strided:
-        return f"a sparse tensor of layout {tensor.layout} (save .to_dense(), or its parts)"
-    if tensor.is_quantized:
-        return "a quantized tensor (save .dequantize(), or .int_repr() and the scales)"
-    if type(tensor) not in _PLAIN_CLASSES and not _is_sharded(tensor):
-        return f"a {type(tensor).__name__}, a subclass of Tensor (save the tensors that it has)"
-    if tensor.is_meta:
-        return "a tensor on the meta device, which has no values (restore or initialize it first)"
-    if tensor.dtype not in _STORED:
-        return f"a tensor of dtype {_name(tensor.dtype)} (convert it to another dtype)"
-    return ""
+        return torch.empty(array.shape, dtype=tensor_dtype(array.dtype, dtype), device="meta")
 
 
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{_name(value.dtype)} of shape {tuple(value.shape)}"
+        return f"{name_of(value.dtype)} of shape {tuple(value.shape)}"
     return f"{value.dtype} of shape {value.shape}" if _is_array(value) else type(value).__name__
 
 
@@ -202,12 +105,6 @@ def _difference(path: str, stored: Any, own: Any) -> Iterator[str]:
         yield f"{path}: {_described(stored)} in the file, {_described(own)} in the program"
 
 
-_FSDP1_ADVICE = (
-    "use fully_shard of torch.distributed.fsdp, or save what get_state_dict of "
-    "torch.distributed.checkpoint.state_dict returns"
-)
-
-
 def _unwrapped(module: Any) -> Any:
     """Return the module that a program has wrapped for data parallelism or compiled."""
     while True:
@@ -221,10 +118,28 @@ def _unwrapped(module: Any) -> Any:
             return module
 
 
+def _is_of_torch(function: Any) -> bool:
+    """Return whether torch has made a method or a hook."""
+    module = getattr(getattr(function, "hook", function), "__module__", None)
+    return str(module).partition(".")[0] == "torch"
+
+
 class _ModuleState(TensorState):
     """The parameters and buffers of a module, under the names of the module without wrappers."""
 
     is_mirrored = True
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether a class or a hook outside of torch takes part in loading a state."""
+        own = type(self._target).load_state_dict
+        return own is not torch.nn.Module.load_state_dict or not all(
+            _is_of_torch(type(each)._load_from_state_dict)
+            and type(each).set_extra_state is torch.nn.Module.set_extra_state
+            and all(map(_is_of_torch, each._load_state_dict_pre_hooks.values()))
+            and all(map(_is_of_torch, each._load_state_dict_post_hooks.values()))
+            for each in self._target.modules()
+        )
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(_unwrapped(module))
@@ -243,7 +158,7 @@ class _ModuleState(TensorState):
                 raise TypeError(
                     f"A checkpoint cannot save the FullyShardedDataParallel at {name or '/'!r} of "
                     f"this {type(self._target).__name__}, whose parameters are flat: "
-                    f"{_FSDP1_ADVICE}."
+                    f"{FSDP1_ADVICE}."
                 )
 
     def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
@@ -257,6 +172,12 @@ class _ModuleState(TensorState):
         for key, value in state.items():
             if key not in own:
                 yield f"{path}/{key}: {_described(value)} in the file, missing in the program"
+
+    def shards(self, state: dict[Any, Any]) -> Iterator[tuple[Any, Box | None]]:
+        """Yield each tensor, and the part of it that this rank has."""
+        own = self.state_dict()
+        for key, value in state.items():
+            yield value, box_of(own.get(key), value)
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
         """Copy a state into the module; a module on the meta device takes the tensors over."""
@@ -273,8 +194,9 @@ def _is_meta(value: object) -> bool:
 
 
 def _as_part(value: Any, own: Any) -> Any:
-    """Return a value of a file as what belongs in place of `own`: all of it, or a part."""
     """Return a value of a file as a tensor, or the part of one that belongs in place of `own`."""
+    if isinstance(value, LocalPart):
+        return value.as_sharded(own)
     if isinstance(value, np.ndarray):  # files that others write may have arrays alone
         value = torch.from_numpy(value)
     return _distributed_as(value, own) if isinstance(value, torch.Tensor) else value
@@ -303,9 +225,20 @@ class _OptimizerState(TensorState):
 
     is_mirrored = True
 
+    @property
+    def replaces_tensors(self) -> bool:
+        """Whether nobody has changed how optimizers take a state."""
+        target = self._target
+        return (
+            type(target).load_state_dict is torch.optim.Optimizer.load_state_dict
+            and not target._optimizer_load_state_dict_pre_hooks
+            and not target._optimizer_load_state_dict_post_hooks
+        )
+
     def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
         """Yield which groups have other lengths, and which tensors other shapes or dtypes."""
         own = self.state_dict()
+        state = _numbered(state)
         stored = [_num_parameters(group) for group in state.get("param_groups", ())]
         groups = [_num_parameters(group) for group in own.get("param_groups", ())]
         if stored != groups:
@@ -323,14 +256,50 @@ class _OptimizerState(TensorState):
                         f"{path}/state/{number}/{name}", found[name], slots[name]
                     )
 
+    def _parameters(self) -> list[Any]:
+        return [each for group in self._target.param_groups for each in group["params"]]
+
+    def shards(self, state: dict[Any, Any]) -> Iterator[tuple[Any, Box | None]]:
+        """Yield each slot of a parameter, and the part of it that this rank has."""
+        parameters = dict(enumerate(self._parameters()))
+        for number, slots in _numbered(state).get("state", {}).items():
+            if isinstance(slots, dict):
+                for each in slots.values():
+                    yield each, box_of(parameters.get(number), each)
+
     def load_state_dict(self, state: dict[Any, Any]) -> None:
         """Take over a state; of what belongs to DTensors this rank's part."""
-        parameters = [each for group in self._target.param_groups for each in group["params"]]
+        state = _numbered(state)
         slots = dict(state.get("state", {}))
-        for number, own in enumerate(parameters):
+        for number, own in enumerate(self._parameters()):
             if isinstance(slots.get(number), dict):
                 slots[number] = {key: _as_part(each, own) for key, each in slots[number].items()}
         self._target.load_state_dict({**state, "state": slots})
+
+
+def _numbered(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the state of an optimizer by the numbers of parameters, in the order of the groups.
+
+    Files of torch.distributed.checkpoint have their names, or their numbers as texts.
+    """
+    groups, slots = state.get("param_groups"), state.get("state")
+    if not isinstance(groups, list) or not isinstance(slots, dict):
+        return state
+    known: list[Any] = []
+    for group in groups:
+        known += group.get("params", ()) if isinstance(group, dict) else ()
+    numbers = {name: number for number, name in enumerate(known)}
+    numbers |= {str(name): number for name, number in numbers.items()}
+    return {
+        **state,
+        "state": {numbers.get(key, key): each for key, each in slots.items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]}
+            if isinstance(group, dict) and "params" in group
+            else group
+            for group in groups
+        ],
+    }
 
 
 def _num_parameters(group: Any) -> int:
