@@ -170,7 +170,11 @@ class DdpLoop:
         return [parameter.detach().numpy().T for parameter in self._parameters()]
 
     def close(self) -> None:
-        """Leave the process group. **Collective**."""
+        """Leave the process group; this can make no further step. **Collective**."""
+        # The group must be idle, and its last owner be torch: where the model drops it, gloo joins
+        # its threads while Python's lock is held, and these may wait for that lock.
+        del self._model
+        self._torch.distributed.barrier()
         self._torch.distributed.destroy_process_group()
 
     def _parameters(self) -> list[Any]:
