@@ -1,5 +1,6 @@
 """Tests of the room `torch`: skipped as a whole where PyTorch is not installed."""
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -28,3 +29,14 @@ def world_group(backend):
 def world():
     """The world group of torch, for the tests of one file. **Collective**."""
     yield from world_group("mpistrat")
+
+
+@pytest.fixture(scope="module")
+def gloo(world):
+    """All ranks of the world over gloo. **Collective**."""
+    dist = importlib.import_module("torch.distributed")
+    yield dist.new_group(backend="gloo")
+    # Models are in circles. One that drops the group later would have gloo join its threads while
+    # Python's lock is held, for which these may wait.
+    gc.collect()
+    dist.barrier()

@@ -43,8 +43,9 @@ def test_the_table_counts_what_changes():
 
 @pytest.mark.launches
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_versions_train_alike(tmp_path):
-    over_mpi = launch.run([PROGRAMS / "ddp_mpi.py"], 2, cwd=tmp_path)
+    over_mpi = launch.run([PROGRAMS / "ddp_mpi.py"], 2, 120, cwd=tmp_path)
     assert over_mpi.returncode == 0, over_mpi.stderr
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
     over_gloo = subprocess.run(
@@ -54,7 +55,7 @@ def test_the_versions_train_alike(tmp_path):
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=100,
+        timeout=150,
     )
     assert over_gloo.returncode == 0, over_gloo.stderr
     assert over_mpi.stdout == over_gloo.stdout

@@ -29,12 +29,6 @@ SMALL_MIB = 50 / 2**20
 """Of buckets, so that a network of a few parameters has several."""
 
 
-@pytest.fixture(scope="module")
-def gloo(world):
-    """All ranks over gloo."""
-    return dist.new_group(backend="gloo")
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -49,12 +49,6 @@ def mesh(size, world):
     return init_device_mesh("cpu", (size,))
 
 
-@pytest.fixture(scope="module")
-def gloo(world):
-    """All ranks over gloo."""
-    return dist.new_group(backend="gloo")
-
-
 def shard_layers(model, mesh, **options):
     """Shard each layer with parameters, and the model."""
     for layer in model:
