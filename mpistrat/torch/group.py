@@ -99,7 +99,7 @@ class Group(Operations, Messages):
             # The group is over in any case, and ranks may leave a program without destroying it.
             _logger.info("destroy_process_group of %s: %s", self._name, error)
             return
-        self._messages.Free()
+        self._free_messages()
         self._comm.Free()
 
     def abort(self) -> None:

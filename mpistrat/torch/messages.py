@@ -220,6 +220,14 @@ class Messages:
         request = self._messages.Irecv(_as_one(operand), source, tag)
         return MessageWork("torch.recv", peer, operand, request, self._channel())
 
+    def _free_messages(self) -> None:
+        """Free the communicator, once no rank sends any more. **Collective**."""
+        # What nobody has received would arrive in a later group: MPI numbers communicators anew.
+        status = MPI.Status()
+        while (message := self._messages.Improbe(status=status)) is not None:
+            message.Recv([bytearray(status.Get_elements(MPI.BYTE)), MPI.BYTE])
+        self._messages.Free()
+
     def _open_channel(self) -> Channel:
         """Return the channel of the group, or raise the error that has closed it."""
         channel = self._channel()

@@ -170,3 +170,21 @@ def test_a_message_that_does_not_come(rank, size):
 def test_types_of_messages_that_mpi_cannot_count():
     for num_bytes in (2**20, 2**20 + 1, 2**31, 2**33 + 7):
         assert messages._type_of(num_bytes).Get_size() == num_bytes
+
+
+@pytest.mark.parametrize("length", [10, 100_000])
+def test_what_nobody_receives_ends_with_its_group(rank, size, length):
+    if size == 1:
+        pytest.skip("needs two ranks")
+    for number in range(5):
+        group = dist.new_group(range(size))
+        if rank == 0:
+            # Only the first of them is received.
+            for shift in range(3):
+                dist.isend(torch.full((length,), float(number + 100 * shift)), 1, group=group)
+        elif rank == 1:
+            received = torch.empty(length)
+            dist.recv(received, 0, group=group)
+            assert torch.equal(received, torch.full((length,), float(number)))
+        dist.barrier(group=group)
+        dist.destroy_process_group(group)

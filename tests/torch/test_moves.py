@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mpistrat.errors import EpochMismatchError
 from tests.helpers import CountingTransport, triangle
 from tests.torch.tensors import FORMS, MOVED, dtype_of, equal, numbers, of_ranks
 
@@ -196,3 +197,14 @@ def test_a_shared_tensor_can_be_broadcast(rank, size):
     tensor = torch.tensor(3.0).expand(4) if rank == size - 1 else torch.zeros(4)
     dist.broadcast(tensor, size - 1)
     assert tensor.tolist() == [3.0] * 4
+
+
+def test_split_sizes_on_some_ranks_alone_are_a_disagreement(rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks that can disagree")
+    group = dist.new_group(range(size))
+    own, received = torch.ones(size), torch.empty(size)
+    sizes = [1] * size if rank == 0 else None
+    with pytest.raises(EpochMismatchError, match=r"rank 0: torch.all_to_all_single .*split sizes"):
+        dist.all_to_all_single(received, own, sizes, sizes, group=group)
+    dist.destroy_process_group(group)
