@@ -167,7 +167,7 @@ class Channel:
 
     def all_come(self) -> bool:
         """Tell the others that this rank comes to its next collective; return whether all do."""
-        return self._round.expect(self.ledger.sequence + 1)
+        return self.closed is None and self._round.expect(self.ledger.sequence + 1)
 
     def all_ended_well(self) -> bool:
         """Return whether every rank brought the end with digest 0 to the round."""

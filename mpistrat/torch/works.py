@@ -172,7 +172,7 @@ class GroupQueue:
 
     def add(self, work: GroupWork, is_async: bool, num_bytes: int) -> None:
         """Do `work`, which writes `num_bytes`, or have it done."""
-        if self._busy == threading.get_ident():
+        if self._is_ending or self._busy == threading.get_ident():
             work.perform()
         elif (not is_async or self._is_at_hand(num_bytes)) and self._begin():
             try:

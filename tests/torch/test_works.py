@@ -67,3 +67,17 @@ def test_a_failing_operation_done_at_once_raises_in_wait(group):
     with pytest.raises(ValueError, match="AVG needs a floating dtype"):
         work.wait()
     assert isinstance(work.exception(), ValueError)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_destroyed_group_refuses_each_operation(size, is_async):
+    group = dist.new_group(range(size))
+    for length in (SHORT, LONG):
+        dist.all_reduce(torch.ones(length), group=group, async_op=True).wait()
+    dist.destroy_process_group(group)
+    options = dist.AllreduceOptions()
+    options.asyncOp = is_async
+    for _ in range(3):
+        work = group.allreduce([torch.ones(SHORT)], options)
+        with pytest.raises(RuntimeError, match="was closed"):
+            work.wait()
