@@ -99,6 +99,9 @@ class Group(Operations, Messages):
             # The group is over in any case, and ranks may leave a program without destroying it.
             _logger.info("destroy_process_group of %s: %s", self._name, error)
             return
+        self._collectives.channel.closed = RuntimeError(
+            f"The process group {self._name!r} was destroyed. Make another one with new_group()."
+        )
         self._free_messages()
         self._comm.Free()
 

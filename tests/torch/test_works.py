@@ -78,6 +78,6 @@ def test_a_destroyed_group_refuses_each_operation(size, is_async):
     options = dist.AllreduceOptions()
     options.asyncOp = is_async
     for _ in range(3):
-        work = group.allreduce([torch.ones(SHORT)], options)
-        with pytest.raises(RuntimeError, match="was closed"):
+        work = group.allreduce([torch.ones(LONG)], options)
+        with pytest.raises(RuntimeError, match="was destroyed"):
             work.wait()
