@@ -130,7 +130,7 @@ def _checked(method: str) -> Callable[..., Any]:
                 self._batch.append(work)
             return work
         if compared is not None:
-            opts = dist.BarrierOptions()
+            opts = dist.BroadcastOptions()
             opts.asyncOp = False  # NCCL takes the stream of the thread that calls it
             details = compared(*args)
             self._issue(f"torch.{name}", lambda call: call.agree(*details), [], opts).wait()

@@ -16,7 +16,7 @@ from mpistrat.errors import ReplicaDriftError
 from mpistrat.options import ReduceOp
 from mpistrat.pytorch import host_array
 from mpistrat.system.text import rank_list, ranks_by_value
-from mpistrat.torch.launching import strategy
+from mpistrat.torch.launching import backend_of, strategy
 from mpistrat.variables.drift import digest_of, lines_of_groups
 
 __all__ = ["assert_replicas_agree"]
@@ -56,9 +56,9 @@ def assert_replicas_agree(
     --------
     >>> mst.assert_replicas_agree(model)
     """
-    issuer: Any = dist.group.WORLD if group is None else group
-    strategy(issuer)  # refuses a group of another backend
-    opts = dist.AllreduceOptions()
+    strategy(group)  # refuses a group of another backend
+    issuer = backend_of(dist.group.WORLD if group is None else group)
+    opts = dist.BroadcastOptions()
     opts.asyncOp = False
     issuer._issue(_KIND, lambda call: _compare(call, module_or_tensors), [], opts).wait()
 

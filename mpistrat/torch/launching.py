@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Options",
-    "carrier_of",
+    "backend_of",
     "check_devices",
     "check_place",
     "init",
@@ -209,9 +209,9 @@ def strategy(group: dist.ProcessGroup | None = None) -> MPIStrategy:
     TypeError
         If the group has another backend.
     """
-    found = dist.group.WORLD if group is None else group
-    carrier = carrier_of(found)
-    if carrier is None:
+    found: Any = dist.group.WORLD if group is None else group
+    carrier = getattr(backend_of(found), "_strategy", None)
+    if not isinstance(carrier, MPIStrategy):
         raise TypeError(
             f"Expected a process group of the backend mpistrat, not {found!r}. Call "
             "mpistrat.torch.init() first."
@@ -219,12 +219,11 @@ def strategy(group: dist.ProcessGroup | None = None) -> MPIStrategy:
     return carrier
 
 
-def carrier_of(group: Any) -> MPIStrategy | None:
-    """Return the strategy that carries `group`, ``None`` for groups of other backends."""
+def backend_of(group: Any) -> Any:
+    """Return what does a group's operations on CPU tensors: itself, or one backend of several."""
     cpu = torch.device("cpu")
     is_of_several = type(group) is dist.ProcessGroup and cpu in group._device_types
-    carrier = getattr(group._get_backend(cpu) if is_of_several else group, "_strategy", None)
-    return carrier if isinstance(carrier, MPIStrategy) else None
+    return group._get_backend(cpu) if is_of_several else group
 
 
 def _as_timedelta(timeout: float | timedelta | None) -> timedelta:

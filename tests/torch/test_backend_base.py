@@ -44,6 +44,7 @@ def test_the_group_is_torchs_own(rank, size, world):
     assert type(world) is dist.ProcessGroup
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
     assert mst.strategy().rank == rank
+    mst.assert_replicas_agree(torch.arange(3))
     assert set(dist.get_backend_config().split(",")) == {"cpu:mpistrat", "cuda:gloo"}
 
 
