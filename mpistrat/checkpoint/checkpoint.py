@@ -98,7 +98,8 @@ class Checkpoint(Trackable):
         SyncOnRead variables aggregated over replicas. Generators, plain variables and other state
         must be equal on all ranks; wrap what is not in `PerReplicaState`. Modules and optimizers
         of PyTorch are saved from rank 0, as replicas of one another, and their tensors are not
-        compared. The file appears under its name once it is complete and on disk.
+        compared; of sharded tensors (DTensor) each rank writes its own shards, so all ranks must
+        see the folder. The file appears under its name once it is complete and on disk.
 
         Outside of any strategy, and of a process group of `mpistrat.torch`, it is **Local**: in a
         job of several ranks rank 0 writes, and the others return at once, before the file is
@@ -136,7 +137,8 @@ class Checkpoint(Trackable):
 
         The ranks of rank 0's node read the file together, each byte once, check every digest
         and broadcast. Until all of it has been checked they hold the values of the file, in
-        about equal parts. SyncOnRead variables under SUM get value / N on each of today's N
+        about equal parts. Of a large sharded tensor each rank reads its own shards, where it sees
+        the file. SyncOnRead variables under SUM get value / N on each of today's N
         replicas, the others the value. Objects attached later, and variables that optimizers
         make later, are filled when they appear.
 

@@ -75,6 +75,8 @@ class StateCollector:
         self.collectives: Collectives = collectives_for(tree, what)
         self.path = agree_on_path(self.collectives, what, path, parallel=parallel)
         self._what = what
+        self._keeps_shards = keeps_shards
+        """Whether sharded tensors stay where they are, and are not brought to rank 0."""
         self.writers = Writers.of(self.collectives)
         self.writes_here = writes_here(tree)
         """Whether this job's part of the ranks writes the file; outside of strategies rank 0."""
@@ -91,8 +93,6 @@ class StateCollector:
         if any(each[1] != of_ranks[0][1] for each in of_ranks):
             _refuse_differing_state(self.collectives, what, self._digests)
         self._is_parallel = parallel
-        self._keeps_shards = keeps_shards
-        """Whether sharded tensors stay where they are, and are not brought to rank 0."""
         self._format_version = max(version for *_, version in of_ranks)
 
     def _check(self, root: Trackable) -> tuple[str, str, int]:
@@ -124,10 +124,18 @@ class StateCollector:
         )
 
     def _check_shards(self, name: str, state: SplitState) -> None:
-        size = self.collectives.size
+        rank, size = self.collectives.rank, self.collectives.size
         for key, array in state[1].items():
-            num_ranks = 1 if isinstance(array, np.ndarray) else array.num_ranks
-            if num_ranks > size:
+            if isinstance(array, np.ndarray):
+                continue
+            is_kept = self._keeps_shards and array.mesh
+            if rank == 0 and not array.is_here and not is_kept:
+                raise ContextError(
+                    f"{self._what}: {f'{name}/{key}'!r} is a DTensor of which rank 0 has no part, "
+                    "so it cannot be gathered there. Save it with Checkpoint.write, or with "
+                    "CheckpointManager(..., asynchronous=False)."
+                )
+            if (num_ranks := array.num_ranks) > size:
                 raise ContextError(
                     f"{self._what}: {f'{name}/{key}'!r} is a DTensor of {num_ranks} ranks, but "
                     f"{size} take part in this save. Call mpistrat.torch.init() before the mesh is "
@@ -174,9 +182,9 @@ class StateCollector:
             path = f"{name}/{key}"
             if isinstance(array, np.ndarray):
                 yield variable_item(path, array)
-            elif array.num_ranks > 1 and self._keeps_shards and array.mesh:
+            elif self._keeps_shards and array.mesh:
                 yield _sharded_item(path, array)
-            elif array.num_ranks > 1:
+            elif array.num_ranks:
                 item = _item_of_tensor(path, array, BufferLifetime.BRIEF)
                 yield item if self.collectives.rank == 0 else replace(item, array=None)
                 del item  # the whole of it, on every rank
@@ -284,7 +292,7 @@ def _digest_of_state(state: SplitState, with_values: bool) -> str:
     rest, arrays = state
     digests = [digest_of_text(json.dumps(marked(rest), sort_keys=True).encode())]
     for key, array in sorted(arrays.items()):
-        is_whole = isinstance(array, np.ndarray) or array.num_ranks == 1
+        is_whole = isinstance(array, np.ndarray) or not array.num_ranks
         digest = digest_of_array(np.asarray(array)) if with_values and is_whole else ""
         digests.append(f"{key} {array.dtype} {array.shape} {digest or is_whole}")
     return _digest_of_texts(digests)

@@ -63,7 +63,10 @@ class TensorArray(Protocol):
     is_view: bool
     """Whether the array is the tensor's memory."""
     num_ranks: int
-    """How many ranks share its elements. Where it is more than 1, `__array__` is collective."""
+    """How many ranks share its elements, 0 where it is no DTensor; for others `__array__` is
+    collective."""
+    is_here: bool
+    """Whether this rank is one of them."""
 
     @property
     def size(self) -> int:

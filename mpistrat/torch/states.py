@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mpistrat.checkpoint.tensors import Box, LoadedShard, TensorState
+from mpistrat.torch.launching import backend_of
 from mpistrat.torch.stored import (
     FSDP1_ADVICE,
     LocalPart,
@@ -54,7 +55,7 @@ class TorchTensors:
         """Return the strategy that carries the process group of all ranks, ``None`` without one."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        return getattr(dist.group.WORLD, "_strategy", None)
+        return getattr(backend_of(dist.group.WORLD), "_strategy", None)
 
     def stored(self, tensor: torch.Tensor) -> StoredTensor:
         """Return `tensor` as a file holds it, or raise TypeError with what it is instead."""

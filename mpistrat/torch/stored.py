@@ -70,7 +70,10 @@ class StoredTensor:
         self.shape = tuple(tensor.shape)
         self.dtype = _STORED[tensor.dtype]
         self.tensor_dtype = name_of(tensor.dtype)
-        self.num_ranks = tensor.device_mesh.size() if is_sharded(tensor) else 1
+        self.num_ranks, self.is_here = 0, True
+        if is_sharded(tensor):
+            mesh = tensor.device_mesh
+            self.num_ranks, self.is_here = mesh.size(), mesh.get_coordinate() is not None
         self.is_view = (
             not is_sharded(tensor)
             and tensor.device.type == "cpu"
@@ -120,10 +123,11 @@ def box_of(own: Any, stored: Any) -> Box | None:
     """Return the part of a `stored` tensor that this rank's `own` takes, ``None`` for all."""
     if not is_sharded(own) or not isinstance(stored, torch.Tensor) or stored.shape != own.shape:
         return None
-    if own.device_mesh.get_coordinate() is None:
-        return None
     if any(each.is_partial() for each in own.placements):
         return None
+    if own.device_mesh.get_coordinate() is None:
+        nothing = (0,) * len(own.shape)
+        return Box(nothing, nothing)
     boxes = _boxes_of(own)
     return boxes[0] if len(boxes) == 1 and boxes[0].sizes == own.to_local().shape else None
 

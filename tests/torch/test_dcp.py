@@ -119,7 +119,8 @@ def test_module_and_optimizer_come_back_sharded_or_not(path, is_saved_sharded, i
     equal(whole(states(*saved)), whole(states(*loaded)))
     train(*saved)
     train(*loaded)
-    equal(whole(dict(saved[0].state_dict())), whole(dict(loaded[0].state_dict())))
+    after = (whole(dict(each[0].state_dict())) for each in (saved, loaded))
+    torch.testing.assert_close(*after)  # gradients of shards are means
 
 
 def test_a_flattened_optimizer_and_cpu_offload(path):
@@ -511,7 +512,7 @@ def test_bad_arguments(make):
 
 @pytest.mark.launches
 def test_one_number_of_ranks_saves_and_another_loads(tmp_path):
-    for what, ranks in (("save", 3), ("load", 1), ("load", 2), ("load", 4), ("alone", 1)):
+    for what, ranks in (("save", 3), ("load", 4), ("alone", 1)):
         result = launch.run(["-W", "ignore", PROGRAM, what, tmp_path / "run.h5"], ranks)
         assert result.returncode == 0, result.stderr
 
@@ -523,8 +524,7 @@ def test_a_group_of_another_backend(tmp_path):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("what", ["killed", "killed async"])
+@pytest.mark.parametrize(("what", "victim"), [("killed", 0), ("killed async", 1)])
 def test_a_rank_that_is_killed_in_the_middle_leaves_the_old_file(tmp_path, what, victim):
     path = tmp_path / "run.h5"
     variables = {"MPISTRAT_EXIT_GRACE_S": "2", "VICTIM": str(victim)}

@@ -341,6 +341,77 @@ def test_what_refuses_its_state_undoes_the_others(path):
     assert same(before, states(found))
 
 
+class RefusesAll(Holder):
+    """Takes nothing, neither what is new nor what it had."""
+
+    def load_state_dict(self, state):
+        raise RuntimeError(f"not {state['value']}")
+
+
+def test_what_refuses_even_its_own_state_is_named_with_both_errors(path):
+    module, before = nn.Linear(2, 2), Holder({"value": 5})
+    ms.Checkpoint(model=module, before=before, last=RefusesAll({"value": 1})).write(path)
+    before.state = {"value": 6}
+    own = copy.deepcopy(module.state_dict())
+    nn.init.zeros_(module.weight)
+    changed = copy.deepcopy(module.state_dict())
+    with pytest.raises(ms.errors.CheckpointMismatchError) as caught:
+        ms.Checkpoint(model=module, before=before, last=RefusesAll({"value": 2})).restore(path)
+    said = str(caught.value)
+    assert "'last' does not accept its state" in said
+    assert "RuntimeError: not 1. Its restore cannot be undone" in said
+    assert "\n  'last': RuntimeError: not 2\n" in said
+    assert "All others are as before" in said
+    assert before.state == {"value": 6}
+    assert same(changed, module.state_dict())
+    assert not same(own, module.state_dict())
+
+
+class Picky(nn.Linear):
+    """A module of the user's own that refuses what it has copied."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if state_dict[f"{prefix}weight"].sum() == 4:
+            raise RuntimeError("no ones")
+
+
+def refuse_ones(module, incompatible):
+    if module.weight.sum() == 4:
+        raise RuntimeError("no ones")
+
+
+@pytest.mark.parametrize("is_hook", [True, False])
+def test_a_module_that_refuses_is_undone(path, is_hook):
+    module, holder = nn.Linear(2, 2) if is_hook else Picky(2, 2), Holder({"value": 1})
+    if is_hook:
+        module.register_load_state_dict_post_hook(refuse_ones)
+    nn.init.ones_(module.weight)
+    ms.Checkpoint(model=module, holder=holder).write(path)
+    nn.init.zeros_(module.weight)
+    holder.state = {"value": 2}
+    with pytest.raises(ms.errors.CheckpointMismatchError, match="no ones. Nothing has been"):
+        ms.Checkpoint(model=module, holder=holder).restore(path)
+    assert not module.weight.any()
+    assert holder.state == {"value": 2}
+
+
+def test_an_optimizer_gets_the_tensors_that_it_had_where_another_object_refuses(path):
+    found, last = objects(1), Refuses({"value": 1})
+    train(found)
+    ms.Checkpoint(optimizer=found["optimizer"], last=last).write(path)
+    train(found)
+    last.state = {"value": 2}
+    slots = found["optimizer"].state
+    before = {id(key): {name: id(each) for name, each in slots[key].items()} for key in slots}
+    with pytest.raises(ms.errors.CheckpointMismatchError, match="not this one"):
+        ms.Checkpoint(optimizer=found["optimizer"], last=last).restore(path)
+    slots = found["optimizer"].state
+    assert before == {
+        id(key): {name: id(each) for name, each in slots[key].items()} for key in slots
+    }
+
+
 class WithExtraState(nn.Linear):
     def get_extra_state(self):
         return {"object": object()}

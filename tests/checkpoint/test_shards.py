@@ -1,0 +1,106 @@
+"""Shards in a file: what is written part by part is the whole, whatever the parts are."""
+
+import hashlib
+import itertools
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.checkpoint.format import Header
+from mpistrat.checkpoint.shards import (
+    Extent,
+    Room,
+    Written,
+    digests_in_file,
+    read_box,
+    sign,
+    write_box,
+)
+from mpistrat.checkpoint.tensors import Box
+from mpistrat.checkpoint.writer import create_checkpoint, variable_item
+from mpistrat.errors import CheckpointError
+
+DTYPES = ["u1", "<f2", "<f4", "<f8", "<c16"]
+
+
+@pytest.fixture
+def handle(tmp_path):
+    handle = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield handle
+    os.close(handle)
+
+
+def boxes(shape, cuts):
+    """Return a grid of boxes that cover an array, cut along each axis."""
+    found = [Box((), ())]
+    for length, of_axis in zip(shape, cuts, strict=True):
+        edges = sorted({0, length, *(each for each in of_axis if each < length)})
+        ranges = [(a, b - a) for a, b in itertools.pairwise(edges)] or [(0, 0)]
+        found = [
+            Box((*box.offsets, begin), (*box.sizes, size))
+            for box in found
+            for begin, size in ranges
+        ]
+    return found
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=4),
+    cuts=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=4, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.integers(0, 40),
+)
+def test_boxes_that_cover_an_array_are_the_array(shape, cuts, dtype, offset):
+    handle = os.memfd_create("shards")
+    try:
+        array = np.arange(1, np.prod(shape, dtype=int) + 1).reshape(shape).astype(dtype)
+        extent = Extent(offset, array.nbytes, array.itemsize)
+        parity = num_items = 0
+        for box in boxes(shape, cuts[: len(shape)]):
+            selection = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
+            part = np.array(array[selection], order="C")
+            written = write_box(handle, extent, shape, box, part)
+            again = np.zeros(box.sizes, dtype)
+            read_box(handle, extent, shape, box, again)
+            assert np.array_equal(again, part)
+            parity, num_items = parity ^ written.parity, num_items + written.num_items
+        assert os.pread(handle, array.nbytes, offset) == array.tobytes()
+        whole = digests_in_file(handle, {"x": extent}, 2)["x"]
+        digest = f"sha256:{hashlib.sha256(array.tobytes()).hexdigest()}"
+        assert whole == Written(num_items, parity, digest) == Written(array.size, parity, digest)
+    finally:
+        os.close(handle)
+
+
+def test_a_file_that_ends_too_early(handle):
+    os.pwrite(handle, b"12", 0)
+    with pytest.raises(OSError, match="the file ends at byte 2"):
+        digests_in_file(handle, {"x": Extent(0, 4, 1)}, 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([(0, 2)], "have 2 of the 4 elements of x. All ranks of its device mesh"),
+        ([(0, 2), (1, 2)], "the file does not hold what they have written of x"),
+    ],
+)
+def test_what_the_ranks_have_not_written_as_they_say_is_no_checkpoint(tmp_path, parts, words):
+    path = tmp_path / "run.h5"
+    array = np.arange(4.0)
+    with pytest.raises(CheckpointError, match=words), create_checkpoint(path, Header()) as writer:
+        room = Room.reserve(writer, {"x": variable_item("x", array)})
+        extent = room.extents["x"]
+        written = [
+            write_box(writer.handle, extent, (4,), Box((begin,), (2,)), array[begin : begin + size])
+            for begin, size in parts
+        ]
+        assert Room("/none", room.inode, {}).open() is None
+        assert Room(room.path, room.inode + 1, {}).open() is None
+        os.ftruncate(writer.handle, extent.offset + extent.num_bytes)
+        found = digests_in_file(writer.handle, room.extents, 1)
+        sign(writer, str(path), {"x": written}, found)
+    assert os.listdir(tmp_path) == []
