@@ -29,12 +29,12 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 216,
-    "lines": 41_500,
+    "files": 222,
+    "lines": 42_800,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 930,
+    "exported names": 960,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mpistrat.torch as mst
 from mpistrat.errors import EpochMismatchError
 from tests.helpers import CountingTransport, triangle
 from tests.torch.tensors import FORMS, MOVED, dtype_of, equal, numbers, of_ranks
@@ -122,7 +123,7 @@ def test_all_to_all_of_shapes_that_differ(rank, size):
 
 
 def test_without_split_sizes_only_the_agreement_is_exchanged(size, world, monkeypatch):
-    channel = world._collectives.channel
+    channel = mst.strategy().extended._collectives.channel
     counting = CountingTransport(channel.transport)
     monkeypatch.setattr(channel, "transport", counting)
     tensor = torch.zeros(size)
