@@ -155,7 +155,7 @@ def test_what_safetensors_cannot_hold_is_named(saved):
     optimizer.step()
     model.register_buffer("z", torch.ones(2, dtype=torch.complex128))
     checkpoint, path = saved(model=model, optimizer=optimizer)
-    with pytest.raises(TypeError, match=r"'model' in .*run\.h5 has also z \(complex128\)"):
+    with pytest.raises(TypeError, match=r"'model' in .*run\.h5 also has z \(complex128\)"):
         mst.export_safetensors(checkpoint, path)
     with pytest.raises(TypeError, match=r"param_groups/0/lr, .*\.\.\.\. Save an object without"):
         mst.export_safetensors(checkpoint, path, prefix="optimizer")
