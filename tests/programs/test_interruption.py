@@ -28,7 +28,7 @@ CASES = {
     ),
     "at the end": (
         "if rank == 1:\n    time.sleep(60)",
-        r"^mpistrat: rank 1 of 3 failed at program\.py:16:\nTraceback .*\nKeyboardInterrupt$",
+        r"^mpistrat: rank 1 of 3 failed at program\.py:16:\nTraceback .*\nKeyboardInterrupt\b",
     ),
     "at the end of others that go on": (
         "import signal\nif rank == 1:\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
