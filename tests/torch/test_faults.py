@@ -84,6 +84,15 @@ def test_a_rank_that_raises_shows_its_traceback_for_all(fault, error, line):
     assert "can never complete" not in result.said
 
 
+def test_a_rank_that_has_a_batch_less_and_destroys_the_group():
+    fault = "destroyed too early"
+    result = run(fault, 2)
+    assert result.returncode
+    line = line_of(fault, "ODD")
+    assert f"rank 1: torch.destroy_process_group at ddp_fault.py:{line}" in result.said
+    assert re.search(r"rank 0: torch\.\w+ .* at ddp_fault.py:\d+", result.said)
+
+
 def test_a_rank_that_returns():
     result = run("returns", 2)
     assert result.returncode
