@@ -124,9 +124,10 @@ def disagreement_error(reports: Sequence[dict[str, Any]], rank: int) -> EpochErr
 def _describe_disagreement(reports: Sequence[dict[str, Any]]) -> str:
     """Return the table of which ranks are where, for the `Channel.report` of each, and a remedy."""
     counters_differ = len({_counters(report) for report in reports}) > 1
+    has_runs = any(any(_counters(report)[1:]) for report in reports)  # torch has none
     groups: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
-        groups.setdefault(_line(report, counters_differ), []).append(rank)
+        groups.setdefault(_line(report, counters_differ, has_runs), []).append(rank)
     lines = [f"  {rank_list(ranks)}: {line}" for line, ranks in groups.items()]
     return "\n".join(lines + _remedy(reports))
 
@@ -156,16 +157,16 @@ def _counters(report: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(report[name] for name in _COUNTERS)
 
 
-def _line(report: dict[str, Any], counters_differ: bool) -> str:
+def _line(report: dict[str, Any], counters_differ: bool, has_runs: bool) -> str:
     line = f"{report['what']} at {report['site']}"
     if report["ended"]:
         return line + (f", after {report['last_failure']}" if report["last_failure"] else "")
     if counters_differ:
-        line += (
-            f", as collective {report['sequence']} after {report['runs']} runs and "
-            f"{report['merge_calls']} merge_calls"
-            + (f" and {report['updates']} updates" if report["updates"] else "")
-        )
+        line += f", as collective {report['sequence']}"
+        if has_runs:
+            line += f" after {report['runs']} runs and {report['merge_calls']} merge_calls"
+        if report["updates"]:
+            line += f" and {report['updates']} updates"
         if report["last_failure"]:
             line += f"; before that {report['last_failure']}"
     return line

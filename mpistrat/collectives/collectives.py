@@ -213,6 +213,8 @@ class Collectives:
         self.size = channel.size
         self.is_closed = False
         """Whether `close` was called."""
+        self.name_of_close = "close"
+        """What errors call it, where a program does by another name."""
         self.on_close: dict[object, Callable[[], object]] = {}
         """What this rank does when it is closed, before other ranks return."""
         channel.users.add(self)
@@ -231,7 +233,7 @@ class Collectives:
         channel = self.channel
         # After an `EpochError` nothing can be agreed, and the ranks part when the program ends.
         if channel.closed is None:
-            with self.call("close") as call:
+            with self.call(self.name_of_close) as call:
                 for action in self.on_close.values():
                     action()
                 call.agree()

@@ -21,21 +21,30 @@ _MAX_LINES = 30
 _MAX_LINES_OF_MESSAGE = 24
 _MAX_CHARACTERS = 2000
 _MAX_OTHERS = 5
+_CPP_FRAMES = "At:"
+"""After an empty line, pybind11 begins with it a list of frames, which are of this package."""
 
 
 def describe_failure(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None, site: str
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+    site: str,
+    closed: Sequence[BaseException | None] = (),
 ) -> tuple[dict[str, Any], str]:
-    """Return the facts on a failure for the other ranks, and its traceback as text."""
+    """Return the facts on a failure for the other ranks, and its traceback as text.
+
+    `closed` are the errors that closed channels of this rank: `error` may be one of them, wrapped.
+    """
+    origin = _origin(error, closed)
+    name, reason = type(origin).__name__, text_of(origin)
     # Two ranks fail alike if they disagree about the same, or fail at the same place.
-    same = (
-        re.sub(r"rank \d+ of", "rank of", text_of(error)) if isinstance(error, EpochError) else site
-    )
+    same = re.sub(r"rank \d+ of", "rank of", reason) if isinstance(origin, EpochError) else site
     facts = {
         "failed": True,
-        "cause": not getattr(error, "_caused_elsewhere", False),
-        "summary": f"{kind.__name__}: {text_of(error)}".split("\n")[0][:300].removesuffix(": "),
-        "key": [kind.__name__, same],
+        "cause": not getattr(origin, "_caused_elsewhere", False),
+        "summary": f"{name}: {reason}".split("\n")[0][:300].removesuffix(": "),
+        "key": [name, same],
     }
     parts = _folded(kind, error, trace)
     message = list(parts.format_exception_only())
@@ -46,9 +55,21 @@ def describe_failure(
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         message.append(f"caused by {type(cause).__name__}: {text_of(cause)}\n")
+    own = _lines(message)
+    if origin is not error and _CPP_FRAMES in own and not settings_at_the_end().full_traceback:
+        own = own[: own.index(_CPP_FRAMES) - 1]
     # A long message must not push out the stack, nor its own first line.
-    shown = _shortened(_lines(message), _MAX_LINES_OF_MESSAGE, _MAX_LINES_OF_MESSAGE // 2)
+    shown = _shortened(own, _MAX_LINES_OF_MESSAGE, _MAX_LINES_OF_MESSAGE // 2)
     return facts, "\n".join([*_shortened(_lines(stack), _MAX_LINES - len(shown)), *shown])
+
+
+def _origin(error: BaseException, closed: Sequence[BaseException | None]) -> BaseException:
+    """Return the error of `closed` that `error` quotes, as C++ code does that it passes through."""
+    if isinstance(error, EpochError):
+        return error
+    text = text_of(error)
+    wrapped = (each for each in closed if isinstance(each, EpochError) and text_of(each) in text)
+    return next(wrapped, error)
 
 
 def format_failure(

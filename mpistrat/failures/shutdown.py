@@ -111,7 +111,8 @@ def _report(failure: exit_hooks.Failure) -> bool:
         return True
     sys.stdout.flush()
     site = failure_site(failure.trace)
-    facts, text = describe_failure(*failure, site)
+    closed = [channel.closed for channel in process.channels]
+    facts, text = describe_failure(*failure, site, closed)
     _end(f"ended with {failure.kind.__name__}", site, facts, text)
     return True
 

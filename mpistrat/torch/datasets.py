@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -32,6 +33,10 @@ _NO_WORKERS = (
     "num_workers must be 0: mpistrat reads in threads, and a fork of an MPI rank may not "
     "communicate. Use DataLoader(dataset, batch_size=None), and prefetch(n) of the data set to "
     "prepare batches ahead."
+)
+_NO_BATCH_SIZE = (
+    "batch_size must be None: the data set yields batches already, and the loader would stack "
+    "them. Use DataLoader(dataset, batch_size=None), and batch(global_batch_size) of the data set."
 )
 
 
@@ -141,6 +146,10 @@ class HDF5Dataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
             raise ValueError(_NO_WORKERS)
+        # A loader does not tell its data set; what fetches for it calls this.
+        fetcher = sys._getframe(1).f_locals.get("self")
+        if getattr(fetcher, "auto_collation", False):
+            raise ValueError(_NO_BATCH_SIZE)
         return self._elements()
 
     def _elements(self) -> Iterator[Any]:

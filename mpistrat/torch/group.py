@@ -40,6 +40,7 @@ class Group(Operations, Messages):
         self._messages = comm.Dup()
         self._strategy = MPIStrategy(comm, "cpu", options.communication_options)
         self._collectives = self._strategy.extended._collectives
+        self._collectives.name_of_close = "torch.destroy_process_group"
         self.set_timeout(timeout)
         self._queue = GroupQueue(f"mpistrat-group-{name}", self._collectives.channel)
         self._name = name

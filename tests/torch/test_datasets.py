@@ -337,6 +337,14 @@ def test_workers_are_refused(world, monkeypatch):
         iter(dataset)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"batch_size": 1}, {"batch_size": 2, "drop_last": True}])
+def test_loaders_that_would_stack_batches_are_refused(world, arguments):
+    dataset = mst.HDF5Dataset(ms.data.Dataset.range(8).batch(4))
+    with pytest.raises(ValueError, match="batch_size must be None: the data set yields batches"):
+        list(torch.utils.data.DataLoader(dataset, **arguments))
+    assert len(list(torch.utils.data.DataLoader(dataset, batch_size=None))) == 2
+
+
 def test_without_an_accelerator_pinning_is_refused_as_loaders_do(world, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     batches = ms.data.Dataset.range(4 * dist.get_world_size()).batch(4 * dist.get_world_size())

@@ -62,17 +62,35 @@ def test_a_rank_that_skips_a_batch():
     assert result.returncode
     assert f"torch.all_reduce SUM float32 (216,) in place at ddp_fault.py:{BACKWARD}" in result.said
     assert f"torch.barrier at ddp_fault.py:{line_of('skipped batch', 'ODD')}" in result.said
+    assert result.said.count("The ranks disagree") == 1
+    assert re.search(r"mpistrat: ranks 0-2 of 3 failed at ", result.said)
 
 
 @pytest.mark.parametrize(
-    ("fault", "error"),
-    [("raises", "KeyError: 'no such sample'"), ("raises in backward", "ZeroDivisionError")],
+    ("fault", "error", "line"),
+    [
+        ("raises", "KeyError: 'no such sample'", 'raise KeyError("no such sample")'),
+        ("raises in backward", "ZeroDivisionError", "lambda gradient: 1 / 0"),
+    ],
 )
-def test_a_rank_that_raises(fault, error):
+def test_a_rank_that_raises_shows_its_traceback_for_all(fault, error, line):
     result = run(fault, 2)
     assert result.returncode
+    assert re.search(r"mpistrat: rank 1 of 2 failed at ddp_fault.py:\d+:\nTraceback", result.said)
     assert error in result.said
-    assert f"at ddp_fault.py:{BACKWARD}" in result.said
+    assert line in result.said
+    # The others only wait for it, in C++ code that makes an error of its own.
+    assert result.said.count("Traceback") == 1
+    assert "can never complete" not in result.said
+
+
+def test_a_rank_that_has_a_batch_less_and_destroys_the_group():
+    fault = "destroyed too early"
+    result = run(fault, 2)
+    assert result.returncode
+    line = line_of(fault, "ODD")
+    assert f"rank 1: torch.destroy_process_group at ddp_fault.py:{line}" in result.said
+    assert re.search(r"rank 0: torch\.\w+ .* at ddp_fault.py:\d+", result.said)
 
 
 def test_a_rank_that_returns():
@@ -80,6 +98,9 @@ def test_a_rank_that_returns():
     assert result.returncode
     assert "rank 1 ended, so this collective can never complete" in result.said
     assert "rank 1: ended (left the program) at ddp_fault.py" in result.said
+    assert f"at ddp_fault.py:{BACKWARD}, as collective " in result.said
+    assert "merge_calls" not in result.said
+    assert "works.py" not in result.said  # the frames that C++ code lists
 
 
 @pytest.mark.parametrize("fault", ["killed", "recv from the dead"])

@@ -82,6 +82,11 @@ elif FAULT == "async at the end":
 elif FAULT == "one destroys":
     if is_odd:
         dist.destroy_process_group()
+elif FAULT == "destroyed too early":
+    if is_odd:
+        dist.destroy_process_group()  # ODD
+    else:
+        step()
 elif FAULT == "destroyed":
     dist.destroy_process_group()
 print(f"rank {rank} is done", flush=True)
