@@ -22,6 +22,7 @@ from mpistrat.checkpoint.tensors import world_strategy
 from mpistrat.checkpoint.validation import read_attribute
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
+from mpistrat.mpi.launcher import find_launcher, is_one_of_several
 from mpistrat.mpi.world import is_started, started_world
 from mpistrat.system.exit_hooks import Phase, at
 from mpistrat.system.text import rank_list
@@ -149,8 +150,11 @@ def writes_here(tree: Tree) -> bool:
         found += [getattr(each, "strategy", None) for each in group.values()]
     if any(_is_own(strategy) for strategy in found) or _is_own(world_strategy()):
         return True
-    world = started_world() if is_started() else None
-    return world is None or bool(world.rank == 0)
+    if is_started():
+        world = started_world()
+        return world is None or bool(world.rank == 0)
+    # A program of several processes that has not started MPI, such as one of torch over gloo.
+    return not is_one_of_several() or find_launcher().task == 0
 
 
 def _is_own(strategy: Any) -> bool:

@@ -481,6 +481,22 @@ def test_a_program_of_a_process_group_saves_without_a_scope(tmp_path, ranks):
 
 
 @pytest.mark.launches
+def test_without_mpi_rank_0_alone_writes(tmp_path):
+    """A program that forgot to make a process group, or has one of another backend."""
+    program = """
+import torch
+import mpistrat as ms
+from mpistrat.mpi.launcher import find_launcher
+
+ms.Checkpoint(model=torch.nn.Linear(2, 3)).write(f"by-rank-{find_launcher().task}.h5")
+"""
+    result = launch.run(["-c", program], 3, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert [each.name for each in tmp_path.glob("*.h5")] == ["by-rank-0.h5"]
+
+
+
+@pytest.mark.launches
 def test_shards_are_saved_as_one_and_restored_on_any_number_of_ranks(tmp_path):
     program = Path(__file__).parent / "programs" / "shards.py"
     for what, ranks in (("save", 2), ("restore", 3), ("restore", 1)):
