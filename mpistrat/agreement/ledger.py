@@ -148,6 +148,10 @@ def _remedy(reports: Sequence[dict[str, Any]]) -> list[str]:
     call_text, ranks = min(calls.items(), key=lambda item: len(item[1]))
     if 2 * len(ranks) > len(reports):
         return []
+    if len(calls) == 2 and {len(ranks) for ranks in calls.values()} == {len(ranks)}:
+        # Nothing tells which half of the ranks is right.
+        both = " and ".join(calls)
+        return [f"{both} are collective calls: every rank must make both, in the same order."]
     return [
         f"{call_text} is a collective call: every rank must make it, not {rank_list(ranks)} alone."
     ]

@@ -16,6 +16,19 @@ else:
         (DISAGREE, "rank 2: gather", "at <guilty>", "ranks 0-1, 3: reduce SUM", "at <others>"),
     ),
     Case(
+        "another collective on half of the ranks",
+        """
+if rank < 2:
+    strategy.gather(np.ones(3), 0)  #> one
+else:
+    strategy.reduce("sum", np.ones(3))  #> other
+""",
+        (
+            *(DISAGREE, "ranks 0-1: gather", "at <one>", "ranks 2-3: reduce SUM", "at <other>"),
+            "are collective calls: every rank must make both, in the same order.",
+        ),
+    ),
+    Case(
         "another op",
         'strategy.reduce("max" if rank == 1 else "sum", np.ones(3))  #> call',
         (DISAGREE, "rank 1: reduce MAX", "ranks 0, 2-3: reduce SUM", "at <call>"),
