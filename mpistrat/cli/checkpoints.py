@@ -134,7 +134,7 @@ def _print_for_people(file: str, content: dict[str, Any], in_full: bool) -> None
     variables: dict[str, dict[str, Any]] = content["variables"]
     if variables:
         shown = [n for n in _STATISTICS if all(n in each for each in variables.values())]
-        print_table((*_COLUMNS, *shown), _rows(variables, shown))
+        print_table((*_COLUMNS, *shown), _rows(variables, tuple(content["state"]), shown))
     if content["state"]:
         as_text = json.dumps if in_full else in_short
         rows = [(name, as_text(value)) for name, value in content["state"].items()]
@@ -143,18 +143,22 @@ def _print_for_people(file: str, content: dict[str, Any], in_full: bool) -> None
     print_line(f"{len(variables)} variable(s), {size}; {len(content['state'])} with other state")
 
 
-def _rows(variables: dict[str, dict[str, Any]], shown: list[str]) -> list[list[object]]:
+def _rows(
+    variables: dict[str, dict[str, Any]], states: tuple[str, ...], shown: list[str]
+) -> list[list[object]]:
     """Return a row for each variable: a tree on a terminal, full paths for grep and awk."""
+    # Arrays in the state of an object, such as a module of PyTorch, have no such modes.
+    inner = {name for name in variables if name.startswith(tuple(f"{each}/" for each in states))}
     labels = tree_labels(variables) if is_terminal() else ((name, name) for name in variables)
     blank = [""] * (len(_COLUMNS) - 1 + len(shown))
     return [
-        [label, *(_cells(variables[name], shown) if name in variables else blank)]
+        [label, *(_cells(variables[name], name in inner, shown) if name in variables else blank)]
         for label, name in labels
     ]
 
 
-def _cells(variable: dict[str, Any], shown: list[str]) -> list[object]:
-    modes = [variable[key] for key in _COLUMNS[3:6]]
+def _cells(variable: dict[str, Any], is_inner: bool, shown: list[str]) -> list[object]:
+    modes = ["-" if is_inner else variable[key] for key in _COLUMNS[3:6]]
     shape = tuple(variable["shape"])
     size = readable_size(_size_bytes(variable))
     return [shape, variable["dtype"], *modes, size, *(_number(variable[key]) for key in shown)]

@@ -56,6 +56,14 @@ def test_inspect_shows_everything_uncut(file, capsys):
     assert "3 variable(s), 18 B" in out
 
 
+def test_arrays_in_a_state_have_no_modes_of_variables(tmp_path, capsys):
+    path = write(tmp_path / "run.h5", {"data/offsets": np.arange(3), "database": np.arange(3)})
+    assert main(["inspect", path]) == 0
+    rows = {row.split()[0]: row.split() for row in capsys.readouterr().out.splitlines()}
+    assert rows["data/offsets"][3:6] == ["-"] * 3
+    assert rows["database"][3:6] == ["NONE", "NONE", "False"]
+
+
 def test_inspect_stats(file, capsys):
     assert main(["inspect", "--stats", file]) == 0
     out = capsys.readouterr().out
