@@ -495,7 +495,6 @@ ms.Checkpoint(model=torch.nn.Linear(2, 3)).write(f"by-rank-{find_launcher().task
     assert [each.name for each in tmp_path.glob("*.h5")] == ["by-rank-0.h5"]
 
 
-
 @pytest.mark.launches
 def test_shards_are_saved_as_one_and_restored_on_any_number_of_ranks(tmp_path):
     program = Path(__file__).parent / "programs" / "shards.py"
