@@ -13,6 +13,7 @@ from mpistrat.torch.memory import Operand, described
 __all__ = [
     "check_list",
     "check_root",
+    "check_whole",
     "check_writable",
     "common_dtype",
     "equal_parts",
@@ -85,14 +86,14 @@ def check_list(
             )
 
 
-def equal_parts(
+def check_whole(
     call: CollectiveCall,
     whole: torch.Tensor,
     part: torch.Tensor,
     whole_name: str,
     part_name: str,
-) -> list[torch.Tensor]:
-    """Return `whole` cut into as many parts as there are ranks, each as long as `part`."""
+) -> None:
+    """Refuse a `whole` that is not as long as one `part` for each rank."""
     size = call.channel.size
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
         raise ValueError(
@@ -100,8 +101,15 @@ def equal_parts(
             f"{part_name}, {size * part.numel()} of {part.dtype}, not {whole.numel()} of "
             f"{whole.dtype}."
         )
-    flat = source_of(call, whole).memory.reshape(-1)
-    return list(flat.split(part.numel())) if part.numel() else [flat] * size
+
+
+def equal_parts(
+    call: CollectiveCall, source: torch.Tensor, output: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return `source` cut into as many parts as there are ranks, each as long as `output`."""
+    check_whole(call, source, output, "input", "output")
+    flat = source_of(call, source).memory.reshape(-1)
+    return list(flat.split(output.numel())) if output.numel() else [flat] * call.channel.size
 
 
 def common_dtype(

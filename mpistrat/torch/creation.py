@@ -182,7 +182,7 @@ def create_group(opts: Any, pg_options: Any) -> Group:
 
 def _backends_by_device() -> dict[str, str]:
     """Return the backends of the group that torch is making."""
-    # Torch tells a creator of its own device at most.
+    # Torch does not pass the other devices of a group to the function that creates one backend.
     frame = sys._getframe(1).f_back
     while frame is not None:
         config = frame.f_locals.get("backend_config")

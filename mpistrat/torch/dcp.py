@@ -67,8 +67,8 @@ class HDF5Writer(StorageWriter):
     for (sparse, quantized) and for values that are neither tensors nor JSON, ValueError for keys
     at the top of the state dict that contain ``/``.
 
-    ``async_save`` needs a process group of its own, ``process_group=dist.new_group()``, because the
-    program goes on to use the others meanwhile.
+    ``async_save`` needs a group that nothing else uses, ``process_group=dist.new_group()``, because
+    the program keeps using the other groups in the meantime.
 
     Examples
     --------

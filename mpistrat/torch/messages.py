@@ -222,7 +222,7 @@ class Messages:
 
     def _free_messages(self) -> None:
         """Free the communicator, once no rank sends any more. **Collective**."""
-        # What nobody has received would arrive in a later group: MPI numbers communicators anew.
+        # MPI may give a later group the same context, and an unreceived message would arrive there.
         status = MPI.Status()
         while (message := self._messages.Improbe(status=status)) is not None:
             message.Recv([bytearray(status.Get_elements(MPI.BYTE)), MPI.BYTE])

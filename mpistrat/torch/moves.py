@@ -12,9 +12,9 @@ from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.torch.arguments import (
     check_list,
     check_root,
+    check_whole,
     check_writable,
     common_dtype,
-    equal_parts,
     row_counts,
     source_of,
     subject,
@@ -143,7 +143,7 @@ def all_gather_into(
     pairs = []
     for output, source in zip(outputs, inputs, strict=True):
         pairs.append((target_of(call, output), source_of(call, source)))
-        equal_parts(call, output, source, "output", "input")
+        check_whole(call, output, source, "output", "input")
     call.agree(tuple(map(described, inputs)))
     call.note_moved(sum(own.num_bytes for _, own in pairs), "all_gather")
     with call.communicator() as comm:

@@ -97,7 +97,7 @@ class Operations:
         opts = opts or c10d.ReduceScatterOptions()
 
         def body(call: CollectiveCall) -> None:
-            parts = equal_parts(call, source, output, "input", "output")
+            parts = equal_parts(call, source, output)
             reductions.reduce_scatter(call, opts.reduceOp, output, parts)
 
         return self._issue("torch.reduce_scatter_tensor", body, [output], opts)
@@ -110,7 +110,7 @@ class Operations:
 
         def body(call: CollectiveCall) -> None:
             for output, source in zip(outputs, inputs, strict=True):
-                parts = equal_parts(call, source, output, "input", "output")
+                parts = equal_parts(call, source, output)
                 reductions.reduce_scatter(call, opts.reduceOp, output, parts)
 
         return self._issue("torch.reduce_scatter_tensor_coalesced", body, outputs, opts)
