@@ -37,8 +37,8 @@ _POLLS = 200
 _TURNS = 4096
 """Looks at shared memory in about the same time."""
 
-_SOON_S, _LONG_S = 0.00005, 0.01
-"""How long a wait keeps the core: in shared memory, whose sleepers are woken, and over MPI."""
+_LONG_S = 0.01
+"""How long a wait keeps the core over MPI, which wakes nobody."""
 _REST_S = 0.0002
 
 _LOOK_NS = 50_000
@@ -58,6 +58,7 @@ class _MpiRound:
     withdraw: Callable[[], object] = bool
     """Does nothing: MPI cannot cancel a collective."""
     is_busy = True
+    """Whether waits keep the core until they are long."""
 
     def __init__(self, num_values: int) -> None:
         self.send = np.zeros(num_values, np.uint64)
@@ -132,7 +133,6 @@ class _SharedRound:
         self.done = functools.partial(library.round_done, pointer, receive, 1)
         self._rest = functools.partial(library.round_rest, pointer, receive)
         self.expect = functools.partial(library.round_expect, pointer, _LOOK_NS)
-        self.is_busy = True
         # A rank that comes later waits, and learns why, in place of finding all there.
         self.withdraw = functools.partial(library.reduce_withdraw, pointer)
         self.meet = functools.partial(library.round_meet, pointer, send, receive, _TURNS)
@@ -144,10 +144,7 @@ class _SharedRound:
 
     def rest(self, waited_s: float) -> None:
         """Let others have the core for a moment, or until one of them has come."""
-        if self.is_busy and waited_s < _SOON_S:
-            os.sched_yield()
-        else:
-            self._rest()
+        self._rest()
 
     def result(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
         """Return what writes the reduction of numbers that came with the last round to an array."""
@@ -163,9 +160,7 @@ class MpiTransport:
     def __init__(self, comm: MPI.Intracomm) -> None:
         # Only messages of this package may travel here: the caller passes a private duplicate.
         self.comm = comm
-        self._requests: list[Callable[[], object]] = []
-        """What frees the persistent requests of the rounds."""
-        self._rounds: list[Round] = []
+        self._rounds: list[_MpiRound] = []
         self._under_way: list[tuple[list[MPI.Request], np.ndarray, np.ndarray]] = []
         self.rank = comm.rank
         self.size = comm.size
@@ -287,11 +282,6 @@ class MpiTransport:
 
     def round(self, num_values: int) -> Round:
         """Return a new round. **Collective**, without waiting."""
-        made = self._new_round(num_values)
-        self._rounds.append(made)
-        return made
-
-    def _new_round(self, num_values: int) -> Round:
         if self.size == 1:
             return SoloRound(num_values)
         if self._sharing is not None and self._sharing.holds_all:
@@ -302,7 +292,7 @@ class MpiTransport:
             made = _PersistentRound(self.comm, num_values)
         except NotImplementedError:
             made = _NonblockingRound(self.comm, num_values)
-        self._requests.append(made.free)
+        self._rounds.append(made)
         return made
 
     def wait_busily(self, is_busy: bool) -> None:
@@ -314,8 +304,8 @@ class MpiTransport:
 
     def close(self) -> None:
         """Free the communicator and what belongs to it. **Collective**."""
-        for free in self._requests:
-            free()
+        for each in self._rounds:
+            each.free()
         if self.node is not None:
             self.node.close()
         self.comm.Free()

@@ -85,9 +85,6 @@ class Round(Protocol):
         """Contributes two numbers and their complements, and polls for some 100 us."""
         # Returns 0 if ranks are missing, 2 if all have contributed the same, else 1.
 
-    is_busy: bool
-    """Whether waits keep the core until they are long, not only while they are very short."""
-
     def rest(self, waited_s: float) -> None:
         """Let others have the core for a moment, in a wait that has lasted `waited_s`."""
 
@@ -216,7 +213,6 @@ class SoloRound:
         self.start: Callable[[], object] = bool
         self.done: Callable[[], bool] = lambda: True
         self.withdraw: Callable[[], object] = bool
-        self.is_busy = True
 
     def rest(self, waited_s: float) -> None:
         """Do nothing: nobody waits."""
