@@ -9,7 +9,15 @@ author = "The mpistrat developers"
 copyright = author
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+myst_enable_extensions = ["colon_fence", "deflist"]
+copybutton_exclude = ".linenos, .gp, .go"
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"mpistrat {release}"

@@ -1,4 +1,4 @@
-"""docs/tf-differences.md names the whole strategy API of tf.distribute, and tells the truth."""
+"""docs/coming-from/tf-distribute.md names the whole strategy API of tf.distribute, and tells the truth."""
 
 import re
 
@@ -9,7 +9,7 @@ from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended_v1 import InputIterator
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "tf-differences.md").read_text()
+PAGE = (ROOT / "docs" / "coming-from" / "tf-distribute.md").read_text()
 STATES = {"same", "wider", "differs", "no-op", "absent"}
 
 # The public names of tf.distribute's strategy API, by the section of the page they stand in.

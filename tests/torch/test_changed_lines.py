@@ -1,4 +1,4 @@
-"""How many lines of a training script change, as docs/howto/from-ddp.md says."""
+"""How many lines of a training script change, as docs/coming-from/pytorch.md says."""
 
 import difflib
 import re
@@ -18,7 +18,7 @@ VERSIONS = {
     "DDP over mpistrat": "ddp_mpi.py",
     "Horovod": "with_horovod.py",
 }
-PAGE = ROOT / "docs" / "howto" / "from-ddp.md"
+PAGE = ROOT / "docs" / "coming-from" / "pytorch.md"
 ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
 
 
