@@ -14,6 +14,8 @@ from setuptools.command.build_ext import build_ext
 KERNELS = Path("mpistrat/optimizers/kernels.py")
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 SOURCE = Path("build/host_kernels.c")
+# Of earlier builds for one Python alone, which Python would prefer.
+STALE = [path for path in Path("mpistrat").rglob("*.so") if ".abi3." not in path.name]
 NATIVE = sorted(Path("mpistrat/native").glob("*.[ch]"))
 NATIVE_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in NATIVE)).hexdigest()
 
@@ -25,6 +27,8 @@ class BuildKernels(build_ext):
         """Make the source, then build."""
         SOURCE.parent.mkdir(exist_ok=True)
         SOURCE.write_text(runpy.run_path(str(KERNELS))["c_source"]())
+        for stale in STALE if self.inplace else ():
+            stale.unlink()
         self.force = True
         super().run()
 
@@ -35,12 +39,15 @@ class BuildKernels(build_ext):
 
 setup(
     cmdclass={"build_ext": BuildKernels},
+    # One wheel serves every Python from 3.10 on.
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
     ext_modules=[
         Extension(
             "mpistrat.optimizers._host_kernels",
             [str(SOURCE)],
             extra_compile_args=FLAGS,
             libraries=["m"],
+            py_limited_api=True,  # it uses nothing of Python
             optional=True,
         ),
         Extension(
@@ -49,6 +56,7 @@ setup(
             depends=[str(path) for path in NATIVE],
             include_dirs=[numpy.get_include()],
             define_macros=[("MPISTRAT_DIGEST", f'"{NATIVE_DIGEST}"')],
+            py_limited_api=True,
             extra_compile_args=FLAGS,
             optional=True,
         ),

@@ -1,8 +1,21 @@
 """The version of the package, and what else all ranks of a job must have in common."""
 
+import importlib
+
 __all__ = ["CHECKPOINT_FORMAT_VERSION", "ORDER_VERSION", "PROTOCOL_VERSION", "__version__"]
 
-__version__ = "0.1.0"
+
+
+def _built_version() -> str:
+    """Return what setuptools-scm has found in the tags when the package was built."""
+    try:
+        version: str = importlib.import_module("mpistrat._version").version
+    except ImportError:  # a checkout that was never installed
+        return "0.1.0.dev0"
+    return version
+
+
+__version__ = _built_version()
 
 ORDER_VERSION = 2
 """Raised whenever an unchanged data set gets another order, so that old positions are refused."""

@@ -24,23 +24,6 @@ __all__ = ["inspect_data"]
 
 _COLUMNS = ("data set", "shape", "dtype", "layout", "chunk", "filters", "size", "stored")
 
-_FILTERS = {
-    1: "gzip",
-    2: "shuffle",
-    3: "fletcher32",
-    4: "szip",
-    5: "nbit",
-    6: "scaleoffset",
-    307: "bzip2",
-    32000: "lzf",
-    32001: "blosc",
-    32004: "lz4",
-    32008: "bitshuffle",
-    32013: "zfp",
-    32015: "zstd",
-    32026: "blosc2",
-}
-"""Names by number, from the HDF Group's list of registered filters."""
 _WITH_LEVEL = {"gzip", "zstd"}
 
 
@@ -121,7 +104,7 @@ def _describe(dataset: Any) -> dict[str, Any]:
         "stored_bytes": dataset.id.get_storage_size(),
         "is_field": bool(shape) and dtype.kind in "biufcS" and shape[0] > 0,
         "decoded_in_threads": chunks is not None and make_decoder(filters) is not None,
-        "unreadable": _unreadable(dataset, [number for number, _ in filters]),
+        "unreadable": _unreadable(dataset),
     }
 
 
@@ -153,15 +136,14 @@ def _format_dtype(dtype: np.dtype) -> str:
 
 
 def _format_filter(number: int, values: tuple[int, ...]) -> str:
-    name = _FILTERS.get(number, f"filter {number}")
+    name = hdf5.name_of_filter(number)
     return f"{name} {values[0]}" if name in _WITH_LEVEL and values else name
 
 
-def _unreadable(dataset: Any, filters: list[int]) -> str:
+def _unreadable(dataset: Any) -> str:
     """Return why the data set cannot be read here, or an empty text."""
-    missing = [number for number in filters if not hdf5.h5py().h5z.filter_avail(number)]
-    if missing:
-        return f"{_format_filter(missing[0], ())} is not installed"
+    for name in hdf5.missing_filters(dataset):
+        return f"{name} is not installed. {hdf5.install_filter(name)}".rstrip(".")
     try:
         check_virtual_sources(dataset)
     except DataError as error:

@@ -84,7 +84,7 @@ def check_hdf5(facts: HDF5Facts) -> Finding:
             "hdf5",
             f"h5py cannot be loaded: {facts.error}",
             "Data sets and checkpoints are HDF5 files.",
-            "pip install --force-reinstall h5py hdf5plugin (or conda install h5py)",
+            "pip install --force-reinstall h5py (or conda install h5py)",
         )
     found = facts.versions
     seen = f"h5py {found['h5py']}, HDF5 {found['hdf5']}"

@@ -24,9 +24,9 @@ PyObject *mpistrat_describe(PyObject *module, PyObject *arrays)
     (void)module;
     if (!PyList_CheckExact(arrays))
         Py_RETURN_NONE;
-    Py_ssize_t length = 0, count = PyList_GET_SIZE(arrays);
+    Py_ssize_t length = 0, count = PyList_Size(arrays);
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *array = PyList_GET_ITEM(arrays, i);
+        PyObject *array = PyList_GetItem(arrays, i);
         if (!is_plain(array))
             Py_RETURN_NONE;
         length += 1 + PyArray_NDIM((PyArrayObject *)array);
@@ -34,9 +34,9 @@ PyObject *mpistrat_describe(PyObject *module, PyObject *arrays)
     PyObject *text = PyBytes_FromStringAndSize(NULL, length * (Py_ssize_t)sizeof(npy_intp));
     if (text == NULL)
         return NULL;
-    npy_intp *entry = (npy_intp *)PyBytes_AS_STRING(text);
+    npy_intp *entry = (npy_intp *)PyBytes_AsString(text);
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyArrayObject *array = (PyArrayObject *)PyList_GET_ITEM(arrays, i);
+        PyArrayObject *array = (PyArrayObject *)PyList_GetItem(arrays, i);
         int ndim = PyArray_NDIM(array);
         *entry++ = PyArray_TYPE(array) * 256 + ndim;
         memcpy(entry, PyArray_DIMS(array), ndim * sizeof *entry);
@@ -54,8 +54,8 @@ PyObject *mpistrat_join(PyObject *module, PyObject *const *args, Py_ssize_t num_
     PyArrayObject *joined = (PyArrayObject *)args[1];
     char *to = PyArray_BYTES(joined);
     npy_intp left = PyArray_NBYTES(joined);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); i++) {
-        PyObject *array = PyList_GET_ITEM(args[0], i);
+    for (Py_ssize_t i = 0; i < PyList_Size(args[0]); i++) {
+        PyObject *array = PyList_GetItem(args[0], i);
         if (!is_plain(array) || PyArray_NBYTES((PyArrayObject *)array) > left)
             return PyErr_Format(PyExc_ValueError, "join: array %zd is not plain or too long", i);
         npy_intp num_bytes = PyArray_NBYTES((PyArrayObject *)array);
@@ -74,10 +74,10 @@ PyObject *mpistrat_split(PyObject *module, PyObject *const *args, Py_ssize_t num
     PyArrayObject *joined = (PyArrayObject *)args[0];
     const char *from = PyArray_BYTES(joined);
     npy_intp left = PyArray_NBYTES(joined);
-    Py_ssize_t count = PyList_GET_SIZE(args[1]);
+    Py_ssize_t count = PyList_Size(args[1]);
     PyObject *results = PyList_New(count);
     for (Py_ssize_t i = 0; results != NULL && i < count; i++) {
-        PyArrayObject *like = (PyArrayObject *)PyList_GET_ITEM(args[1], i);
+        PyArrayObject *like = (PyArrayObject *)PyList_GetItem(args[1], i);
         PyObject *result = NULL;
         if (PyArray_CheckExact(like))
             result = PyArray_SimpleNew(PyArray_NDIM(like), PyArray_DIMS(like), PyArray_TYPE(joined));
@@ -94,7 +94,7 @@ PyObject *mpistrat_split(PyObject *module, PyObject *const *args, Py_ssize_t num
         }
         memcpy(PyArray_BYTES((PyArrayObject *)result), from, num_bytes);
         from += num_bytes, left -= num_bytes;
-        PyList_SET_ITEM(results, i, result);
+        PyList_SetItem(results, i, result);
     }
     return results;
 }
@@ -114,16 +114,16 @@ PyObject *mpistrat_addresses(PyObject *module, PyObject *arrays)
     (void)module;
     if (!PyList_CheckExact(arrays))
         return PyErr_Format(PyExc_TypeError, "addresses takes a list of NumPy arrays");
-    Py_ssize_t count = PyList_GET_SIZE(arrays);
+    Py_ssize_t count = PyList_Size(arrays);
     PyObject *text = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(void *));
     for (Py_ssize_t i = 0; text != NULL && i < count; i++) {
-        PyObject *array = PyList_GET_ITEM(arrays, i);
+        PyObject *array = PyList_GetItem(arrays, i);
         if (!PyArray_Check(array)) {
             Py_DECREF(text);
             return PyErr_Format(PyExc_TypeError, "addresses: item %zd is no array", i);
         }
         void *address = PyArray_DATA((PyArrayObject *)array);
-        memcpy(PyBytes_AS_STRING(text) + i * sizeof address, &address, sizeof address);
+        memcpy(PyBytes_AsString(text) + i * sizeof address, &address, sizeof address);
     }
     return text;
 }
@@ -136,9 +136,9 @@ PyObject *mpistrat_array_at(PyObject *module, PyObject *const *args, Py_ssize_t 
         return PyErr_Format(PyExc_TypeError, "array_at takes address, shape, dtype and owner");
     void *address = PyLong_AsVoidPtr(args[0]);
     npy_intp shape[NPY_MAXDIMS];
-    Py_ssize_t ndim = PyTuple_GET_SIZE(args[1]);
+    Py_ssize_t ndim = PyTuple_Size(args[1]);
     for (Py_ssize_t i = 0; i < ndim && i < NPY_MAXDIMS; i++)
-        shape[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(args[1], i));
+        shape[i] = PyLong_AsSsize_t(PyTuple_GetItem(args[1], i));
     if (PyErr_Occurred())
         return NULL;
     Py_INCREF(args[2]);

@@ -3,6 +3,8 @@
 #ifndef MPISTRAT_NATIVE_H
 #define MPISTRAT_NATIVE_H
 
+/* One build serves every Python from 3.10 on: its stable ABI alone is used. */
+#define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

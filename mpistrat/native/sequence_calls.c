@@ -158,11 +158,11 @@ static int take_message(PyObject *sources, PyObject *targets, struct piece *room
                         struct message *message)
 {
     if (!PyList_CheckExact(sources) || !PyList_CheckExact(targets) ||
-        PyList_GET_SIZE(sources) != PyList_GET_SIZE(targets)) {
+        PyList_Size(sources) != PyList_Size(targets)) {
         PyErr_SetString(PyExc_TypeError, "expected two lists of equally many arrays");
         return 0;
     }
-    message->num_pieces = PyList_GET_SIZE(sources);
+    message->num_pieces = PyList_Size(sources);
     message->total = 0;
     struct piece *pieces = room;
     if (message->num_pieces > FEW)
@@ -173,8 +173,8 @@ static int take_message(PyObject *sources, PyObject *targets, struct piece *room
     }
     message->pieces = pieces;
     for (int64_t i = 0; i < message->num_pieces; i++) {
-        PyArrayObject *source = as_array(PyList_GET_ITEM(sources, i));
-        PyArrayObject *target = source ? as_array(PyList_GET_ITEM(targets, i)) : NULL;
+        PyArrayObject *source = as_array(PyList_GetItem(sources, i));
+        PyArrayObject *target = source ? as_array(PyList_GetItem(targets, i)) : NULL;
         if (target != NULL && PyArray_NBYTES(source) != PyArray_NBYTES(target))
             PyErr_Format(PyExc_ValueError, "source and target %lld differ in length", (long long)i);
         if (PyErr_Occurred()) {

@@ -212,6 +212,11 @@ def _read_layout(dataset: Any, path: str, name: str) -> _FieldLayout:
             "cannot hold. Name the fields to read with fields=(...), and store numbers, bools or "
             "strings of a fixed length."
         )
+    for each in hdf5.missing_filters(dataset):
+        raise DataError(
+            f"The field {name!r} of {path} was compressed by {each}, a filter that the HDF5 of "
+            f"this rank does not have. {hdf5.install_filter(each)}"
+        )
     spec = ArraySpec(dataset.shape[1:], dataset.dtype.newbyteorder("="))
     if dataset.chunks:
         return _FieldLayout(spec, dataset.chunks[0], True, None)

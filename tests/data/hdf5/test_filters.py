@@ -225,3 +225,38 @@ def test_contiguous_compact_external_and_unwritten_data(tmp_path, userblock):
             straight = np.concatenate([batch[name] for batch in dataset.batch(32)])
             np.testing.assert_array_equal(straight, file[name][...], err_msg=name)
             assert straight.dtype.isnative
+
+
+WITHOUT_PLUGINS = """
+import sys
+sys.modules["hdf5plugin"] = None
+import mpistrat as ms
+for name in ("plain", "gzip", "lzf"):
+    (batch,) = ms.data.Dataset.from_hdf5("data.h5", name).batch(6)
+    assert batch.tolist() == [0, 1, 2, 3, 4, 5], batch
+try:
+    ms.data.Dataset.from_hdf5("data.h5", "zstd")
+except ms.errors.DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.launches
+def test_without_hdf5plugin_its_filters_alone_are_missing_and_named(tmp_path):
+    kinds = {
+        "plain": {},
+        "gzip": {"compression": "gzip", "shuffle": True, "fletcher32": True},
+        "lzf": {"compression": "lzf"},
+        "zstd": dict(hdf5plugin.Zstd()),
+    }
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        for name, options in kinds.items():
+            chunks = (3,) if options else None
+            file.create_dataset(name, data=np.arange(6), chunks=chunks, **options)
+    done = launch.run(["-W", "error", "-c", WITHOUT_PLUGINS], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "The field 'zstd' of data.h5 was compressed by zstd, a filter that the HDF5 of this rank "
+        'does not have. Install it with: pip install "mpistrat[compression]", which brings '
+        "hdf5plugin.\n"
+    )
