@@ -31,7 +31,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help house train test test-serial test-quick test-full test-launch test-slow test-slurm lint types bench scaling docs clean
+.PHONY: help house train test test-serial test-quick test-full test-launch test-slow test-slurm lint types bench scaling wheels docs clean
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -82,6 +82,9 @@ bench: $(VENV)/.test  ## measure the collectives on RANKS ranks; ARGS go to `mpi
 scaling: $(VENV)/.test  ## count the messages of reductions on RANKS ranks; ARGS go to tools/scaling
 	$(LAUNCH) -n $(RANKS) --limit 900 -- -m tools.scaling $(ARGS)
 
+wheels: $(VENV)/.wheels  ## build wheels and the source archive in dist/; ARGS=--try installs and tries them
+	$(PY) -m tools.wheels $(ARGS)
+
 docs: $(VENV)/.docs  ## build the documentation in docs/_build/html
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
@@ -124,4 +127,9 @@ $(VENV)/.jobs-torch: $(SOURCES) | $(VENV)/.python
 $(VENV)/.docs: $(SOURCES) | $(VENV)/.jobs
 	@echo 'installing .[$(MPI),jobs,docs] into $(VENV)'
 	@$(INSTALL) -e ".[$(MPI),jobs,docs]" $(SHOW)
+	touch $@
+
+$(VENV)/.wheels: $(SOURCES) | $(VENV)/.python
+	@echo 'installing .[$(MPI),wheels] into $(VENV)'
+	@$(INSTALL) -e ".[$(MPI),wheels]" $(SHOW)
 	touch $@

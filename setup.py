@@ -4,6 +4,7 @@ The libraries are optional: without a C compiler the package works all the same,
 """
 
 import hashlib
+import os
 import runpy
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from setuptools.command.build_ext import build_ext
 KERNELS = Path("mpistrat/optimizers/kernels.py")
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 SOURCE = Path("build/host_kernels.c")
+# For wheels, where it must not fail unseen.
+OPTIONAL = not os.environ.get("MPISTRAT_REQUIRE_COMPILED")
 # Of earlier builds for one Python alone, which Python would prefer.
 STALE = [path for path in Path("mpistrat").rglob("*.so") if ".abi3." not in path.name]
 NATIVE = sorted(Path("mpistrat/native").glob("*.[ch]"))
@@ -48,7 +51,7 @@ setup(
             extra_compile_args=FLAGS,
             libraries=["m"],
             py_limited_api=True,  # it uses nothing of Python
-            optional=True,
+            optional=OPTIONAL,
         ),
         Extension(
             "mpistrat._native",
@@ -58,7 +61,7 @@ setup(
             define_macros=[("MPISTRAT_DIGEST", f'"{NATIVE_DIGEST}"')],
             py_limited_api=True,
             extra_compile_args=FLAGS,
-            optional=True,
+            optional=OPTIONAL,
         ),
     ],
 )

