@@ -5,7 +5,14 @@ Importing this package starts no MPI and imports neither h5py nor cupy. It does 
 `mpistrat` logger a handler that is silent where the program has its own.
 """
 
+import sys as _sys
 import typing as _typing
+
+if not _sys.platform.startswith("linux"):
+    raise ImportError(
+        f"mpistrat runs on Linux, and this is {_sys.platform}: it needs Linux's shared memory, "
+        "futexes and /proc. Use it in a Linux container, in a virtual machine or in WSL 2."
+    )
 
 from mpistrat import data, errors, gradients, layers, metrics, optimizers, testing
 from mpistrat.checkpoint import (

@@ -100,3 +100,13 @@ def test_lonely_slurm_tasks_are_refused():
     assert "--mpi=pmi2" in text
     assert "--mpi=pmix" in text
     assert python(code + "\nprint('fine')", SLURM_NTASKS="4").strip() == "fine"
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_are_refused_at_once(system):
+    code = f"import sys; sys.platform = {system!r}; import mpistrat"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith(f"ImportError: mpistrat runs on Linux, and this is {system}: it needs")
+    assert "numpy" not in result.stderr

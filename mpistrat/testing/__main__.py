@@ -1,6 +1,11 @@
-"""Test launcher as a command: ``python -m mpistrat.testing -n 3 -- -m pytest``."""
+"""Commands for tests: the launcher ``-n 3 -- -m pytest``, and the smoke test ``smoke``."""
 
 import sys
+
+if sys.argv[1:2] == ["smoke"]:
+    from mpistrat.testing.smoke import main as smoke
+
+    sys.exit(smoke(sys.argv[2:]))
 
 from mpistrat.testing.launch import main
 

@@ -1,0 +1,243 @@
+"""Smoke test of an installation: ``python -m mpistrat.testing smoke``, alone or under a launcher.
+
+Every expectation is a function of the rank and the number of ranks, so that the same command is
+right in a recipe, on a login node and in a job of a thousand ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpistrat import hdf5
+from mpistrat.arrays import count_gpus, host_copy, is_on_host
+from mpistrat.checkpoint import Checkpoint
+from mpistrat.checkpoint.reader import open_checkpoint
+from mpistrat.data import Dataset
+from mpistrat.errors import EpochMismatchError, LaunchError
+from mpistrat.mpi.world import library_version
+from mpistrat.native import missing_libraries
+from mpistrat.optimizers import SGD
+from mpistrat.options import ReduceOp
+from mpistrat.strategies import get_replica_context
+from mpistrat.strategies.mpi import MPIStrategy
+from mpistrat.variables import Variable
+from mpistrat.version import __version__
+
+__all__ = ["main"]
+
+_NUM_EXAMPLES = 240
+_BATCH = 24
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the checks work with."""
+
+    strategy: Any
+    rank: int
+    size: int
+    folder: Path
+    """Seen by all ranks."""
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether the arrays of this rank lie on a GPU."""
+        return not is_on_host(self.strategy.extended.xp.zeros(1))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all checks; return 0, or 1 where the ranks do not find each other."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mpistrat.testing smoke",
+        description="Try an installation: collectives, data, training and checkpoints, in seconds. "
+        "Run it alone and under the launcher of the machine.",
+    )
+    parser.add_argument(
+        "--folder", default=".", help="where a temporary folder is made that all ranks see"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        strategy: Any = MPIStrategy()
+    except (LaunchError, ImportError, RuntimeError) as error:
+        print(f"smoke: MPI does not start: {error}", file=sys.stderr)
+        return 1
+    collectives = strategy.extended._collectives
+    rank, size = collectives.rank, collectives.size
+    folder = None
+    with collectives.all_or_none("smoke"):
+        if rank == 0:
+            folder = tempfile.mkdtemp(prefix=".mpistrat-smoke-", dir=arguments.folder)
+    job = _Job(strategy, rank, size, Path(collectives.broadcast_json(folder)))
+    try:
+        for check in CHECKS:
+            _perform(check, job)
+    finally:
+        if rank == 0:
+            shutil.rmtree(job.folder, ignore_errors=True)
+    if rank == 0:
+        print(f"smoke: all is well on {size} rank{'s' if size > 1 else ''}", flush=True)
+    return 0
+
+
+def _perform(check: Callable[[_Job], str], job: _Job) -> None:
+    name = check.__name__.strip("_").replace("_", " ")
+    start = time.monotonic()
+    try:
+        found = check(job)
+    except BaseException as error:
+        # What is raised ends the job on all ranks.
+        text = f"smoke: {name} failed on rank {job.rank} of {job.size}: {error!r}"
+        print(text, file=sys.stderr, flush=True)
+        raise
+    if job.rank == 0:
+        print(f"ok  {name:<13} {found} ({time.monotonic() - start:.2f} s)", flush=True)
+
+
+def _expect(found: Any, expected: Any, what: str) -> None:
+    """Raise AssertionError unless two arrays are equal."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    if found.shape != expected.shape or not np.array_equal(found, expected):
+        raise AssertionError(
+            f"{what}: {found.reshape(-1)[:4]} came, not {expected.reshape(-1)[:4]}"
+        )
+
+
+def _installation(job: _Job) -> str:
+    lacking = missing_libraries()
+    compiled = "compiled: yes" if not lacking else f"compiled: no ({' and '.join(lacking)} slower)"
+    python = f"Python {platform.python_version()}, NumPy {np.__version__}"
+    library = library_version().partition(",")[0].splitlines()[0]
+    return f"mpistrat {__version__}, {python}, {library}, {compiled}"
+
+
+def _launch(job: _Job) -> str:
+    (ranks,) = {tuple(job.strategy.extended._collectives.gather_json(job.rank, "smoke"))}
+    _expect(ranks, range(job.size), "ranks")
+    device = "a GPU each" if job.uses_gpu else "host memory"
+    return f"{job.size} rank{'s' if job.size > 1 else ''} found each other, with {device}"
+
+
+def _collectives(job: _Job) -> str:
+    strategy, xp = job.strategy, job.strategy.extended.xp
+    total = job.size * (job.size + 1) // 2
+    dtypes = (np.float32, np.float64, np.int32, np.uint8)
+
+    def step() -> None:
+        replica: Any = get_replica_context()
+        for dtype in dtypes:
+            for length in (1, 1000, 2**20 // np.dtype(dtype).itemsize):
+                own = xp.full(length, job.rank + 1, dtype=dtype)
+                found = host_copy(replica.all_reduce(ReduceOp.SUM, own))
+                expected = np.full(length, total).astype(dtype)  # small integers wrap around
+                _expect(found, expected, f"all_reduce of {np.dtype(dtype)}")
+        own = xp.full((job.rank + 1, 2), job.rank)  # each rank has another number of rows
+        found = host_copy(replica.all_gather(own, axis=0))
+        rows = np.repeat(np.arange(job.size), np.arange(1, job.size + 1))
+        _expect(found[:, 0], rows, "all_gather")
+
+    strategy.run(step)
+    return f"sums of {len(dtypes)} dtypes up to 1 MiB, and a gather of uneven parts"
+
+
+def _disagreement(job: _Job) -> str:
+    if job.size == 1:
+        return "not tried on one rank"
+    own = np.ones(2 + job.rank % 2)
+
+    def step() -> None:
+        replica: Any = get_replica_context()
+        replica.all_reduce(ReduceOp.SUM, own)
+
+    try:
+        job.strategy.run(step)
+    except EpochMismatchError:
+        return "ranks with different shapes got an error"
+    raise AssertionError("ranks with different shapes did not get an error")
+
+
+def _data(job: _Job) -> str:
+    path = job.folder / "data.h5"
+    if job.rank == 0:
+        with hdf5.h5py().File(path, "w") as file:
+            x = np.arange(_NUM_EXAMPLES, dtype=np.float32)
+            file.create_dataset("x", data=x, chunks=(16,), compression="gzip")
+    job.strategy.extended._collectives.gather_json(None, "smoke")  # until it is there
+    data = Dataset.from_hdf5(str(path), "x").shuffle(seed=1).batch(_BATCH)
+    batches = job.strategy.experimental_distribute_dataset(data)
+    own: list[float] = []
+    for batch in batches:
+        job.strategy.run(lambda part: own.append(float(part.sum())), (batch,))
+    of_ranks = job.strategy.extended._collectives.gather_json(sum(own), "smoke")
+    _expect(sum(of_ranks), _NUM_EXAMPLES * (_NUM_EXAMPLES - 1) / 2, "sum of all examples")
+    return f"{_NUM_EXAMPLES} shuffled rows of a gzip-compressed HDF5 file"
+
+
+def _trained(job: _Job) -> tuple[Any, Any]:
+    with job.strategy.scope():
+        weight = Variable(np.zeros(1000, np.float32), name="weight")
+        optimizer = SGD(learning_rate=0.5, momentum=0.5)
+    gradient = job.strategy.extended.xp.full(1000, job.rank + 1, dtype=np.float32)
+    for _ in range(2):
+        job.strategy.run(lambda: optimizer.apply_gradients([(gradient, weight)]))
+    return weight, optimizer
+
+
+def _training(job: _Job) -> str:
+    weight, _ = _trained(job)
+    total = job.size * (job.size + 1) / 2
+    expected = np.full(1000, -total * (0.5 + 0.5 * 1.5), np.float32)
+    _expect(weight.numpy(), expected, "the weights after two steps")
+    return "two steps of SGD with momentum, the same weights on every rank"
+
+
+def _checkpoint(job: _Job) -> str:
+    weight, optimizer = _trained(job)
+    saved = weight.numpy().copy()
+    path = Checkpoint(weight=weight, optimizer=optimizer).write(job.folder / "run.h5")
+    if job.rank == 0:
+        with open_checkpoint(path) as reader:
+            reader.verify()
+    with job.strategy.scope():
+        weight = Variable(np.zeros(1000, np.float32), name="weight")
+    Checkpoint(weight=weight).restore(path).expect_partial()
+    _expect(weight.numpy(), saved, "the restored weights")
+    return "written, verified and restored"
+
+
+def _gpu(job: _Job) -> str:
+    if not count_gpus():
+        return "not tried: no CuPy with a GPU here"
+    if not job.uses_gpu:
+        return "not tried: there is a GPU, but this strategy uses host memory"
+    return "the collectives and the training above used it"
+
+
+def _torch(job: _Job) -> str:
+    if importlib.util.find_spec("torch") is None:
+        return "not tried: PyTorch is not installed"
+    torch = importlib.import_module("torch")
+    importlib.import_module("mpistrat.torch").init()
+    tensor = torch.full((1000,), float(job.rank + 1))
+    torch.distributed.all_reduce(tensor)
+    torch.distributed.destroy_process_group()
+    _expect(tensor.numpy(), np.full(1000, job.size * (job.size + 1) / 2), "torch's all_reduce")
+    return f"PyTorch {torch.__version__}: all_reduce by the backend mpistrat"
+
+
+CHECKS = (
+    *(_installation, _launch, _collectives, _data, _training, _checkpoint, _gpu, _torch),
+    _disagreement,  # the last: after it the ranks cannot work together
+)
