@@ -12,9 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpistrat.system.text import readable_size
+from mpistrat.system.text import readable_size, readable_time
 
-__all__ = ["LIGHT", "Palette", "add_heading", "label_sizes", "new_figure", "save_plot", "styled"]
+__all__ = [
+    "LIGHT",
+    "Palette",
+    "add_heading",
+    "label_sizes",
+    "label_times",
+    "new_figure",
+    "save_plot",
+    "styled",
+]
 
 
 @dataclass(frozen=True)
@@ -120,20 +129,22 @@ def printable(text: str) -> str:
 
 
 def label_sizes(axis: Any, sizes_bytes: list[int]) -> None:
-    """Put ticks at powers of 4 on a logarithmic axis of bytes, as ``64 KiB`` or ``1 MiB``."""
-    low, high = min(sizes_bytes), max(sizes_bytes)
-    exponents = range((low - 1).bit_length(), high.bit_length())
-    # At most about eight, at the largest steps that fit.
-    step = next(each for each in (1, 2, 4, 8, 16, 64) if len(exponents) <= 8 * each)
-    ticks = [1 << exponent for exponent in exponents[::step]] or [low]
-    axis.set_ticks(ticks, [readable_size(tick).replace(".0 ", " ") for tick in ticks])
-    axis.set_minor_locator(_no_ticks())
-
-
-def _no_ticks() -> Any:
+    """Put ticks at these sizes, at most ten of them, as ``64 KiB`` or ``1 MiB``."""
     from matplotlib.ticker import NullLocator
 
-    return NullLocator()
+    shown = sizes_bytes[:: len(sizes_bytes) // 10 + 1]
+    axis.set_ticks(shown, [readable_size(size).replace(".0 ", " ") for size in shown])
+    axis.set_minor_locator(NullLocator())
+
+
+def label_times(axis: Any) -> None:
+    """Write the ticks of an axis of seconds as ``10 us`` or ``2 ms``."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda time_s, _: readable_time(time_s)))
+    axis.set_label_text("time")
+    if axis.get_scale() == "log":
+        axis.set_minor_formatter(NullFormatter())
 
 
 def save_plot(figure: Any, path: Path) -> None:
