@@ -17,7 +17,7 @@ from mpistrat.system.text import rank_spans, readable_time
 
 __all__ = ["draw"]
 
-_COLOURS = {
+CATEGORY_COLOURS = {
     COMPUTING: LIGHT.slate,
     CATEGORIES["move"]: LIGHT.blue,
     CATEGORIES["data"]: LIGHT.orange,
@@ -26,16 +26,16 @@ _COLOURS = {
 }
 """From the bottom of a strip to its top: what costs other ranks time, stands out."""
 
-_MAX_BINS = 1200
+_MIN_BINS, _MAX_BINS = 80, 1200
 """Moments in a strip, about one for each pixel."""
-_BINS_COMPARED = 40
+_BINS_COMPARED = 10
 """Coarser moments, in which ranks are compared."""
 _MAX_EXACT = 240
 """With more changes of what a rank does, a moment shows the shares of several changes."""
 _CHANGES_PER_BIN = 12
 _ROWS = 48
 """Pixels of a strip from bottom to top."""
-_ALIKE = 0.04
+_ALIKE = 0.05
 """Share of the time in which ranks may do different things, and still share a strip."""
 _MAX_STRIPS = 16
 _INCHES_PER_STRIP = 0.36
@@ -52,7 +52,7 @@ class Strip:
 
     ranks: list[int]
     shares: np.ndarray
-    """Share of each category in each moment, of shape ``(bins, len(_COLOURS))``."""
+    """Share of each category in each moment, of shape ``(bins, len(CATEGORY_COLOURS))``."""
     others_waited_s: float
     """How long the other ranks waited for these, summed over all of them."""
 
@@ -90,7 +90,7 @@ def fold(
         )
         for group in groups
     ]
-    waiting = list(_COLOURS).index(CATEGORIES["wait"])
+    waiting = list(CATEGORY_COLOURS).index(CATEGORIES["wait"])
     return sorted(
         strips,
         key=lambda each: (
@@ -108,15 +108,15 @@ def _num_bins(of_ranks: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
     if changes <= _MAX_EXACT:
         return _MAX_BINS
     wanted = round(changes / _CHANGES_PER_BIN / _BINS_COMPARED) * _BINS_COMPARED
-    return min(max(wanted, 2 * _BINS_COMPARED), _MAX_BINS)
+    return min(max(wanted, _MIN_BINS), _MAX_BINS)
 
 
 def _shares(spans: Sequence[Mapping[str, Any]], edges: np.ndarray) -> np.ndarray:
     parts = list(segments(spans))
     ends = np.array([edges[0], *(end for _, end, _ in parts)])
     ends[0] = parts[0][0] if parts else edges[0]
-    shares = np.empty((edges.size - 1, len(_COLOURS)))
-    for number, name in enumerate(_COLOURS):
+    shares = np.empty((edges.size - 1, len(CATEGORY_COLOURS)))
+    for number, name in enumerate(CATEGORY_COLOURS):
         lengths = [end - begin if each == name else 0.0 for begin, end, each in parts]
         until = np.concatenate([[0.0], np.cumsum(lengths)])
         shares[:, number] = np.diff(np.interp(edges, ends, until)) / np.diff(edges)
@@ -127,7 +127,7 @@ def _groups(shares: Mapping[int, np.ndarray], tolerance: float) -> list[list[int
     """Return groups of ranks that differ by at most `tolerance` from the first of their group."""
     found: list[tuple[np.ndarray, list[int]]] = []
     for rank, fine in shares.items():
-        own = fine.reshape(_BINS_COMPARED, -1, len(_COLOURS)).mean(axis=1)
+        own = fine.reshape(_BINS_COMPARED, -1, len(CATEGORY_COLOURS)).mean(axis=1)
         for number, (first, group) in enumerate(found):
             # The slowest rank keeps its strip, however many others have to share theirs.
             limit = _ALIKE if number == 0 else tolerance
@@ -141,7 +141,7 @@ def _groups(shares: Mapping[int, np.ndarray], tolerance: float) -> list[list[int
 
 def _image(shares: np.ndarray) -> np.ndarray:
     """Return the strip as RGB pixels: in each moment, the categories above each other."""
-    colours = [bytes.fromhex(each[1:]) for each in (*_COLOURS.values(), LIGHT.panel)]
+    colours = [bytes.fromhex(each[1:]) for each in (*CATEGORY_COLOURS.values(), LIGHT.panel)]
     heights = (np.arange(_ROWS) + 0.5) / _ROWS
     until = np.cumsum(shares, axis=1)
     until[until > 1 - 1e-6] = 1.0
@@ -198,7 +198,7 @@ def _add_legend(figure: Any, strips: Sequence[Strip]) -> None:
     seen = sum(strip.shares.sum(axis=0) for strip in strips)
     patches = [
         Patch(color=colour, label=name)
-        for (name, colour), share in zip(_COLOURS.items(), seen, strict=True)
+        for (name, colour), share in zip(CATEGORY_COLOURS.items(), seen, strict=True)
         if share > 0
     ]
     figure.legend(
