@@ -189,7 +189,7 @@ class Bars:
         thickness = 0.8 / len(self.series)
         values = [float(row[key]) for row in rows for key in self.series if row.get(key)]
         is_wide = self.line_at is not None and max(values) > _WIDE * min(values)
-        start = self.line_at if is_wide else 0.0
+        start = (self.line_at or 0.0) if is_wide else 0.0
         for number, (key, label) in enumerate(self.series.items()):
             shift = (number - (len(self.series) - 1) / 2) * thickness
             for place, row in enumerate(rows):

@@ -146,7 +146,8 @@ def _image(shares: np.ndarray) -> np.ndarray:
     until = np.cumsum(shares, axis=1)
     until[until > 1 - 1e-6] = 1.0
     which = (heights[:, None, None] > until[None]).sum(axis=2)
-    return np.array([list(each) for each in colours], np.uint8)[which]
+    image: np.ndarray = np.array([list(each) for each in colours], np.uint8)[which]
+    return image
 
 
 def draw(events: Iterable[Mapping[str, Any]], times: Sequence[RankTimes], path: Path) -> None:

@@ -114,9 +114,9 @@ class Optional:
 def _amount_of(element: Any) -> dict[str, int]:
     """Return the bytes of an element, and its examples if it is a part of a global batch."""
     leaves, _ = nests.flatten(element)
-    arrays = [values.local_component(leaf) for leaf in leaves]
-    amount = {"bytes": sum(getattr(array, "nbytes", 0) for array in arrays)}
-    if leaves and isinstance(leaves[0], values.PerReplica) and getattr(arrays[0], "ndim", 0):
+    arrays: list[Any] = [values.local_component(leaf) for leaf in leaves]
+    amount = {"bytes": sum(int(getattr(array, "nbytes", 0)) for array in arrays)}
+    if leaves and isinstance(leaves[0], values.PerReplica) and getattr(arrays[0], "ndim", False):
         amount["examples"] = len(arrays[0])
     return amount
 

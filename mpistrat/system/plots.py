@@ -16,11 +16,11 @@ from mpistrat.system.text import readable_size, readable_time
 
 __all__ = [
     "LIGHT",
-    "Palette",
     "add_heading",
     "label_sizes",
     "label_times",
     "new_figure",
+    "printable",
     "save_plot",
     "styled",
 ]
@@ -78,7 +78,7 @@ def styled() -> Iterator[None]:
     import matplotlib as mpl
     from cycler import cycler
 
-    style = {
+    style: Any = {
         "font.size": 9.5,
         "text.color": LIGHT.ink,
         "axes.edgecolor": LIGHT.line,
@@ -118,7 +118,9 @@ def add_heading(figure: Any, title: str, *details: str) -> None:
     left = 0.12 / width
     figure.suptitle("\n".join(lines), alpha=0, fontsize=11, linespacing=1.25, parse_math=False)
     for number, line in enumerate(lines):
-        style = {"fontsize": 11, "fontweight": "bold"} if number == 0 else {"color": LIGHT.muted}
+        style: Any = (
+            {"fontsize": 11, "fontweight": "bold"} if number == 0 else {"color": LIGHT.muted}
+        )
         top = 1 - (0.1 + 0.195 * number) / height
         figure.text(left, top, line, va="top", parse_math=False, **style)
 

@@ -92,8 +92,15 @@ class Chart:
             [self.at(*point) for point in points], colour=colour, width=width, dashed=dashed
         )
 
-    def label(self, point: tuple[float, float], text: str, colour: str, **style: object) -> None:
+    def label(
+        self,
+        point: tuple[float, float],
+        text: str,
+        colour: str,
+        *,
+        shift: tuple[float, float] = (8, 4.5),
+        bold: bool = False,
+    ) -> None:
         """Write beside a point, by default at its right."""
         x, y = self.at(*point)
-        dx, dy = style.pop("shift", (8, 4.5))
-        self.drawing.text(x + dx, y + dy, text, **{"size": 13, "colour": colour} | style)
+        self.drawing.text(x + shift[0], y + shift[1], text, size=13, colour=colour, bold=bold)

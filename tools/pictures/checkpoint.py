@@ -32,7 +32,7 @@ def draw(palette: Palette) -> str:
            colour=p.muted)  # fmt: skip
     colours = {"group": p.slate, "array": p.blue, "text": p.orange}
     for number, (depth, name, kind, detail) in enumerate(_ROWS):
-        x, y = 32 + _INDENT * depth, _TOP + _ROW * number
+        x, y = 32.0 + _INDENT * depth, _TOP + _ROW * number
         if depth:
             parent = max(i for i in range(number) if _ROWS[i][0] == depth - 1)
             trunk = x - _INDENT + 9
@@ -58,9 +58,9 @@ def _icon(d: Drawing, x: float, y: float, kind: str, colour: str) -> None:
         return
     d.rect(x, y + 2, 18, 17, fill=d.tint(colour, 0.2), stroke=colour, radius=2)
     if kind == "array":
-        for step in (6, 12):
-            d.line([(x + step, y + 2), (x + step, y + 19)], colour=colour, width=1)
+        for column in (6, 12):
+            d.line([(x + column, y + 2), (x + column, y + 19)], colour=colour, width=1)
         d.line([(x, y + 10.5), (x + 18, y + 10.5)], colour=colour, width=1)
     else:
-        for step in (6.5, 10.5, 14.5):
-            d.line([(x + 4, y + step), (x + 14, y + step)], colour=colour, width=1)
+        for row in (6.5, 10.5, 14.5):
+            d.line([(x + 4, y + row), (x + 14, y + row)], colour=colour, width=1)

@@ -44,7 +44,8 @@ def _newest(folder: Path) -> Path:
 
 
 def _rounded(values: Any, digits: int = 4) -> list[Any]:
-    return np.round(np.asarray(values, np.float64), digits).tolist()
+    rounded: list[Any] = np.round(np.asarray(values, np.float64), digits).tolist()
+    return rounded
 
 
 def _digits_file(folder: Path) -> Path:

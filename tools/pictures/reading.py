@@ -73,7 +73,7 @@ def draw(palette: Palette, recorded: dict[str, Any]) -> str:
             text += f"   ({ours / rate:.0f} times slower than mpistrat)"
         d.text(max(x, chart.at(high, 0)[0]) + 8, y + 5, text, size=13, bold=number == 0)
     d.text(10, 279, f"{recorded['num_ranks']} ranks on 2 cores; h5py reads on one of them, the "
-           "DataLoader in 2 workers. 20,000 images of 32x32x3 bytes in chunks of 64;", size=12.5,
+           "DataLoader in 2 workers. 20,000 images of 3 KiB, 64 to a chunk;", size=12.5,
            colour=p.muted)  # fmt: skip
     d.text(10, 296, f"medians of {recorded['samples']} rounds, thin lines are quartiles. "
            "Logarithmic axis. Run it: mpiexec -n 2 mpistrat bench data", size=12.5,

@@ -78,7 +78,7 @@ def draw(palette: Palette, recorded: dict[str, Any]) -> str:
     for value in chart.x.marks():
         x, _ = chart.at(value, 0)
         d.text(x, box[3] + 18, f"{value:g} s", size=12.5, colour=p.muted, anchor="middle")
-    left = 40
+    left = 40.0
     for name, colour in colours.items():
         d.rect(left, box[3] + 40, 14, 14, fill=colour, radius=3)
         d.text(left + 20, box[3] + 52, name, size=13)

@@ -14,14 +14,15 @@ with strategy.scope():
 checkpoint = ms.Checkpoint(weight=weight, optimizer=optimizer)
 
 
-def read(number):
+def read(number: np.integer) -> np.floating:
     """Return an example, slowly on some ranks, as from a file system that others use too."""
     is_slow = rank in range(8, 12) and 60 <= number // 16 < 100
     time.sleep(0.03 if is_slow else 0.004)
-    return np.float32(number)
+    x: np.floating = np.float32(number)
+    return x
 
 
-def step(x):
+def step(x: np.ndarray) -> None:
     """Compute a gradient; that of rank 5 takes longer."""
     time.sleep(0.045 if rank == 5 else 0.025)
     gradient = np.full(weight.shape, x.mean() if x.size else 0, np.float32)
