@@ -160,8 +160,11 @@ class Lines:
         axes.set_xlabel(self.x_label)
         axes.set_ylabel(self.y_label)
         axes.grid()
+        at = sorted({row[self.x] for row in rows})
         if self.x == "num_bytes":
-            label_sizes(axes.xaxis, sorted({row[self.x] for row in rows}))
+            label_sizes(axes.xaxis, at)
+        else:
+            axes.set_xticks(at, [str(each) for each in at])
         if self.y_label == SECONDS:
             label_times(axes.yaxis)
 
