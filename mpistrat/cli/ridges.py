@@ -28,7 +28,7 @@ _LONG = 40
 """With more ridges, the axis is labelled on top too."""
 _LONGEST_NAME = 40
 _MONOSPACE = {"fontfamily": "monospace", "fontsize": 7.5}
-_CHARACTER_POINTS = 4.6
+_CHARACTER_POINTS = 4.85
 _MAX_TICKS = 11
 _SMALLEST_LINEAR = 1e-300
 _SHORTEST = 1e-6
@@ -56,7 +56,9 @@ class SymmetricLog:
         first = math.ceil(math.log10(self.linear) - 1e-9) + 1
         last = min(math.ceil(math.log10(self.linear) + max(-start, stop)), 308)
         sides = (start < 0) + (stop > 0)
-        stride = max(1, math.ceil(sides * (last - first + 1) / (_MAX_TICKS - 1)))
+        # The labels of large exponents are longer.
+        num_ticks = _MAX_TICKS - 1 if max(abs(first), abs(last)) < 10 else _MAX_TICKS // 2
+        stride = max(1, math.ceil(sides * (last - first + 1) / num_ticks))
         found = {0.0: "0"} if start <= 0 <= stop else {}
         for exponent in range(first, last + 1, stride):
             for value in (-(10.0**exponent), 10.0**exponent):
@@ -175,7 +177,9 @@ def _colour(names: Sequence[str], name: str) -> str:
 def _draw_ridge(axes: Any, row: int, edges: np.ndarray, ridge: Ridge, colour: str) -> None:
     axes.axhline(row, color=LIGHT.line, linewidth=0.5, zorder=row)
     if not ridge.counts.any():
-        axes.text(edges.mean(), row - 0.1, "no finite values", ha="center", color=LIGHT.red)
+        is_empty = not ridge.num_nan + ridge.num_infinite
+        text, colour = ("no values", LIGHT.muted) if is_empty else ("no finite values", LIGHT.red)
+        axes.text(edges.mean(), row - 0.1, text, ha="center", color=colour, fontsize=8)
         return
     width = edges[1] - edges[0]
     middles = edges[0] + width * np.arange(-1.5, edges.size + 1.5)
