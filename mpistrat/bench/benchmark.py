@@ -238,7 +238,7 @@ def _write(axes: Any, text: str, x: float, y: float, is_left: bool) -> None:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One measurement beside its peers, in one run."""
+    """One measurement and its peers, in one run."""
 
     name: str
     """As on the command line and in the report."""

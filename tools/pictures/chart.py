@@ -101,6 +101,6 @@ class Chart:
         shift: tuple[float, float] = (8, 4.5),
         bold: bool = False,
     ) -> None:
-        """Write beside a point, by default at its right."""
+        """Write next to a point, by default on its right."""
         x, y = self.at(*point)
         self.drawing.text(x + shift[0], y + shift[1], text, size=13, colour=colour, bold=bold)

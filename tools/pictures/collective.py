@@ -57,7 +57,7 @@ def _bad(d: Drawing, top: float) -> None:
     for number, line in enumerate(lines):
         d.text(x + 14, y + 26 + 21 * number, line, mono=True, size=12,
                colour=p.red if number == 0 else None, bold=number == 0)  # fmt: skip
-    d.text(x + 14, y + 164, "nobody waits for ever", size=13, colour=p.muted)
+    d.text(x + 14, y + 164, "no rank waits forever", size=13, colour=p.muted)
     for lane in _LANES:
         d.line([(496, top + lane), (528, top + lane)], arrow=True, colour=p.red)
     d.text(20, top + 236, "No data moves before all ranks agree.", size=13, colour=p.muted)

@@ -99,7 +99,7 @@ def logistic_regression(palette: Palette, recorded: dict[str, Any]) -> str:
 
 
 def heat_inverse(palette: Palette, recorded: dict[str, Any]) -> str:
-    """Return the true conductivity of the plate beside the one that was found."""
+    """Return the true conductivity of the plate and the one that was found."""
     p, truth, found = palette, recorded["truth"], recorded["found"]
     detail = f"{recorded['ranks']} ranks, from noisy temperatures of 8 experiments"
     d = _start(p, "Heat conductivity of a plate", detail)

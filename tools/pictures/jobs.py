@@ -91,7 +91,7 @@ def kmeans(folder: Path) -> dict[str, Any]:
 
 @_in_folder
 def logistic_regression(folder: Path) -> dict[str, Any]:
-    """Fit the examples; return the true weights beside those that were found."""
+    """Fit the examples; return the true weights and the fitted ones."""
     printed = _run("logistic_regression", "--data", folder / "clicks", "--output", folder / "run")
     with h5py.File(_newest(folder / "run")) as file:
         weight = file["variables/weight"][...]
@@ -112,7 +112,7 @@ def torch_ddp(folder: Path) -> dict[str, Any]:
 
 @_in_folder
 def heat_inverse(folder: Path) -> dict[str, Any]:
-    """Find the conductivity of the plate; return it beside the true one."""
+    """Find the conductivity of the plate; return it and the true one."""
     _run("heat_inverse", "--data", folder / "plate.h5", "--output", folder / "run")
     with h5py.File(folder / "plate.h5") as file:
         truth = file["log_conductivity"][...]

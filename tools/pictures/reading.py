@@ -1,4 +1,4 @@
-"""Reading shuffled HDF5: how fast mpistrat, h5py and PyTorch's DataLoader are beside a scan."""
+"""Rates of reading shuffled HDF5 by mpistrat, h5py and PyTorch, relative to a scan by h5py."""
 
 import json
 import subprocess

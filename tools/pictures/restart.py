@@ -1,4 +1,4 @@
-"""A loss curve that is killed on 2 ranks and goes on on 3, over that of an undisturbed run."""
+"""Loss of a run that is killed on 2 ranks and resumes on 3, and of an undisturbed run."""
 
 import json
 import os
@@ -99,9 +99,9 @@ def draw(palette: Palette, recorded: dict[str, Any]) -> str:
     p = palette
     killed, (before, after) = recorded["killed_after"], recorded["ranks"]
     whole, resumed = recorded["undisturbed"], recorded["resumed"]
-    d = Drawing(820, 350, p, "A run killed on 2 ranks goes on on 3: the loss curve is the same")
+    d = Drawing(820, 350, p, "A run killed on 2 ranks resumes on 3 ranks, with the same losses")
     d.text(10, 26, f"Killed on {before} ranks, resumed on {after}", bold=True, size=16)
-    d.text(10, 47, "jobs/train_digits.py: the loss goes on as if nothing had happened", size=13,
+    d.text(10, 47, "jobs/train_digits.py: the losses are those of a run that nobody killed", size=13,
            colour=p.muted)  # fmt: skip
     y = Axis(0.02, 3, "training loss", is_log=True, ticks=(0.03, 0.1, 0.3, 1, 3))
     chart = Chart(d, (60, 84, 660, 296), Axis(0, recorded["epochs"], "epoch"), y)
