@@ -101,7 +101,7 @@ def draw(palette: Palette, recorded: dict[str, Any]) -> str:
     whole, resumed = recorded["undisturbed"], recorded["resumed"]
     d = Drawing(820, 350, p, "A run killed on 2 ranks resumes on 3 ranks, with the same losses")
     d.text(10, 26, f"Killed on {before} ranks, resumed on {after}", bold=True, size=16)
-    d.text(10, 47, "jobs/train_digits.py: the losses are those of a run that nobody killed", size=13,
+    d.text(10, 47, "jobs/train_digits.py: the losses are those of an undisturbed run", size=13,
            colour=p.muted)  # fmt: skip
     y = Axis(0.02, 3, "training loss", is_log=True, ticks=(0.03, 0.1, 0.3, 1, 3))
     chart = Chart(d, (60, 84, 660, 296), Axis(0, recorded["epochs"], "epoch"), y)
