@@ -2,4 +2,4 @@
 
 from tests.helpers import outside_mpiexec
 
-collect_ignore = outside_mpiexec("test_data_files.py", "test_measure.py")
+collect_ignore = outside_mpiexec("test_benchmark.py", "test_data_files.py", "test_measure.py")
