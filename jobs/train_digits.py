@@ -246,7 +246,12 @@ def parse_arguments():
     add = parser.add_argument
     add("--data", default="data/digits.h5", metavar="FILE", help="made by prepare_digits.py")
     add("--output", type=Path, default=Path("runs/digits"), metavar="FOLDER")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add(
+        "--resume",
+        action="store_true",
+        default="MPISTRAT_RESTART" in os.environ,  # mpistrat run --restarts has started it again
+        help="go on from the newest checkpoint, if there is one",
+    )
     add("--epochs", type=int, default=30, metavar="N")
     add("--batch-size", type=int, default=128, metavar="N", help="examples over all ranks")
     add("--seed", type=int, default=0, metavar="N", help="of the first weights and the shuffling")

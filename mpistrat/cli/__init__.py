@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpistrat.cli import bench, checkpoints, doctor, explain, timeline
+from mpistrat.cli import bench, checkpoints, doctor, explain, run, timeline
 from mpistrat.version import __version__
 
 __all__ = ["main"]
 
 COMMANDS = (
+    run.COMMAND,
     checkpoints.INSPECT,
     checkpoints.VERIFY,
     checkpoints.DIFF,
