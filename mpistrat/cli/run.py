@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpistrat.cli.output import Command, print_error
+from mpistrat.cli.output import Command, print_error, print_note
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.mpi.mpiexec import Mpiexec, family_of, find_mpiexec, srun, srun_variables
@@ -74,7 +74,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("-m", dest="is_module", action="store_true", help="PROGRAM is a module, as in python -m")
     add("program", metavar="PROGRAM", help="a Python program")
-    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of PROGRAM")
 
 
 def _positive(text: str) -> int:
@@ -112,14 +112,14 @@ def _run(arguments: argparse.Namespace) -> int:
     for restart in range(arguments.restarts + 1):
         again = {"MPISTRAT_RESTART": str(restart)} if restart else {}
         job = _Job(job.command, job.variables | again)
-        print_error("run", job)
+        print_note("run", job)
         began = time.monotonic()
         code, asked_to_end = _wait(job)
         if code in (0, _USAGE, _PREEMPTED) or asked_to_end:
             return code
         failed = f"The job failed with {_described(code)} after {time.monotonic() - began:.1f} s"
         if restart < arguments.restarts:
-            print_error("run", f"{failed}: restart {restart + 1} of {arguments.restarts}.")
+            print_note("run", f"{failed}: restart {restart + 1} of {arguments.restarts}.")
         elif restart:
             print_error("run", f"{failed}, and no restart is left.")
     return code
@@ -290,7 +290,20 @@ def _blocked(*signals: signal.Signals) -> Iterator[set[int]]:
 
 COMMAND = Command(
     "run",
-    "Start a program on several ranks.",
+    "Start a program on several ranks, and again after a crash.",
     _add_arguments,
     _run,
+    "run programs",
+    """\
+Start a Python program on several MPI ranks of this machine, or of a Slurm allocation. It finds
+the mpiexec of the MPI library that mpi4py uses (in an allocation it takes srun with the right
+--mpi), divides the cores among the ranks, and prints the command that it runs. With --restarts,
+a job that crashes is started again; a program that calls
+CheckpointManager.restore_or_initialize() resumes from its last checkpoint. MPISTRAT_RESTART
+(1, 2, ...) is the number of the restart. Exit codes 2 (usage) and 75 (saved because the job was
+asked to end), Ctrl-C and SIGTERM are no crashes.
+
+  mpistrat run -n 4 train.py --epochs 10
+  mpistrat run -n 4 --restarts 3 train.py
+""",
 )
