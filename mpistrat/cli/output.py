@@ -125,9 +125,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     """Print a table: one line for each row, folded where the terminal is too narrow."""
     cells = [[_printable(on_one_line(cell), sys.stdout) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
+    # The first column stays on the left, where grep looks for it.
     are_numbers = [
-        any(cells) and all(_NUMBER.fullmatch(cell) for cell in column if cell)
-        for column in (zip(*cells, strict=True) if cells else columns)
+        number > 0 and any(column) and all(_NUMBER.fullmatch(cell) for cell in column if cell)
+        for number, column in enumerate(zip(*cells, strict=True) if cells else columns)
     ]
     if not is_terminal():  # for grep and awk: neither cut nor folded
         for row in (columns, *cells):

@@ -1,14 +1,16 @@
 """Help of the commands, completion by the shell, and the page that describes them."""
 
 import argparse
-import os
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from mpistrat.cli import main
+from mpistrat.checkpoint.format import Header
+from mpistrat.checkpoint.writer import create_checkpoint, variable_item
+from mpistrat.cli import main, timeline
 from mpistrat.cli.output import GROUPS
 from mpistrat.cli.parser import COMMANDS, make_parser
 from tests import ROOT
@@ -91,3 +93,49 @@ def test_completion_says_what_it_needs(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
     assert "pip install shtab" in capsys.readouterr().err
+
+
+def section(name):
+    """Return what the page says about a command."""
+    (found,) = re.findall(rf"^## {name}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    return found
+
+
+def test_the_page_has_every_command_and_every_option():
+    assert re.findall(r"^## (\w+)$", PAGE, re.MULTILINE) == NAMES
+    for name, parser in parsers().items():
+        assert re.search(rf"mpistrat (run .*-m mpistrat )?{name}\b", section(name))
+        for action in parser._actions:
+            for option in set(action.option_strings) - {"-h", "--help", "--json"}:
+                assert re.search(rf"`{option}[ `]", section(name)), (name, option)
+            for choice in action.choices or ():
+                assert re.search(rf"\b{choice}\b", section(name)), (name, choice)
+    assert len(PAGE.split()) <= 1000
+
+
+def shape_of(line):
+    """Return the words of a line, its file names and numbers aside."""
+    return re.sub(r"\d[\d.]*( [KM]?i?B\b)?", "0", re.sub(r"\S+\.h5", "FILE", line)).split()
+
+
+def test_the_outputs_on_the_page_are_of_the_present_form(tmp_path, capsys):
+    files = []
+    for number in range(2):
+        files.append(str(tmp_path / f"{number}.h5"))
+        with create_checkpoint(files[-1], Header(step=number)) as writer:
+            writer.add(variable_item("kernel", np.float32([number])))
+    # The lines of each output that stand on the page, those with other names in them left out.
+    cases = {"inspect": (1,), "verify": (0,), "diff": (0, -1)}
+    for name, numbers in cases.items():
+        main([name, *(files if name == "diff" else files[:1])])
+        printed = capsys.readouterr().out.splitlines()
+        shown = [shape_of(line) for line in section(name).splitlines()]
+        for number in numbers:
+            assert shape_of(printed[number]) in shown, printed[number]
+    tables = {
+        "timeline": ("rank", "total", *timeline._COLUMNS, "others waited"),
+        "explain": ("ranks", "collective", "line", "state"),
+        "doctor": ("what", "seen"),
+    }
+    for name, columns in tables.items():
+        assert " ".join(columns).split() in [line.split() for line in section(name).splitlines()]
