@@ -25,8 +25,8 @@ from rich.text import Text
 from mpistrat.settings import environment
 
 __all__ = [
+    "GROUPS",
     "Command",
-    "Part",
     "check_can_draw",
     "check_can_write",
     "is_terminal",
@@ -135,9 +135,17 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
             print(_padded(row, widths, are_numbers))
         return
     console = _console(sys.stdout)
-    # The widest column makes room for the others; if that is not enough, rows become paragraphs.
-    room = console.width - sum(widths) - _GAP * (len(widths) - 1) + max(widths)
-    if room < _NARROWEST:
+    gaps = _GAP * (len(widths) - 1)
+    if sum(widths) + gaps > console.width:  # titles fold between words
+        words = [max(title.split() or [""], key=cell_len) for title in columns]
+        widths = [max(map(cell_len, column)) for column in zip(words, *cells, strict=True)]
+    # Then wide columns fold, the first one last. If that is not enough, rows become paragraphs.
+    for first_folded in (1, 0):
+        is_folded = [i >= first_folded and width > _NARROWEST for i, width in enumerate(widths)]
+        least = [_NARROWEST if f else w for w, f in zip(widths, is_folded, strict=True)]
+        if sum(least) + gaps <= console.width:
+            break
+    else:
         for first, *others in cells:
             named = [f"{title} {c}" for title, c in zip(columns[1:], others, strict=True) if c]
             print("\n  ".join(filter(None, [first, ", ".join(named)])))
@@ -148,12 +156,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
         pad_edge=False,
         header_style="bold",
     )
-    for title, width, is_number in zip(columns, widths, are_numbers, strict=True):
+    for number, title in enumerate(columns):
         table.add_column(
             title,
-            justify="right" if is_number else "left",
+            justify="right" if are_numbers[number] else "left",
             overflow="fold",
-            no_wrap=width < max(widths),
+            width=None if is_folded[number] else widths[number],
         )
     for row in cells:
         table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))

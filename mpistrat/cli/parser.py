@@ -10,7 +10,7 @@ from mpistrat.cli import bench, checkpoints, doctor, explain, run, timeline
 from mpistrat.cli.output import GROUPS, Command, print_error
 from mpistrat.version import __version__
 
-__all__ = ["COMMANDS", "make_parser"]
+__all__ = ["make_parser"]
 
 
 class _MainParser(argparse.ArgumentParser):

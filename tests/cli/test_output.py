@@ -100,6 +100,18 @@ def test_the_widest_column_is_folded_at_blanks(monkeypatch, capsys):
     assert "".join(line[9:] for line in lines[bias:]) == "x" * 50
 
 
+def test_titles_fold_where_the_terminal_is_narrow(monkeypatch, capsys):
+    monkeypatch.setattr(output, "is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    titles = ("rank", "waiting for ranks", "waiting for data", "others waited")
+    output.print_table(titles, [("0", "0.584", "0.164", "0.331")])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["waiting", "waiting"]
+    assert lines[1] == ["for", "for", "others"]
+    assert lines[2] == ["rank", "ranks", "data", "waited"]
+    assert lines[-1] == ["0", "0.584", "0.164", "0.331"]
+
+
 @pytest.mark.launches
 @pytest.mark.parametrize(("encoding", "name"), [("ascii", "gr\\xf6\\xdfe"), ("latin-1", "größe")])
 def test_a_terminal_without_box_characters(file, encoding, name):
