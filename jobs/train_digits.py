@@ -4,9 +4,9 @@
     mpiexec -n 4 python jobs/train_digits.py --data data/digits.h5 --output runs/digits
 
 The output folder receives a checkpoint per epoch, and the learning curve at the end. An earlier run
-in it is moved aside, or resumed with --resume. When any rank gets SIGTERM or SIGUSR1, or when the
-end of a Slurm job is near, the job saves in the middle of the epoch and exits with code 75: run it
-again.
+in it is moved aside, or resumed with --resume or by `mpistrat run --restarts`. When any rank gets
+SIGTERM or SIGUSR1, or when the end of a Slurm job is near, the job saves in the middle of the epoch
+and exits with code 75: run it again.
 """
 
 import argparse
