@@ -4,9 +4,9 @@
     mpiexec -n 4 python jobs/train_digits.py --data data/digits.h5 --output runs/digits
 
 The output folder receives a checkpoint per epoch, and the learning curve at the end. An earlier run
-in it is moved aside, or resumed with --resume. When any rank gets SIGTERM or SIGUSR1, or when the
-end of a Slurm job is near, the job saves in the middle of the epoch and exits with code 75: run it
-again.
+in it is moved aside, or resumed with --resume or by `mpistrat run --restarts`. When any rank gets
+SIGTERM or SIGUSR1, or when the end of a Slurm job is near, the job saves in the middle of the epoch
+and exits with code 75: run it again.
 """
 
 import argparse
@@ -255,7 +255,12 @@ def parse_arguments():
     add = parser.add_argument
     add("--data", default="data/digits.h5", metavar="FILE", help="made by prepare_digits.py")
     add("--output", type=Path, default=Path("runs/digits"), metavar="FOLDER")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add(
+        "--resume",
+        action="store_true",
+        default="MPISTRAT_RESTART" in os.environ,  # mpistrat run --restarts has started it again
+        help="go on from the newest checkpoint, if there is one",
+    )
     add("--epochs", type=int, default=30, metavar="N")
     add("--batch-size", type=int, default=128, metavar="N", help="examples over all ranks")
     add("--seed", type=int, default=0, metavar="N", help="of the first weights and the shuffling")

@@ -56,6 +56,13 @@ def _positive_integer(text: str) -> int:
     return number
 
 
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
+
+
 def _positive_integer_or_auto(text: str) -> int | None:
     return None if text.lower() == "auto" else _positive_integer(text)
 
@@ -63,10 +70,7 @@ def _positive_integer_or_auto(text: str) -> int | None:
 def _integer_or_auto(text: str) -> int | None:
     if text.lower() == "auto":
         return None
-    number = int(text)
-    if number < 0:
-        raise ValueError
-    return number
+    return _not_negative(text)
 
 
 def _level(text: str) -> str:
@@ -93,6 +97,7 @@ _READERS = {
     "timeline": _PATH,
     "oversubscribe": _SWITCH,
     "data_threads": _Reader(_positive_integer_or_auto, "Use a whole number, at least 1, or auto."),
+    "restart": _Reader(_not_negative, "Use a whole number, at least 0."),
     "fault": _Reader(str, ""),
 }
 
@@ -129,6 +134,8 @@ class Settings:
     """Whether ranks may share a GPU, and cores without a warning."""
     data_threads: int | None = None
     """Threads that decode HDF5 chunks; ``None`` (auto): this rank's share of the cores."""
+    restart: int = 0
+    """Which restart of the job this is; ``mpistrat run --restarts`` counts them from 1."""
     fault: str = ""
     """What is to go wrong on purpose, as `mpistrat.testing.inject` takes it."""
 

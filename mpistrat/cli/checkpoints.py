@@ -30,6 +30,7 @@ from mpistrat.cli.output import (
     print_error,
     print_json,
     print_line,
+    print_note,
     print_table,
     tree_labels,
 )
@@ -46,7 +47,7 @@ _STATISTICS = ("min", "max", "mean", "nan_count")
 
 
 def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="a checkpoint or an HDF5 data file")
+    parser.add_argument("file", metavar="FILE", help="a checkpoint or an HDF5 data file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
         "--stats",
@@ -87,7 +88,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     else:
         _print_for_people(arguments.file, content, arguments.full)
     if note:
-        print_error("inspect", note)
+        print_note("inspect", note)
     return 0
 
 
@@ -177,13 +178,24 @@ def _number(value: float | None) -> str:
 
 
 INSPECT = Command(
-    "inspect", "Show the contents of a checkpoint or data file.", _add_inspect_arguments, _inspect
+    "inspect",
+    "Show the contents of a checkpoint or data file.",
+    _add_inspect_arguments,
+    _inspect,
+    "look at files",
+    """\
+See what a file holds: the variables of a checkpoint with their shapes, step and other state, or
+the fields of an HDF5 data file with advice on a layout that is read faster in shuffled order.
+It needs neither MPI nor the program that wrote the file.
+
+  mpistrat inspect runs/digits/checkpoint-30.h5 --stats
+""",
 )
 
 
 def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", nargs="+", help="a checkpoint file, or a folder of checkpoints (*.h5)"
+        "path", nargs="+", metavar="PATH", help="a checkpoint, or a folder of them (*.h5)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -209,7 +221,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             continue  # a running job has removed it to keep a newer one
         verdicts[str(path)] = verdict
         if not arguments.json:
-            print_line(_formatted(path, verdict))
+            print_line(*_formatted(path, verdict))
     if arguments.json:
         print_json(verdicts)
     return 0 if all(verdict["sound"] for verdict in verdicts.values()) else 1
@@ -241,21 +253,32 @@ def _verdict(file: Path) -> dict[str, Any]:
         return {"sound": False, "error": str(error)}
 
 
-def _formatted(file: Path, verdict: dict[str, Any]) -> str:
+def _formatted(file: Path, verdict: dict[str, Any]) -> list[str]:
     if not verdict["sound"]:
-        return f"{on_one_line(file)}: NOT SOUND\n{verdict['error']}"
+        return [f"{on_one_line(file)}: ", "NOT SOUND", f"\n{verdict['error']}"]
     size = readable_size(verdict["size_bytes"])
-    return f"{on_one_line(file)}: sound, {verdict['num_variables']} variable(s), {size}"
+    rest = f", {verdict['num_variables']} variable(s), {size}"
+    return [f"{on_one_line(file)}: ", "sound", rest]
 
 
 VERIFY = Command(
-    "verify", "Verify the digests of checkpoint files.", _add_verify_arguments, _verify
+    "verify",
+    "Check that checkpoints are complete and undamaged.",
+    _add_verify_arguments,
+    _verify,
+    "look at files",
+    """\
+Check that checkpoints are complete and undamaged, as after a full disk, a crash or a copy. Every
+value is read and compared with its digest. The exit code is 1 if a file is not sound.
+
+  mpistrat verify runs/digits
+""",
 )
 
 
 def _add_diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", help="a checkpoint file")
-    parser.add_argument("b", help="another checkpoint file")
+    parser.add_argument("a", metavar="FILE", help="a checkpoint (a)")
+    parser.add_argument("b", metavar="FILE", help="another checkpoint (b)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -271,7 +294,8 @@ def _diff(arguments: argparse.Namespace) -> int:
         print_json({"equal": not rows, "num_paths": len(names), "differences": dict(rows)})
         return 1 if rows else 0
     if not rows:
-        print_line(on_one_line(f"{arguments.a} and {arguments.b} are equal: {len(names)} path(s)"))
+        both = on_one_line(f"{arguments.a} and {arguments.b} are ")
+        print_line(both, "equal", f": {len(names)} path(s)")
         return 0
     print_table(("path", "difference"), rows)
     num_differing = len({path for path, _ in rows}.intersection(names))
@@ -339,5 +363,16 @@ def _only_in(in_a: bool) -> str:
 
 
 DIFF = Command(
-    "diff", "Show the differences between two checkpoint files.", _add_diff_arguments, _diff
+    "diff",
+    "Show the differences between two checkpoints.",
+    _add_diff_arguments,
+    _diff,
+    "look at files",
+    """\
+Find out which variables and which other state differ between two checkpoints, and by how much:
+of two epochs, of two runs that should be equal, of one run on two clusters. The exit code is 0
+if they are equal, 1 if they differ.
+
+  mpistrat diff runs/a/checkpoint-30.h5 runs/b/checkpoint-30.h5
+""",
 )

@@ -40,7 +40,9 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     for each in report.findings:
         if each.level is not Level.OK:
-            print_line(f"{marks[each.level]}: {each.topic}: {each.why}\n  {each.remedy}")
+            print_line(
+                marks[each.level], f": {each.topic}: {each.why}\n", (f"  {each.remedy}", "bold")
+            )
     counts = [
         sum(each.level is level for each in report.findings)
         for level in (Level.PROBLEM, Level.WARNING)
@@ -51,7 +53,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "doctor",
-    "Check this installation and this launch for problems, alone or under any launcher.",
+    "Check this installation and this launch, alone or under any launcher.",
     _add_arguments,
     _run,
+    "find faults",
+    """\
+Check an installation and a launch before a job fails: MPI, launcher, cores and threads, GPUs,
+HDF5, and the folder for checkpoints. Run it as the job will be started. Each problem comes with
+what to type. The exit code is 1 if there is a problem.
+
+  mpistrat doctor
+  srun --mpi=pmi2 mpistrat doctor --folder runs
+""",
 )

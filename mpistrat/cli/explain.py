@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpistrat.cli.output import Command, print_error, print_json, print_line, print_table
+from mpistrat.cli.output import (
+    Command,
+    print_error,
+    print_heading,
+    print_json,
+    print_line,
+    print_table,
+)
 from mpistrat.failures.flight_dumps import FORMAT, FORMAT_VERSION
 from mpistrat.system.text import rank_list, rank_spans, ranks_by_value
 from mpistrat.tracing.flight_recorder import State
@@ -192,7 +199,9 @@ _MAX_RANKS = 2**24
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", nargs="+", help="flight record files, or a folder of them")
+    parser.add_argument(
+        "path", nargs="+", metavar="PATH", help="flight records, or a folder of them"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -285,7 +294,7 @@ def _print(size: int, missing: list[int], found: list[_Divergence], last: list[_
         _print_divergence(each, size)
     if not found:
         print_line("The ranks agree on every collective in their records.")
-    print_line("\nWhat each rank did last:")
+    print_heading("What each rank did last:")
     print_table(
         ("ranks", "collective", "line", "state", "dumped because"),
         [
@@ -297,7 +306,7 @@ def _print(size: int, missing: list[int], found: list[_Divergence], last: list[_
 
 def _print_divergence(each: _Divergence, size: int) -> None:
     among = "" if len(each.members) == size else f" among {rank_list(each.members)}"
-    print_line(f"\nThe ranks part at collective {each.number}{among}: {_verdict(each)}")
+    print_heading(f"The ranks part at collective {each.number}{among}: {_verdict(each)}")
     counters = [
         name
         for name in ("runs", "merge_calls", "updates", "failures")
@@ -356,4 +365,14 @@ COMMAND = Command(
     "Find the first collective at which ranks diverge, from flight records.",
     _add_arguments,
     _run,
+    "find faults",
+    """\
+Find out why a job hung or failed, when its ranks did not make the same calls. A job that runs
+with MPISTRAT_FLIGHT_DIR=DIR leaves a flight record of each rank there when it fails. explain
+names the first collective at which they diverge, with ranks and lines. The exit code is 1 if
+they do.
+
+  MPISTRAT_FLIGHT_DIR=flight mpiexec -n 4 python train.py
+  mpistrat explain flight
+""",
 )

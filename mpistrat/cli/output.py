@@ -1,34 +1,47 @@
-"""Output of the commands: tables for people, JSON for programs, errors on stderr."""
+"""Output of the commands: tables for people, JSON for programs, errors on stderr.
+
+A terminal gets colours, trees and rules; a pipe or a file plain text, neither cut nor folded.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich import box
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from mpistrat.settings import environment
+
 __all__ = [
+    "GROUPS",
     "Command",
     "check_can_draw",
     "check_can_write",
     "is_terminal",
     "on_one_line",
     "print_error",
+    "print_heading",
     "print_json",
     "print_line",
+    "print_note",
     "print_table",
     "tree_labels",
 ]
+
+GROUPS = ("run programs", "look at files", "find faults", "measure", "other")
+"""Headings of ``mpistrat --help``."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,10 @@ class Command:
     """Declares the arguments."""
     run: Callable[[argparse.Namespace], int]
     """Does the work and returns the exit code."""
+    group: str = "other"
+    """One of `GROUPS`."""
+    about: str = ""
+    """What one would use it for, and an example, for ``mpistrat COMMAND --help``."""
 
 
 _Tree = dict[str, "_Tree"]
@@ -59,59 +76,104 @@ def tree_labels(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _labels(node: _Tree, above: str, guide: str) -> Iterator[tuple[str, str]]:
+    last, inner, below = ("└── ", "├── ", "│   ") if _has_boxes() else ("`-- ", "|-- ", "|   ")
     for number, (part, children) in enumerate(node.items(), 1):
         path = f"{above}/{part}" if above else part
-        is_last = number == len(node)
-        branch, deeper = ("└── ", "    ") if is_last else ("├── ", "│   ")
+        branch, deeper = (last, "    ") if number == len(node) else (inner, below)
         if not above:
             branch = deeper = ""
         yield f"{guide}{branch}{part}", path
         yield from _labels(children, path, guide + deeper)
 
 
+def _has_boxes() -> bool:
+    """Return whether the output can show box characters."""
+    return (sys.stdout.encoding or "").lower().startswith("utf")
+
+
 _GAP = 3
 """Blanks between two columns."""
 _NARROWEST = 16
 """The least width of a folded column."""
+_STYLES = dict.fromkeys(("ok", "sound", "equal", "done"), "green")
+_STYLES |= dict.fromkeys(("warning", "absent", "no dump"), "yellow")
+_STYLES |= dict.fromkeys(("PROBLEM", "NOT SOUND", "failed", "refused"), "bold red")
+"""Colours of cells and parts of lines that are such a word."""
+_NUMBER = re.compile(r"-|-?(\d[\d,.]*(e[+-]?\d+)?|inf|nan)( ?(%|x|[num]?s|[KMGT]?i?B(/s)?))?")
+_PLAIN_RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
 def is_terminal() -> bool:
     """Return whether people, rather than programs, read what is printed."""
+    return _is_terminal(sys.stdout)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    if environment().get("TERM") in ("dumb", "unknown"):
+        return False
     # The terminals that launchers make for their tasks have no width, and may end in a file.
-    return sys.stdout.isatty() and shutil.get_terminal_size((0, 0)).columns > 0
+    return stream.isatty() and shutil.get_terminal_size((0, 0)).columns > 0
+
+
+def _console(stream: TextIO) -> Console:
+    """Return a console that takes every text as it is, and has colours on terminals alone."""
+    is_seen = _is_terminal(stream)
+    return Console(file=stream, force_terminal=is_seen, markup=False, highlight=False, emoji=False)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table: one line for each row, folded where the terminal is too narrow."""
     cells = [[_printable(on_one_line(cell), sys.stdout) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
+    # The first column stays on the left, where grep looks for it.
+    are_numbers = [
+        number > 0 and any(column) and all(_NUMBER.fullmatch(cell) for cell in column if cell)
+        for number, column in enumerate(zip(*cells, strict=True) if cells else columns)
+    ]
     if not is_terminal():  # for grep and awk: neither cut nor folded
         for row in (columns, *cells):
-            print(_padded(row, widths))
+            print(_padded(row, widths, are_numbers))
         return
-    console = Console(file=sys.stdout)
-    # The widest column makes room for the others; if that is not enough, rows become paragraphs.
-    room = console.width - sum(widths) - _GAP * (len(widths) - 1) + max(widths)
-    if room < _NARROWEST:
+    console = _console(sys.stdout)
+    gaps = _GAP * (len(widths) - 1)
+    if sum(widths) + gaps > console.width:  # titles fold between words
+        words = [max(title.split() or [""], key=cell_len) for title in columns]
+        widths = [max(map(cell_len, column)) for column in zip(words, *cells, strict=True)]
+    # Then wide columns fold, the first one last. If that is not enough, rows become paragraphs.
+    for first_folded in (1, 0):
+        is_folded = [i >= first_folded and width > _NARROWEST for i, width in enumerate(widths)]
+        least = [_NARROWEST if f else w for w, f in zip(widths, is_folded, strict=True)]
+        if sum(least) + gaps <= console.width:
+            break
+    else:
         for first, *others in cells:
             named = [f"{title} {c}" for title, c in zip(columns[1:], others, strict=True) if c]
             print("\n  ".join(filter(None, [first, ", ".join(named)])))
         return
-    widths[widths.index(max(widths))] = min(room, max(widths))
-    for row in (columns, ["-" * width for width in widths], *cells):
-        folded = [_fold(console, cell, width) for cell, width in zip(row, widths, strict=True)]
-        for line in zip_longest(*folded, fillvalue=""):
-            print(_padded(line, widths))
+    table = Table(
+        box=box.SIMPLE_HEAD if _has_boxes() else _PLAIN_RULE,
+        show_edge=False,
+        pad_edge=False,
+        header_style="bold",
+    )
+    for number, title in enumerate(columns):
+        table.add_column(
+            title,
+            justify="right" if are_numbers[number] else "left",
+            overflow="fold",
+            width=None if is_folded[number] else widths[number],
+        )
+    for row in cells:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    console.print(table)
 
 
-def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
-    return (" " * _GAP).join(map(set_cell_size, row, widths)).rstrip()
-
-
-def _fold(console: Console, cell: str, width: int) -> list[str]:
-    if cell_len(cell) <= width:
-        return [cell]
-    return [line.plain for line in Text(cell).wrap(console, width)]
+def _padded(row: Sequence[str], widths: Sequence[int], are_numbers: Sequence[bool]) -> str:
+    padded = [
+        " " * (width - cell_len(cell)) + cell if is_number else set_cell_size(cell, width)
+        for cell, width, is_number in zip(row, widths, are_numbers, strict=True)
+    ]
+    return (" " * _GAP).join(padded).rstrip()
 
 
 def on_one_line(text: object) -> str:
@@ -119,14 +181,38 @@ def on_one_line(text: object) -> str:
     return str(text).replace("\n", "\\n")
 
 
-def print_line(text: str) -> None:
-    """Print one line."""
-    print(_printable(text, sys.stdout))
+Part = str | tuple[str, str]
+"""Part of a line: text, with a style of rich or without."""
+
+
+def print_line(*parts: Part) -> None:
+    """Print one line, given in parts; a part that is the word of a status has its colour."""
+    _print(parts, sys.stdout)
+
+
+def print_heading(text: str) -> None:
+    """Print a heading, after an empty line."""
+    _print(["\n", (text, "bold")], sys.stdout)
 
 
 def print_error(command: str, text: object) -> None:
     """Print an error message."""
-    print(f"mpistrat {command}: {_printable(str(text), sys.stderr)}", file=sys.stderr)
+    _print([(f"mpistrat {command}:", "bold red"), f" {text}"], sys.stderr)
+
+
+def print_note(command: str, text: object) -> None:
+    """Print on stderr what is no error."""
+    _print([(f"mpistrat {command}:", "bold"), f" {text}"], sys.stderr)
+
+
+def _print(parts: Iterable[Part], stream: TextIO) -> None:
+    pairs = [(each, _STYLES.get(each, "")) if isinstance(each, str) else each for each in parts]
+    pairs = [(_printable(text, stream), style) for text, style in pairs]
+    if _is_terminal(stream):
+        # Lines are left to the terminal to fold, so that they can be copied.
+        _console(stream).print(Text.assemble(*pairs), soft_wrap=True)
+    else:
+        print("".join(text for text, _ in pairs), file=stream)
 
 
 def print_json(value: Any) -> None:

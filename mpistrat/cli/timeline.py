@@ -42,6 +42,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "path",
         nargs="+",
         type=Path,
+        metavar="PATH",
         help="a timeline, or the parts (*.part) left by a job that was killed",
     )
     parser.add_argument(
@@ -160,7 +161,15 @@ def _as_json(
 
 COMMAND = Command(
     "timeline",
-    "Show how each rank of a job spent its time.",
+    "Show how each rank of a job spent its time, and which is the slowest.",
     _add_arguments,
     _run,
+    "measure",
+    """\
+Find out whether a job computes, moves data, waits for data or waits for a slow rank. A job that
+runs with MPISTRAT_TIMELINE=FILE records a timeline, which https://ui.perfetto.dev shows in full.
+
+  MPISTRAT_TIMELINE=trace.json mpiexec -n 4 python train.py
+  mpistrat timeline trace.json
+""",
 )

@@ -28,7 +28,8 @@ from mpistrat.cuda_awareness.evidence import (
     judge,
     weigh,
 )
-from mpistrat.mpi.launcher import mpiexec, without_launcher
+from mpistrat.mpi.launcher import without_launcher
+from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.mpi.world import World
 from mpistrat.system.processes import Program
 

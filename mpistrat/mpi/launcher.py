@@ -1,13 +1,10 @@
-"""Launchers: which one started this process, and mpiexec for children."""
+"""Launchers: which one started this process."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +17,7 @@ __all__ = [
     "is_on_one_node",
     "is_one_of_several",
     "keeps_survivors",
-    "mpiexec",
-    "mpiexec_program",
+    "srun_flag",
     "without_launcher",
 ]
 
@@ -60,7 +56,7 @@ class Launcher:
                 "-u SLURM_STEP_ID. mpistrat.testing.run_on_ranks does so."
             )
         if self.name == "slurm":
-            flag, family = _srun_flag(library)
+            flag, family = srun_flag(library)
             first = f"Start the job with srun {flag} ({family}). " if flag else ""
             return f"{first}--mpi=pmi2 is for MPICH and its relatives, --mpi=pmix for Open MPI."
         if self.name == "flux":
@@ -97,7 +93,8 @@ _SRUN_FLAGS = (
 """Mark in the library's version, flag, name. MPICH comes last: the others derive from it."""
 
 
-def _srun_flag(library: str) -> tuple[str, str]:
+def srun_flag(library: str) -> tuple[str, str]:
+    """Return the flag ``--mpi`` of srun for an MPI library, and the library's name."""
     for mark, flag, family in _SRUN_FLAGS:
         if mark in library:
             return flag, family
@@ -262,25 +259,3 @@ def without_launcher(variables: Mapping[str, str] | None = None) -> dict[str, st
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-
-
-def mpiexec_program() -> str | None:
-    """Return the mpiexec beside this python, else the one on PATH, else ``None``."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    return str(beside) if beside.exists() else shutil.which("mpiexec")
-
-
-def mpiexec(ranks: int, limit_s: float = 60) -> list[str]:
-    """Return the command that starts `ranks` ranks of a program on this machine."""
-    program = mpiexec_program()
-    if program is None:
-        raise FileNotFoundError(f"There is no mpiexec beside {sys.executable} or on PATH.")
-    version = subprocess.run(
-        [program, "--version"],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=limit_s,
-    ).stdout
-    flags = ["--oversubscribe"] if "Open MPI" in version else []
-    return [program, *flags, "-n", str(ranks)]

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.errors import LaunchError
-from mpistrat.mpi.launcher import Launcher, find_launcher, is_one_of_several, mpiexec_program
+from mpistrat.mpi.launcher import Launcher, find_launcher, is_one_of_several
+from mpistrat.mpi.mpiexec import mpiexec_program
 from mpistrat.system.cpu import cores_of_mask, mask_of_cores, own_cores
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "is_attached",
     "is_started",
     "largest_tag",
+    "library_details",
     "library_version",
     "load_library",
     "open_world",
@@ -303,9 +305,14 @@ def _attributes(comm: MPI.Intracomm) -> dict[str, Any]:
 
 def library_version() -> str:
     """Return name and version of the MPI library in one line; loads the library."""
+    return " ".join(library_details().split("\n")[0].split())
+
+
+def library_details() -> str:
+    """Return all that the MPI library says about itself, in several lines; loads the library."""
     from mpi4py import MPI
 
-    return " ".join(MPI.Get_library_version().split("\n")[0].rstrip("\0").split())
+    return MPI.Get_library_version().rstrip("\0")
 
 
 def thread_level() -> str:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["Program", "send_signal"]
+__all__ = ["Program", "descendants", "send_signal"]
 
 
 class _Capture:
@@ -70,11 +70,7 @@ class Program:
 
     def pids(self) -> list[int]:
         """Return the process ids of the program and all its descendants, the program first."""
-        found = [self.process.pid]
-        parents = dict(_parents())
-        for pid in found:
-            found += [child for child, parent in parents.items() if parent == pid]
-        return found
+        return descendants(self.process.pid)
 
     def kill(self, limit_s: float | None = None) -> None:
         """Kill the program and all its descendants with SIGKILL, and wait for its end."""
@@ -90,6 +86,15 @@ class Program:
     def _close(self) -> None:
         for capture in filter(None, (self._out, self._err)):
             capture.close()
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of a process and of all its descendants, the process first."""
+    found = [pid]
+    parents = dict(_parents())
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found
 
 
 def send_signal(sign: signal.Signals, pids: Sequence[int]) -> None:

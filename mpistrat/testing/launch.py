@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpistrat import settings
-from mpistrat.mpi.launcher import mpiexec, without_launcher
+from mpistrat.mpi.launcher import without_launcher
+from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.system.processes import Program, send_signal
 
 __all__ = ["main", "rank_and_size", "run"]

@@ -33,10 +33,17 @@ def file(tmp_path):
 
 
 def on_a_terminal(width, *arguments, **variables):
-    """Return what a command shows on a terminal of `width` letters."""
+    """Return what a command shows on a terminal of `width` letters, without its colours."""
+    text = sent_to_a_terminal(width, *arguments, **variables)
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def sent_to_a_terminal(width, *arguments, **variables):
+    """Return what a command sends to a terminal of `width` letters."""
     own, its = pty.openpty()
     ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    unset = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
     command = [sys.executable, "-m", "mpistrat", *arguments]
     child = subprocess.Popen(
         command, stdout=its, stderr=its, cwd=ROOT, env=environment | {"TERM": "xterm"} | variables
@@ -50,7 +57,8 @@ def on_a_terminal(width, *arguments, **variables):
         pass
     os.close(own)
     assert child.wait(60) == 0, text
-    return re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).replace("\r\n", "\n")
+    encoding = variables.get("PYTHONIOENCODING", "utf-8")
+    return text.decode(encoding).replace("\r\n", "\n")
 
 
 @pytest.mark.launches
@@ -83,7 +91,8 @@ def test_the_widest_column_is_folded_at_blanks(monkeypatch, capsys):
     output.print_table(("path", "difference"), [("kernel", text), ("bias", "x" * 50)])
     title, rule, *lines = capsys.readouterr().out.splitlines()
     assert title.split() == ["path", "difference"]
-    assert set(rule) == {"-", " "}
+    assert set(rule) == {"─"}
+    lines = [line.rstrip() for line in lines]
     assert len(rule) == max(map(len, lines)) == 40
     (bias,) = (number for number, line in enumerate(lines) if line.startswith("bias"))
     assert lines[0].startswith("kernel   word0 ")
@@ -91,11 +100,63 @@ def test_the_widest_column_is_folded_at_blanks(monkeypatch, capsys):
     assert "".join(line[9:] for line in lines[bias:]) == "x" * 50
 
 
+def test_titles_fold_where_the_terminal_is_narrow(monkeypatch, capsys):
+    monkeypatch.setattr(output, "is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    titles = ("rank", "waiting for ranks", "waiting for data", "others waited")
+    output.print_table(titles, [("0", "0.584", "0.164", "0.331")])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["waiting", "waiting"]
+    assert lines[1] == ["for", "for", "others"]
+    assert lines[2] == ["rank", "ranks", "data", "waited"]
+    assert lines[-1] == ["0", "0.584", "0.164", "0.331"]
+
+
 @pytest.mark.launches
-def test_a_terminal_without_unicode(file):
-    text = on_a_terminal(300, "inspect", file, PYTHONIOENCODING="ascii")
-    assert "gr\\xf6\\xdfe" in text
-    assert "Traceback" not in text
+@pytest.mark.parametrize(("encoding", "name"), [("ascii", "gr\\xf6\\xdfe"), ("latin-1", "größe")])
+def test_a_terminal_without_box_characters(file, encoding, name):
+    lines = on_a_terminal(300, "inspect", file, PYTHONIOENCODING=encoding).splitlines()
+    assert any(f"`-- {name}" in line for line in lines)
+    assert any(line.startswith("|-- dense") for line in lines)
+    assert any(set(line) == {"-"} for line in lines)
+
+
+@pytest.mark.launches
+def test_colours_are_for_terminals_that_have_them(file):
+    green, bold = "\x1b[32msound\x1b[0m", "\x1b[1m"
+    assert green in sent_to_a_terminal(80, "verify", file)
+    assert bold in sent_to_a_terminal(120, "inspect", file)
+    plain = f"{file}: sound, 4 variable(s), 24 B\n"
+    for variables in ({"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": "dumb", "FORCE_COLOR": "1"}):
+        assert sent_to_a_terminal(80, "verify", file, **variables) == plain
+    piped = subprocess.run(
+        [sys.executable, "-m", "mpistrat", "verify", file],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"FORCE_COLOR": "1", "TERM": "xterm"},
+    )  # fmt: skip
+    assert piped.stdout == plain
+
+
+@pytest.mark.launches
+def test_a_hostile_name_reaches_no_terminal(tmp_path):
+    path = tmp_path / "hostile.h5"
+    with create_checkpoint(path, Header(step=3)) as writer:
+        writer.add(variable_item("evil\x1b[2J\x1b]0;t\x07[red]x", np.zeros(2)))
+    for arguments in (("inspect", str(path)), ("diff", str(path), str(path))):
+        text = sent_to_a_terminal(200, *arguments)
+        assert "\x1b[2J" not in text
+        assert "\x1b]0" not in text
+    assert "evil\\x1b[2J\\x1b]0;t\\x07[red]x" in on_a_terminal(200, "inspect", str(path))
+
+
+def test_numbers_stand_on_the_right_in_pipes_too(capsys):
+    rows = [("a", "1.5 KiB", "-", "ok"), ("long", "12 B", "3e-05", "failed")]
+    output.print_table(("name", "size", "mean", "state"), rows)
+    assert capsys.readouterr().out.splitlines() == [
+        "name      size    mean   state",
+        "a      1.5 KiB       -   ok",
+        "long      12 B   3e-05   failed",
+    ]
 
 
 def test_many_small_variables_cost_about_as_much_as_in_plain_h5py(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from mpistrat.cuda_awareness import trial
 from mpistrat.cuda_awareness.evidence import Outcome
-from mpistrat.mpi.launcher import mpiexec
+from mpistrat.mpi.mpiexec import mpiexec
 
 pytestmark = pytest.mark.launches
 

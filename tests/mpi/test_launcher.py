@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mpistrat.mpi import launcher
+from mpistrat.mpi import launcher, mpiexec
 from mpistrat.mpi.launcher import find_launcher
 
 OF_LAUNCHERS = """
@@ -44,7 +44,7 @@ def test_without_mpiexec_the_error_says_where_it_was_sought(monkeypatch, tmp_pat
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="no mpiexec beside"):
-        launcher.mpiexec(2)
+        mpiexec.mpiexec(2)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_command_is_that_of_the_library(monkeypatch, tmp_path, version, flag
     program.write_text(f"#!/bin/sh\necho '{version}'\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert launcher.mpiexec(3) == [str(program), *flags, "-n", "3"]
+    assert mpiexec.mpiexec(3) == [str(program), *flags, "-n", "3"]
 
 
 SRUN = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.mpi.launcher import mpiexec
+from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.system.processes import Program
 from mpistrat.testing import launch
 from tests.programs.running import MARKS, PRELUDE, Case, check, end_processes, ours, run_case

