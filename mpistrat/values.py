@@ -15,6 +15,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from mpistrat import nests
 from mpistrat.arrays import Array, adopted, host_view, is_array, is_foreign, is_number
 from mpistrat.pytorch import is_tensor
+from mpistrat.system.text import brief
 
 __all__ = [
     "DistributedValues",
@@ -66,7 +67,7 @@ class DistributedValues(Generic[T_co]):
         return np.array(host_view(component), dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._component!r})"
+        return f"{type(self).__name__}({brief(self._component)})"
 
 
 class PerReplica(DistributedValues[T_co]):
@@ -202,6 +203,10 @@ class IndexedSlices:
                     f"dense_shape {dense_shape}."
                 )
             object.__setattr__(self, "dense_shape", dense_shape)
+
+    def __repr__(self) -> str:
+        values, indices = brief(self.values), brief(self.indices)
+        return f"IndexedSlices({values}, indices={indices}, dense_shape={self.dense_shape})"
 
 
 def _as_rows(value: Any) -> Any:

@@ -90,6 +90,11 @@ class PreemptionCheckpointHandler:
         for number in numbers_of_signals:
             self._previous[number] = signal.signal(number, self._note)
 
+    def __repr__(self) -> str:
+        names = ", ".join(each.name for each in self._previous)
+        state = "saved" if self._has_saved else self._noticed or "nothing noticed"
+        return f"<PreemptionCheckpointHandler of {self._manager!r} for {names or 'none'}: {state}>"
+
     def save_checkpoint_if_preempted(self, step: int | None = None) -> bool:
         """Save if any rank has noticed the end of the job. **Collective**, once a step.
 

@@ -263,7 +263,11 @@ class Dataset:
 
     def __iter__(self) -> ElementIterator:
         pass_number, start, on_step = self._position.begin()
-        return ElementIterator(self._pipeline.elements(pass_number, start), on_step)
+        elements = self._pipeline.elements(pass_number, start)
+        return ElementIterator(elements, on_step, of=self)
+
+    def __repr__(self) -> str:
+        return f"<Dataset {self._pipeline}{self._position}>"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, as that of a `DistributedDataset` with the same batches. Local."""

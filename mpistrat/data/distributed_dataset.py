@@ -71,7 +71,11 @@ class DistributedDataset:
 
     def __iter__(self) -> ElementIterator:
         pass_number, start, on_step = self._position.begin()
-        return ElementIterator(self._elements(pass_number, start), on_step, self._check_context)
+        elements = self._elements(pass_number, start)
+        return ElementIterator(elements, on_step, self._check_context, of=self)
+
+    def __repr__(self) -> str:
+        return f"<DistributedDataset {self._rank_dataset}{self._position}>"
 
     def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements of a pass on the device, each array as a `PerReplica`."""
@@ -163,6 +167,9 @@ class BatchSlices:
     size: int
     rank: int
 
+    def __str__(self) -> str:
+        return f"{self.pipeline}, for rank {self.rank} of {self.size}"
+
     @property
     def element_spec(self) -> Any:
         """The nest of `ArraySpec` of one part."""
@@ -200,6 +207,9 @@ class RankPipeline:
     """A digest of what decides the order of the examples of all ranks."""
     next_element: NextElement | None
     """How to take each element; ``None`` where `length` is certain."""
+
+    def __str__(self) -> str:
+        return f"{self.pipeline}, one of {self.size} pipelines"
 
     @property
     def element_spec(self) -> Any:

@@ -131,7 +131,8 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
             variable.assign(np.zeros(variable.shape, variable.dtype), read_value=False)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}>"
+        sums = ", ".join(f"{what} {variable.shape}" for what, variable in self._sums.items())
+        return f"<{type(self).__name__} {self.name!r} {f'from sums {sums}' if sums else 'empty'}>"
 
 
 class SumsByUpdate(Metric[Any]):

@@ -32,6 +32,7 @@ from mpistrat.optimizers.update import Rule, Step, Target, UpdateAll, gradient_f
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
+from mpistrat.system.text import brief, small_values
 from mpistrat.tracing.spans import span
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
@@ -136,6 +137,14 @@ class Optimizer(Trackable, abc.ABC):
             for name, value in values
             if value is not None
         ]
+
+    def __repr__(self) -> str:
+        given = ((name, getattr(self, name)) for name in self._constant_parameters)
+        parameters = [f"learning_rate={brief(self.learning_rate)}"]
+        parameters += [f"{name}={brief(each)}" for name, each in given if each is not None]
+        done = small_values(self.iterations._storage)
+        parameters += [] if done is None else [f"iterations={done}"]
+        return f"<{type(self).__name__} {' '.join(parameters)}>"
 
     def apply_gradients(
         self,

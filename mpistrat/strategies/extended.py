@@ -301,6 +301,9 @@ class StrategyExtended(ExtendedV1):
                 f"{self._container!r}. Different strategies cannot be mixed."
             )
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._container!r}>"
+
     def colocate_vars_with(
         self, colocate_with_variable: Variable | tuple[str, ...]
     ) -> AbstractContextManager[None]:

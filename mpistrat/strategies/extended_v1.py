@@ -105,6 +105,9 @@ class InputIterator:
         # Made by the first get_next, so that initialising a new iterator skips no pass.
         self._iterator: Any = None
 
+    def __repr__(self) -> str:
+        return f"<InputIterator of {self._dataset!r}>"
+
     def initialize(self) -> None:
         """Start the next pass, or the first one. Local."""
         self._iterator = None

@@ -124,13 +124,14 @@ class MPIStrategy(Strategy):
             hosts=world.hosts,
             launcher=world.launcher.name,
         )
+        self._library = library_version()
         _logger.info(
             "MPIStrategy: size %d, nodes %d, launcher %s, device %s, %s",
             world.size,
             len(world.hosts),
             world.launcher.name,
             self.extended.device,
-            library_version(),
+            self._library,
         )
 
     @property
@@ -139,9 +140,12 @@ class MPIStrategy(Strategy):
         return self._cluster_resolver
 
     def __repr__(self) -> str:
-        extended = self.extended
-        rank, size = extended._collectives.rank, extended._collectives.size
-        return f"<MPIStrategy rank {rank} of {size} on {extended.device}>"
+        num_nodes = len(self._cluster_resolver.hosts)
+        nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+        return (
+            f"<MPIStrategy rank {self.rank} of {self.size} on {self.extended.device}, {nodes}, "
+            f"{self._library.replace(' Version:', '')}>"
+        )
 
 
 def _open_devices(

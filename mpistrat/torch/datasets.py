@@ -104,6 +104,9 @@ class HDF5Dataset(IterableDataset[Any]):
         self._batches = divides.experimental_distribute_dataset(dataset)
         self._is_restored = False
 
+    def __repr__(self) -> str:
+        return f"<HDF5Dataset of {self._batches!r}>"
+
     @property
     def num_batches(self) -> int | None:
         """The number of batches in a pass, on each rank; ``None`` if endless or unknown. Local."""

@@ -86,6 +86,9 @@ class HDF5Writer(StorageWriter):
         self._step = step
         self._file: CoordinatorFile | None = None
 
+    def __repr__(self) -> str:
+        return f"HDF5Writer({self._path!r}, step={self._step})"
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another file, where given under the path `checkpoint_id`."""
         self._abandon("another save has begun")

@@ -92,6 +92,9 @@ class HDF5Reader(StorageReader):
         self._path = checked_path(_WHAT, path)
         self._contents = _Contents()
 
+    def __repr__(self) -> str:
+        return f"HDF5Reader({self._path!r})"
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, where given of the file `checkpoint_id`."""
         self._contents = _Contents()

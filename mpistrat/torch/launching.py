@@ -53,6 +53,9 @@ class Options:
     def __init__(self, communication_options: CommunicationOptions | None = None) -> None:
         self.communication_options = communication_options
 
+    def __repr__(self) -> str:
+        return f"Options({self.communication_options!r})"
+
 
 @dataclass
 class _Job:

@@ -16,6 +16,7 @@ from mpistrat import context
 from mpistrat.arrays import Array, Device, host_copy, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.options import VariableAggregation, VariableSynchronization
+from mpistrat.system.text import html_table, readable_size, small_values
 from mpistrat.values import DistributedValues, container_of_component
 from mpistrat.variables.array_like import ArrayLike
 from mpistrat.variables.scatter import RowWrites
@@ -322,10 +323,27 @@ class Variable(RowWrites, ArrayLike):
         return twin
 
     def __repr__(self) -> str:
+        values = small_values(self._storage)
         return (
             f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype} "
-            f"aggregation={self.aggregation.name}, local component {self._storage!r}>"
+            f"aggregation={self.aggregation.name} on {self._target.device}"
+            + ("" if values is None else f", local component {values}")
+            + ">"
         )
+
+    def _repr_html_(self) -> str:
+        values = small_values(self._storage)
+        rows = [
+            ("shape", self.shape),
+            ("dtype", self.dtype),
+            ("size", readable_size(self._storage.nbytes)),
+            ("device", self._target.device),
+            ("synchronization", self.synchronization.name),
+            ("aggregation", self.aggregation.name),
+            ("trainable", self.trainable),
+        ]
+        rows += [] if values is None else [("local component", values)]
+        return html_table(f"{type(self).__name__} {self.name!r}", rows)
 
 
 def container_of(value: Any) -> Any:
