@@ -46,6 +46,11 @@ class DistributedValues(Generic[T_co]):
     """A value with one component per replica.
 
     Each rank owns one replica and holds that component only.
+
+    Examples
+    --------
+    >>> ms.PerReplica(np.arange(2)).values
+    (array([0, 1]),)
     """
 
     __slots__ = ("__weakref__", "_component")
@@ -75,6 +80,14 @@ class PerReplica(DistributedValues[T_co]):
 
     It has no operators, because a result outside `Strategy.run` would be that of this rank
     alone. `numpy.asarray` gives this rank's component.
+
+    Examples
+    --------
+    >>> value = strategy.run(lambda: np.ones(2))
+    >>> value
+    PerReplica(array([1., 1.]))
+    >>> np.asarray(value) + 1
+    array([2., 2.])
     """
 
     __slots__ = ()
@@ -95,6 +108,11 @@ class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
     """A value that is the same on all replicas, such as the result of a reduction.
 
     It has the operators of arrays, and NumPy functions take it; their results are plain arrays.
+
+    Examples
+    --------
+    >>> strategy.extended.broadcast_to(np.ones(2), "cpu:0") * 2
+    array([2., 2.])
     """
 
     __slots__ = ()
@@ -152,6 +170,11 @@ class IndexedSlices:
         If the lengths of `values` and `indices` differ, or `dense_shape` does not fit.
     TypeError
         If `indices` are no integers, or `values` no numbers.
+
+    Examples
+    --------
+    >>> ms.IndexedSlices(np.ones((2, 8)), [4, 1], (10, 8))
+    IndexedSlices(float64 (2, 8), indices=array([4, 1]), dense_shape=(10, 8))
     """
 
     values: Array

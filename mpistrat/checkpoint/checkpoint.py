@@ -80,9 +80,12 @@ class Checkpoint(Trackable):
 
     Examples
     --------
-    >>> checkpoint = Checkpoint(weight=weight, optimizer=optimizer)  # doctest: +SKIP
-    >>> checkpoint.write("run.h5")  # doctest: +SKIP
-    >>> checkpoint.restore("run.h5").assert_consumed()  # doctest: +SKIP
+    >>> weight = ms.Variable(np.zeros(2), name="weight")
+    >>> checkpoint = ms.Checkpoint(weight=weight)
+    >>> checkpoint.write("run.h5")
+    'run.h5'
+    >>> checkpoint.restore("run.h5").assert_consumed()
+    <RestoreStatus of 'run.h5': 1 restored, 0 still waiting>
     """
 
     def __init__(self, /, **objects: object) -> None:

@@ -100,6 +100,18 @@ class CheckpointManager:
     ------
     TypeError, ValueError
         For arguments of another type or range.
+
+    Examples
+    --------
+    >>> checkpoint = ms.Checkpoint(weight=ms.Variable(np.zeros(2)))
+    >>> manager = ms.CheckpointManager(checkpoint, "runs/a", max_to_keep=3, asynchronous=True)
+    >>> manager.restore_or_initialize(lambda: print("a new run"))
+    a new run
+    >>> manager.save(step=100)
+    'runs/a/checkpoint-100.h5'
+    >>> manager.wait()
+    >>> manager
+    <CheckpointManager 'runs/a': 1 checkpoints, newest checkpoint-100.h5>
     """
 
     def __init__(

@@ -57,11 +57,12 @@ class PreemptionCheckpointHandler:
 
     Examples
     --------
-    >>> handler = PreemptionCheckpointHandler(manager, walltime_margin_s=300)  # doctest: +SKIP
-    >>> for image, label in batches:  # doctest: +SKIP
-    ...     strategy.run(step, args=(image, label))
-    ...     if handler.save_checkpoint_if_preempted():
+    >>> manager = ms.CheckpointManager(ms.Checkpoint(weight=ms.Variable(0.0)), "runs/b")
+    >>> handler = ms.PreemptionCheckpointHandler(manager, signals=[signal.SIGUSR1])
+    >>> for step in range(3):
+    ...     if handler.save_checkpoint_if_preempted(step):
     ...         raise SystemExit(handler.EXIT_CODE)
+    >>> handler.close()
     """
 
     EXIT_CODE = 75

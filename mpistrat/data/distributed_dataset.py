@@ -46,6 +46,17 @@ class DistributedDataset:
         Where to place them; ``None`` leaves them in host memory.
     collectives : Collectives
         By which an error is reported to the other ranks.
+
+    Examples
+    --------
+    >>> batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(8).batch(4))
+    >>> batches.cardinality()
+    2
+    >>> batch = next(iter(batches))
+    >>> state = batches.state_dict()
+    >>> state["pass"], state["batch"]
+    (0, 1)
+    >>> batches.load_state_dict(state)
     """
 
     def __init__(

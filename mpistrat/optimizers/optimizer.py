@@ -76,6 +76,15 @@ class Optimizer(Trackable, abc.ABC):
     EpochMismatchError
         If the ranks disagree on a parameter. A program may set one between two steps; the next
         step checks it again.
+
+    Examples
+    --------
+    >>> with strategy.scope():
+    ...     weight, sgd = ms.Variable(np.zeros(2)), ms.optimizers.SGD(0.5, momentum=0.9)
+    >>> gradient = np.ones(2) / strategy.num_replicas_in_sync
+    >>> strategy.run(lambda: sgd.apply_gradients([(gradient, weight)]))
+    >>> weight.numpy(), sgd.slot(weight, "momentum").numpy()
+    (array([-0.5, -0.5]), array([0.5, 0.5]))
     """
 
     def __init__(

@@ -73,8 +73,8 @@ class HDF5Writer(StorageWriter):
     Examples
     --------
     >>> import torch.distributed.checkpoint as dcp
-    >>> state = {"model": model.state_dict(), "step": 100}
-    >>> dcp.save(state, storage_writer=mst.HDF5Writer("step-100.h5", step=100))
+    >>> state = {"model": torch.nn.Linear(64, 10).state_dict(), "step": 100}
+    >>> metadata = dcp.save(state, storage_writer=mst.HDF5Writer("step-100.h5", step=100))
     >>> dcp.load(state, storage_reader=mst.HDF5Reader("step-100.h5"))
     """
 

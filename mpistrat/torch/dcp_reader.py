@@ -82,9 +82,11 @@ class HDF5Reader(StorageReader):
 
     Examples
     --------
+    >>> import torch.distributed.checkpoint as dcp
+    >>> model = torch.nn.Linear(64, 10)
     >>> state = {"model": model.state_dict(), "step": 0}
-    >>> dcp.load(state, storage_reader=mst.HDF5Reader("step-100.h5"))
-    >>> model.load_state_dict(state["model"])
+    >>> metadata = dcp.save(state, storage_writer=mst.HDF5Writer("last.h5"))
+    >>> dcp.load(state, storage_reader=mst.HDF5Reader("last.h5"))
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

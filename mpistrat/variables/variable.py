@@ -111,6 +111,29 @@ class Variable(RowWrites, ArrayLike):
         value that is no numeric array.
     EpochMismatchError
         If the ranks disagree on name, shape, dtype or modes.
+
+    Examples
+    --------
+    >>> with strategy.scope():
+    ...     weight = ms.Variable(np.zeros((2, 3)), name="weight")
+    >>> weight.assign_add(np.ones((2, 3)), read_value=False)
+    >>> weight.assign_sub(0.5 * weight.read_value())
+    array([[0.5, 0.5, 0.5],
+           [0.5, 0.5, 0.5]])
+    >>> weight.assign(np.arange(6.0).reshape(2, 3)).sum()
+    np.float64(15.0)
+    >>> weight.value().flags.writeable, weight.numpy().flags.writeable
+    (False, True)
+
+    Rows can be written by their numbers:
+
+    >>> row = ms.IndexedSlices(np.full((1, 3), 2.0), [1])
+    >>> weight.scatter_update(row)
+    array([[0., 1., 2.],
+           [2., 2., 2.]])
+    >>> changed = weight.scatter_add(row), weight.scatter_sub(row), weight.scatter_mul(row)
+    >>> changed = weight.scatter_div(row), weight.scatter_min(row), weight.scatter_max(row)
+    >>> changed = weight.batch_scatter_update(ms.IndexedSlices(np.ones((2, 1)), [[0], [1]]))
     """
 
     _kinds: ClassVar[dict[bool, type[Variable]]] = {}
