@@ -194,7 +194,7 @@ class Checkpoint(Trackable):
             tree = walk(self._checkpoint_children())
         except (TypeError, ValueError) as error:  # which `write` raises too
             return html_table(f"{self!r} cannot be saved: {error}", [])
-        rows = [
+        rows: list[tuple[object, ...]] = [
             (path, variable.dtype, variable.shape, type(variable).__name__)
             for path, variable in tree.variables.items()
         ]

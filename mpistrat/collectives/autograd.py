@@ -17,7 +17,6 @@ from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.pytorch import PullBack, apply_differentiable, is_loaded, is_tensor
 
 __all__ = [
-    "MakeCall",
     "all_gather_tensors",
     "all_reduce_tensors",
     "backward_calls",

@@ -133,7 +133,7 @@ def brief(value: object) -> str:
 def html_table(title: str, rows: Iterable[Sequence[object]], heads: Sequence[str] = ()) -> str:
     """Return an HTML table for notebooks, with all texts escaped, in the colours of the page."""
     # Names come from programs and files. Without heads, the first cell of a row is its head.
-    parts = [f"<table><caption><b>{html.escape(title)}</b></caption>"]
+    parts = [f'<table style="color: inherit"><caption><b>{html.escape(title)}</b></caption>']
     if heads:
         parts.append(f"<tr>{''.join(_cell('th', each) for each in heads)}</tr>")
     for first, *others in rows:
@@ -143,5 +143,4 @@ def html_table(title: str, rows: Iterable[Sequence[object]], heads: Sequence[str
 
 
 def _cell(tag: str, value: object) -> str:
-    style = "text-align: left; color: inherit; background: inherit"
-    return f'<{tag} style="{style}">{html.escape(str(value))}</{tag}>'
+    return f'<{tag} style="text-align: left">{html.escape(str(value))}</{tag}>'

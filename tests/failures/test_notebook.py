@@ -61,7 +61,7 @@ class Cell:
 
 
 def test_the_cells_of_the_page_run(view):
-    cells = re.findall(r"^```ipython\n%%px\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    cells = re.findall(r"^```py\n%%px\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert len(cells) == 2
     texts = [Cell(view, cell).texts() for cell in cells]
     assert texts[-1] == ["[2. 2. 2.]", "[2. 2. 2.]"]
