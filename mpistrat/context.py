@@ -113,6 +113,9 @@ class Scope(ContextDecorator, Generic[S]):
         self._strategy = strategy
         self._frame = Frame(Kind.CROSS_REPLICA, strategy)
 
+    def __repr__(self) -> str:
+        return f"<scope of {self._strategy!r}>"
+
     def __enter__(self) -> S:
         require_cross_replica(self._strategy, "scope")
         _stack.frames.append(self._frame)

@@ -63,6 +63,13 @@ def all_reduce_pullback(reduce_op: ReduceOpLike, value: Any, result: Any, gradie
         If the nests differ in structure, or shapes do not fit.
     EpochError
         If the replicas disagree.
+
+    Examples
+    --------
+    >>> def step(x):
+    ...     total = ms.get_replica_context().all_reduce("sum", x)
+    ...     return ms.gradients.all_reduce_pullback("sum", x, total, 2 * total)
+    >>> gradient = strategy.run(step, args=(np.ones(2),))
     """
     replica = _current("all_reduce_pullback")
     with replica.strategy.extended._collectives.call("all_reduce_pullback") as call:
@@ -108,6 +115,14 @@ def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
         If the nests differ in structure, or shapes do not fit.
     EpochError
         If the replicas disagree.
+
+    Examples
+    --------
+    >>> def step(x):
+    ...     rows = ms.get_replica_context().all_gather(x, axis=0)
+    ...     return ms.gradients.all_gather_pullback(x, 0, np.ones_like(rows)).shape
+    >>> strategy.run(step, args=(np.ones((2, 3)),))
+    (PerReplica(2), PerReplica(3))
     """
     replica = _current("all_gather_pullback")
     with replica.strategy.extended._collectives.call("all_gather_pullback") as call:

@@ -23,7 +23,13 @@ __all__ = [
 
 
 class ReduceOp(enum.Enum):
-    """How values of several replicas become one."""
+    """How values of several replicas become one.
+
+    Examples
+    --------
+    >>> ms.ReduceOp.parse("mean")
+    <ReduceOp.MEAN: 'MEAN'>
+    """
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -71,7 +77,14 @@ ReduceOpLike: TypeAlias = (
 
 
 class VariableSynchronization(enum.Enum):
-    """When the components of a distributed variable are brought together."""
+    """When the components of a distributed variable are brought together.
+
+    Examples
+    --------
+    >>> total = ms.Variable(0.0, synchronization=ms.VariableSynchronization.ON_READ)
+    >>> total.trainable
+    False
+    """
 
     AUTO = "AUTO"
     """Let the strategy choose: the variable is mirrored."""
@@ -84,7 +97,13 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the components of a distributed variable, or writes to it, become one value."""
+    """How the components of a distributed variable, or writes to it, become one value.
+
+    Examples
+    --------
+    >>> with strategy.scope():
+    ...     steps = ms.Variable(0, aggregation=ms.VariableAggregation.ONLY_FIRST_REPLICA)
+    """
 
     NONE = "NONE"
     SUM = "SUM"
@@ -94,7 +113,13 @@ class VariableAggregation(enum.Enum):
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which code moves the bytes of a reduction."""
+    """Which code moves the bytes of a reduction.
+
+    Examples
+    --------
+    >>> chosen = ms.CommunicationImplementation.MPI
+    >>> options = ms.CommunicationOptions(implementation=chosen)
+    """
 
     AUTO = "AUTO"
     """Let mpistrat choose."""
@@ -118,6 +143,12 @@ class CommunicationOptions:
     ------
     ValueError, TypeError
         For a value outside the ranges below.
+
+    Examples
+    --------
+    >>> options = ms.CommunicationOptions(timeout_seconds=60, deterministic=True)
+    >>> strategy = ms.MPIStrategy(communication_options=options)
+    >>> strategy.close()
     """
 
     bytes_per_pack: int = 0
@@ -181,6 +212,11 @@ class RunOptions:
     """Options of `Strategy.run`, kept for programs written for tf.distribute.
 
     Both fields steer graph compilation there and are no-ops by nature here.
+
+    Examples
+    --------
+    >>> strategy.run(lambda: 1, options=ms.RunOptions()).values
+    (1,)
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -188,7 +224,13 @@ class RunOptions:
 
 
 class InputReplicationMode(enum.Enum):
-    """How often a data set function is called."""
+    """How often a data set function is called.
+
+    Examples
+    --------
+    >>> ms.InputOptions().experimental_replication_mode.name
+    'PER_WORKER'
+    """
 
     PER_WORKER = "PER_WORKER"
     """Once per rank, which owns one replica."""
@@ -198,7 +240,14 @@ class InputReplicationMode(enum.Enum):
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How a data set is distributed."""
+    """How a data set is distributed.
+
+    Examples
+    --------
+    >>> batches = ms.data.Dataset.range(8).batch(4)
+    >>> options = ms.InputOptions(experimental_prefetch_to_device=False)
+    >>> distributed = strategy.experimental_distribute_dataset(batches, options)
+    """
 
     experimental_prefetch_to_device: bool = True
     """Whether batches arrive on the replica's device or stay in host memory."""
@@ -217,7 +266,13 @@ class InputOptions:
 
 
 class AutoShardPolicy(enum.Enum):
-    """How a distributed data set is divided among ranks."""
+    """How a distributed data set is divided among ranks.
+
+    Examples
+    --------
+    >>> policy = ms.data.AutoShardPolicy.FILE
+    >>> dataset = ms.data.Dataset.range(8).batch(4).with_options(auto_shard_policy=policy)
+    """
 
     AUTO = "AUTO"
     """DATA, because an HDF5 file that all ranks share is the normal case."""
@@ -231,7 +286,14 @@ class AutoShardPolicy(enum.Enum):
 
 @dataclass(frozen=True)
 class InputContext:
-    """The argument of a function given to `distribute_datasets_from_function`."""
+    """The argument of a function given to `distribute_datasets_from_function`.
+
+    Examples
+    --------
+    >>> context = ms.InputContext(num_input_pipelines=4, num_replicas_in_sync=4)
+    >>> context.get_per_replica_batch_size(128)
+    32
+    """
 
     num_input_pipelines: int = 1
     """How many data sets are made in all: one per rank."""
@@ -258,7 +320,13 @@ class InputContext:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """The argument of a function given to `experimental_distribute_values_from_function`."""
+    """The argument of a function given to `experimental_distribute_values_from_function`.
+
+    Examples
+    --------
+    >>> ms.ValueContext(replica_id_in_sync_group=1, num_replicas_in_sync=4)
+    ValueContext(replica_id_in_sync_group=1, num_replicas_in_sync=4)
+    """
 
     replica_id_in_sync_group: int = 0
     """The number of this replica: the rank."""

@@ -12,12 +12,12 @@ import numpy as np
 from mpistrat import context
 from mpistrat.arrays import Array
 from mpistrat.collectives.autograd import (
-    MakeCall,
     all_gather_tensors,
     all_reduce_tensors,
+    backward_calls,
     has_tensors,
 )
-from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.nested import (
     PendingReduction,
     all_gather_nest,
@@ -52,6 +52,20 @@ class ReplicaContext:
     ------
     ValueError
         If the number is not that of this rank's replica.
+
+    Examples
+    --------
+    >>> def step():
+    ...     replica = ms.get_replica_context()
+    ...     noise = replica.rng(7).normal(size=2)  # another one on each replica
+    ...     pending = replica.start_all_reduce("mean", noise)
+    ...     rows = replica.all_gather(replica.all_reduce("sum", np.ones((2, 3))), axis=0)
+    ...     names = replica.all_gather_object("any"), replica.broadcast_object("object")
+    ...     replica.barrier()
+    ...     mean = replica.merge_call(lambda strategy, x: strategy.reduce("mean", x), (2.0,))
+    ...     return mean, pending.wait().shape
+    >>> strategy.run(step)
+    (PerReplica(np.float64(2.0)), (PerReplica(2),))
     """
 
     def __init__(self, strategy: Any, replica_id_in_sync_group: int | None = None) -> None:
@@ -77,10 +91,7 @@ class ReplicaContext:
         self._entered.pop().__exit__(*exc_info)
 
     def __repr__(self) -> str:
-        return (
-            f"<ReplicaContext {self._collectives.rank} of {self._collectives.size} "
-            f"of {self._strategy!r}>"
-        )
+        return f"<ReplicaContext of {self._strategy!r}>"
 
     @property
     def strategy(self) -> Any:
@@ -242,8 +253,8 @@ class ReplicaContext:
         with self._collectives.call("all_reduce", options=options) as call:
             op = ReduceOp.parse(reduce_op)
             if type(value) not in _NO_NESTS and is_loaded() and has_tensors(localize(value)):
-                backward_calls = self._backward_calls(call, options)
-                return all_reduce_tensors(call, backward_calls, op, localize(value))
+                backwards = backward_calls(call, self._collectives, options)
+                return all_reduce_tensors(call, backwards, op, localize(value))
             return all_reduce_nest(call, op, value)
 
     @overload
@@ -340,7 +351,8 @@ class ReplicaContext:
         with self._collectives.call("all_gather", options=options) as call:
             nest = localize(value)
             if has_tensors(nest):
-                return all_gather_tensors(call, self._backward_calls(call, options), nest, axis)
+                backwards = backward_calls(call, self._collectives, options)
+                return all_gather_tensors(call, backwards, nest, axis)
             return all_gather_nest(call, nest, axis)
 
     def barrier(self) -> None:
@@ -357,15 +369,6 @@ class ReplicaContext:
         """Return copies of the objects of all replicas, in order. **Collective**."""
         self._check("gather_objects")
         return gather_objects(self._collectives, "all_gather_object", obj)
-
-    def _backward_calls(
-        self, call: CollectiveCall, options: CommunicationOptions | None
-    ) -> MakeCall:
-        # The number of the forward pass keeps the backward passes of two calls apart.
-        forward = f"collective {call.channel.ledger.sequence}"
-        collectives = self._collectives
-        chosen = collectives.options if options is None else options
-        return lambda kind: collectives.call(kind, forward, chosen)
 
     @property
     def _collectives(self) -> Collectives:

@@ -15,6 +15,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from mpistrat import nests
 from mpistrat.arrays import Array, adopted, host_view, is_array, is_foreign, is_number
 from mpistrat.pytorch import is_tensor
+from mpistrat.system.text import brief
 
 __all__ = [
     "DistributedValues",
@@ -45,6 +46,11 @@ class DistributedValues(Generic[T_co]):
     """A value with one component per replica.
 
     Each rank owns one replica and holds that component only.
+
+    Examples
+    --------
+    >>> ms.PerReplica(np.arange(2)).values
+    (array([0, 1]),)
     """
 
     __slots__ = ("__weakref__", "_component")
@@ -66,7 +72,7 @@ class DistributedValues(Generic[T_co]):
         return np.array(host_view(component), dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._component!r})"
+        return f"{type(self).__name__}({brief(self._component)})"
 
 
 class PerReplica(DistributedValues[T_co]):
@@ -74,6 +80,14 @@ class PerReplica(DistributedValues[T_co]):
 
     It has no operators, because a result outside `Strategy.run` would be that of this rank
     alone. `numpy.asarray` gives this rank's component.
+
+    Examples
+    --------
+    >>> value = strategy.run(lambda: np.ones(2))
+    >>> value
+    PerReplica(array([1., 1.]))
+    >>> np.asarray(value) + 1
+    array([2., 2.])
     """
 
     __slots__ = ()
@@ -94,6 +108,11 @@ class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
     """A value that is the same on all replicas, such as the result of a reduction.
 
     It has the operators of arrays, and NumPy functions take it; their results are plain arrays.
+
+    Examples
+    --------
+    >>> strategy.extended.broadcast_to(np.ones(2), "cpu:0") * 2
+    array([2., 2.])
     """
 
     __slots__ = ()
@@ -151,6 +170,11 @@ class IndexedSlices:
         If the lengths of `values` and `indices` differ, or `dense_shape` does not fit.
     TypeError
         If `indices` are no integers, or `values` no numbers.
+
+    Examples
+    --------
+    >>> ms.IndexedSlices(np.ones((2, 8)), [4, 1], (10, 8))
+    IndexedSlices(float64 (2, 8), indices=array([4, 1]), dense_shape=(10, 8))
     """
 
     values: Array
@@ -202,6 +226,10 @@ class IndexedSlices:
                     f"dense_shape {dense_shape}."
                 )
             object.__setattr__(self, "dense_shape", dense_shape)
+
+    def __repr__(self) -> str:
+        values, indices = brief(self.values), brief(self.indices)
+        return f"IndexedSlices({values}, indices={indices}, dense_shape={self.dense_shape})"
 
 
 def _as_rows(value: Any) -> Any:

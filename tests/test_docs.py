@@ -24,7 +24,7 @@ PAGES = [
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_RUN = "<!-- not run -->\n"
-OPTIONAL = ("torch", "lightning", "accelerate")
+OPTIONAL = ("torch", "lightning", "accelerate", "jax", "optax", "autograd")
 """Packages without which the pages that import them are left out."""
 
 

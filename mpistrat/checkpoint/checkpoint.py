@@ -8,10 +8,11 @@ import time
 from typing import Any
 
 from mpistrat.checkpoint.collect import StateCollector, file_of_root
-from mpistrat.checkpoint.object_graph import check_can_hold_state
+from mpistrat.checkpoint.object_graph import check_can_hold_state, walk
 from mpistrat.checkpoint.parallel_write import ParallelWriting
 from mpistrat.checkpoint.restore import RestoreStatus, restore
 from mpistrat.checkpoint.sharded_write import ShardedWriting
+from mpistrat.system.text import html_table
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
@@ -79,9 +80,12 @@ class Checkpoint(Trackable):
 
     Examples
     --------
-    >>> checkpoint = Checkpoint(weight=weight, optimizer=optimizer)  # doctest: +SKIP
-    >>> checkpoint.write("run.h5")  # doctest: +SKIP
-    >>> checkpoint.restore("run.h5").assert_consumed()  # doctest: +SKIP
+    >>> weight = ms.Variable(np.zeros(2), name="weight")
+    >>> checkpoint = ms.Checkpoint(weight=weight)
+    >>> checkpoint.write("run.h5")
+    'run.h5'
+    >>> checkpoint.restore("run.h5").assert_consumed()
+    <RestoreStatus of 'run.h5': 1 restored, 0 still waiting>
     """
 
     def __init__(self, /, **objects: object) -> None:
@@ -184,3 +188,15 @@ class Checkpoint(Trackable):
 
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(self._children)})"
+
+    def _repr_html_(self) -> str:
+        try:
+            tree = walk(self._checkpoint_children())
+        except (TypeError, ValueError) as error:  # which `write` raises too
+            return html_table(f"{self!r} cannot be saved: {error}", [])
+        rows: list[tuple[object, ...]] = [
+            (path, variable.dtype, variable.shape, type(variable).__name__)
+            for path, variable in tree.variables.items()
+        ]
+        rows += [(path, "", "", type(each).__name__) for path, each in tree.stateful.items()]
+        return html_table(repr(self), rows, ("path", "dtype", "shape", "kind"))

@@ -30,6 +30,7 @@ from mpistrat.checkpoint.retention import (
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from mpistrat.system.files import remove_file
+from mpistrat.system.text import html_table
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
@@ -99,6 +100,18 @@ class CheckpointManager:
     ------
     TypeError, ValueError
         For arguments of another type or range.
+
+    Examples
+    --------
+    >>> checkpoint = ms.Checkpoint(weight=ms.Variable(np.zeros(2)))
+    >>> manager = ms.CheckpointManager(checkpoint, "runs/a", max_to_keep=3, asynchronous=True)
+    >>> manager.restore_or_initialize(lambda: print("a new run"))
+    a new run
+    >>> manager.save(step=100)
+    'runs/a/checkpoint-100.h5'
+    >>> manager.wait()
+    >>> manager
+    <CheckpointManager 'runs/a': 1 checkpoints, newest checkpoint-100.h5>
     """
 
     def __init__(
@@ -261,6 +274,18 @@ class CheckpointManager:
         planned, self._planned = self._planned, None
         if self._saver.end(self._collectives()) and planned is not None:
             self._retention = planned
+
+    def __repr__(self) -> str:
+        paths = [entry.path for entry in self._retention.entries]
+        newest = f", newest {os.path.basename(paths[-1])}" if paths else ""
+        return f"<CheckpointManager {self._given!r}: {len(paths)} checkpoints{newest}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (each.step, os.path.basename(each.path), time.ctime(each.created_s))
+            for each in self._retention.entries
+        ]
+        return html_table(repr(self), rows, ("step", "file", "saved"))
 
     def _step(self, step: int | None) -> Any:
         """Return the step that is given, counted or next. **Collective** as the counter is."""

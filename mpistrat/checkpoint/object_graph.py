@@ -51,6 +51,9 @@ class GeneratorState:
     def __init__(self, bits: Any) -> None:
         self._bits = bits
 
+    def __repr__(self) -> str:
+        return f"Generator({type(self._bits).__name__})"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the bit generator, in JSON values."""
         state: dict[str, Any] = _as_json(self._bits.state)

@@ -57,11 +57,12 @@ class PreemptionCheckpointHandler:
 
     Examples
     --------
-    >>> handler = PreemptionCheckpointHandler(manager, walltime_margin_s=300)  # doctest: +SKIP
-    >>> for image, label in batches:  # doctest: +SKIP
-    ...     strategy.run(step, args=(image, label))
-    ...     if handler.save_checkpoint_if_preempted():
+    >>> manager = ms.CheckpointManager(ms.Checkpoint(weight=ms.Variable(0.0)), "runs/b")
+    >>> handler = ms.PreemptionCheckpointHandler(manager, signals=[signal.SIGUSR1])
+    >>> for step in range(3):
+    ...     if handler.save_checkpoint_if_preempted(step):
     ...         raise SystemExit(handler.EXIT_CODE)
+    >>> handler.close()
     """
 
     EXIT_CODE = 75
@@ -89,6 +90,11 @@ class PreemptionCheckpointHandler:
             _warn_without_end()
         for number in numbers_of_signals:
             self._previous[number] = signal.signal(number, self._note)
+
+    def __repr__(self) -> str:
+        names = ", ".join(each.name for each in self._previous)
+        state = "saved" if self._has_saved else self._noticed or "nothing noticed"
+        return f"<PreemptionCheckpointHandler of {self._manager!r} for {names or 'none'}: {state}>"
 
     def save_checkpoint_if_preempted(self, step: int | None = None) -> bool:
         """Save if any rank has noticed the end of the job. **Collective**, once a step.

@@ -47,10 +47,9 @@ class PerReplicaState:
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import mpistrat as ms
-    >>> generator = np.random.default_rng([7, 0])  # with the rank in place of 0
-    >>> checkpoint = ms.Checkpoint(generator=ms.PerReplicaState(generator))
+    >>> generator = ms.PerReplicaState(np.random.default_rng([7, strategy.rank]))
+    >>> checkpoint = ms.Checkpoint(generator=generator)
+    >>> generator.load_state_dict(generator.state_dict())  # as a checkpoint does
     """
 
     def __init__(self, obj: object, reshard: Reshard | None = None) -> None:

@@ -95,6 +95,13 @@ class RestoreStatus:
         self._restoration.is_partial = True
         return self
 
+    def __repr__(self) -> str:
+        restoration = self._restoration
+        return (
+            f"<RestoreStatus of {restoration.path!r}: {len(restoration.restored)} restored, "
+            f"{len(restoration.left())} still waiting>"
+        )
+
     def _unexpected(self) -> list[str]:
         return [f"{path} ({of})" for path, of in self._restoration.left().items()]
 

@@ -98,6 +98,11 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
         If the folder cannot be read, or no file that can be read is sound and others cannot.
     TypeError, ValueError
         If `directory` is no path.
+
+    Examples
+    --------
+    >>> ms.latest_checkpoint("no/such/folder") is None
+    True
     """
     collectives = collectives_for(Tree(), _WHAT)
     folder = agree_on_path(collectives, _WHAT, directory)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import host_copy, is_array
+from mpistrat.arrays import adopted, host_copy, is_array, is_foreign
 from mpistrat.checkpoint.format import FORMAT_VERSION, PLAIN_VERSION, check_path, is_storable
 from mpistrat.checkpoint.tensors import TensorArray, holds_tensors, tensor_library
 from mpistrat.pytorch import is_tensor
@@ -179,6 +179,8 @@ class _Splitter:
             return value
         if isinstance(value, bool | int | float | str):
             return value
+        if is_foreign(value):
+            value = adopted(f"state_dict() of {self.owner!r} at {path!r}", value)
         if is_array(value):
             self.take(value, path)
             return _ABSENT if plain else None

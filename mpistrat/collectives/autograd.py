@@ -11,15 +11,15 @@ import numpy as np
 from mpistrat import nests
 from mpistrat.arguments import as_integer, normalize_axes
 from mpistrat.arrays import Array, namespace_of
-from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.nested import all_gather_nest, all_reduce_nest
-from mpistrat.options import ReduceOp
+from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.pytorch import PullBack, apply_differentiable, is_loaded, is_tensor
 
 __all__ = [
-    "MakeCall",
     "all_gather_tensors",
     "all_reduce_tensors",
+    "backward_calls",
     "has_tensors",
     "pull_back_all_gather",
     "pull_back_all_reduce",
@@ -136,6 +136,16 @@ def _length(array: Array, axis: int) -> int | None:
 
 MakeCall = Callable[[str], CollectiveCall]
 """Makes the call of a backward pass, of a given kind."""
+
+
+def backward_calls(
+    call: CollectiveCall, collectives: Collectives, options: CommunicationOptions | None
+) -> MakeCall:
+    """Return how the backward pass of a `call` with `options` makes its own call."""
+    # The number of the forward pass keeps the backward passes of two calls apart.
+    forward = f"collective {call.channel.ledger.sequence}"
+    chosen = collectives.options if options is None else options
+    return lambda kind: collectives.call(kind, forward, chosen)
 
 
 def has_tensors(nest: Any) -> bool:

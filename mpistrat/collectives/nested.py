@@ -74,6 +74,10 @@ class PendingReduction(Generic[T]):
         result: T = self._result
         return result
 
+    def __repr__(self) -> str:
+        is_ended = self._end is None
+        return f"<PendingReduction {'ended' if is_ended else 'under way: call wait()'}>"
+
     def __del__(self) -> None:
         if self._end is not None and not sys.is_finalizing():
             self._when_dropped()

@@ -29,6 +29,29 @@ class Dataset:
     a position to be saved, as a `DistributedDataset` has.
 
     Make one with `from_hdf5`, `from_arrays`, `from_generator` or `range`.
+
+    Examples
+    --------
+    >>> fields = ("train/image", "train/label")
+    >>> digits = ms.data.Dataset.from_hdf5("data/digits.h5", fields)
+    >>> digits = digits.map(lambda image, label: (image / 16, label))
+    >>> batches = digits.shuffle(seed=1).batch(128, drop_remainder=True).prefetch(2)
+    >>> batches.element_spec[1]
+    ArraySpec((128,), uint8)
+    >>> numbers = ms.data.Dataset.range(10)
+    >>> [batch.tolist() for batch in numbers.skip(2).take(6).shard(2, 0).repeat(2).batch(3)]
+    [[2, 4, 6], [2, 4, 6]]
+    >>> ms.data.Dataset.from_arrays({"x": np.zeros((5, 2))}).cardinality()
+    5
+    >>> spec = ms.data.ArraySpec((), "float64")
+    >>> list(ms.data.Dataset.from_generator(lambda: iter([0.5, 1.5]), spec))
+    [np.float64(0.5), np.float64(1.5)]
+    >>> file_per_rank = batches.with_options(auto_shard_policy=ms.data.AutoShardPolicy.FILE)
+
+    The position can be saved and restored:
+
+    >>> first = next(iter(batches))
+    >>> batches.load_state_dict(batches.state_dict())
     """
 
     def __init__(
@@ -263,7 +286,11 @@ class Dataset:
 
     def __iter__(self) -> ElementIterator:
         pass_number, start, on_step = self._position.begin()
-        return ElementIterator(self._pipeline.elements(pass_number, start), on_step)
+        elements = self._pipeline.elements(pass_number, start)
+        return ElementIterator(elements, on_step, of=self)
+
+    def __repr__(self) -> str:
+        return f"<Dataset {self._pipeline}{self._position}>"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, as that of a `DistributedDataset` with the same batches. Local."""

@@ -46,6 +46,17 @@ class DistributedDataset:
         Where to place them; ``None`` leaves them in host memory.
     collectives : Collectives
         By which an error is reported to the other ranks.
+
+    Examples
+    --------
+    >>> batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(8).batch(4))
+    >>> batches.cardinality()
+    2
+    >>> batch = next(iter(batches))
+    >>> state = batches.state_dict()
+    >>> state["pass"], state["batch"]
+    (0, 1)
+    >>> batches.load_state_dict(state)
     """
 
     def __init__(
@@ -71,7 +82,11 @@ class DistributedDataset:
 
     def __iter__(self) -> ElementIterator:
         pass_number, start, on_step = self._position.begin()
-        return ElementIterator(self._elements(pass_number, start), on_step, self._check_context)
+        elements = self._elements(pass_number, start)
+        return ElementIterator(elements, on_step, self._check_context, of=self)
+
+    def __repr__(self) -> str:
+        return f"<DistributedDataset {self._rank_dataset}{self._position}>"
 
     def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements of a pass on the device, each array as a `PerReplica`."""
@@ -163,6 +178,9 @@ class BatchSlices:
     size: int
     rank: int
 
+    def __str__(self) -> str:
+        return f"{self.pipeline}, for rank {self.rank} of {self.size}"
+
     @property
     def element_spec(self) -> Any:
         """The nest of `ArraySpec` of one part."""
@@ -200,6 +218,9 @@ class RankPipeline:
     """A digest of what decides the order of the examples of all ranks."""
     next_element: NextElement | None
     """How to take each element; ``None`` where `length` is certain."""
+
+    def __str__(self) -> str:
+        return f"{self.pipeline}, one of {self.size} pipelines"
 
     @property
     def element_spec(self) -> Any:

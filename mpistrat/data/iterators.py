@@ -45,6 +45,11 @@ class Position:
 
         return self._pass, self._num_handed_out, on_step
 
+    def __str__(self) -> str:
+        if not self._pass and not self._num_handed_out:
+            return ""
+        return f", at element {self._num_handed_out} of pass {self._pass}"
+
     def state(self, layout: dict[str, Any]) -> dict[str, Any]:
         """Return the position, and the `layout` for which it is valid, as JSON values."""
         return {"pass": self._pass, "batch": self._num_handed_out, **layout}
@@ -135,7 +140,9 @@ class ElementIterator:
         elements: Generator[Any, None, None],
         on_step: Callable[[bool], None],
         check_context: Callable[[], None] | None = None,
+        of: object = None,
     ) -> None:
+        self._of = of
         self._elements = elements
         self._on_step = on_step
         self._check_context = check_context
@@ -160,6 +167,9 @@ class ElementIterator:
     def close(self) -> None:
         """End the pass early: close files and end threads. Local."""
         self._elements.close()
+
+    def __repr__(self) -> str:
+        return f"<ElementIterator of {self._of!r}>"
 
     def get_next(self) -> Any:
         """Return the next element.

@@ -14,7 +14,15 @@ import numpy as np
 
 from mpistrat import sharding
 from mpistrat.data.elements import ElementMaker, examples_to_read
-from mpistrat.data.order import Block, Order, Reader, Source, Transformation
+from mpistrat.data.order import (
+    ENDLESS,
+    UNKNOWN,
+    Block,
+    Order,
+    Reader,
+    Source,
+    Transformation,
+)
 from mpistrat.data.random import PassStream
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import batched, open_batch, spec_of, with_room_for_text
@@ -32,6 +40,16 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
+_USUAL = ("drop_remainder=False", "reshuffle_each_iteration=True", "window=None")
+
+
+def _as_call(transformation: Transformation) -> str:
+    """Return the call that adds it, without the arguments that are usual."""
+    name, _, rest = repr(transformation).partition("(")
+    given = [each for each in rest[:-1].split(", ") if each not in _USUAL]
+    return f"{name.lower()}({', '.join(given)})"
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """A source and the transformations applied to it, in order."""
@@ -42,6 +60,14 @@ class Pipeline:
     """The rank where each rank has other examples; for random numbers of maps."""
     _specs: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What `_spec` has found."""
+
+    def __str__(self) -> str:
+        calls = [repr(self.source), *map(_as_call, self.transformations)]
+        if not getattr(self.source, "is_read", True):  # files are not opened for this
+            return ".".join(calls)
+        length = {ENDLESS: "endless", UNKNOWN: "unknown length"}.get(self.length, str(self.length))
+        unit = "" if self.length < 0 else " examples" if self.batch is None else " batches"
+        return f"{'.'.join(calls)}, {length}{unit}"
 
     def then(self, transformation: Transformation) -> Pipeline:
         """Return the pipeline with one more transformation."""

@@ -92,6 +92,12 @@ def example_rng() -> np.random.Generator:
     ------
     ContextError
         Outside of a function that `Dataset.map` calls, and in one that gets batches.
+
+    Examples
+    --------
+    >>> def add_noise(x):
+    ...     return x + ms.data.example_rng().normal()
+    >>> noisy = ms.data.Dataset.range(8).map(add_noise, seed=7).batch(4)
     """
     scope = _scope("example_rng")
     if scope.is_batch:
@@ -117,6 +123,12 @@ def example_rngs() -> tuple[np.random.Generator, ...]:
     ------
     ContextError
         Outside of a function that `Dataset.map` calls.
+
+    Examples
+    --------
+    >>> def add_noise(batch):
+    ...     return batch + np.array([rng.normal() for rng in ms.data.example_rngs()])
+    >>> noisy = ms.data.Dataset.range(8).batch(4).map(add_noise, seed=7)
     """
     return _scope("example_rngs").rngs
 

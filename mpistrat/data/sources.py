@@ -14,6 +14,7 @@ from mpistrat import arrays, nests
 from mpistrat.data.order import UNKNOWN, Block, ChunkLayout, function_name
 from mpistrat.data.spec import ArraySpec, fitted
 from mpistrat.errors import DataError
+from mpistrat.system.text import array_type
 
 __all__ = ["ArraySource", "GeneratorSource", "RangeSource"]
 
@@ -47,6 +48,9 @@ class RangeSource(_InMemory):
 
     num_examples: int
     kind = "range"
+
+    def __repr__(self) -> str:
+        return f"range({self.num_examples})"
 
     @property
     def element_spec(self) -> Any:
@@ -94,6 +98,9 @@ class ArraySource(_InMemory):
             raise DataError(f"from_arrays needs arrays of one length, but came {found}.")
         self.num_examples = lengths[0]
 
+    def __repr__(self) -> str:
+        return f"from_arrays({', '.join(map(array_type, self._arrays))})"
+
     @property
     def element_spec(self) -> Any:
         """The nest of `ArraySpec` of one row."""
@@ -135,6 +142,9 @@ class GeneratorSource:
         self._fn = fn
         self._last: weakref.ref[Any] | None = None
         self.element_spec = element_spec
+
+    def __repr__(self) -> str:
+        return self.kind
 
     @property
     def num_examples(self) -> int:

@@ -38,6 +38,11 @@ class ArraySpec:
     ------
     TypeError, ValueError
         If a length is neither ``None`` nor an integer of at least 0, or the dtype is none.
+
+    Examples
+    --------
+    >>> ms.data.ArraySpec((None, 3), "float32")
+    ArraySpec((None, 3), float32)
     """
 
     shape: tuple[int | None, ...]

@@ -261,6 +261,11 @@ class Injection:
     ValueError
         If there is no such rank, the collective is over, or collectives are not counted because
         the setting ``MPISTRAT_CHECKS`` is off.
+
+    Examples
+    --------
+    >>> injection = ms.testing.inject("delay:0.1", strategy=strategy)
+    >>> injection.remove()
     """
 
     def __init__(self, channel: Channel, fault: Fault, collectives_before: int = 0) -> None:

@@ -104,6 +104,15 @@ class BatchNorm(Trackable):
         For an argument out of range or of another type.
     EpochMismatchError
         If the ranks disagree on an argument.
+
+    Examples
+    --------
+    >>> norm = ms.layers.BatchNorm(2, synchronized=True)
+    >>> y, saved = norm.forward(np.array([[1.0, 0.0], [3.0, 0.0]], np.float32))
+    >>> y.round(2)
+    array([[-1.,  0.],
+           [ 1.,  0.]], dtype=float32)
+    >>> gradients = norm.backward(saved, np.ones_like(y))
     """
 
     def __init__(

@@ -52,6 +52,13 @@ class AUC(Metric[np.float64]):
         If a parameter has another form.
     EpochMismatchError
         If the ranks disagree on a parameter.
+
+    Examples
+    --------
+    >>> metric = ms.metrics.AUC()
+    >>> metric.update_state([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8])
+    >>> metric.result()
+    np.float64(0.75)
     """
 
     def __init__(

@@ -106,6 +106,13 @@ class Precision(_BinaryCounts):
         If a parameter has another form.
     EpochMismatchError
         If the ranks disagree on a parameter.
+
+    Examples
+    --------
+    >>> metric = ms.metrics.Precision()
+    >>> metric.update_state([1, 0, 1, 1], [0.9, 0.8, 0.7, 0.1])
+    >>> metric.result()
+    np.float64(0.6666666666666666)
     """
 
     def _compute(self, sums: Mapping[str, Any]) -> Any:
@@ -127,6 +134,13 @@ class Recall(_BinaryCounts):
         If a parameter has another form.
     EpochMismatchError
         If the ranks disagree on a parameter.
+
+    Examples
+    --------
+    >>> metric = ms.metrics.Recall()
+    >>> metric.update_state([1, 0, 1, 1], [0.9, 0.8, 0.7, 0.1])
+    >>> metric.result()
+    np.float64(0.6666666666666666)
     """
 
     def _compute(self, sums: Mapping[str, Any]) -> Any:
@@ -160,6 +174,13 @@ class F1(SumsByUpdate):
         If a parameter has another form.
     EpochMismatchError
         If the ranks disagree on a parameter.
+
+    Examples
+    --------
+    >>> metric = ms.metrics.F1()
+    >>> metric.update_state([[1, 0], [0, 1]], [[0.9, 0.2], [0.1, 0.8]])
+    >>> metric.result()
+    array([1., 1.])
     """
 
     def __init__(

@@ -78,6 +78,14 @@ class ConfusionMatrix(_PairCounts[np.ndarray]):
         If `num_classes` is no integer of at least 1.
     EpochMismatchError
         If the ranks disagree on `num_classes`.
+
+    Examples
+    --------
+    >>> metric = ms.metrics.ConfusionMatrix(2)
+    >>> metric.update_state([0, 1, 1], [0, 1, 0])
+    >>> metric.result()
+    array([[1., 0.],
+           [1., 1.]])
     """
 
     def update_state(
@@ -131,6 +139,13 @@ class MeanIoU(_PairCounts[np.float64]):
         If a parameter has another form.
     EpochMismatchError
         If the ranks disagree on a parameter.
+
+    Examples
+    --------
+    >>> metric = ms.metrics.MeanIoU(2)
+    >>> metric.update_state([0, 1, 1], [0, 1, 0])
+    >>> metric.result()
+    np.float64(0.5)
     """
 
     def __init__(

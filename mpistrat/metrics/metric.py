@@ -51,6 +51,15 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
     ----------
     name : str, optional
         By default the class name in lower case.
+
+    Examples
+    --------
+    >>> with strategy.scope():
+    ...     loss = ms.metrics.Mean(name="loss")
+    >>> strategy.run(lambda: loss.update_state([1.0, 3.0]))
+    >>> float(loss.result())
+    2.0
+    >>> loss.reset_state()
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -131,7 +140,8 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
             variable.assign(np.zeros(variable.shape, variable.dtype), read_value=False)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}>"
+        sums = ", ".join(f"{what} {variable.shape}" for what, variable in self._sums.items())
+        return f"<{type(self).__name__} {self.name!r} {f'from sums {sums}' if sums else 'empty'}>"
 
 
 class SumsByUpdate(Metric[Any]):
@@ -231,6 +241,15 @@ def from_sums(
     ------
     TypeError
         If one of them is no function.
+
+    Examples
+    --------
+    >>> def sums_fn(x):
+    ...     return {"square": (x**2).sum(), "count": x.size}
+    >>> rms = ms.metrics.from_sums(sums_fn, lambda sums: (sums["square"] / sums["count"]) ** 0.5)
+    >>> rms.update_state(np.array([3.0, 3.0]))
+    >>> float(rms.result())
+    3.0
     """
     return _FromSums(sums_fn, result_fn, name)
 

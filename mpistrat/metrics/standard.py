@@ -31,6 +31,13 @@ class Sum(Metric[np.float64]):
     Parameters
     ----------
     name : str, optional
+
+    Examples
+    --------
+    >>> metric = ms.metrics.Sum()
+    >>> metric.update_state([1.0, 2.0])
+    >>> metric.result()
+    np.float64(3.0)
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -74,6 +81,13 @@ class Mean(RunningMean):
     Parameters
     ----------
     name : str, optional
+
+    Examples
+    --------
+    >>> metric = ms.metrics.Mean()
+    >>> metric.update_state([1.0, 3.0], sample_weight=[3.0, 1.0])
+    >>> metric.result()
+    np.float64(1.5)
     """
 
     def update_state(self, values: Given, sample_weight: npt.ArrayLike | None = None) -> None:
@@ -93,6 +107,13 @@ class Accuracy(RunningMean):
     Parameters
     ----------
     name : str, optional
+
+    Examples
+    --------
+    >>> metric = ms.metrics.Accuracy()
+    >>> metric.update_state([1, 2, 3, 4], [1, 2, 3, 0])
+    >>> metric.result()
+    np.float64(0.75)
     """
 
     def update_state(
@@ -116,6 +137,13 @@ class MeanSquaredError(RunningMean):
     Parameters
     ----------
     name : str, optional
+
+    Examples
+    --------
+    >>> metric = ms.metrics.MeanSquaredError()
+    >>> metric.update_state([1.0, 2.0], [1.0, 4.0])
+    >>> metric.result()
+    np.float64(2.0)
     """
 
     def update_state(
@@ -170,6 +198,13 @@ class TopKAccuracy(RunningMean):
         If `k` is below 1.
     EpochMismatchError
         If the ranks disagree on `k`.
+
+    Examples
+    --------
+    >>> metric = ms.metrics.TopKAccuracy(k=2)
+    >>> metric.update_state([0, 2], [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
+    >>> metric.result()
+    np.float64(0.5)
     """
 
     def __init__(self, k: int = 5, name: str | None = None) -> None:

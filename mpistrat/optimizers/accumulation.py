@@ -96,6 +96,19 @@ class GradientAccumulator(Trackable):
         If a variable belongs to another strategy.
     EpochMismatchError
         If the ranks disagree on the variables.
+
+    Examples
+    --------
+    >>> weight, sgd = ms.Variable(np.zeros(2)), ms.optimizers.SGD(0.5)
+    >>> accumulator = ms.optimizers.GradientAccumulator([weight])
+    >>> for micro_batch in range(2):
+    ...     accumulator.add([(np.ones(2), weight)])
+    >>> [(gradient, _)] = accumulator.grads_and_vars()
+    >>> gradient
+    array([2., 2.])
+    >>> accumulator.apply(sgd)  # which ends with accumulator.reset()
+    >>> weight.numpy(), accumulator.num_added
+    (array([-1., -1.]), 0)
     """
 
     def __init__(self, variables: Iterable[Variable]) -> None:

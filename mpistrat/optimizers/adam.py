@@ -60,6 +60,11 @@ class Adam(Optimizer):
         If a parameter has another type.
     ValueError
         For a value out of range.
+
+    Examples
+    --------
+    >>> ms.optimizers.AdamW(1e-3, weight_decay=0.01)
+    <Adam learning_rate=0.001 beta_1=0.9 beta_2=0.999 epsilon=1e-08 weight_decay=0.01 iterations=0>
     """
 
     beta_1: float

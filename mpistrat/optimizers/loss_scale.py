@@ -48,6 +48,13 @@ class LossScale(Trackable):
         For a value out of range.
     EpochMismatchError
         If the ranks disagree on a parameter.
+
+    Examples
+    --------
+    >>> scale = ms.optimizers.LossScale(initial_scale=1024.0)
+    >>> sgd = ms.optimizers.SGD(0.1, loss_scale=scale)
+    >>> float(scale.value)
+    1024.0
     """
 
     def __init__(

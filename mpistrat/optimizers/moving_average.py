@@ -43,6 +43,16 @@ class ExponentialMovingAverage(Trackable):
         If `decay` is no number or `num_updates` no integer.
     ValueError
         For a value out of range.
+
+    Examples
+    --------
+    >>> weight = ms.Variable(np.zeros(2))
+    >>> averages = ms.optimizers.ExponentialMovingAverage(0.75)
+    >>> averages.apply([weight])
+    >>> weight.assign(np.ones(2), read_value=False)
+    >>> averages.apply([weight])
+    >>> averages.average(weight).numpy()
+    array([0.25, 0.25])
     """
 
     def __init__(self, decay: float, num_updates: int | None = None) -> None:

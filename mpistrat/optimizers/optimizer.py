@@ -32,6 +32,7 @@ from mpistrat.optimizers.update import Rule, Step, Target, UpdateAll, gradient_f
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
+from mpistrat.system.text import brief, small_values
 from mpistrat.tracing.spans import span
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
@@ -75,6 +76,15 @@ class Optimizer(Trackable, abc.ABC):
     EpochMismatchError
         If the ranks disagree on a parameter. A program may set one between two steps; the next
         step checks it again.
+
+    Examples
+    --------
+    >>> with strategy.scope():
+    ...     weight, sgd = ms.Variable(np.zeros(2)), ms.optimizers.SGD(0.5, momentum=0.9)
+    >>> gradient = np.ones(2) / strategy.num_replicas_in_sync
+    >>> strategy.run(lambda: sgd.apply_gradients([(gradient, weight)]))
+    >>> weight.numpy(), sgd.slot(weight, "momentum").numpy()
+    (array([-0.5, -0.5]), array([0.5, 0.5]))
     """
 
     def __init__(
@@ -136,6 +146,14 @@ class Optimizer(Trackable, abc.ABC):
             for name, value in values
             if value is not None
         ]
+
+    def __repr__(self) -> str:
+        given = ((name, getattr(self, name)) for name in self._constant_parameters)
+        parameters = [f"learning_rate={brief(self.learning_rate)}"]
+        parameters += [f"{name}={brief(each)}" for name, each in given if each is not None]
+        done = small_values(self.iterations._storage)
+        parameters += [] if done is None else [f"iterations={done}"]
+        return f"<{type(self).__name__} {' '.join(parameters)}>"
 
     def apply_gradients(
         self,

@@ -31,6 +31,12 @@ class LearningRateSchedule(abc.ABC):
     **Local**. It raises `ValueError` for a negative step and `TypeError` for one that is no
     integer. Schedules with equal parameters are equal, have the same `repr`, and give the same
     rates to the bit.
+
+    Examples
+    --------
+    >>> schedules = ms.optimizers.schedules
+    >>> isinstance(schedules.Constant(0.1), schedules.LearningRateSchedule)
+    True
     """
 
     def __call__(self, step: int) -> float:
@@ -72,6 +78,11 @@ class Constant(LearningRateSchedule):
         If the rate is no number.
     ValueError
         If it is negative or not finite.
+
+    Examples
+    --------
+    >>> ms.optimizers.schedules.Constant(0.1)(1000)
+    0.1
     """
 
     learning_rate: float
@@ -97,6 +108,12 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     ValueError
         If there is not one value more than boundaries, the boundaries do not rise from 0 on, or
         a value is negative or not finite.
+
+    Examples
+    --------
+    >>> rate = ms.optimizers.schedules.PiecewiseConstantDecay([100], [0.1, 0.01])
+    >>> rate(100), rate(101)
+    (0.1, 0.01)
     """
 
     boundaries: Sequence[int]
@@ -135,6 +152,11 @@ class ExponentialDecay(LearningRateSchedule):
     ValueError
         If the rate is negative or not finite, `decay_steps` below 1, or `decay_rate` outside
         (0, 1].
+
+    Examples
+    --------
+    >>> ms.optimizers.schedules.ExponentialDecay(0.1, decay_steps=100, decay_rate=0.5)(100)
+    0.05
     """
 
     initial_learning_rate: float
@@ -175,6 +197,12 @@ class CosineDecay(LearningRateSchedule):
     ValueError
         If a rate is negative or not finite, `decay_steps` below 1, `warmup_steps` negative,
         `alpha` outside [0, 1], or only one of `warmup_target` and `warmup_steps` is given.
+
+    Examples
+    --------
+    >>> rate = ms.optimizers.schedules.CosineDecay(0.1, decay_steps=100)
+    >>> rate(0), rate(100)
+    (0.1, 0.0)
     """
 
     initial_learning_rate: float

@@ -69,6 +69,11 @@ class SGD(Optimizer):
         If a parameter has another type.
     ValueError
         For a value out of range, or `nesterov` without momentum.
+
+    Examples
+    --------
+    >>> ms.optimizers.SGD(0.1, momentum=0.9, nesterov=True)
+    <SGD learning_rate=0.1 momentum=0.9 nesterov=True iterations=0>
     """
 
     momentum: float

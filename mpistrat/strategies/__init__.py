@@ -33,7 +33,14 @@ __all__ = [
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy of the innermost scope, or the default strategy. Local."""
+    """Return the strategy of the innermost scope, or the default strategy. Local.
+
+    Examples
+    --------
+    >>> with strategy.scope():
+    ...     ms.get_strategy() is strategy
+    True
+    """
     frame = context.current()
     if frame is None:
         return default_strategy()
@@ -42,12 +49,25 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Return whether another strategy than the default one is current. Local."""
+    """Return whether another strategy than the default one is current. Local.
+
+    Examples
+    --------
+    >>> ms.has_strategy()
+    False
+    """
     return not get_strategy().extended._is_default
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether all replicas act together here: in a scope, ``merge_fn`` or update. Local."""
+    """Return whether all replicas act together here: in a scope, ``merge_fn`` or update. Local.
+
+    Examples
+    --------
+    >>> with strategy.scope():
+    ...     ms.in_cross_replica_context(), strategy.run(ms.in_cross_replica_context)
+    (True, PerReplica(False))
+    """
     frame = context.current()
     return frame is not None and frame.kind is not context.Kind.REPLICA
 
@@ -56,6 +76,11 @@ def get_replica_context() -> ReplicaContext | None:
     """Return the current replica context, ``None`` in cross-replica context. Local.
 
     In the default context it is the replica context of the default strategy.
+
+    Examples
+    --------
+    >>> strategy.run(lambda: ms.get_replica_context().all_reduce("mean", 2.0))
+    PerReplica(np.float64(2.0))
     """
     frame = context.current()
     if frame is None:
@@ -76,6 +101,13 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     ------
     ContextError
         Inside a scope.
+
+    Examples
+    --------
+    >>> ms.experimental_set_strategy(strategy)
+    >>> ms.get_strategy() is strategy
+    True
+    >>> ms.experimental_set_strategy(None)
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise TypeError(f"experimental_set_strategy takes a strategy or None, not {strategy!r}.")
@@ -89,5 +121,10 @@ def get_loss_reduction() -> ReduceOp:
     """Return how losses of replicas combine: always `ReduceOp.SUM`. Local.
 
     The seeds of this API return another value for one kind of estimator only.
+
+    Examples
+    --------
+    >>> ms.get_loss_reduction()
+    <ReduceOp.SUM: 'SUM'>
     """
     return ReduceOp.SUM

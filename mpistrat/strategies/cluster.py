@@ -140,6 +140,11 @@ def print_on_chief(
 
     Rank 0 is that of the strategy in scope, and outside every scope that of the job. The other
     ranks do nothing. `flush` is true by default, because launchers read through pipes.
+
+    Examples
+    --------
+    >>> ms.print("epoch", 1)
+    epoch 1
     """
     frame = context.current()
     collectives = None if frame is None else frame.collectives

@@ -52,6 +52,25 @@ class StrategyExtended(ExtendedV1):
     ----------
     collectives : Collectives
         How the replicas communicate; a world of one has its own.
+
+    Examples
+    --------
+    >>> extended = strategy.extended
+    >>> with strategy.scope():
+    ...     weight = ms.Variable(np.zeros(2))
+    >>> with strategy.scope(), extended.colocate_vars_with(weight):
+    ...     bias = ms.Variable(0.0)
+    >>> ones = extended.call_for_each_replica(lambda: np.ones(2))
+    >>> mean = extended.reduce_to("mean", ones, weight)
+    >>> [mean] = extended.batch_reduce_to("mean", [(ones, weight)])  # many values in one message
+    >>> extended.update(weight, lambda variable, value: variable.assign(value), (mean,))
+    Mirrored(array([1., 1.]))
+    >>> extended.assert_replicas_agree([weight])
+    >>> extended.variable_created_in_scope(weight)
+    True
+    >>> extended.value_container(weight.value()) is weight
+    True
+    >>> path = extended.dump_flight_record("flight.{rank}.json")
     """
 
     _is_default = False
@@ -84,16 +103,6 @@ class StrategyExtended(ExtendedV1):
                 "strategy after its last use, or make another one."
             )
         )
-
-    @property
-    def xp(self) -> Any:
-        """The array namespace of the replica's device: NumPy's or CuPy's. Local."""
-        return self.device.namespace()
-
-    @property
-    def experimental_require_static_shapes(self) -> bool:
-        """Whether shapes must never change: always false. Local."""
-        return False
 
     def _require_scope(self, what: str) -> None:
         """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`."""
@@ -300,6 +309,9 @@ class StrategyExtended(ExtendedV1):
                 f"{what}: the variable {variable.name!r} belongs to {variable.strategy!r}, not to "
                 f"{self._container!r}. Different strategies cannot be mixed."
             )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._container!r}>"
 
     def colocate_vars_with(
         self, colocate_with_variable: Variable | tuple[str, ...]

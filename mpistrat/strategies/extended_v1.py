@@ -34,6 +34,14 @@ class MultiStepContext:
         Whose steps they are.
     initial_outputs : dict, optional
         Outputs before the first step, by name.
+
+    Examples
+    --------
+    >>> outputs = ms.MultiStepContext(strategy)
+    >>> outputs.set_last_step_output("loss", 1.0, "mean")
+    >>> outputs.set_non_tensor_output("phase", "warm-up")
+    >>> outputs.last_step_outputs, outputs.non_tensor_outputs
+    ({'loss': np.float64(1.0)}, {'phase': 'warm-up'})
     """
 
     def __init__(self, strategy: Any, initial_outputs: Mapping[str, Any] | None = None) -> None:
@@ -105,6 +113,9 @@ class InputIterator:
         # Made by the first get_next, so that initialising a new iterator skips no pass.
         self._iterator: Any = None
 
+    def __repr__(self) -> str:
+        return f"<InputIterator of {self._dataset!r}>"
+
     def initialize(self) -> None:
         """Start the next pass, or the first one. Local."""
         self._iterator = None
@@ -142,6 +153,16 @@ class ExtendedV1(abc.ABC):
     def device(self) -> Device:
         """Where the replica of this rank computes. Local."""
         return self._collectives.device
+
+    @property
+    def xp(self) -> Any:
+        """The array namespace of the replica's device: NumPy's or CuPy's. Local."""
+        return self.device.namespace()
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether shapes must never change: always false. Local."""
+        return False
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -194,6 +215,11 @@ class ExtendedV1(abc.ABC):
             Inside a replica function.
         ValueError
             If a `session` is given, or the arrays of a list differ in shape.
+
+        Examples
+        --------
+        >>> strategy.extended.experimental_make_numpy_dataset(np.zeros((5, 2)))
+        <Dataset from_arrays(float64 (5, 2)), 5 examples>
         """
         context.require_cross_replica(self._container, "experimental_make_numpy_dataset")
         if session is not None:
@@ -220,6 +246,11 @@ class ExtendedV1(abc.ABC):
         ------
         TypeError, ValueError
             For another value or destination.
+
+        Examples
+        --------
+        >>> strategy.extended.broadcast_to(np.ones(2), "cpu:0")
+        Mirrored(array([1., 1.]))
         """
         context.require_cross_replica(self._container, "broadcast_to")
         # Before the call, because reading the variable may itself be a collective.
@@ -281,6 +312,12 @@ class ExtendedV1(abc.ABC):
         """Return the value of a variable over all replicas, as it is now.
 
         **Collective** for a SyncOnRead variable, whose components it aggregates, else local.
+
+        Examples
+        --------
+        >>> with strategy.scope():
+        ...     strategy.extended.read_var(ms.Variable(2.0))
+        array(2.)
         """
         context.require_cross_replica(self._container, "read_var")
         return v.read_value()

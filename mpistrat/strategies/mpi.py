@@ -71,6 +71,44 @@ class MPIStrategy(Strategy):
         on one GPU, or ranks run different versions of the package.
     TypeError, ValueError
         For a bad argument or setting, on every rank.
+
+    Examples
+    --------
+    >>> strategy = ms.MPIStrategy()
+    >>> with strategy.scope():
+    ...     weight = ms.Variable(np.zeros(2))
+    >>> def step():
+    ...     replica = ms.get_replica_context()
+    ...     return weight.value() + replica.all_reduce("mean", np.ones(2))
+    >>> mean = strategy.run(step)
+    >>> strategy.experimental_local_results(mean)
+    (array([1., 1.]),)
+    >>> float(strategy.reduce("sum", 1.0)) == strategy.size
+    True
+    >>> strategy.gather(np.array([strategy.rank]), axis=0).tolist() == [*range(strategy.size)]
+    True
+
+    Each rank gets its part of each batch:
+
+    >>> batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(8).batch(4))
+    >>> [int(strategy.reduce("sum", batch, axis=0)) for batch in batches]
+    [6, 22]
+    >>> def dataset_fn(context):
+    ...     return ms.data.Dataset.range(8).batch(context.get_per_replica_batch_size(8))
+    >>> batches = strategy.distribute_datasets_from_function(dataset_fn)
+    >>> strategy.experimental_distribute_values_from_function(lambda context: np.ones(2))
+    PerReplica(array([1., 1.]))
+    >>> strategy.experimental_make_numpy_dataset(np.zeros((5, 2))).cardinality()
+    5
+
+    Objects travel as pickle:
+
+    >>> strategy.broadcast_object({"seed": 7})
+    {'seed': 7}
+    >>> strategy.gather_objects("ready") == ["ready"] * strategy.size
+    True
+    >>> strategy.barrier()
+    >>> strategy.close()
     """
 
     def __init__(
@@ -124,13 +162,14 @@ class MPIStrategy(Strategy):
             hosts=world.hosts,
             launcher=world.launcher.name,
         )
+        self._library = library_version()
         _logger.info(
             "MPIStrategy: size %d, nodes %d, launcher %s, device %s, %s",
             world.size,
             len(world.hosts),
             world.launcher.name,
             self.extended.device,
-            library_version(),
+            self._library,
         )
 
     @property
@@ -139,9 +178,12 @@ class MPIStrategy(Strategy):
         return self._cluster_resolver
 
     def __repr__(self) -> str:
-        extended = self.extended
-        rank, size = extended._collectives.rank, extended._collectives.size
-        return f"<MPIStrategy rank {rank} of {size} on {extended.device}>"
+        num_nodes = len(self._cluster_resolver.hosts)
+        nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+        return (
+            f"<MPIStrategy rank {self.rank} of {self.size} on {self.extended.device}, {nodes}, "
+            f"{self._library.replace(' Version:', '')}>"
+        )
 
 
 def _open_devices(

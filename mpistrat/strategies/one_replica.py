@@ -184,6 +184,12 @@ class OneDeviceStrategy(Strategy):
         For an unknown device.
     LaunchError
         If the GPU asked for is not there.
+
+    Examples
+    --------
+    >>> strategy = ms.OneDeviceStrategy("cpu:0")
+    >>> strategy.num_replicas_in_sync
+    1
     """
 
     def __init__(self, device: str = "cpu:0") -> None:

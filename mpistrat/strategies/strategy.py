@@ -37,6 +37,11 @@ class Strategy(ClusterMember):
 
     Make one of its subclasses: `MPIStrategy`, or `OneDeviceStrategy` for one replica without
     MPI.
+
+    Examples
+    --------
+    >>> isinstance(ms.get_strategy(), ms.Strategy)
+    True
     """
 
     def __init__(self, extended: StrategyExtended) -> None:

@@ -1,17 +1,25 @@
-"""Text formatting: sizes, times, lists of ranks, short forms of shapes."""
+"""Text formatting: sizes, times, lists of ranks, short forms of values, HTML tables."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import html
+import reprlib
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 __all__ = [
+    "array_type",
+    "brief",
     "format_detail",
+    "html_table",
     "rank_list",
     "rank_spans",
     "ranks_by_value",
     "readable_size",
     "readable_time",
+    "small_values",
     "text_of",
 ]
 
@@ -84,3 +92,55 @@ def format_detail(detail: object) -> str:
         return ", ".join(shown) + (f" and {rest} more" if rest else "")
     text = str(detail)
     return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."
+
+
+_MAX_ELEMENTS = 8
+_MAX_BYTES = 256
+
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = _MAX_CHARACTERS
+
+
+def array_type(array: object) -> str:
+    """Return the library, dtype and shape of an array or tensor: ``cupy float32 (4, 3)``."""
+    library = type(array).__module__.partition(".")[0]
+    dtype = str(getattr(array, "dtype", "?")).removeprefix(f"{library}.")
+    shape = tuple(getattr(array, "shape", ()))
+    return f"{dtype} {shape}" if library == "numpy" else f"{library} {dtype} {shape}"
+
+
+def small_values(array: object) -> str | None:
+    """Return the elements of a small array of the host on one line, ``None`` for any other."""
+    # Elements of another library may lie on a device, where reading them waits for its work.
+    if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+        return None
+    if array.size > _MAX_ELEMENTS or array.nbytes > _MAX_BYTES:
+        return None
+    return " ".join(np.array2string(array, separator=", ").split())
+
+
+def brief(value: object) -> str:
+    """Return a value on one line: of arrays that are not small dtype and shape alone."""
+    if isinstance(value, np.generic) or small_values(value) is not None:
+        text = repr(value)
+    elif hasattr(value, "dtype") and hasattr(value, "shape"):
+        text = array_type(value)
+    else:
+        text = _shortened.repr(value)
+    return " ".join(text.split()) if "\n" in text else text
+
+
+def html_table(title: str, rows: Iterable[Sequence[object]], heads: Sequence[str] = ()) -> str:
+    """Return an HTML table for notebooks, with all texts escaped, in the colours of the page."""
+    # Names come from programs and files. Without heads, the first cell of a row is its head.
+    parts = [f'<table style="color: inherit"><caption><b>{html.escape(title)}</b></caption>']
+    if heads:
+        parts.append(f"<tr>{''.join(_cell('th', each) for each in heads)}</tr>")
+    for first, *others in rows:
+        cells = "".join(_cell("td", each) for each in others)
+        parts.append(f"<tr>{_cell('td' if heads else 'th', first)}{cells}</tr>")
+    return "".join([*parts, "</table>"])
+
+
+def _cell(tag: str, value: object) -> str:
+    return f'<{tag} style="text-align: left">{html.escape(str(value))}</{tag}>'

@@ -42,6 +42,10 @@ def assert_all_ranks(strategy: Strategy, condition: Any, message: str = "") -> N
     ------
     AssertionError
         On every rank, naming those where it is false.
+
+    Examples
+    --------
+    >>> ms.testing.assert_all_ranks(strategy, strategy.size > 0, "there are ranks")
     """
     answers = strategy.extended._collectives.gather_json(bool(condition), "assert_all_ranks")
     wrong = [rank for rank, answer in enumerate(answers) if not answer]
@@ -68,9 +72,9 @@ class StrategyTests:
 
     Examples
     --------
-    >>> class TestMyStrategy(mpistrat.testing.StrategyTests):
+    >>> class TestMyStrategy(ms.testing.StrategyTests):
     ...     def make_strategy(self):
-    ...         return MyStrategy()
+    ...         return ms.OneDeviceStrategy()
     """
 
     distributes = True

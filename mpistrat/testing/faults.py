@@ -61,8 +61,11 @@ def inject(
 
     Examples
     --------
-    >>> with mpistrat.testing.inject(OSError("disk gone"), rank=1, collective=2):
-    ...     train(strategy)
+    >>> with ms.testing.inject(OSError("disk gone"), collective=1, strategy=strategy):
+    ...     strategy.reduce("sum", 1.0)
+    Traceback (most recent call last):
+        ...
+    OSError: disk gone
     """
     channel = _channel_of(strategy)
     return Injection(channel, _read(fault, rank, collective, seed), channel.ledger.sequence)

@@ -151,6 +151,12 @@ def run(
     ------
     AssertionError
         If the program did not end within `limit_s`.
+
+    Examples
+    --------
+    >>> done = ms.testing.run_on_ranks(["-c", "print('hello', end='')"])
+    >>> done.returncode, done.stdout
+    (0, 'hello')
     """
     return Launched(arguments, ranks, cwd, env).finish(limit_s)
 

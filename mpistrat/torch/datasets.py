@@ -80,10 +80,13 @@ class HDF5Dataset(IterableDataset[Any]):
 
     Examples
     --------
-    >>> batches = ms.data.Dataset.from_hdf5("train-*.h5", ("image", "label")).shuffle(1).batch(64)
-    >>> loader = torch.utils.data.DataLoader(mst.HDF5Dataset(batches), batch_size=None)
-    >>> for image, label in loader:
-    ...     loss = criterion(model(image), label)
+    >>> fields = ("train/image", "train/label")
+    >>> batches = ms.data.Dataset.from_hdf5("data/digits.h5", fields).shuffle(1).batch(64)
+    >>> dataset = mst.HDF5Dataset(batches)
+    >>> loader = torch.utils.data.DataLoader(dataset, batch_size=None)
+    >>> dataset.set_epoch(3)
+    >>> image, label = next(iter(loader))
+    >>> dataset.load_state_dict(dataset.state_dict())
     """
 
     def __init__(
@@ -103,6 +106,9 @@ class HDF5Dataset(IterableDataset[Any]):
         divides = self.strategy or OneDeviceStrategy()
         self._batches = divides.experimental_distribute_dataset(dataset)
         self._is_restored = False
+
+    def __repr__(self) -> str:
+        return f"<HDF5Dataset of {self._batches!r}>"
 
     @property
     def num_batches(self) -> int | None:

@@ -73,8 +73,8 @@ class HDF5Writer(StorageWriter):
     Examples
     --------
     >>> import torch.distributed.checkpoint as dcp
-    >>> state = {"model": model.state_dict(), "step": 100}
-    >>> dcp.save(state, storage_writer=mst.HDF5Writer("step-100.h5", step=100))
+    >>> state = {"model": torch.nn.Linear(64, 10).state_dict(), "step": 100}
+    >>> metadata = dcp.save(state, storage_writer=mst.HDF5Writer("step-100.h5", step=100))
     >>> dcp.load(state, storage_reader=mst.HDF5Reader("step-100.h5"))
     """
 
@@ -85,6 +85,9 @@ class HDF5Writer(StorageWriter):
             raise TypeError(f"{_WHAT}: step must be an integer, not {step!r}.")
         self._step = step
         self._file: CoordinatorFile | None = None
+
+    def __repr__(self) -> str:
+        return f"HDF5Writer({self._path!r}, step={self._step})"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another file, where given under the path `checkpoint_id`."""

@@ -82,15 +82,20 @@ class HDF5Reader(StorageReader):
 
     Examples
     --------
+    >>> import torch.distributed.checkpoint as dcp
+    >>> model = torch.nn.Linear(64, 10)
     >>> state = {"model": model.state_dict(), "step": 0}
-    >>> dcp.load(state, storage_reader=mst.HDF5Reader("step-100.h5"))
-    >>> model.load_state_dict(state["model"])
+    >>> metadata = dcp.save(state, storage_writer=mst.HDF5Writer("last.h5"))
+    >>> dcp.load(state, storage_reader=mst.HDF5Reader("last.h5"))
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self._path = checked_path(_WHAT, path)
         self._contents = _Contents()
+
+    def __repr__(self) -> str:
+        return f"HDF5Reader({self._path!r})"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, where given of the file `checkpoint_id`."""

@@ -54,7 +54,8 @@ def assert_replicas_agree(
 
     Examples
     --------
-    >>> mst.assert_replicas_agree(model)
+    >>> model = torch.nn.Linear(64, 10)
+    >>> mst.assert_replicas_agree(torch.nn.parallel.DistributedDataParallel(model))
     """
     strategy(group)  # refuses a group of another backend
     issuer = backend_of(dist.group.WORLD if group is None else group)

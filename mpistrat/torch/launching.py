@@ -48,10 +48,18 @@ class Options:
     ----------
     communication_options : CommunicationOptions, optional
         For its reductions, such as ``CommunicationOptions(deterministic=True)``.
+
+    Examples
+    --------
+    >>> options = mst.Options(ms.CommunicationOptions(deterministic=True))
+    >>> group = torch.distributed.new_group(pg_options=options)
     """
 
     def __init__(self, communication_options: CommunicationOptions | None = None) -> None:
         self.communication_options = communication_options
+
+    def __repr__(self) -> str:
+        return f"Options({self.communication_options!r})"
 
 
 @dataclass
@@ -120,8 +128,9 @@ def set_environment(comm: MPI.Intracomm | None = None) -> None:
 
     Examples
     --------
-    >>> import mpistrat.torch as mst
     >>> mst.set_environment()
+    >>> os.environ["WORLD_SIZE"] == str(ms.MPIStrategy().size)
+    True
     """
     job = _open_job(comm)
     host, port = job.strategy.broadcast_object(
@@ -184,9 +193,8 @@ def init(
 
     Examples
     --------
-    >>> import mpistrat.torch as mst
-    >>> mst.init()
-    >>> model = torch.nn.parallel.DistributedDataParallel(model)
+    >>> group = mst.init()
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 10))
     """
     limit = _as_timedelta(timeout)
     backends = distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
@@ -208,6 +216,11 @@ def strategy(group: dist.ProcessGroup | None = None) -> MPIStrategy:
     ------
     TypeError
         If the group has another backend.
+
+    Examples
+    --------
+    >>> mst.strategy().size == torch.distributed.get_world_size()
+    True
     """
     found: Any = dist.group.WORLD if group is None else group
     carrier = getattr(backend_of(found), "_strategy", None)

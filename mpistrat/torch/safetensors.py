@@ -78,8 +78,9 @@ def export_safetensors(
 
     Examples
     --------
-    >>> ms.Checkpoint(model=model).write("step-100.h5")
-    >>> mst.export_safetensors("step-100.h5", "model.safetensors")
+    >>> ms.Checkpoint(model=torch.nn.Linear(64, 10)).write("model.h5")
+    'model.h5'
+    >>> mst.export_safetensors("model.h5", "model.safetensors")
     """
     with open_checkpoint(checkpoint_path) as reader:
         infos, names = _contents(reader, prefix)
@@ -176,7 +177,10 @@ def import_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
     Examples
     --------
-    >>> model.load_state_dict(mst.import_safetensors("model.safetensors"))
+    >>> model = torch.nn.Linear(64, 10)
+    >>> safetensors.torch.save_file(model.state_dict(), "linear.safetensors")
+    >>> model.load_state_dict(mst.import_safetensors("linear.safetensors"))
+    <All keys matched successfully>
     """
     with _package().safe_open(os.fspath(path), framework="pt") as file:
         names = file.keys()

@@ -16,6 +16,7 @@ from mpistrat import context
 from mpistrat.arrays import Array, Device, host_copy, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.options import VariableAggregation, VariableSynchronization
+from mpistrat.system.text import html_table, readable_size, small_values
 from mpistrat.values import DistributedValues, container_of_component
 from mpistrat.variables.array_like import ArrayLike
 from mpistrat.variables.scatter import RowWrites
@@ -110,6 +111,29 @@ class Variable(RowWrites, ArrayLike):
         value that is no numeric array.
     EpochMismatchError
         If the ranks disagree on name, shape, dtype or modes.
+
+    Examples
+    --------
+    >>> with strategy.scope():
+    ...     weight = ms.Variable(np.zeros((2, 3)), name="weight")
+    >>> weight.assign_add(np.ones((2, 3)), read_value=False)
+    >>> weight.assign_sub(0.5 * weight.read_value())
+    array([[0.5, 0.5, 0.5],
+           [0.5, 0.5, 0.5]])
+    >>> weight.assign(np.arange(6.0).reshape(2, 3)).sum()
+    np.float64(15.0)
+    >>> weight.value().flags.writeable, weight.numpy().flags.writeable
+    (False, True)
+
+    Rows can be written by their numbers:
+
+    >>> row = ms.IndexedSlices(np.full((1, 3), 2.0), [1])
+    >>> weight.scatter_update(row)
+    array([[0., 1., 2.],
+           [2., 2., 2.]])
+    >>> changed = weight.scatter_add(row), weight.scatter_sub(row), weight.scatter_mul(row)
+    >>> changed = weight.scatter_div(row), weight.scatter_min(row), weight.scatter_max(row)
+    >>> changed = weight.batch_scatter_update(ms.IndexedSlices(np.ones((2, 1)), [[0], [1]]))
     """
 
     _kinds: ClassVar[dict[bool, type[Variable]]] = {}
@@ -322,10 +346,27 @@ class Variable(RowWrites, ArrayLike):
         return twin
 
     def __repr__(self) -> str:
+        values = small_values(self._storage)
         return (
             f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype} "
-            f"aggregation={self.aggregation.name}, local component {self._storage!r}>"
+            f"aggregation={self.aggregation.name} on {self._target.device}"
+            + ("" if values is None else f", local component {values}")
+            + ">"
         )
+
+    def _repr_html_(self) -> str:
+        values = small_values(self._storage)
+        rows = [
+            ("shape", self.shape),
+            ("dtype", self.dtype),
+            ("size", readable_size(self._storage.nbytes)),
+            ("device", self._target.device),
+            ("synchronization", self.synchronization.name),
+            ("aggregation", self.aggregation.name),
+            ("trainable", self.trainable),
+        ]
+        rows += [] if values is None else [("local component", values)]
+        return html_table(f"{type(self).__name__} {self.name!r}", rows)
 
 
 def container_of(value: Any) -> Any:

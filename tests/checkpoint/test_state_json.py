@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.checkpoint.state_json import join_state, split_state
+from tests.collectives.test_dlpack import Exported, WithArray
 
 keys = st.text(alphabet="abc", min_size=1, max_size=2) | st.sampled_from(["a/b", "b/c/a"])
 arrays = st.integers(0, 3).map(lambda n: np.arange(n, dtype=np.float32))
@@ -100,3 +101,13 @@ def test_a_masked_array_is_refused_because_its_mask_would_be_lost():
     state = {"rows": np.ma.masked_array([1.0, 2.0], [False, True])}
     with pytest.raises(TypeError, match="masked array at 'rows'"):
         split_state(state, "object")
+
+
+@pytest.mark.parametrize("kind", [Exported, WithArray])
+def test_arrays_of_other_libraries_are_stored_as_numpys(kind):
+    state = {"leaves": [kind(np.arange(3.0)), 1]}
+    json_part, arrays = split_state(state, "tree")
+    np.testing.assert_array_equal(arrays["leaves/0"], np.arange(3.0))
+    restored = join_state(json_part, arrays)["leaves"]
+    assert restored[0].tolist() == [0, 1, 2]
+    assert restored[1] == 1

@@ -16,6 +16,7 @@ from mpistrat.data.hdf5.catalog import Catalog, read_catalog
 from mpistrat.data.hdf5.chunk_cache import RowCache
 from mpistrat.data.hdf5.reader import Allocate, Hdf5Reader
 from mpistrat.data.order import Block, ChunkLayout
+from mpistrat.system.text import brief
 
 __all__ = ["Hdf5Source"]
 
@@ -68,6 +69,17 @@ class Hdf5Source:
     def catalog(self) -> Catalog:
         """What the files contain; the first use opens each of them."""
         return read_catalog(self._patterns, self._fields)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the files have been looked at."""
+        return "catalog" in vars(self)
+
+    def __repr__(self) -> str:
+        num_more = len(self._patterns) - 1
+        more = f" and {num_more} more" if num_more else ""
+        fields = "" if self._fields is None else f", fields={brief(self._fields)}"
+        return f"from_hdf5({self._patterns[0]!r}{more}{fields})"
 
     @property
     def element_spec(self) -> Any:
