@@ -18,7 +18,6 @@ from mpistrat.failures import flight_dumps
 from mpistrat.failures.flight_dumps import on_channel_failure, on_end_of_job
 from mpistrat.failures.logs import forward_over, stop_over, take_lines
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
-from mpistrat.failures.notebook import watch_cells
 from mpistrat.failures.peers import MonitorClient
 from mpistrat.failures.process_state import process
 from mpistrat.failures.rendezvous import Rendezvous
@@ -52,16 +51,8 @@ def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
         return _connected(rendezvous, timeout_s, comm)
 
     # The channel works on a private duplicate, which lives as long as the communicator.
-    channel: Channel = attached(comm, "channel", make, _is_open)
+    channel: Channel = attached(comm, "channel", make, lambda known: known.closed is None)
     return channel
-
-
-def _is_open(channel: Channel) -> bool:
-    """Return whether the ranks can meet in `channel` again, as far as this one knows."""
-    # A rank that was interrupted, or gave up, makes a fresh one. One whose process has ended can
-    # make none, which the next collective of this channel says.
-    acts = {each.act for each in list(channel.departures.found.values())}
-    return channel.closed is None and not acts & {"left", "gave up"}
 
 
 def open_last_channel(limit_s: float, has_failed: bool) -> Channel | None:
@@ -122,7 +113,6 @@ def _connected(rendezvous: Rendezvous, timeout_s: float | None, comm: MPI.Intrac
         _connect_peers(
             channel, {ask: functools.partial(do, channel) for ask, do in handlers.items()}
         )
-        watch_cells()
     forward_over(channel)
     register_channel(channel, MPI.Is_finalized, world_size())
     start_watchdog(channel)

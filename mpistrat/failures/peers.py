@@ -132,10 +132,8 @@ class MonitorClient(Peers):
             return {}
 
         def failed(question: Question) -> dict[str, Any]:
-            # A cell of a notebook that has failed concerns a rank that waits for it, and no other.
-            if self._channel.waiting is not None or not question.details.get("cell"):
-                failure = Failure(*question["failure"])
-                self._channel.departures.failures[int(question["sender"])] = failure
+            failure = Failure(*question["failure"])
+            self._channel.departures.failures[int(question["sender"])] = failure
             return {}
 
         return {"state": state, "lost": lost, "failed": failed}
@@ -177,9 +175,9 @@ class MonitorClient(Peers):
 
     def report_end_of_job(self, limit_s: float) -> None:
         """Report to every other rank that this one ends the job."""
-        self.notify_all("end", limit_s, sender=self._channel.rank)
+        self._notify_all("end", limit_s, sender=self._channel.rank)
 
-    def notify_all(self, ask: str, limit_s: float = _SHORT_LIMIT_S, **details: Any) -> None:
+    def _notify_all(self, ask: str, limit_s: float = _SHORT_LIMIT_S, **details: Any) -> None:
         """Send something to every other rank, whether or not it arrives."""
         _at_once(lambda rank: self.ask(rank, ask, limit_s, **details), self.others())
 
@@ -249,7 +247,7 @@ class MonitorClient(Peers):
             what = f"gone: process {place.pid} on {place.host} has ended without a word"
             departure = Departure("ended", what)
             self.note_departure(rank, departure)
-            self.notify_all("lost", lost=rank, departure=departure)
+            self._notify_all("lost", lost=rank, departure=departure)
 
         if not self._has_left:
             _later(_SETTLE_S, report)
@@ -267,7 +265,7 @@ class MonitorClient(Peers):
             if ledger.sequence == self._failed_at and not process.has_left:
                 what = f"{ledger.last_failure} has left run, merge_call or update"
                 failure = Failure(ledger.sequence, ledger.failures, what)
-                self.notify_all("failed", sender=self._channel.rank, failure=failure)
+                self._notify_all("failed", sender=self._channel.rank, failure=failure)
 
         _later(_FAILURE_S, report)
 
@@ -276,7 +274,7 @@ class MonitorClient(Peers):
 
         def report() -> None:
             if at_once or not process.has_left:
-                self.notify_all("lost", lost=self._channel.rank, departure=departure)
+                self._notify_all("lost", lost=self._channel.rank, departure=departure)
 
         report() if at_once else _later(_FAILURE_S, report)
 
