@@ -129,9 +129,7 @@ def lengths(root: Path = ROOT) -> dict[str, int]:
     return {
         "all pages: words": sum(len(page.read_text().split()) for page in pages(root)),
         "README.md: lines": len((root / "README.md").read_text().splitlines()),
-        "docs/architecture.md: words": len(
-            (root / "docs" / "architecture.md").read_text().split()
-        ),
+        "docs/architecture.md: words": len((root / "docs" / "architecture.md").read_text().split()),
     }
 
 

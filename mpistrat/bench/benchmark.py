@@ -157,7 +157,7 @@ class Bars:
     """Where a horizontal line helps to compare."""
 
     def draw(self, axes: Any, rows: Sequence[Row]) -> None:
-        """Draw the groups beside each other."""
+        """Draw the groups next to each other."""
         places = range(len(rows))
         width = 0.8 / len(self.series)
         for number, (key, label) in enumerate(self.series.items()):
@@ -172,7 +172,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One measurement beside its peers, in one run."""
+    """One measurement and its peers, in one run."""
 
     name: str
     """As on the command line and in the report."""
