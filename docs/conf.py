@@ -138,6 +138,14 @@ html_theme_options = {
         "color-api-pre-name": "#a1abb6",
     },
     "top_of_page_buttons": [],
+    "footer_icons": [
+        {
+            "name": "GitHub",
+            "url": "https://github.com/mpistrat/mpistrat",
+            "html": "GitHub",
+            "class": "",
+        }
+    ],
 }
 
 
@@ -224,9 +232,24 @@ def short_name(app, env, node, contnode):
     return make_refnode(app.builder, node["refdoc"], page, anchor, contnode, found[0])
 
 
+def ways_back(app, page, template, context, doctree):
+    """Mend links from a source page to entries under another module than that of the first."""
+    if not page.startswith("_modules/mpistrat/"):
+        return
+    objects = app.env.domains["py"].objects
+
+    def right(match):
+        name = match[1]
+        found = {f"{module}.{name.rpartition('.')[2]}" for module in MODULES} & objects.keys()
+        return match[0] if name in objects or len(found) != 1 else f'#{found.pop()}"'
+
+    context["body"] = re.sub(r'#(mpistrat\.[\w.]+)"', right, context["body"])
+
+
 def setup(app):
     """Register what changes signatures."""
     app.connect("autodoc-process-signature", types_once)
     app.connect("autodoc-process-bases", public_bases)
     app.connect("autodoc-process-docstring", for_napoleon, priority=400)
     app.connect("missing-reference", short_name)
+    app.connect("html-page-context", ways_back)

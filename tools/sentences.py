@@ -32,7 +32,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Phrase:
-    """A phrase that no sentence shall have."""
+    """A phrase that no sentence may have."""
 
     words: str
     pattern: re.Pattern[str]
@@ -105,17 +105,19 @@ def sentences_of_module(source: str) -> Iterator[Text]:
             )
 
 
-def complaints(path: Path, phrases: Iterable[Phrase]) -> Iterator[str]:
-    """Yield a line for each banned phrase in a page or module."""
+def complaints(path: Path, phrases: Iterable[Phrase]) -> list[str]:
+    """Return a line for each banned phrase in a page or module."""
     is_page = path.suffix == ".md"
     texts = (sentences_of_page if is_page else sentences_of_module)(path.read_text())
     chosen = [phrase for phrase in phrases if is_page or not phrase.pages_only]
+    found = []
     for text in texts:
         for phrase in chosen:
             for match in phrase.pattern.finditer(text.text):
                 line = text.line + text.text.count("\n", 0, match.start())
-                found = " ".join(match[0].split())
-                yield f"{path}:{line}: {found!r}: write {phrase.remedy}"
+                words = " ".join(match[0].split())
+                found.append((line, f"{path}:{line}: {words!r}: write {phrase.remedy}"))
+    return [line for _, line in sorted(found)]
 
 
 def pages(root: Path = ROOT) -> list[Path]:
