@@ -2,8 +2,8 @@
 
 import ast
 import enum
-import importlib
 import importlib.util
+import inspect
 import os
 import re
 import zlib
@@ -21,6 +21,12 @@ MODULES = {"mpistrat": ms, "mpistrat.optimizers.schedules": ms.optimizers.schedu
 for name in ("data", "errors", "gradients", "layers", "metrics", "optimizers", "testing"):
     MODULES[f"mpistrat.{name}"] = getattr(ms, name)
 PUBLIC = {name for module in MODULES.values() for name in module.__all__}
+CLASSES = {
+    f"{path}.{name}": getattr(module, name)
+    for path, module in MODULES.items()
+    for name in module.__all__
+    if inspect.isclass(getattr(module, name))
+}
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 project = "mpistrat"
@@ -197,11 +203,9 @@ autosummary_context = {
     "bases_with_members_elsewhere": "object, Enum, BaseException, tuple, TestCase, "
     "LearningRateSchedule, Metric, Optimizer, Strategy, DistributedValues, InputContext",
     "classes_with_known_bases": [
-        f"{path}.{name}"
-        for path, module in MODULES.items()
-        for name in module.__all__
-        if set(filter(is_known, getattr(getattr(module, name), "__bases__", ()))) - {object}
+        path for path, cls in CLASSES.items() if set(filter(is_known, cls.__bases__)) - {object}
     ],
+    "enumerations": [path for path, cls in CLASSES.items() if issubclass(cls, enum.Enum)],
 }
 
 

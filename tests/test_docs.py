@@ -89,7 +89,9 @@ def documented_names():
     names = set()
     for page in (ROOT / "docs" / "reference").glob("*.md"):
         text = page.read_text()
-        names.update(directive.findall(text), " ".join(table.findall(text)).split())
+        names.update(
+            directive.findall(text), " ".join(table.findall(text)).replace("~", "").split()
+        )
     return names
 
 
@@ -138,6 +140,7 @@ def test_each_block_of_code_names_its_language():
 
 
 def test_no_line_of_code_is_too_long_to_read():
-    blocks = [each for each in code_blocks() if not each[1].startswith("{")]
+    # Output is shown as it is, and scrolls.
+    blocks = [each for each in code_blocks() if not each[1].startswith(("{", "text"))]
     assert len(blocks) > 100
     assert [(where, s) for where, _, text in blocks for s in text.split("\n") if len(s) > 96] == []
