@@ -106,7 +106,7 @@ def inventory(name):
     path = HERE / "_build" / "inventories" / f"{name}.inv"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(
-        f"# Sphinx inventory version 2\n# Project: {name}\n# Version: \n# {head}\n".encode()
+        f"# Sphinx inventory version 2\n# Project: {name}\n# Version: stable\n# {head}\n".encode()
         + zlib.compress(body.encode())
     )
     return str(path)
@@ -214,13 +214,20 @@ def public_bases(app, name, obj, options, bases):
     bases[:] = filter(is_known, bases)
 
 
-def for_napoleon(app, what, name, obj, options, lines):
-    """Rewrite what napoleon misreads."""
+def before_napoleon(app, what, name, obj, options, lines):
+    """Keep from napoleon what it misreads."""
     if what in ("attribute", "data", "property") and lines:
         lines.insert(0, "\\ ")  # or else the text before a colon is taken for the type
     for index, line in enumerate(lines):
         if re.fullmatch(r"[A-Z]\w+(, [A-Z]\w+)+", line):  # or else only the first exception shows
-            lines[index] = f":exc:`{line}`"
+            lines[index] = line.replace(", ", "_OR_")
+
+
+def after_napoleon(app, what, name, obj, options, lines):
+    """Separate the exceptions again."""
+    for index, line in enumerate(lines):
+        if line.startswith(":raises "):
+            lines[index] = line.replace("_OR_", " or ")
 
 
 def short_name(app, env, node, contnode):
@@ -254,6 +261,7 @@ def setup(app):
     """Register what changes signatures."""
     app.connect("autodoc-process-signature", types_once)
     app.connect("autodoc-process-bases", public_bases)
-    app.connect("autodoc-process-docstring", for_napoleon, priority=400)
+    app.connect("autodoc-process-docstring", before_napoleon, priority=400)
+    app.connect("autodoc-process-docstring", after_napoleon, priority=600)
     app.connect("missing-reference", short_name)
     app.connect("html-page-context", ways_back)
