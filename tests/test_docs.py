@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import inspect
+import pkgutil
 import re
 import shutil
 
@@ -144,3 +145,32 @@ def test_no_line_of_code_is_too_long_to_read():
     blocks = [each for each in code_blocks() if not each[1].startswith(("{", "text"))]
     assert len(blocks) > 100
     assert [(where, s) for where, _, text in blocks for s in text.split("\n") if len(s) > 96] == []
+
+
+def inventories():
+    for path in sorted((ROOT / "docs" / "_inventories").glob("*.txt")):
+        for line in path.read_text().splitlines():
+            if not line.startswith("#"):
+                yield path.stem, *line.split()
+
+
+def test_inventories_name_what_the_packages_have():
+    for package, name, role, address in inventories():
+        assert role.startswith("py:")
+        assert address.partition("#")[2] in ("", name)
+        if package == "torch":
+            pytest.importorskip("torch")
+        found = pkgutil.resolve_name(
+            name if "." in name or package != "python" else f"builtins.{name}"
+        )
+        assert inspect.isclass(found) or role != "py:class", name
+
+
+def test_names_of_other_packages_in_docstrings_are_in_an_inventory():
+    known = {name for _, name, *_ in inventories()}
+    roots = "|".join({package for package, *_ in inventories()} - {"python"})
+    named = re.compile(rf"(?<!`)`((?:{roots})\.[\w.]+)`(?!`)")
+    sources = {path: path.read_text() for path in (ROOT / "mpistrat").rglob("*.py")}
+    found = {name for text in sources.values() for name in named.findall(text)}
+    assert "numpy.random.Generator" in found
+    assert found - known == set()
