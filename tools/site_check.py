@@ -25,7 +25,7 @@ from typing import Any
 
 WIDTHS = (1400, 420)
 SCHEMES = ("light", "dark")
-TALLEST = 6000
+TALLEST = 7000
 """Of a page of the reference at 1400 pixels, in pixels."""
 LEAST_CONTRAST = 4.5
 """Of code with its ground, WCAG 2 AA."""
