@@ -31,7 +31,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help house train test test-serial test-quick test-full test-launch test-slow test-slurm lint types bench scaling wheels docs clean pictures
+.PHONY: help house train test test-serial test-quick test-full test-launch test-slow test-slurm lint types bench scaling wheels docs clean pictures site-check
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -88,11 +88,17 @@ wheels: $(VENV)/.wheels  ## build wheels and the source archive in dist/; ARGS=-
 pictures: $(VENV)/.test  ## draw docs/images; with RECORD=1 make the runs again that they show
 	$(PY) -m tools.pictures $(if $(RECORD),--record) $(ARGS)
 
-docs: $(VENV)/.docs  ## build the documentation in docs/_build/html
+docs: $(VENV)/.docs  ## check the sentences, and build the documentation in docs/_build/html
+	$(PY) -m tools.sentences
+	$(PY) -m codespell_lib --ignore-words-list=coo,improbe --skip='*.svg,*/_build/*,*/banned-phrases.txt' \
+	  README.md CHANGELOG.md docs mpistrat
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
+site-check: $(VENV)/.site docs  ## look at the built documentation in Chromium; ARGS=--screenshots=DIR
+	$(PY) -m tools.site_check docs/_build/html $(ARGS)
+
 clean:  ## remove environments, data, runs and caches
-	rm -rf .venv .venv-openmpi data runs build dist docs/_build docs/api *.egg-info
+	rm -rf .venv .venv-openmpi data runs build dist docs/_build docs/reference/api *.egg-info
 	rm -f mpistrat/optimizers/_host_kernels*.so mpistrat/_native*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -136,3 +142,8 @@ $(VENV)/.wheels: $(SOURCES) | $(VENV)/.python
 	@echo 'installing .[$(MPI),wheels] into $(VENV)'
 	@$(INSTALL) -e ".[$(MPI),wheels]" $(SHOW)
 	touch $@
+
+$(VENV)/.site: $(SOURCES) | $(VENV)/.docs
+	@echo 'installing .[$(MPI),jobs,docs,site] into $(VENV)'
+	@$(INSTALL) -e ".[$(MPI),jobs,docs,site]" $(SHOW)
+	touch $(VENV)/.jobs $(VENV)/.docs $@

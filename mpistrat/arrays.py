@@ -1,6 +1,6 @@
 """Arrays and devices: the only module that imports cupy.
 
-Everything above works on `xp`, the namespace of the array at hand (NumPy or CuPy through
+Everything above works on `xp`, the namespace of the given array (NumPy or CuPy through
 array-api-compat), and asks here where host and device differ.
 """
 

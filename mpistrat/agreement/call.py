@@ -82,7 +82,7 @@ class Call:
         return self
 
     def take_channel(self) -> None:
-        """Begin, or raise a `ContextError`, of which all ranks learn, inside another collective."""
+        """Begin, or raise a `ContextError` on all ranks inside another collective."""
         if not self.channel.enter(self.kind):
             is_taken = self.channel.lock.acquire(False)
             self._refuse_overlap(is_taken)

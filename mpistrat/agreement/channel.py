@@ -3,7 +3,7 @@
 Before each collective the ranks compare their calls in a *round*: one MAX reduction of four
 integers. It shows whether all brought the same digest, and whether some rank brought a refusal (its
 arguments are bad) or its end (it left the program) instead. A rank that leaves takes part in one
-last round, so that no rank waits for it in vain.
+last round, so that no rank waits for it forever.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Departure(NamedTuple):
 
 
 class Peers(Protocol):
-    """The other ranks of a channel, asked beside MPI, from any thread."""
+    """The other ranks of a channel, asked without MPI, from any thread."""
 
     def lowest_waiting(self) -> int:
         """Return the lowest rank that waits in the same collective as this one."""
@@ -105,7 +105,7 @@ class Departures:
         """Held while an offer is looked at, which may be taken out of `found` again."""
 
     def offer(self, rank: int, departure: Departure, has_come: Callable[[], bool]) -> bool:
-        """Note that `rank` leaves unless this rank `has_come`, and return whether it has."""
+        """Record that `rank` leaves unless this rank `has_come`, and return whether it has."""
         with self._lock:
             known = self.found.setdefault(rank, departure)
             comes = has_come()

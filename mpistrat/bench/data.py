@@ -1,4 +1,4 @@
-"""Benchmark of reading HDF5 files: shuffled batches beside a plain scan and other ways."""
+"""Benchmark of reading HDF5 files: shuffled batches, compared with a plain scan and other ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmark of the PyTorch backend: its calls and DDP steps beside those over gloo."""
+"""Benchmark of the PyTorch backend: its calls and DDP steps, compared with gloo."""
 
 from __future__ import annotations
 

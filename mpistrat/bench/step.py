@@ -1,4 +1,4 @@
-"""Benchmark of one training step, beside the same step by raw MPI and PyTorch DDP."""
+"""Benchmark of one training step, compared with raw MPI and PyTorch DDP."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Checkpoint(Trackable):
         path : path
         parallel : bool
             Whether all ranks that see the file write to it: each some of the large mirrored
-            variables, of which all have the same values. For states of many GiB on a parallel
+            variables, whose values are the same on all ranks. For states of many GiB on a parallel
             file system, where one node cannot write as fast as several. The file is the same.
 
         Raises

@@ -41,7 +41,7 @@ def check_shapes(path: str, tree: Tree, stored: dict[str, Shape], state: Mapping
     """Compare the arrays of `tree` with those that the file `path` has. Local.
 
     Variables must have the shape and dtype of the file. Arrays of a ``state_dict()`` must have
-    its dtype and number of dimensions, and its lengths but for the first: a history may have
+    its dtype and number of dimensions, and its lengths except the first: a history may have
     grown. An array that the object does not have yet, or that is empty there, may become any, and
     what `reshard` makes of it one of a `PerReplicaState`.
     """

@@ -1,4 +1,4 @@
-"""Loading of states into their objects, all or none: what had been loaded is undone."""
+"""Loading of states into their objects, all or none: a failure restores the old ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StateLoading:
     """States of the file `path` on their way into `objects`.
 
     Objects that may refuse their state come first, in `load`, and copies of what they had are kept
-    until all ranks have come so far. The others need no copy; they come in `load_rest`.
+    until all ranks have reached this point. The others need no copy; they come in `load_rest`.
     """
 
     def __init__(

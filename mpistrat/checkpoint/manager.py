@@ -83,9 +83,9 @@ class CheckpointManager:
         Made when the first file is saved. One manager at a time may use it. A relative path
         stands for the folder that it names on rank 0 when the manager is made.
     max_to_keep : int or None
-        So many of the newest files stay; ``None`` keeps all.
+        How many of the newest files stay; ``None`` keeps all.
     keep_every_n_hours : float, optional
-        A file that would go stays, if so many hours have passed since the last one that stayed
+        A file that would go stays, if this many hours have passed since the last one that stayed
         for this reason.
     step_counter : Variable or callable, optional
         Gives the step where `save` is called without one.
@@ -238,8 +238,8 @@ class CheckpointManager:
         Raises
         ------
         CheckpointCorruptError
-            If the folder has checkpoints but none is sound: nothing starts from the beginning
-            in silence. Move the files away where that is meant.
+            If the folder has checkpoints but none is sound: training never starts again
+            unnoticed. Move the files away where that is meant.
         CheckpointMismatchError
             If the file lacks an object of the program, or shapes or dtypes differ; the program
             is then as it was.

@@ -121,7 +121,7 @@ def slot_paths(
 ) -> tuple[dict[str, PlacedSlot], dict[str, PlacedSlot]]:
     """Return `dependents` by path, and those of them whose variable is in no checkpoint. Local.
 
-    The latter have the name of their variable in place of its path.
+    Those of a variable in no checkpoint have its name in place of its path.
     """
     paths = {id(variable): path for path, variable in reversed(list(variables.items()))}
     found: dict[str, PlacedSlot] = {}

@@ -158,7 +158,7 @@ class _Written:
 
 
 class _WholePages:
-    """Writes the parts of one variable, but for what does not fill a page at its end."""
+    """Writes the parts of one variable, except what does not fill a page at its end."""
 
     def __init__(self, handle: int, offset: int, num_bytes: int) -> None:
         self._write = InOrder(write_at, handle, offset)

@@ -40,7 +40,7 @@ class PreemptionCheckpointHandler:
     signals : sequence of signal.Signals
         Those that announce the end.
     walltime_margin_s : float, optional
-        So many seconds before the end of a Slurm job (``SLURM_JOB_END_TIME``, which
+        This many seconds before the end of a Slurm job (``SLURM_JOB_END_TIME``, which
         ``jobs/train.sbatch`` sets where Slurm does not) count as a signal. Without Slurm the job
         has no end. ``None`` leaves the end to the signals.
 
@@ -160,7 +160,7 @@ class PreemptionCheckpointHandler:
         self.close()
 
     def _warn_without_step(self) -> None:
-        """Say once, while the program can still be mended, that its step will be missing."""
+        """Say once, while the program can still be fixed, that its step will be missing."""
         if not self._has_warned and self._collectives.rank == 0:
             _logger.warning(
                 "If this job is preempted, its checkpoint is numbered after the last file, because "

@@ -31,7 +31,7 @@ class PerReplicaState:
     Parameters
     ----------
     obj : generator, plain Variable, or object with ``state_dict()`` and ``load_state_dict()``
-        What a checkpoint takes, but for nests of it.
+        What a checkpoint takes, except nests of it.
     reshard : callable, optional
         ``reshard(states, num_replicas)`` is called on each rank when a file of another number of
         replicas is restored. `states` holds what ``obj.state_dict()`` returned on each of them

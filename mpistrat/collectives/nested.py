@@ -45,7 +45,7 @@ def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str =
 class PendingReduction(Generic[T]):
     """A reduction that `ReplicaContext.start_all_reduce` has begun.
 
-    To drop it without `wait` is an error: the reduction goes on in memory that the program has
+    To drop it without `wait` is an error: the reduction still writes to memory that the program has
     given up, and what it brings is lost. The next collective of this rank raises it.
     """
 
@@ -101,7 +101,7 @@ _LEAF = nests.signature(nests.flatten(0)[1])
 def leaf_arrays(
     call: CollectiveCall, leaves: Sequence[Any], structure: nests.Structure
 ) -> list[Array]:
-    """Return the leaves of a nest as arrays, but for `IndexedSlices`, which are left out."""
+    """Return the leaves of a nest as arrays, except `IndexedSlices`, which are left out."""
     for number, leaf in enumerate(leaves):
         if leaf is None:
             path = nests.paths_of(structure)[number]

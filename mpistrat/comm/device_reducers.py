@@ -208,7 +208,7 @@ class DeviceCopier:
 
 @dataclass(frozen=True)
 class DeviceCapabilities:
-    """What a strategy may do with device memory, equal on all ranks but for the objects."""
+    """What a strategy may do with device memory, equal on all ranks except for the objects."""
 
     device: Device
     """On which the replica of this rank computes."""

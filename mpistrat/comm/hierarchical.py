@@ -72,7 +72,7 @@ class HierarchicalReducer:
         self.all_reduce(op, message)
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
-        """Leave `message` to MPI: no thread may send beside the program. **Collective**."""
+        """Leave `message` to MPI: no other thread may send. **Collective**."""
         return self._otherwise.start_all_reduce(op, message)
 
     def drain(self) -> None:

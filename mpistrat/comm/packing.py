@@ -207,7 +207,7 @@ class _DevicePack:
         self.message = Message([source], [self._target], pool)
 
     def _ends(self, arrays: Sequence[Array], copy: bool) -> tuple[Array, Array]:
-        """Return what is to be reduced, and where the result goes."""
+        """Return what to reduce, and where the result goes."""
         pack, first = self._pack, arrays[0]
         xp = namespace_of(first)
         is_plain = first.dtype == pack.wire and first.flags.c_contiguous

@@ -115,7 +115,7 @@ class StepSequence:
         """The address of the C structure, valid as long as this object."""
 
     def wait_busily(self, is_busy: bool) -> None:
-        """Have waits keep the core until they are long, or only while they are very short."""
+        """Have waits keep the core until they are long, or only while they are short."""
         self._structure[_PATIENCE] = _BUSY_NS if is_busy else _SHARED_NS
 
 

@@ -1,7 +1,7 @@
 """Evidence for CUDA-awareness, found without a trial.
 
 Each source is wrong somewhere. The library's own query says no in builds of Open MPI where UCX
-moves device memory all the same (open-mpi/ompi#7963), and yes in builds of MVAPICH where it is
+moves device memory nevertheless (open-mpi/ompi#7963), and yes in builds of MVAPICH where it is
 switched off. So evidence only decides whether a trial is worth its seconds.
 """
 

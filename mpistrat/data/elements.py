@@ -49,7 +49,7 @@ class ElementMaker:
     batch_sizes : sequence of int
         How many examples are in a batch, how many batches in a batch of batches, and so on.
     spec_of_level : callable
-        Gives the nest of `ArraySpec` of what was batched so many times.
+        Gives the nest of `ArraySpec` of what was batched this many times.
     stream : PassStream
         Random numbers for maps.
     """
@@ -136,7 +136,7 @@ def _rows(nest: Any) -> Iterator[Any]:
 
 
 def _stack(elements: Iterable[Any], spec: Any) -> Any:
-    """Return the nest of stacked `elements`, each of them like `spec` but for its shape."""
+    """Return the nest of stacked `elements`, each of them like `spec` except for its shape."""
     paths, specs, structure = nests.flatten_with_paths(spec)
     paths = [path or "the top" for path in paths]
     columns: list[list[np.ndarray]] = [[] for _ in specs]

@@ -159,7 +159,7 @@ class Reader(Protocol):
         """How many rows in advance it wants to know what will be read; 0 for none at all."""
 
     def expect(self, block: Block) -> None:
-        """Note that the items `block` are going to be read, after those noted before."""
+        """Record that the items `block` are going to be read, after those noted before."""
 
     def read(self, block: Block) -> Any:
         """Return the nest of arrays, each of shape ``(len(block), *shape)``."""

@@ -1,4 +1,4 @@
-"""Transfer of batches to the device of a replica, beside its computation."""
+"""Transfer of batches to the device of a replica, during its computation."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class _ProcessState:
         self.has_left = False
         """Whether the main program is over."""
         self.is_fork = False
-        """Whether it is a fork of a rank, and no rank itself."""
+        """Whether it is a fork of a rank, and not a rank."""
         self.is_over: Callable[[], bool] = bool
         """Returns whether the transport can no longer be used (MPI is finalized)."""
         self.open_last_channel: Callable[[float, bool], Channel | None] | None = None

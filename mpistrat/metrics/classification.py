@@ -197,7 +197,7 @@ class F1(SumsByUpdate):
     def update_state(
         self, y_true: Given, y_pred: Given, sample_weight: npt.ArrayLike | None = None
     ) -> None:
-        """Compare labels with scores. Local, but for the first call, which is **Collective**.
+        """Compare labels with scores. Local, except for the first call, which is **Collective**.
 
         Parameters
         ----------

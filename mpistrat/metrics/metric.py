@@ -191,7 +191,7 @@ class _FromSums(SumsByUpdate):
         self._structure: nests.Structure | None = None
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Add what ``sums_fn(*args, **kwargs)`` returns. Local, but for the first call."""
+        """Add what ``sums_fn(*args, **kwargs)`` returns. Local, except for the first call."""
 
         def compute() -> dict[str, Array]:
             local = [local_component(each) for each in args]

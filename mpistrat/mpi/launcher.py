@@ -188,7 +188,7 @@ def _number(variables: Mapping[str, str], name: str) -> int | None:
 
 
 def is_one_of_several() -> bool:
-    """Return whether a launcher with a PMI or PMIx connection started this very process."""
+    """Return whether a launcher with a PMI or PMIx connection started this process."""
     # A child of a rank inherits the variables, but neither the open connection nor the process id.
     variables = environment()
     if "PMIX_RANK" in variables and variables.get("SLURM_TASK_PID") == str(os.getpid()):
@@ -199,7 +199,7 @@ def is_one_of_several() -> bool:
 
 
 def keeps_survivors() -> bool:
-    """Return whether an mpiexec of MPICH on this node was told to end no rank for another."""
+    """Return whether an mpiexec of MPICH on this node has the option to end no rank for another."""
     try:
         of_proxy = Path(f"/proc/{os.getppid()}/stat").read_text()
         pid = int(of_proxy.rpartition(")")[2].split()[1])

@@ -273,7 +273,7 @@ class Optimizer(Trackable, abc.ABC):
         return gradients, variables
 
     def _agreed_parameters(self) -> str:
-        """Return the parameters but for the rate, as the ranks compare them, checked."""
+        """Return the parameters except the rate, as the ranks compare them, checked."""
         # A program may have set them since the last step.
         values = [self.learning_rate, *[getattr(self, name) for name in self._constant_parameters]]
         known, formatted = self._checked

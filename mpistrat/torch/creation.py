@@ -1,4 +1,4 @@
-"""Creation of process groups: one for CPU tensors, or a backend beside those of other devices."""
+"""Creation of process groups: one for CPU tensors, or a backend next to those of other devices."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def _as_one(operand: Operand) -> list[object]:
 
 @functools.cache
 def _type_of(num_bytes: int) -> MPI.Datatype:
-    """Return a type of so many bytes: below MPI 4, more of them cannot be counted."""
+    """Return a type of this many bytes: below MPI 4, more of them cannot be counted."""
     whole, rest = divmod(num_bytes, _BLOCK_BYTES)
     block = MPI.BYTE.Create_contiguous(_BLOCK_BYTES)
     lengths, places = [whole, rest], [0, whole * _BLOCK_BYTES]

@@ -64,7 +64,7 @@ class MirroredVariable(Variable, on_read=False):
 
 _SAVE = "save of SyncOnRead variable"
 _BYTES_REDUCED_AT_ONCE = 2**22
-"""So that a save needs little memory beside the result, whatever way the values take."""
+"""So that a save needs little memory in addition to the result, whatever way the values take."""
 
 
 class SyncOnReadVariable(Variable, on_read=True):

@@ -258,7 +258,7 @@ class Variable(RowWrites, ArrayLike):
         """Return the value as a read-only view of the storage, without a copy.
 
         A later write shows through. CuPy arrays cannot be read-only: do not write to theirs.
-        **Local**, but for SyncOnRead variables in cross-replica context: there the components
+        **Local**, except for SyncOnRead variables in cross-replica context: there the components
         are aggregated, which is **Collective**, and the result is a new array.
         """
         view: Array = self._storage.view()

@@ -305,7 +305,7 @@ def _source_paths(dataset: Any, file_name: str) -> Iterator[str]:
 
 
 def _other_files(dataset: Any, own: str) -> list[str]:
-    """Return the files that hold data of `dataset` beside the file `own`, where it was found."""
+    """Return the files other than `own`, where `dataset` was found, that hold data of it."""
     # The file of `dataset` is another one where an external link leads there.
     given = (dataset.file.filename, *_external_paths(dataset), *check_virtual_sources(dataset))
     return sorted({os.path.realpath(path) for path in given} - {os.path.realpath(own)})

@@ -254,6 +254,6 @@ class _BufferPool:
 
 _MAX_IDLE_BYTES = 2**27
 _MAX_EXCESS = 4
-"""A buffer may be up to so many times larger than asked for."""
+"""A buffer may be up to this many times larger than requested."""
 
 _buffers = _BufferPool()

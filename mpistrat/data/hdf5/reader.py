@@ -85,7 +85,7 @@ class Hdf5Reader:
             self.lookahead_rows = 0
 
     def expect(self, block: Block) -> None:
-        """Note that the rows `block` are going to be read, after those noted before."""
+        """Record that the rows `block` are going to be read, after those noted before."""
         self._check_process()
         files, rows = self._locate(np.asarray(block, np.int64))
         for field in self._announced:
