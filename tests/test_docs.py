@@ -48,7 +48,9 @@ def program(text):
 
 
 def pages_with_code():
-    found = {str(page.relative_to(ROOT)): program(page.read_text()) for page in PAGES}
+    # After the disagreement on that page, what mpistrat.torch.init has opened is closed.
+    pages = sorted(PAGES, key=lambda page: page.name == "failures.md")
+    found = {str(page.relative_to(ROOT)): program(page.read_text()) for page in pages}
     missing = [each for each in OPTIONAL if importlib.util.find_spec(each) is None]
     needs_missing = re.compile(rf"^(import|from) ({'|'.join(missing)})\b", re.MULTILINE)
     return {
