@@ -31,7 +31,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help house train test test-serial test-quick test-full test-launch test-slow test-slurm lint types bench scaling docs clean
+.PHONY: help house train test test-serial test-quick test-full test-launch test-slow test-slurm lint types bench scaling pictures docs clean
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -81,6 +81,9 @@ bench: $(VENV)/.test  ## measure the collectives on RANKS ranks; ARGS go to `mpi
 
 scaling: $(VENV)/.test  ## count the messages of reductions on RANKS ranks; ARGS go to tools/scaling
 	$(LAUNCH) -n $(RANKS) --limit 900 -- -m tools.scaling $(ARGS)
+
+pictures: $(VENV)/.test  ## draw docs/images; with RECORD=1 make the runs again that they show
+	$(PY) -m tools.pictures $(if $(RECORD),--record) $(ARGS)
 
 docs: $(VENV)/.docs  ## build the documentation in docs/_build/html
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -198,17 +198,26 @@ def progress_display(speaks, num_epochs):
         yield show
 
 
-def write_learning_curve(rows, folder):
+def write_learning_curve(rows, folder, title):
     """Write the history as JSON and as a picture; each file appears once it is complete."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure.suptitle(title, fontweight="bold")
     epochs = [row["epoch"] for row in rows]
     for axes, quantity in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
-        axes.plot(epochs, [row[quantity] for row in rows], label="train")
-        axes.plot(epochs, [row[f"test_{quantity}"] for row in rows], label="test")
-        axes.set(xlabel="epoch", ylabel=quantity)
-        axes.legend()
+        for part, colour in (("", "#0f4c92"), ("test_", "#d67d00")):  # also for the colour-blind
+            values = [row[part + quantity] for row in rows]
+            axes.plot(epochs, values, color=colour, marker="." if len(rows) < 10 else None)
+            label = f"{'test' if part else 'train'} {values[-1]:.3g}"
+            # The two labels would overlap where the curves meet.
+            up = 6 if values[-1] >= max(rows[-1][quantity], rows[-1]["test_" + quantity]) else -6
+            axes.annotate(label, (epochs[-1], values[-1]), (8, up), color=colour, va="center",
+                          textcoords="offset points", annotation_clip=False)  # fmt: skip
+        axes.set(xlabel="epoch", title=quantity, yscale="log" if quantity == "loss" else "linear")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3, which="both")
     temporary = folder / ".learning_curve.tmp"
     figure.savefig(temporary, format="png", dpi=150)
     os.replace(temporary, folder / "learning_curve.png")
@@ -311,7 +320,12 @@ def main():
             manager.save(step=len(history.rows))
             show(history.rows[-1], training.num_examples, time.perf_counter() - began)
     if speaks:
-        write_learning_curve(history.rows, args.output)
+        num_ranks = strategy.num_replicas_in_sync
+        title = (
+            f"Digits: {args.epochs} epochs on {num_ranks} rank{'s' if num_ranks > 1 else ''}, "
+            f"global batch size {args.batch_size}"
+        )
+        write_learning_curve(history.rows, args.output, title)
         print(f"test accuracy: {history.rows[-1]['test_accuracy']:.4f}")
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from mpistrat.system.plots import (
+    LIGHT,
+    add_heading,
+    label_sizes,
+    label_times,
+    new_figure,
+    save_plot,
+    styled,
+)
 from mpistrat.system.text import readable_size, readable_time
 
 __all__ = [
@@ -26,11 +36,14 @@ Row = Mapping[str, Any]
 RESULTS = "results"
 """Key of the table that every benchmark has."""
 
-_INCHES = (8.0, 4.5)
-"""Width and height of one picture; several are stacked in one file."""
+SECONDS = "seconds"
+"""The label of an axis on which times are written with their units."""
 
-_MAX_LEVEL_LABELS = 4
-"""With more bars, level labels would overlap."""
+_WIDTH = 9.0
+_INCHES_OF_LINES = 4.2
+_INCHES_PER_BAR = 0.2
+_WIDE = 20
+"""Ratios so far apart are drawn on a logarithmic axis."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +123,8 @@ class _Picture(Protocol):
     def title(self) -> str:
         """The line above, where a benchmark has several pictures."""
 
-    @property
-    def y_label(self) -> str:
-        """Label of the vertical axis."""
+    def height(self, rows: Sequence[Row]) -> float:
+        """Return how many inches the rows need."""
 
     def draw(self, axes: Any, rows: Sequence[Row]) -> None:
         """Draw the rows into `axes`, each series with its label for the legend."""
@@ -131,15 +143,27 @@ class Lines:
     table: str = RESULTS
     title: str = ""
 
+    def height(self, rows: Sequence[Row]) -> float:
+        """Return how many inches the rows need."""
+        return _INCHES_OF_LINES
+
     def draw(self, axes: Any, rows: Sequence[Row]) -> None:
-        """Draw the rows that have the key of a series as its points."""
+        """Draw a point for each row that has the key of a series, and the quartiles as a band."""
         for key, label in self.series.items():
-            points = [(row[self.x], row[key]) for row in rows if key in row]
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+            points = [row for row in rows if key in row]
+            at = [row[self.x] for row in points]
+            (line,) = axes.plot(at, [row[key] for row in points], marker="o", ms=4, label=label)
+            spread = [_quartiles(row, key) for row in points]
+            axes.fill_between(at, *zip(*spread, strict=True), color=line.get_color(), alpha=0.18)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel(self.x_label)
-        axes.grid(alpha=0.3)
+        axes.set_ylabel(self.y_label)
+        axes.grid()
+        if self.x == "num_bytes":
+            label_sizes(axes.xaxis, sorted({row[self.x] for row in rows}))
+        if self.y_label == SECONDS:
+            label_times(axes.yaxis)
 
 
 @dataclass(frozen=True)
@@ -156,18 +180,57 @@ class Bars:
     line_at: float | None = None
     """Where a horizontal line helps to compare."""
 
+    def height(self, rows: Sequence[Row]) -> float:
+        """Return how many inches the rows need."""
+        return 1.2 + len(rows) * (0.14 + _INCHES_PER_BAR * len(self.series))
+
     def draw(self, axes: Any, rows: Sequence[Row]) -> None:
-        """Draw the groups beside each other."""
-        places = range(len(rows))
-        width = 0.8 / len(self.series)
+        """Draw the groups below each other; values far apart are drawn from `line_at` on."""
+        thickness = 0.8 / len(self.series)
+        values = [float(row[key]) for row in rows for key in self.series if row.get(key)]
+        is_wide = self.line_at is not None and max(values) > _WIDE * min(values)
+        start = (self.line_at or 0.0) if is_wide else 0.0
         for number, (key, label) in enumerate(self.series.items()):
-            shift = (number - (len(self.series) - 1) / 2) * width
-            heights = [float(row.get(key, 0)) for row in rows]
-            axes.bar([place + shift for place in places], heights, width, label=label)
+            shift = (number - (len(self.series) - 1) / 2) * thickness
+            for place, row in enumerate(rows):
+                if not row.get(key):
+                    continue
+                at, value = place + shift, float(row[key])
+                colour = LIGHT.series[number]
+                name = label if place == 0 else None
+                axes.barh(at, value - start, 0.9 * thickness, left=start, color=colour, label=name)
+                low, high = _quartiles(row, key)
+                axes.plot([low, high], [at, at], color=LIGHT.ink, linewidth=1, alpha=0.6)
+                text = readable_time(value) if self.y_label == SECONDS else f"{value:.2g}"
+                is_left = value < start
+                _write(axes, text, min(value, low) if is_left else max(value, high), at, is_left)
+        if is_wide:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
         if self.line_at is not None:
-            axes.axhline(self.line_at, color="black", linewidth=0.8)
-        slanted = {"rotation": 30, "ha": "right"} if len(rows) > _MAX_LEVEL_LABELS else {}
-        axes.set_xticks(places, [self.label(row) for row in rows], fontsize="small", **slanted)
+            axes.axvline(self.line_at, color=LIGHT.ink, linewidth=0.8)
+        axes.margins(x=0.14)
+        axes.set_yticks(range(len(rows)), [self.label(row) for row in rows])
+        axes.tick_params(axis="y", length=0, labelcolor=LIGHT.ink)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(axis="x")
+        axes.set_xlabel(self.y_label)
+        if self.y_label == SECONDS:
+            label_times(axes.xaxis)
+
+
+def _write(axes: Any, text: str, x: float, y: float, is_left: bool) -> None:
+    """Write at the end of a bar."""
+    axes.annotate(
+        text,
+        (x, y),
+        (-4 if is_left else 4, 0),
+        textcoords="offset points",
+        ha="right" if is_left else "left",
+        va="center",
+        color=LIGHT.muted,
+        fontsize=8,
+    )
 
 
 @dataclass(frozen=True)
@@ -188,16 +251,23 @@ class Benchmark:
     """The default number of examples to read; 0 where the benchmark reads none."""
 
     def draw(self, tables: Mapping[str, Sequence[Row]], heading: str, path: Path) -> None:
-        """Draw the pictures of all `tables` that there are into one PNG."""
-        from matplotlib.figure import Figure
+        """Draw the pictures of all `tables` that there are into one PNG, or raise `ValueError`."""
+        drawn = [(each, tables[each.table]) for each in self.pictures if tables.get(each.table)]
+        heights = [picture.height(rows) for picture, rows in drawn]
+        with styled():
+            figure = new_figure(_WIDTH, 0.9 + sum(heights))
+            grid = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=heights)
+            for axes, (picture, rows) in zip(grid[:, 0], drawn, strict=True):
+                picture.draw(axes, rows)
+                axes.set_title(picture.title)
+                if len(axes.get_legend_handles_labels()[1]) > 1:
+                    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
+            lines = (each for line in heading.splitlines() for each in textwrap.wrap(line, 120))
+            add_heading(figure, f"{self.name}: {self.summary}", *lines)
+            save_plot(figure, path)
 
-        drawn = [each for each in self.pictures if tables.get(each.table)]
-        figure = Figure(figsize=(_INCHES[0], _INCHES[1] * len(drawn)), layout="constrained")
-        figure.suptitle(heading, fontsize="small")
-        grid = figure.subplots(len(drawn), 1, squeeze=False)
-        for axes, picture in zip(grid[:, 0], drawn, strict=True):
-            picture.draw(axes, tables[picture.table])
-            axes.set_title(picture.title, fontsize="medium")
-            axes.set_ylabel(picture.y_label)
-            axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
-        figure.savefig(path, format="png", dpi=150)
+
+def _quartiles(row: Row, key: str) -> tuple[float, float]:
+    """Return the quartiles of a figure, the figure itself where the row has none."""
+    low, high = row.get(f"{key}_quartiles", (row[key], row[key]))
+    return float(low), float(high)

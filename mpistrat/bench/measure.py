@@ -39,20 +39,40 @@ class Timings:
         """Return the median time of the candidate `name`."""
         return statistics.median(self._samples[name])
 
-    def medians(self) -> dict[str, float]:
-        """Return the medians as entries of a row: ``<name>_s``."""
-        return {f"{name}_s": self.median_s(name) for name in self._samples}
+    def medians(self) -> dict[str, Any]:
+        """Return entries of a row for each candidate: ``<name>_s``, and its quartiles."""
+        row: dict[str, Any] = {}
+        for name in self._samples:
+            row |= self.time(f"{name}_s", name)
+        return row
+
+    def time(self, key: str, name: str) -> dict[str, Any]:
+        """Return the median time of a candidate, and its quartiles, as entries of a row."""
+        return _with_quartiles(key, self._samples[name])
+
+    def ratio(self, key: str, above: str, *below: str, factor: float = 1.0) -> dict[str, Any]:
+        """Return `median_ratio` times `factor`, and its quartiles, as entries of a row."""
+        return _with_quartiles(key, [factor * each for each in self._ratios(above, *below)])
 
     def median_ratio(self, above: str, *below: str) -> float:
         """Return the median of `above` divided by the sum of `below`."""
+        return statistics.median(self._ratios(above, *below))
+
+    def _ratios(self, above: str, *below: str) -> list[float]:
         below_s = map(sum, zip(*(self._samples[each] for each in below), strict=True))
         rounds = zip(self._samples[above], below_s, strict=True)
-        return statistics.median(first / second for first, second in rounds)
+        return [first / second for first, second in rounds]
 
     def median_difference_s(self, first: str, second: str) -> float:
         """Return the median of `first` minus `second`."""
         rounds = zip(self._samples[first], self._samples[second], strict=True)
         return statistics.median(a - b for a, b in rounds)
+
+
+def _with_quartiles(key: str, samples: Sequence[float]) -> dict[str, Any]:
+    """Return the entries of a row that `mpistrat.bench.benchmark` draws with their spread."""
+    low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75)).tolist()
+    return {key: middle, f"{key}_quartiles": [low, high]}
 
 
 def take_turns(

@@ -120,7 +120,7 @@ def _row(timings: Timings, library: str, beside: str) -> dict[str, Any]:
         "reduction_s": reduction_s,
         "work_s": work_s,
         "together_s": timings.median_s(together),
-        "together_over_sum": timings.median_ratio(together, library, work),
+        **timings.ratio("together_over_sum", together, library, work),
     }
     if beside == _IDLE:  # busy cores leave nothing to overlap with
         row["best_over_sum"] = max(reduction_s, work_s) / (reduction_s + work_s)

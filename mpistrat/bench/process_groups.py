@@ -80,8 +80,8 @@ def _time_calls(
     return {
         "num_bytes": num_bytes,
         **timings.medians(),
-        "ratio": timings.median_ratio(_OURS, _GLOO),
-        "async_ratio": timings.median_ratio(f"{_OURS}_async", f"{_GLOO}_async"),
+        **timings.ratio("ratio", _OURS, _GLOO),
+        **timings.ratio("async_ratio", f"{_OURS}_async", f"{_GLOO}_async"),
     }
 
 
@@ -137,7 +137,7 @@ def _time_steps(
     return {
         "parameters": name,
         **timings.medians(),
-        "ratio": timings.median_ratio(_OURS, _GLOO),
+        **timings.ratio("ratio", _OURS, _GLOO),
         "over_alone": timings.median_ratio(_OURS, "alone"),
     }
 

@@ -104,7 +104,7 @@ ALLREDUCE = Benchmark(
                 "ours_s": "all_reduce",
                 "copy_s": "one copy",
             },
-            "bytes of the array",
+            "size of the array",
             "seconds",
         ),
     ),
@@ -151,9 +151,9 @@ def measure_gradients(choices: Choices) -> Findings:
             "gradients": case,
             "num_arrays": len(arrays),
             "num_bytes": num_bytes,
-            "ratio": timings.median_ratio("raw", "ours"),
+            **timings.ratio("ratio", "raw", "ours"),
             "ours_over_joined": timings.median_ratio("ours", "joined"),
-            "joined_ratio": timings.median_ratio("joined", "ours"),
+            **timings.ratio("joined_ratio", "joined", "ours"),
             "extra_bytes": max(grown - num_bytes, 0),
         }
         rows.append(row | timings.medians())
@@ -258,7 +258,7 @@ AGREEMENT = Benchmark(
         Lines(
             "num_bytes",
             {"checked_s": "with checks", "unchecked_s": "without"},
-            "bytes of the array",
+            "size of the array",
             "seconds",
         ),
     ),

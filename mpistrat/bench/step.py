@@ -259,7 +259,7 @@ def _host_of_rank_0(world: World) -> str:
 
 
 def _row(name: str, timings: Timings) -> Row:
-    row = {"name": name, "loop": _LABELS[name], "step_s": timings.median_s(name)}
+    row = {"name": name, "loop": _LABELS[name]} | timings.time("step_s", name)
     if name == "run":
         return row
     return row | {

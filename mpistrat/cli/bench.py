@@ -103,6 +103,9 @@ def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
     except OSError as error:
         print_error("bench", f"{error.filename} cannot be written: {error.strerror}.")
         return 2
+    except ValueError as error:  # of a picture
+        print_error("bench", error)
+        return 2
     return 0
 
 
@@ -163,8 +166,8 @@ def _write_files(
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
     if arguments.plot:
-        heading = f"{benchmark.name}: {benchmark.summary}\n{_heading(report)}"
-        benchmark.draw(report, heading, arguments.plot)
+        spread = f"medians of {report['samples']} samples; bands and thin lines are quartiles"
+        benchmark.draw(report, f"{_heading(report)}\n{spread}", arguments.plot)
 
 
 COMMAND = Command(

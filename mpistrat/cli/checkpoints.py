@@ -33,8 +33,9 @@ from mpistrat.cli.output import (
     print_table,
     tree_labels,
 )
+from mpistrat.cli.ridges import draw
 from mpistrat.cli.state import differing_paths, in_short
-from mpistrat.cli.statistics import draw, numbers_of, summarize, tell_apart
+from mpistrat.cli.statistics import numbers_of, summarize, tell_apart
 from mpistrat.errors import CheckpointError, DataError
 from mpistrat.system.text import readable_size
 
@@ -56,7 +57,7 @@ def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="PNG",
-        help="also draw a histogram of each variable into PNG (checkpoints)",
+        help="also draw the distribution of each variable into PNG (checkpoints)",
     )
     parser.add_argument(
         "--full", action="store_true", help="show long state in full, not shortened (checkpoints)"

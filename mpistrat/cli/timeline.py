@@ -8,7 +8,6 @@ import itertools
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,159 +19,21 @@ from mpistrat.cli.output import (
     print_line,
     print_table,
 )
+from mpistrat.cli.rank_times import (
+    CATEGORIES,
+    COMPUTING,
+    RankTimes,
+    Straggler,
+    find_straggler,
+    summarize,
+)
+from mpistrat.cli.timeline_plot import draw
 from mpistrat.system.text import rank_list
 from mpistrat.tracing.trace import Part, Trace
 
 __all__ = ["COMMAND"]
 
-_CATEGORIES = {
-    "checkpoint": "checkpoints",
-    "data": "waiting for data",
-    "wait": "waiting for ranks",
-    "move": "moving data",
-}
-"""Names of the categories. Time within several belongs to the first; the rest is computing."""
-
-_COMPUTING = "computing"
-
-_US_PER_S = 1e6
-
-
-@dataclass
-class _RankTimes:
-    """The seconds of one rank."""
-
-    rank: int
-    total_s: float = 0.0
-    """From its first span to the end of its last."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By the names of `_CATEGORIES`, and for computing."""
-    others_waited_s: float = 0.0
-    """Time that the other ranks waited because this one came last, summed over them."""
-    times_last: int = 0
-    """Number of collectives in which it came last."""
-
-
-@dataclass(frozen=True)
-class _Straggler:
-    """The rank for which the others waited most."""
-
-    rank: int
-    others_waited_s: float
-    cause: str
-    """The category on which it spent most more than the others."""
-    longer_s: float
-    """How much longer than the median of the others."""
-
-
-def summarize(events: Iterable[Mapping[str, Any]]) -> list[_RankTimes]:
-    """Return the times of each rank in the events of a trace, in rank order."""
-    of_ranks: dict[int, list[Mapping[str, Any]]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            of_ranks.setdefault(event["pid"], []).append(event)
-    times = {rank: _times(rank, spans) for rank, spans in sorted(of_ranks.items())}
-    for waits in _waits(of_ranks).values():
-        if len(waits) > 1:
-            last = min(waits, key=waits.__getitem__)
-            times[last].times_last += 1
-            lost_us = sum(waits.values()) - len(waits) * waits[last]
-            times[last].others_waited_s += lost_us / _US_PER_S
-    return list(times.values())
-
-
-def find_straggler(times: Sequence[_RankTimes]) -> _Straggler | None:
-    """Return the rank for which the others waited most, ``None`` if they did not wait."""
-    slowest = max(times, key=lambda each: each.others_waited_s, default=None)
-    if slowest is None or slowest.others_waited_s <= 0:
-        return None
-    others = [each for each in times if each is not slowest]
-    longer_s = {
-        name: slowest.seconds[name] - statistics.median(each.seconds[name] for each in others)
-        for name in (_COMPUTING, _CATEGORIES["data"], _CATEGORIES["checkpoint"])
-    }
-    cause = max(longer_s, key=longer_s.__getitem__)
-    return _Straggler(slowest.rank, slowest.others_waited_s, cause, longer_s[cause])
-
-
-def _times(rank: int, spans: Sequence[Mapping[str, Any]]) -> _RankTimes:
-    """Return the times of one rank, each moment counted once."""
-    began_us = min(span["ts"] for span in spans)
-    total_us = max(span["ts"] + span["dur"] for span in spans) - began_us
-    order = list(_CATEGORIES)
-    steps: list[tuple[float, int, int]] = []
-    for span in spans:
-        if span["cat"] in _CATEGORIES:
-            depth = order.index(span["cat"])
-            steps += [(span["ts"], depth, 1), (span["ts"] + span["dur"], depth, -1)]
-    open_spans = [0] * len(order)
-    spent_us = [0.0] * len(order)
-    before_us = began_us
-    for time_us, depth, change in sorted(steps):
-        outermost = next((i for i, count in enumerate(open_spans) if count), None)
-        if outermost is not None:
-            spent_us[outermost] += time_us - before_us
-        open_spans[depth] += change
-        before_us = time_us
-    seconds = {_CATEGORIES[name]: spent_us[i] / _US_PER_S for i, name in enumerate(order)}
-    seconds[_COMPUTING] = (total_us - sum(spent_us)) / _US_PER_S
-    return _RankTimes(rank, total_us / _US_PER_S, seconds)
-
-
-def _waits(
-    of_ranks: Mapping[int, Sequence[Mapping[str, Any]]],
-) -> dict[tuple[str, int], dict[int, float]]:
-    """Return how long each rank waited in each collective outside of checkpoints."""
-    found: dict[tuple[str, int], dict[int, float]] = {}
-    within: set[tuple[str, int]] = set()
-    for rank, spans in of_ranks.items():
-        # By start; a span that contains others comes before them.
-        saving_until = float("-inf")
-        for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
-            if span["cat"] == "checkpoint":
-                saving_until = max(saving_until, span["ts"] + span["dur"])
-            elif span["cat"] == "wait":
-                key = (span["args"]["channel"], span["args"]["number"])
-                found.setdefault(key, {})[rank] = span["dur"]
-                if span["ts"] < saving_until:
-                    within.add(key)
-    return {key: waits for key, waits in found.items() if key not in within}
-
-
-_COLOURS = {
-    _COMPUTING: "#4c9f70",
-    _CATEGORIES["move"]: "#3b6fb6",
-    _CATEGORIES["wait"]: "#d1495b",
-    _CATEGORIES["data"]: "#edae49",
-    _CATEGORIES["checkpoint"]: "#7d7d7d",
-}
-_INCHES_PER_RANK = 0.3
-_MAX_INCHES = 40.0
-
-
-def _draw(times: Sequence[_RankTimes], path: Path) -> None:
-    """Draw a bar for each rank, divided by category, into a PNG."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    height = min(1.5 + _INCHES_PER_RANK * len(times), _MAX_INCHES)
-    figure = Figure(figsize=(9, height), layout="constrained")
-    axes = figure.subplots()
-    ranks = [each.rank for each in times]
-    left = [0.0] * len(times)
-    for name, colour in _COLOURS.items():
-        widths = [each.seconds[name] for each in times]
-        axes.barh(ranks, widths, left=left, color=colour, label=name)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("rank")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.invert_yaxis()
-    figure.legend(loc="outside upper center", ncols=len(_COLOURS), frameon=False)
-    figure.savefig(path, format="png", dpi=150)
-
-
-_COLUMNS = (_COMPUTING, *(_CATEGORIES[name] for name in ("wait", "move", "data", "checkpoint")))
+_COLUMNS = (COMPUTING, *(CATEGORIES[name] for name in ("wait", "move", "data", "checkpoint")))
 _MAX_ROWS = 32
 
 
@@ -183,13 +44,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a timeline, or the parts (*.part) left by a job that was killed",
     )
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the times into PNG")
+    parser.add_argument(
+        "--plot", type=Path, metavar="PNG", help="also draw a strip of time for each rank"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
         all_events, facts = _read(arguments.path)
+        if arguments.plot is not None:
+            all_events = list(all_events)  # which are read twice
         times = summarize(all_events)
     except (ValueError, OSError) as error:
         print_error("timeline", error)
@@ -201,12 +66,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         try:
             check_can_draw()
-            _draw(times, arguments.plot)
+            draw(all_events, times, arguments.plot)
         except ValueError as error:
             print_error("timeline", error)
-            return 2
-        except OSError as error:
-            print_error("timeline", f"{arguments.plot} cannot be written: {error.strerror}.")
             return 2
     if arguments.json:
         print_json(_as_json(facts, times, straggler))
@@ -243,9 +105,7 @@ def _read_trace(path: Path) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]
     return trace["traceEvents"], facts
 
 
-def _print(
-    facts: dict[str, Any], times: Sequence[_RankTimes], straggler: _Straggler | None
-) -> None:
+def _print(facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggler | None) -> None:
     if facts["missing_ranks"]:
         print_line(f"There is no part of {rank_list(facts['missing_ranks'])}.")
     shown = times
@@ -274,7 +134,7 @@ def _row(
     return [rank, *(f"{number:.3f}" for number in numbers)]
 
 
-def _formatted(straggler: _Straggler | None) -> str:
+def _formatted(straggler: Straggler | None) -> str:
     if straggler is None:
         return "No rank waited for another."
     text = (
@@ -287,7 +147,7 @@ def _formatted(straggler: _Straggler | None) -> str:
 
 
 def _as_json(
-    facts: dict[str, Any], times: Sequence[_RankTimes], straggler: _Straggler | None
+    facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggler | None
 ) -> dict[str, Any]:
     return {
         "size": facts["size"],

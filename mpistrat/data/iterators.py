@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+from mpistrat import nests, values
 from mpistrat.arguments import as_integer
 from mpistrat.errors import OutOfRangeError
 from mpistrat.tracing.spans import span
@@ -110,6 +111,16 @@ class Optional:
         return self._value
 
 
+def _amount_of(element: Any) -> dict[str, int]:
+    """Return the bytes of an element, and its examples if it is a part of a global batch."""
+    leaves, _ = nests.flatten(element)
+    arrays: list[Any] = [values.local_component(leaf) for leaf in leaves]
+    amount = {"bytes": sum(int(getattr(array, "nbytes", 0)) for array in arrays)}
+    if leaves and isinstance(leaves[0], values.PerReplica) and getattr(arrays[0], "ndim", False):
+        amount["examples"] = len(arrays[0])
+    return amount
+
+
 class ElementIterator:
     """One pass over a data set.
 
@@ -136,8 +147,10 @@ class ElementIterator:
         if self._check_context is not None:
             self._check_context()  # not in the generator, which an error would end
         try:
-            with span("data", "next batch"):
+            with span("data", "next batch") as facts:
                 element = next(self._elements)
+                if facts is not None:
+                    facts.update(_amount_of(element))
         except StopIteration:
             self._on_step(False)
             raise

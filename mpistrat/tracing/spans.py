@@ -96,10 +96,11 @@ class _Span:
         self._recorder = recorder
         self._category, self._name, self._facts = category, name, facts
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> dict[str, Any]:
         if self._recorder.push is not None:
             self._recorder.push(self._name)
         self._began_ns = monotonic_ns()
+        return self._facts
 
     def __exit__(self, *exc_info: object) -> None:
         ended_ns = monotonic_ns()
@@ -108,8 +109,11 @@ class _Span:
             self._recorder.pop()
 
 
-def span(category: str, name: str, **facts: Any) -> AbstractContextManager[None]:
-    """Return a context manager that records a span, with `facts` in JSON values."""
+def span(category: str, name: str, **facts: Any) -> AbstractContextManager[dict[str, Any] | None]:
+    """Return a context manager that records a span, with `facts` in JSON values.
+
+    It yields the facts, so that more can be added within, or ``None`` where nothing is recorded.
+    """
     recorder = _state.recorder
     return _NOTHING if recorder is None else _Span(recorder, category, name, facts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import math
 import os
@@ -12,9 +13,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpistrat.system.files import write_atomically
+from mpistrat.tracing.trace_events import Counters, Flows, Span, label, slices
 
 __all__ = ["Part", "Trace"]
 
@@ -22,9 +24,10 @@ _FORMAT = "mpistrat-timeline-part"
 _FORMAT_VERSION = 1
 _MIN_WINDOW_NS = 5 * 10**9
 _MAX_WINDOWS = 64
-_WAITING = "waiting for ranks"
-_MOVING = "moving data"
 _NS_PER_US = 1000
+_MIN_COUNTED_US = 1000.0
+_NUM_COUNTED = 200
+"""Windows over which the rates of the counters are taken."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -35,7 +38,7 @@ _Meeting = tuple[int, int]
 class Trace:
     """The spans of all `parts`, on the clock of the first one."""
 
-    # The spans are read twice and never held in memory together, because a job has many.
+    # The spans are read several times and never held in memory together, because a job has many.
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -66,29 +69,37 @@ class Trace:
         }
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events: names of the rows, then the spans of rank after rank."""
+        """Yield the events: names of the rows, then spans, arrows and counters by rank."""
+        flows = Flows()
+        began_us, ended_us = math.inf, -math.inf
+        for rank, row, span, offset_ns in self._spans():
+            flows.add(span, rank, row, offset_ns)
+            began_us = min(began_us, (span.began_ns - offset_ns) / _NS_PER_US)
+            ended_us = max(ended_us, (span.ended_ns - offset_ns) / _NS_PER_US)
+        width_us = max(_MIN_COUNTED_US, (ended_us - began_us) / _NUM_COUNTED)
+        for part in self._parts:
+            rank, host = part.rank, part.header["host"]
+            yield label("process_name", rank, {"name": f"rank {rank} on {host}"})
+            yield label("process_sort_index", rank, {"sort_index": rank})
+        of_ranks = itertools.groupby(self._spans(), key=lambda each: each[0])
+        for rank, spans in of_ranks:
+            counters = Counters(width_us)
+            for _, row, span, offset_ns in spans:
+                yield from slices(span, rank, row, offset_ns, flows.last_rank(span))
+                yield from flows.arrow(span, rank, row, offset_ns)
+                counters.add(span, offset_ns)
+            yield from counters.events(rank)
+
+    def _spans(self) -> Iterator[tuple[int, int, Span, float]]:
+        """Yield rank, row, span and what to subtract from its times, rank after rank."""
         # Times are microseconds since the first rank's part was opened, on that rank's clock.
         zero_ns = self._parts[0].header["monotonic_ns"]
         for part in self._parts:
-            rank, host = part.rank, part.header["host"]
-            yield _label("process_name", rank, {"name": f"rank {rank} on {host}"})
-            yield _label("process_sort_index", rank, {"sort_index": rank})
+            fit = self._fits[part.rank]
             threads: dict[int, int] = {}
             for span in part.spans():
                 row = threads.setdefault(span.thread, len(threads))
-                for name, category, began_ns, ended_ns, facts in _pieces(span):
-                    # One offset for both ends, so that no duration changes.
-                    offset_ns = self._fits[rank].offset_at(began_ns) + zero_ns
-                    yield {
-                        "name": name,
-                        "cat": category,
-                        "ph": "X",
-                        "ts": (began_ns - offset_ns) / _NS_PER_US,
-                        "dur": (ended_ns - began_ns) / _NS_PER_US,
-                        "pid": rank,
-                        "tid": row,
-                        "args": facts,
-                    }
+                yield part.rank, row, span, fit.offset_at(span.began_ns) + zero_ns
 
 
 def _texts(all_events: Iterator[dict[str, Any]], facts: dict[str, Any]) -> Iterator[str]:
@@ -103,37 +114,6 @@ def _texts(all_events: Iterator[dict[str, Any]], facts: dict[str, Any]) -> Itera
 
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
-
-
-def _label(name: str, rank: int, facts: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": rank, "tid": 0, "args": facts}
-
-
-def _pieces(span: Span) -> Iterator[tuple[str, str, int, int, dict[str, Any]]]:
-    """Yield name, category, begin, end and facts of the events for one span."""
-    if span.category != "collective":
-        yield span.name, span.category, span.began_ns, span.ended_ns, span.facts
-        return
-    facts = {key: value for key, value in span.facts.items() if key != "agreed_ns"}
-    agreed_ns = span.facts["agreed_ns"]
-    yield span.name, "collective", span.began_ns, span.ended_ns, facts | {"kind": span.name}
-    number = {"channel": facts["channel"], "number": facts["number"]}
-    yield _WAITING, "wait", span.began_ns, agreed_ns or span.ended_ns, number
-    if agreed_ns:
-        yield _MOVING, "move", agreed_ns, span.ended_ns, number
-
-
-class Span(NamedTuple):
-    """A span of time on one rank."""
-
-    category: str
-    """``collective``, or what `mpistrat.tracing.spans.span` was given."""
-    name: str
-    began_ns: int
-    """By the clock of the rank's node."""
-    ended_ns: int
-    thread: int
-    facts: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.cli.timeline import find_straggler, summarize
+from mpistrat.cli.rank_times import find_straggler, summarize
 
 
 def span(rank, category, ts, dur, number=None):

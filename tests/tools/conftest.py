@@ -2,4 +2,4 @@
 
 from tests.helpers import outside_mpiexec
 
-collect_ignore = outside_mpiexec("test_cost_model.py", "test_draw_floors.py")
+collect_ignore = outside_mpiexec("test_cost_model.py", "test_pictures.py")

@@ -2,4 +2,4 @@
 
 from tests.helpers import outside_mpiexec
 
-collect_ignore = outside_mpiexec("test_spans.py", "test_trace.py")
+collect_ignore = outside_mpiexec("test_spans.py", "test_trace.py", "test_trace_events.py")

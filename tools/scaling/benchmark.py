@@ -233,8 +233,13 @@ class _TermBars:
     title: str
     y_label: str
 
+    def height(self, rows: Sequence[Row]) -> float:
+        """Return how many inches the rows need."""
+        return 4.2
+
     def draw(self, axes: Any, rows: Sequence[Row]) -> None:
         """Draw one bar for each prediction."""
+        axes.set_ylabel(self.y_label)
         places, tops = range(len(rows)), [0.0] * len(rows)
         for term in TERMS:
             shares = [row[f"{term}_s"] / row["predicted_s"] for row in rows]

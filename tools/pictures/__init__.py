@@ -1,0 +1,1 @@
+"""Pictures of the documentation, drawn as SVG from code and from recorded runs."""
