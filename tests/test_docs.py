@@ -110,10 +110,6 @@ def test_a_program_fails_as_its_page_says(name, failing, tmp_path):
             assert line in done.stdout + done.stderr, name
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
 def public_names(module=ms):
     names = {f"{module.__name__}.{name}" for name in module.__all__}
     inner = filter(inspect.ismodule, (getattr(module, name) for name in module.__all__))
