@@ -1,4 +1,4 @@
-"""docs/coming-from/tf-distribute.md names the whole strategy API, and tells the truth."""
+"""The page for users of tf.distribute names the whole strategy API, and tells the truth."""
 
 import re
 

@@ -29,12 +29,12 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 222,
-    "lines": 42_800,
+    "files": 232,
+    "lines": 45_600,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 960,
+    "exported names": 1_000,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,

@@ -133,7 +133,7 @@ def _described(code: int) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> _Job:
-    """Return what is to be run, or raise `LaunchError`."""
+    """Return the job that the options describe, or raise `LaunchError`."""
     variables = environment()
     launcher = find_launcher(variables)
     if launcher.num_tasks > 1 or launcher.name not in ("none", "slurm"):

@@ -130,7 +130,7 @@ def _given(name: str) -> str:
 
 
 def _candidates(files: Iterable[str]) -> Iterator[str]:
-    """Yield programs beside this python, beside the library, and on PATH."""
+    """Yield programs next to this python, next to the library, and on PATH."""
     folders = [Path(sys.executable).parent]
     folders += [parent.parent / "bin" for file in files for parent in list(Path(file).parents)[:2]]
     folders += [Path(each) for each in environment().get("PATH", "").split(os.pathsep) if each]

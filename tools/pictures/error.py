@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpistrat.mpi.launcher import mpiexec
+from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.testing import launch
 from tools.house import ROOT
 from tools.pictures.palette import Palette

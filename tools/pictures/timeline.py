@@ -12,7 +12,7 @@ import numpy as np
 
 from mpistrat.cli.rank_times import spans_by_rank, summarize
 from mpistrat.cli.timeline_plot import CATEGORY_COLOURS, fold
-from mpistrat.mpi.launcher import mpiexec
+from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.testing import launch
 from tools.house import ROOT
 from tools.pictures.chart import Axis, Chart
