@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import platform
 import shutil
 import sys
@@ -31,6 +30,7 @@ from mpistrat.mpi.world import library_version
 from mpistrat.native import missing_libraries
 from mpistrat.optimizers import SGD
 from mpistrat.options import ReduceOp
+from mpistrat.pytorch import import_torch
 from mpistrat.strategies import get_replica_context
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.variables import Variable
@@ -226,9 +226,9 @@ def _gpu(job: _Job) -> str:
 
 
 def _torch(job: _Job) -> str:
-    if importlib.util.find_spec("torch") is None:
+    torch: Any = import_torch()
+    if torch is None:
         return "not tried: PyTorch is not installed"
-    torch = importlib.import_module("torch")
     importlib.import_module("mpistrat.torch").init()
     tensor = torch.full((1000,), float(job.rank + 1))
     torch.distributed.all_reduce(tensor)
