@@ -7,7 +7,6 @@ right in a recipe, on a login node and in a job of a thousand ranks.
 from __future__ import annotations
 
 import argparse
-import importlib
 import platform
 import shutil
 import sys
@@ -229,7 +228,9 @@ def _torch(job: _Job) -> str:
     torch: Any = import_torch()
     if torch is None:
         return "not tried: PyTorch is not installed"
-    importlib.import_module("mpistrat.torch").init()
+    from mpistrat import torch as backend  # it needs PyTorch
+
+    backend.init()
     tensor = torch.full((1000,), float(job.rank + 1))
     torch.distributed.all_reduce(tensor)
     torch.distributed.destroy_process_group()
