@@ -1,6 +1,6 @@
 """What is compiled from C; metadata is in pyproject.toml.
 
-The libraries are optional: without a C compiler the package works all the same, more slowly.
+The libraries are optional: without a C compiler the package works, more slowly.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class BuildKernels(build_ext):
         super().run()
 
     def get_export_symbols(self, ext):
-        """Return what must be visible beside the functions of the kernels, which all are."""
+        """Return what must be visible besides the functions of the kernels, which all are."""
         return [] if ext.name.endswith("kernels") else super().get_export_symbols(ext)
 
 

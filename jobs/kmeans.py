@@ -2,8 +2,8 @@
 
     mpiexec -n 4 python jobs/kmeans.py --data data/table.h5 --output runs/kmeans
 
-The table is the data set `points`, one row per point; an absent file is made. After each pass the
-centres are saved to a checkpoint. The same command resumes from it.
+The table is the data set `points`, one row per point; an absent file is made. After each iteration
+the centres are saved to a checkpoint. The same command resumes from it.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def parse_arguments():
     add("--output", default="runs/kmeans", metavar="FOLDER", help="of the checkpoints")
     add("--clusters", type=int, default=6, metavar="K")
     add("--init", choices=("spread", "first"), default="spread", help="spread: k-means++")
-    add("--passes", type=int, default=50, metavar="N", help="at most")
+    add("--iterations", type=int, default=50, metavar="N", help="at most")
     add("--batch-size", type=int, default=8192, metavar="N", help="points over all ranks")
     add("--device", default="auto", help='"auto", "cpu", "gpu" or "gpu:K"')
     return parser.parse_args()
@@ -81,9 +81,9 @@ def main():
             synchronization=ms.VariableSynchronization.ON_READ,
             aggregation=ms.VariableAggregation.SUM,
         )
-        passes = ms.Variable(np.int64(0), name="passes")
-    saved = ms.Checkpoint(centres=centres, passes=passes)
-    manager = ms.CheckpointManager(saved, args.output, step_counter=passes)
+        iterations = ms.Variable(np.int64(0), name="iterations")
+    saved = ms.Checkpoint(centres=centres, iterations=iterations)
+    manager = ms.CheckpointManager(saved, args.output, step_counter=iterations)
     if (path := manager.restore_or_initialize()) and is_first:
         print(f"resumes from {path}")
 
@@ -97,7 +97,7 @@ def main():
         return farthest(xp, xp.concatenate([far, rows]), args.clusters)
 
     shift = np.inf
-    while passes.numpy() < args.passes and shift > 1e-4:
+    while iterations.numpy() < args.iterations and shift > 1e-4:
         totals.assign(np.zeros(totals.shape), read_value=False)
         far = xp.empty((0, centres.shape[1] + 1))
         for part in batches:
@@ -109,10 +109,10 @@ def main():
         means[empty] = farthest(np, strategy.gather(far, axis=0), len(empty))[:, 1:]
         shift = np.abs(means - centres.numpy()).max()
         centres.assign(means)
-        passes.assign_add(1)
+        iterations.assign_add(1)
         manager.save()
         if is_first:
-            print(f"pass {int(passes.numpy())}, mean squared distance: {mean_square:.6f}")
+            print(f"iteration {int(iterations.numpy())}, mean squared distance: {mean_square:.6f}")
 
 
 if __name__ == "__main__":

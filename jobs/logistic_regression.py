@@ -45,7 +45,7 @@ def parse_arguments():
     add = parser.add_argument
     add("--data", type=Path, default=Path("data/clicks"), metavar="FOLDER", help="made if absent")
     add("--output", default="runs/clicks", metavar="FOLDER", help="of the checkpoints")
-    add("--passes", type=int, default=5, metavar="N")
+    add("--epochs", type=int, default=5, metavar="N")
     add("--max-steps", type=int, metavar="N", help="save here and end, as if time were up")
     add("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints")
     add("--batch-size", type=int, default=200, metavar="N", help="examples over all ranks")
@@ -73,7 +73,7 @@ def main():
         make_data(args.data)
     strategy.reduce("sum", 0)  # the others wait until the files are there
     batches, test_batches = (open_data(strategy, args, each) for each in ("part-*.h5", "test.h5"))
-    num_steps = args.passes * batches.cardinality()
+    num_steps = args.epochs * batches.cardinality()
     with strategy.scope():
         weight = ms.Variable(np.zeros(batches.element_spec[0].shape[1], np.float32), name="weight")
         bias = ms.Variable(np.float32(0), name="bias")

@@ -122,21 +122,21 @@ class Training:
         self.loss.update_state(cross_entropy(self.xp, logits, label)[0])
         self.accuracy.update_state(label, logits.argmax(axis=1))
 
-    def run_pass(self, step, batches, after_step=lambda: None):
+    def run_batches(self, step, batches, after_step=lambda: None):
         """Run `step` on all batches; return the mean loss and the accuracy. **Collective**."""
         for image, label in batches:
             self.strategy.run(step, args=(image, label))
             after_step()
         figures = float(self.loss.result()), float(self.accuracy.result())
-        # Not before the pass: a resumed pass continues with the totals of its first part.
+        # Not before the epoch: a resumed epoch continues with the totals of its first part.
         self.loss.reset_state()
         self.accuracy.reset_state()
         return figures
 
     def run_epoch(self, after_step):
         """Train for one epoch, test, and add the results to the history. **Collective**."""
-        loss, accuracy = self.run_pass(self.train_step, self.train_batches, after_step)
-        test_loss, test_accuracy = self.run_pass(self.test_step, self.test_batches)
+        loss, accuracy = self.run_batches(self.train_step, self.train_batches, after_step)
+        test_loss, test_accuracy = self.run_batches(self.test_step, self.test_batches)
         self.history.rows.append(
             {
                 "epoch": len(self.history.rows) + 1,

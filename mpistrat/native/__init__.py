@@ -14,7 +14,7 @@ __all__ = ["HOW_TO_COMPILE", "find_library", "missing_libraries", "native_librar
 
 HOW_TO_COMPILE = (
     "Install a C compiler, such as gcc, and the headers of Python, then install mpistrat again "
-    "from its source folder: pip install --force-reinstall --no-deps --no-cache-dir ."
+    "from its source folder: pip install --force-reinstall --no-deps --no-cache-dir -e ."
 )
 """What to do where `missing_libraries` names any."""
 

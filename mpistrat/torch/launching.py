@@ -67,13 +67,16 @@ class _Job:
     """The ranks that torch counts."""
 
     comm: MPI.Intracomm
-    strategy: MPIStrategy
-    """By which they meet before torch has a group."""
     world: World
     store: Any = None
     """Torch's store, which rank 0 serves, once there is one."""
     num_groups: int = 0
     """How many world groups have met in it."""
+
+    @property
+    def strategy(self) -> MPIStrategy:
+        """By which the ranks meet before torch has a group; after a failure, a new one."""
+        return MPIStrategy(self.comm, "cpu")
 
 
 _jobs: list[_Job] = []
@@ -91,7 +94,7 @@ def _open_job(comm: MPI.Intracomm | None) -> _Job:
         return _jobs[-1]
     known = communicator(comm)
     _check_environment(known)
-    job = _Job(known, MPIStrategy(known, "cpu"), open_world(known))
+    job = _Job(known, open_world(known))
     _jobs.append(job)
     return job
 

@@ -67,6 +67,28 @@ for _ in range(3):
     assert run(tmp_path, text, 3).returncode == 0
 
 
+def test_a_group_is_made_after_a_collective_that_failed(tmp_path):
+    text = (
+        INIT
+        + """
+import mpistrat as ms
+mst.set_environment()
+strategy = ms.MPIStrategy(device="cpu")
+try:
+    strategy.reduce("sum" if strategy.rank else "mean", 1.0)
+except ms.errors.EpochMismatchError:
+    pass
+mst.init()
+x = torch.ones(3)
+dist.all_reduce(x)
+assert x.tolist() == [dist.get_world_size()] * 3
+dist.destroy_process_group()
+"""
+    )
+    result = run(tmp_path, text)
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_second_init_is_torchs_own_error(tmp_path):
     text = (
         INIT

@@ -62,7 +62,7 @@ def torch_ddp(palette: Palette, recorded: dict[str, Any]) -> str:
 def kmeans(palette: Palette, recorded: dict[str, Any]) -> str:
     """Return points in the colours of their clusters, and the centres."""
     p, points, centres = palette, recorded["points"], recorded["centres"]
-    detail = f"{recorded['ranks']} ranks, {recorded['passes']} passes; 400 of 20,000 points"
+    detail = f"{recorded['ranks']} ranks, {recorded['iterations']} iterations; 400 of 20,000 points"
     d = _start(p, "Six clusters found by k-means", detail)
     limits = [max(abs(point[axis]) for point in points) * 1.05 for axis in (0, 1)]
     box = (8, 52, _WIDTH - 8, _HEIGHT - 8)

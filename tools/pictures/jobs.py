@@ -85,7 +85,7 @@ def kmeans(folder: Path) -> dict[str, Any]:
         "points": _rounded((points - middle) @ axes[:2].T, 2),
         "cluster": distances.argmin(axis=1).tolist(),
         "centres": _rounded((centres - middle) @ axes[:2].T, 2),
-        "passes": len(re.findall(r"^pass ", printed, re.MULTILINE)),
+        "iterations": len(re.findall(r"^iteration ", printed, re.MULTILINE)),
     }
 
 

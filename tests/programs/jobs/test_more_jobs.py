@@ -40,10 +40,10 @@ class TestKmeans:
     def test_it_finds_the_groups_and_goes_on(self, tmp_path):
         data, output = tmp_path / "new" / "table.h5", tmp_path / "runs"
         options = ("--data", data, "--output", output)
-        assert run_job("kmeans.py", *options, "--passes", 1, ranks=3).count("pass ") == 1
+        assert run_job("kmeans.py", *options, "--iterations", 1, ranks=3).count("iteration ") == 1
         resumed = run_job("kmeans.py", *options, ranks=2)
         assert f"resumes from {output}/checkpoint-1.h5" in resumed
-        assert "pass 1:" not in resumed
+        assert "iteration 1," not in resumed
         with h5py.File(data) as file:
             points, middles = file["points"][:].astype(float), file["middles"][:]
         found = self.centres(output)
@@ -88,12 +88,12 @@ class TestLogisticRegression:
         names = ("weight", "bias")
         return np.concatenate([np.atleast_1d(variable(last, name)) for name in names])
 
-    def test_it_fits_and_goes_on_within_a_pass(self, tmp_path):
+    def test_it_fits_and_resumes_within_an_epoch(self, tmp_path):
         data = tmp_path / "new" / "clicks"
-        options = ("--data", data, "--l2", 0.01, "--passes", 3, "--batch-size", 350)
+        options = ("--data", data, "--l2", 0.01, "--epochs", 3, "--batch-size", 350)
         command = [ROOT / "jobs" / "logistic_regression.py", *map(str, options)]
         command += ["--output", tmp_path / "a", "--device", "cpu"]
-        stopped = launch.run([*command, "--max-steps", "50"], 2)  # in the second pass
+        stopped = launch.run([*command, "--max-steps", "50"], 2)  # in the second epoch
         assert stopped.returncode == 75, stopped.stderr
         resumed = run_job(*command[0].parts[-1:], *options, "--output", tmp_path / "a", ranks=3)
         assert "resumes from" in resumed
