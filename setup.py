@@ -5,6 +5,7 @@ The libraries are optional: without a C compiler the package works, more slowly.
 
 import hashlib
 import os
+import re
 import runpy
 from pathlib import Path
 
@@ -21,6 +22,17 @@ OPTIONAL = not os.environ.get("MPISTRAT_REQUIRE_COMPILED")
 STALE = [path for path in Path("mpistrat").rglob("*.so") if ".abi3." not in path.name]
 NATIVE = sorted(Path("mpistrat/native").glob("*.[ch]"))
 NATIVE_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in NATIVE)).hexdigest()
+
+
+PAGES = "https://github.com/mpistrat/mpistrat/blob/main/"
+FILES = "https://raw.githubusercontent.com/mpistrat/mpistrat/main/"
+
+
+def readme():
+    """Return the README with addresses that lead somewhere from a page of an index, too."""
+    text = Path("README.md").read_text()
+    text = re.sub(r'(src(?:set)?=")(?=docs/)([^"]+)', rf"\1{FILES}\2?sanitize=true", text)
+    return re.sub(r"\]\((?!https?:|#)", f"]({PAGES}", text)
 
 
 class BuildKernels(build_ext):
@@ -41,6 +53,8 @@ class BuildKernels(build_ext):
 
 
 setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     cmdclass={"build_ext": BuildKernels},
     # One wheel serves every Python from 3.10 on.
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
