@@ -30,15 +30,18 @@ __all__ = [
     "filters_edge_chunks",
     "filters_of",
     "h5py",
+    "has_offsets",
     "hidden_beside",
     "install_filter",
     "is_stored_as",
     "max_open_files",
     "missing_filters",
     "name_of_filter",
+    "offset_of_block",
     "open_for_reading",
     "plugin_libraries",
     "remove_leftovers",
+    "stored_type",
 ]
 
 _BYTES_WORTH_ALIGNING = 2**18
@@ -142,10 +145,15 @@ _UNFILTERED_EDGES = 2
 
 
 def is_stored_as(dataset: Any, dtype: Any) -> bool:
-    """Return whether the bytes of `dataset` are those of arrays of `dtype`."""
+    """Return whether the bytes of a low-level `dataset` are those of arrays of `dtype`."""
+    return bool(dataset.get_type().equal(stored_type(dtype)))
+
+
+def stored_type(dtype: Any) -> Any:
+    """Return the type of HDF5 for a `dtype`."""
     # Equal dtypes may differ in their metadata, by which h5py marks strings and references.
     make = _type_of if dtype.metadata is None else _type_of.__wrapped__
-    return bool(dataset.id.get_type().equal(make(dtype)))
+    return make(dtype)
 
 
 @functools.lru_cache(64)
@@ -155,16 +163,25 @@ def _type_of(dtype: Any) -> Any:
 
 def contiguous_offset(dataset: Any) -> int | None:
     """Return where the elements of `dataset` begin in its file, ``None`` if not in one piece."""
-    # A user block at the beginning of the file counts too. Only files that are read in the usual
-    # way have an offset.
-    offset = dataset.id.get_offset()  # none where they are in chunks, the header or other files
-    if offset is None or not dataset.size:
+    # A user block at the beginning of the file counts too.
+    if not has_offsets(dataset.id) or not is_stored_as(dataset.id, dataset.dtype):
         return None
-    if dataset.id.get_storage_size() != dataset.nbytes:  # nothing is allocated in the file yet
+    return offset_of_block(dataset.id, dataset.nbytes)
+
+
+def has_offsets(node: Any) -> bool:
+    """Return whether the file of a node of the low level is read in the usual way."""
+    access = h5py().h5i.get_file_id(node).get_access_plist()
+    return bool(access.get_driver() == h5py().h5fd.SEC2)
+
+
+def offset_of_block(dataset: Any, num_bytes: int) -> int | None:
+    """Return where the bytes of a low-level data set begin, ``None`` if not in one piece."""
+    offset = dataset.get_offset()  # none where they are in chunks, the header or other files
+    if offset is None or not num_bytes:
         return None
-    access = h5py().h5i.get_file_id(dataset.id).get_access_plist()
-    is_plain = access.get_driver() == h5py().h5fd.SEC2 and is_stored_as(dataset, dataset.dtype)
-    return int(offset) if is_plain else None
+    # Else nothing is allocated in the file yet.
+    return int(offset) if dataset.get_storage_size() == num_bytes else None
 
 
 def max_open_files() -> int:

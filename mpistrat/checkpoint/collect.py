@@ -15,13 +15,8 @@ import numpy as np
 
 from mpistrat.arrays import host_view
 from mpistrat.checkpoint.deferred import check_nothing_waits
-from mpistrat.checkpoint.format import (
-    PLAIN_VERSION,
-    Header,
-    digest_of_array,
-    digest_of_text,
-    is_storable,
-)
+from mpistrat.checkpoint.digests import digest_of_array, digest_of_text
+from mpistrat.checkpoint.format import Header, is_storable
 from mpistrat.checkpoint.object_graph import Tree, split_object, walk
 from mpistrat.checkpoint.ownership import Writers, writes_here
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
@@ -30,7 +25,7 @@ from mpistrat.checkpoint.replica_state import (
     assign_replicas,
     gather_states,
 )
-from mpistrat.checkpoint.state_json import SplitState, marked, split_state, version_of
+from mpistrat.checkpoint.state_json import SplitState, has_marks, marked, split_state
 from mpistrat.checkpoint.tensors import TensorArray, TensorState
 from mpistrat.checkpoint.writer import (
     BufferLifetime,
@@ -93,13 +88,9 @@ class StateCollector:
         if any(each[1] != of_ranks[0][1] for each in of_ranks):
             _refuse_differing_state(self.collectives, what, self._digests)
         self._is_parallel = parallel
-        self._format_version = max(version for *_, version in of_ranks)
 
-    def _check(self, root: Trackable) -> tuple[str, str, int]:
-        """Take the states of objects, and return the digests of all paths and of all state.
-
-        The third is the version of the format that these states need.
-        """
+    def _check(self, root: Trackable) -> tuple[str, str]:
+        """Take the states of objects, and return the digests of all paths and of all state."""
         _check_savable(self._tree)
         if self.collectives.rank == 0:  # expect_partial() may have been called there alone
             check_nothing_waits(self._what, root, self._tree)
@@ -115,13 +106,9 @@ class StateCollector:
                 self._digests[name] = _digest_of_state(state, with_values=not _is_mirrored(each))
         for name, variable in self._tree.variables.items():
             if is_compared and not isinstance(variable, MirroredVariable | SyncOnReadVariable):
-                self._digests[name] = digest_of_array(host_view(variable._storage))
-        states = (*self._states.values(), *self._of_replicas.values())
-        return (
-            _digest_of_texts(self._tree.paths()),
-            _digest_of_texts(self._digests.values()),
-            max((version_of(rest) for rest, _ in states), default=PLAIN_VERSION),
-        )
+                self._digests[name] = digest_of_array(host_view(variable._storage)).text
+        digests = self._digests.values()
+        return _digest_of_texts(self._tree.paths()), _digest_of_texts(digests)
 
     def _check_shards(self, name: str, state: SplitState) -> None:
         rank, size = self.collectives.rank, self.collectives.size
@@ -151,7 +138,6 @@ class StateCollector:
             num_replicas=transport.size,
             mpi_library=transport.library,
             created=created,
-            format_version=self._format_version,
         )
 
     def items(self) -> Iterator[Item]:
@@ -168,9 +154,7 @@ class StateCollector:
             items: list[Item] = []
             with self.collectives.common_outcome(self._what, name):
                 if join is not None:
-                    state = split_state(
-                        join(), name, keeps_types=version_of(own[0]) > PLAIN_VERSION
-                    )
+                    state = split_state(join(), name, keeps_types=has_marks(own[0]))
                     items += self._items_of_state(name, state)
             yield from items
 
@@ -293,7 +277,7 @@ def _digest_of_state(state: SplitState, with_values: bool) -> str:
     digests = [digest_of_text(json.dumps(marked(rest), sort_keys=True).encode())]
     for key, array in sorted(arrays.items()):
         is_whole = isinstance(array, np.ndarray) or not array.num_ranks
-        digest = digest_of_array(np.asarray(array)) if with_values and is_whole else ""
+        digest = digest_of_array(np.asarray(array)).text if with_values and is_whole else ""
         digests.append(f"{key} {array.dtype} {array.shape} {digest or is_whole}")
     return _digest_of_texts(digests)
 

@@ -1,13 +1,14 @@
 """Format of checkpoint files: versions, names, attributes and digests.
 
-A file holds one HDF5 data set per variable under ``/variables`` and one JSON text per object
-with other state under ``/state``. Errors and commands name the paths without these groups.
+A file holds one HDF5 data set per variable under ``/variables``, the digests of its pages under
+``/digests`` where it is large, and one JSON text per object with other state under ``/state``.
+Errors and commands name the paths without these groups.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import re
 import time
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from datetime import datetime, timezone
 
 import numpy as np
 
+from mpistrat.checkpoint.digests import digest_of_text, is_digest
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.version import CHECKPOINT_FORMAT_VERSION as FORMAT_VERSION
 from mpistrat.version import __version__
@@ -22,17 +24,15 @@ from mpistrat.version import __version__
 __all__ = [
     "BITS_OF_FLOATS",
     "DEEPEST",
+    "DIGESTS",
     "FORMAT",
     "FORMAT_VERSION",
-    "PLAIN_VERSION",
+    "OLD_VERSION",
     "STATE",
     "VARIABLES",
     "Header",
     "VariableInfo",
     "check_path",
-    "digest_of_array",
-    "digest_of_text",
-    "format_digest",
     "is_path_part",
     "is_storable",
 ]
@@ -40,8 +40,9 @@ __all__ = [
 FORMAT = "mpistrat-checkpoint"
 VARIABLES = "variables"
 STATE = "state"
-PLAIN_VERSION = 1
-"""Of files whose states hold only arrays and JSON values; those with tensors have a higher one."""
+DIGESTS = "digests"
+OLD_VERSION = 1
+"""Of files with SHA-256 digests, whose states hold only arrays and JSON values."""
 DEEPEST = 100
 """Levels of groups. HDF5 itself uses the stack for each, and can be made to overflow it."""
 
@@ -67,7 +68,7 @@ class Header:
     """When the file was written: ISO 8601, UTC."""
     mpistrat_version: str = __version__
     format: str = FORMAT
-    format_version: int = PLAIN_VERSION
+    format_version: int = FORMAT_VERSION
 
     @staticmethod
     def timestamp(created_s: float | None = None) -> str:
@@ -75,10 +76,9 @@ class Header:
         created_s = time.time() if created_s is None else created_s
         return datetime.fromtimestamp(created_s, timezone.utc).isoformat()
 
-    @property
-    def digest(self) -> str:
-        """What the attribute ``digest`` holds: over the others, as JSON with sorted keys."""
-        return digest_of_text(json.dumps(asdict(self), sort_keys=True).encode())
+    def digest(self, like: str = "") -> str:
+        """Return what the attribute ``digest`` holds: over the others, as JSON with sorted keys."""
+        return digest_of_text(json.dumps(asdict(self), sort_keys=True).encode(), like)
 
     @property
     def created_s(self) -> float:
@@ -113,7 +113,7 @@ class VariableInfo:
     """Name of a `VariableAggregation`."""
     trainable: bool
     digest: str
-    """``"sha256:<hex>"`` over the bytes in C order as they are stored."""
+    """Over the bytes in C order as they are stored; see `mpistrat.checkpoint.digests`."""
     tensor_dtype: str = ""
     """The dtype that these bytes have in the program, where HDF5 has none such."""
 
@@ -138,33 +138,12 @@ class VariableInfo:
     @property
     def size_bytes(self) -> int:
         """Size of the values in bytes."""
-        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def is_storable(dtype: np.dtype) -> bool:
     """Return whether variables of `dtype` can be stored: numbers and booleans."""
     return dtype.kind in "biufc"
-
-
-def is_digest(text: object) -> bool:
-    """Return whether `text` has the form of a digest."""
-    return isinstance(text, str) and re.fullmatch(r"sha256:[0-9a-f]{64}", text) is not None
-
-
-def digest_of_array(array: np.ndarray) -> str:
-    """Return the digest over the bytes of `array` in C order."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return format_digest(hashlib.sha256(flat.data))
-
-
-def digest_of_text(text: bytes) -> str:
-    """Return the digest of a text in UTF-8."""
-    return format_digest(hashlib.sha256(text))
-
-
-def format_digest(found: hashlib._Hash) -> str:
-    """Return a SHA-256 as the attribute ``digest`` holds it."""
-    return f"sha256:{found.hexdigest()}"
 
 
 def check_path(path: str) -> None:

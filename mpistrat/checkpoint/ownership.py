@@ -17,9 +17,9 @@ from typing import Any
 
 from mpistrat import context, hdf5
 from mpistrat.checkpoint.format import VARIABLES, Header
+from mpistrat.checkpoint.nodes import read_attribute
 from mpistrat.checkpoint.object_graph import Tree
 from mpistrat.checkpoint.tensors import world_strategy
-from mpistrat.checkpoint.validation import read_attribute
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.mpi.launcher import find_launcher, is_one_of_several
@@ -108,8 +108,8 @@ def _writers_of(path: Path) -> str | None:
         if path.stat().st_mtime < _BEGAN_S - 60:  # spares the look into most files
             return None
         with hdf5.open_for_reading(path, CheckpointError) as file:
-            found = read_attribute(file[VARIABLES], WRITERS)
-            created = str(read_attribute(file, "created"))
+            found = read_attribute(file[VARIABLES].id, WRITERS)
+            created = str(read_attribute(file.id, "created"))
         is_ours = Header(created=created).created_s >= _BEGAN_S
         if is_ours and _released(path).exists():
             is_ours = _released(path).read_text() != created

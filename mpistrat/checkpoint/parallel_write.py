@@ -19,7 +19,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, is_on_host
 from mpistrat.checkpoint.collect import RootFile
-from mpistrat.checkpoint.format import digest_of_array
+from mpistrat.checkpoint.digests import ArrayDigest, digest_of_array
 from mpistrat.checkpoint.ranks import Worker, divide_work, this_worker
 from mpistrat.checkpoint.raw_io import (
     BYTES_WORTH_A_THREAD,
@@ -133,7 +133,7 @@ class ParallelWriting:
                 written, begin = _Written(**each), extents[name].offset
                 with explaining(self._path):
                     page = os.pread(writer.handle, _PAGE, begin)  # nothing behind the end
-                if digest_of_array(np.frombuffer(page, np.uint8)) != written.first_page:
+                if digest_of_array(np.frombuffer(page, np.uint8)).text != written.first_page:
                     raise CheckpointError(
                         f"The checkpoint {self._path} cannot be written by all ranks together: "
                         f"rank 0 does not find in it what rank {rank} has written of {name}. This "
@@ -143,7 +143,7 @@ class ParallelWriting:
                 end = begin + extents[name].num_bytes
                 with explaining(self._path):
                     write_at(writer.handle, end - rest.size, rest)
-                writer.set_digest(name, written.digest)
+                writer.set_digest(name, ArrayDigest(written.digest, written.pages))
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,10 @@ class _Written:
     """What rank 0 must know of a variable that has been written."""
 
     digest: str
+    pages: str
+    """The digests of its pages, as `ArrayDigest` has them."""
     first_page: str
-    """The digest of its first page, which rank 0 must find in the file."""
+    """The digest of its first page of memory, which rank 0 must find in the file."""
     rest: str
     """What comes after its last whole page, in base 64."""
 
@@ -168,10 +170,10 @@ class _WholePages:
 
     def __call__(self, part: np.ndarray) -> None:
         data = part.view(np.uint8)
-        self._first_page = self._first_page or digest_of_array(data[:_PAGE])
+        self._first_page = self._first_page or digest_of_array(data[:_PAGE]).text
         self._rest += data[self._left :].tobytes()
         self._write(data[: self._left])
         self._left -= min(self._left, data.size)
 
-    def report(self, digest: str) -> _Written:
-        return _Written(digest, self._first_page, base64.b64encode(self._rest).decode())
+    def report(self, digest: ArrayDigest) -> _Written:
+        return _Written(*digest, self._first_page, base64.b64encode(self._rest).decode())

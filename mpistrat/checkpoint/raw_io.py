@@ -6,20 +6,17 @@ is written beside it, so the bytes of large arrays take the file's own descripto
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array, host_view, pieces
-from mpistrat.checkpoint.format import format_digest
-from mpistrat.hdf5 import h5py
+from mpistrat.checkpoint.digests import ArrayDigest, hasher_like
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.threads import Background
 
@@ -30,7 +27,7 @@ __all__ = [
     "ChecksumPool",
     "InOrder",
     "copy_to_host",
-    "create_unwritten",
+    "digest_in_file",
     "pieces_on_host",
     "read_at",
     "selections",
@@ -88,7 +85,7 @@ BYTES_WORTH_A_THREAD = 2**18
 """The digests of smaller arrays are computed at once."""
 
 _MOST_THREADS = 8
-"""SHA-256 is slower than many disks, but so many threads are faster than most."""
+"""So many are faster than most disks."""
 _BYTES_AT_ONCE = 2**19
 """Small enough to stay in the cache of a core between the digest and the write."""
 _MAX_BEHIND = 4
@@ -110,12 +107,13 @@ class Checksum:
         stop: threading.Event,
         before: _OnPart | None,
         after: _OnPart | None,
+        like: str,
     ) -> None:
         self._thread = thread
         self._stop = stop
         self._before = before
         self._after = after
-        self._hash = hashlib.sha256()
+        self._hasher = hasher_like(like)
         self._waits: deque[Callable[[], None]] = deque()
 
     def update(self, piece: np.ndarray, is_view: bool) -> None:
@@ -134,15 +132,15 @@ class Checksum:
                 return
             if self._before is not None:
                 self._before(part)
-            self._hash.update(part.view(np.uint8).data)
+            self._hasher.update(part)
             if self._after is not None:
                 self._after(part)
 
-    def result(self) -> str:
+    def result(self) -> ArrayDigest:
         """Return the digest, once it is complete; raises what went wrong."""
         while self._waits:
             self._waits.popleft()()
-        return format_digest(self._hash)
+        return self._hasher.result()
 
 
 class ChecksumPool:
@@ -158,11 +156,13 @@ class ChecksumPool:
         self._count = 0
         self._stop = threading.Event()
 
-    def begin(self, before: _OnPart | None = None, after: _OnPart | None = None) -> Checksum:
-        """Return the digest of another array; see `Checksum`."""
+    def begin(
+        self, before: _OnPart | None = None, after: _OnPart | None = None, like: str = ""
+    ) -> Checksum:
+        """Return the digest of another array, of the kind of `like`; see `Checksum`."""
         self._count += 1
         thread = self._threads[self._count % len(self._threads)]
-        return Checksum(thread, self._stop, before, after)
+        return Checksum(thread, self._stop, before, after, like)
 
     def __enter__(self) -> ChecksumPool:
         return self
@@ -173,19 +173,6 @@ class ChecksumPool:
         for thread in self._threads:
             thread.drain()
             thread.close()
-
-
-def create_unwritten(group: Any, path: str, array: Array) -> Any:
-    """Return a new data set for `array`, which has its place in the file but no values."""
-    h5p, h5d = h5py().h5p, h5py().h5d
-    plist = h5p.create(h5p.DATASET_CREATE)
-    plist.set_layout(h5d.CONTIGUOUS)
-    plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-    plist.set_fill_time(h5d.FILL_TIME_NEVER)
-    dataset = group.create_dataset(path, shape=array.shape, dtype=array.dtype, dcpl=plist)
-    if array.shape == ():  # h5py drops the properties of scalars; a value needs its place too
-        dataset[()] = np.zeros((), array.dtype)
-    return dataset
 
 
 class InOrder:
@@ -218,6 +205,17 @@ def _begin_to_flush(handle: int, offset: int, num_bytes: int) -> None:
     if hasattr(os, "posix_fadvise"):
         # For Linux a request to write what is new: only pages that are on disk are dropped.
         os.posix_fadvise(handle, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def digest_in_file(handle: int, offset: int, num_bytes: int, like: str) -> ArrayDigest:
+    """Return the digest of bytes of an open file, of the kind of `like`, in little memory."""
+    hasher = hasher_like(like)
+    memory = np.empty(min(_BYTES_AT_ONCE, num_bytes), np.uint8)
+    for begin in range(0, num_bytes, _BYTES_AT_ONCE):
+        part = memory[: num_bytes - begin]
+        read_at(handle, offset + begin, part)
+        hasher.update(part)
+    return hasher.result()
 
 
 def read_at(handle: int, offset: int, piece: np.ndarray) -> None:

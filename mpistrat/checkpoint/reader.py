@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,32 +10,39 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat import hdf5
+from mpistrat.checkpoint.digests import (
+    DIGEST_BYTES,
+    PAGE_BYTES,
+    check_digest,
+    digest_of_array,
+    digest_of_pages,
+    digest_of_text,
+    hasher_like,
+    is_paged,
+)
 from mpistrat.checkpoint.format import (
+    DIGESTS,
     FORMAT,
     FORMAT_VERSION,
-    PLAIN_VERSION,
+    OLD_VERSION,
     STATE,
     VARIABLES,
     Header,
     VariableInfo,
-    digest_of_array,
-    digest_of_text,
-    format_digest,
 )
+from mpistrat.checkpoint.nodes import TypesInFile, read_attribute, read_names, read_short_text
 from mpistrat.checkpoint.raw_io import read_at, selections
 from mpistrat.checkpoint.state_json import load_json
 from mpistrat.checkpoint.validation import (
     check_expansion,
     check_layout,
     check_streams,
-    read_attribute,
-    read_names,
     survey,
 )
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
+from mpistrat.hdf5 import h5py, has_offsets, offset_of_block, open_for_reading
 
-__all__ = ["CheckpointReader", "check_digest", "naming_damage", "open_checkpoint"]
+__all__ = ["CheckpointReader", "naming_damage", "open_checkpoint"]
 
 
 class CheckpointReader:
@@ -61,31 +67,42 @@ class CheckpointReader:
             contents = survey(file)
         self.header = _read_header(file, path)
         with naming_damage(path, "the tree"):
-            contents.check({VARIABLES, STATE})
-        self._variables = contents.below(VARIABLES)
+            contents.check({VARIABLES, STATE}, {DIGESTS})
+        self._nodes = contents.below(VARIABLES)
         self._state = contents.below(STATE)
-        self._check_storage()
-        self.variables = {}
-        for name, dataset in self._variables.items():
-            with naming_damage(path, name):
-                self.variables[name] = _read_info(dataset)
+        self._digests = contents.below(DIGESTS)
+        self._offsets: dict[str, int] = {}
+        self.variables: dict[str, VariableInfo] = {}
+        self._read_tree(has_offsets(file.id))
         self.state_paths = list(self._state)
-        for name, dataset in self._state.items():
+        for name, node in self._state.items():
             with naming_damage(path, name):
-                self._check_state(name, dataset)
+                self._check_state(name, node)
+        self._check_digests()
 
-    def _check_storage(self) -> None:
-        """Refuse what could fill the memory, before any value is read."""
+    def _read_tree(self, is_plain_file: bool) -> None:
+        """Read what is said of the variables, once no value can fill the memory any more."""
         file_bytes = self.path.stat().st_size
         unpacked = 0
-        for name, dataset in (*self._variables.items(), *self._state.items()):
+        types = TypesInFile()
+        found: list[tuple[np.dtype, bool]] = []
+        for name, node in (*self._nodes.items(), *self._state.items()):
             with naming_damage(self.path, name):
-                unpacked += check_layout(dataset, file_bytes)
+                dtype, is_as_in_memory = types.of(node)
+                found.append((dtype, is_as_in_memory))
+                unpacked += check_layout(node, dtype.itemsize, file_bytes)
                 check_expansion(unpacked, file_bytes)
+        for (name, node), (dtype, is_as_in_memory) in zip(self._nodes.items(), found, strict=False):
+            with naming_damage(self.path, name):
+                info = self.variables[name] = _read_info(node, dtype)
+                if is_plain_file and is_as_in_memory:
+                    offset = offset_of_block(node, info.size_bytes)
+                    if offset is not None:
+                        self._offsets[name] = offset
 
-    def _check_state(self, name: str, dataset: Any) -> None:
+    def _check_state(self, name: str, node: Any) -> None:
         """Check that a state has its arrays, all of them and no others."""
-        arrays = read_names(dataset, "arrays")
+        arrays = read_names(node, "arrays")
         if arrays is None:  # a file that another program has made
             return
         expected = {f"{name}/{each}" for each in arrays}
@@ -95,6 +112,16 @@ class CheckpointReader:
             lines += [f"the array {each} is too many" for each in sorted(found - expected)]
             raise ValueError("; ".join(lines))
 
+    def _check_digests(self) -> None:
+        """Check that the digests of pages are there where they must be, and nowhere else."""
+        expected = {name for name, info in self.variables.items() if is_paged(info.digest)}
+        for name in sorted(expected ^ self._digests.keys()):
+            with naming_damage(self.path, name):
+                missing = name in expected
+                raise ValueError(
+                    f"the digests of its pages are {'missing' if missing else 'extra'}"
+                )
+
     def read_variable(self, name: str) -> np.ndarray:
         """Return the values of a variable, in native byte order."""
         info = self.variables[name]
@@ -103,7 +130,7 @@ class CheckpointReader:
             offset = self.offset_of(name)
             if offset is not None:
                 read_at(self.handle, offset, values)
-                check_digest(digest_of_array(values), info.digest)
+                check_digest(digest_of_array(values, info.digest).text, info.digest)
                 return values
         flat, begin = values.reshape(-1), 0
         for piece in self.read_pieces(name):
@@ -116,31 +143,31 @@ class CheckpointReader:
 
         ``None`` where they do not lie there as one block, as they do in memory.
         """
-        info, dataset = self.variables[name], self._variables[name]
-        if not info.size_bytes:
-            return 0
-        return hdf5.contiguous_offset(dataset) if dataset.dtype == info.dtype else None
+        return self._offsets.get(name) if self.variables[name].size_bytes else 0
+
+    def _dataset(self, name: str) -> Any:
+        return h5py().Dataset(self._nodes[name])
 
     def read_pieces(self, name: str) -> Iterator[np.ndarray]:
         """Yield the values of a variable in C order, flat, in native byte order. Local.
 
         The memory this takes does not depend on the size of the variable.
         """
-        info, dataset = self.variables[name], self._variables[name]
-        digest = hashlib.sha256()
+        info, dataset = self.variables[name], self._dataset(name)
+        hasher = hasher_like(info.digest)
         with naming_damage(self.path, name):
             check_streams(dataset)
         for selection in selections(info.shape, info.dtype.itemsize, dataset.chunks):
             with naming_damage(self.path, name):
                 piece = np.asarray(dataset[selection], dataset.dtype).reshape(-1)
-                digest.update(piece.view(np.uint8).data)
+                hasher.update(piece)
             yield piece.astype(info.dtype, copy=False)
         with naming_damage(self.path, name):
-            check_digest(format_digest(digest), info.digest)
+            check_digest(hasher.result().text, info.digest)
 
     def read_part(self, name: str, offsets: Sequence[int], into: np.ndarray) -> None:
         """Fill `into` with the part of a variable that begins at `offsets`, unverified. Local."""
-        dataset = self._variables[name]
+        dataset = self._dataset(name)
         with naming_damage(self.path, name):
             sizes = zip(offsets, into.shape, strict=True)
             into[...] = dataset[tuple(slice(begin, begin + size) for begin, size in sizes)]
@@ -148,11 +175,13 @@ class CheckpointReader:
     def read_state(self, name: str) -> Any:
         """Return the JSON part of the state of an object."""
         with naming_damage(self.path, name):
-            dataset = self._state[name]
+            node = self._state[name]
+            dataset = h5py().Dataset(node)
             text = dataset[()] if dataset.shape == () and dataset.dtype.kind in "OS" else None
             if not isinstance(text, bytes):
                 raise ValueError("a UTF-8 text was expected here")
-            if digest_of_text(text) != read_attribute(dataset, "digest"):
+            stored = read_attribute(node, "digest")
+            if digest_of_text(text, str(stored)) != stored:
                 raise ValueError("the text does not have the digest that was stored with it")
             return load_json(text, self.header.format_version)
 
@@ -161,6 +190,7 @@ class CheckpointReader:
         damage = []
         for names, read in (
             (self.variables, self._read_through),
+            (self._digests, self._verify_pages),
             (self.state_paths, self.read_state),
         ):
             for name in names:
@@ -175,6 +205,21 @@ class CheckpointReader:
         for _ in self.read_pieces(name):
             pass
 
+    def _verify_pages(self, name: str) -> None:
+        """Check the digests of the pages of a variable against the digest of all of them."""
+        with naming_damage(self.path, name):
+            dataset = h5py().Dataset(self._digests[name])
+            num_pages = -(-self.variables[name].size_bytes // PAGE_BYTES)
+            if dataset.shape != (num_pages, DIGEST_BYTES) or dataset.dtype != np.uint8:
+                raise ValueError(
+                    f"the digests of its pages should be uint8 of shape {(num_pages, DIGEST_BYTES)}"
+                    f", but are {dataset.dtype} of shape {dataset.shape}"
+                )
+            check_layout(dataset.id, 1, self.path.stat().st_size)
+            check_streams(dataset)
+            if digest_of_pages(dataset[()].tobytes()) != self.variables[name].digest:
+                raise ValueError("the digests of its pages are damaged")
+
 
 @contextlib.contextmanager
 def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[CheckpointReader]:
@@ -182,14 +227,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[CheckpointReader]:
     path = Path(path)
     readable = os.path.isfile(path) and os.access(path, os.R_OK)
     error = CheckpointCorruptError if readable else CheckpointError
-    with hdf5.open_for_reading(path, error) as file:
+    with open_for_reading(path, error) as file:
         yield CheckpointReader(file, path)
 
 
 def _read_header(file: Any, path: Path) -> Header:
     known = Header.__dataclass_fields__
     with naming_damage(path, "the attributes of the root group"):
-        given: dict[str, Any] = {name: read_attribute(file, name) for name in (*known, "digest")}
+        given: dict[str, Any] = {name: read_attribute(file.id, name) for name in (*known, "digest")}
     if given["format"] != FORMAT:
         if given["format_version"] is not None and given["mpistrat_version"] is not None:
             raise CheckpointCorruptError(
@@ -201,10 +246,10 @@ def _read_header(file: Any, path: Path) -> Header:
             f"{given['format']!r}, expected {FORMAT!r}."
         )
     version = given["format_version"]
-    if version not in (PLAIN_VERSION, FORMAT_VERSION):
+    if version not in (OLD_VERSION, FORMAT_VERSION):
         raise CheckpointError(
             f"The checkpoint {path} has format version {version!r}, but this mpistrat reads "
-            f"versions {PLAIN_VERSION} and {FORMAT_VERSION}. Install the mpistrat that wrote it "
+            f"versions {OLD_VERSION} and {FORMAT_VERSION}. Install the mpistrat that wrote it "
             f"({given['mpistrat_version']!r}), or a newer one."
         )
     missing = [name for name in known if type(given[name]) is not type(getattr(Header, name))]
@@ -217,30 +262,31 @@ def _read_header(file: Any, path: Path) -> Header:
     with naming_damage(path, "the attributes of the root group"):
         header.check()
         # Files that other programs make need not have it; damage does not take it away.
-        if given["digest"] not in (None, header.digest):
+        stored = given["digest"]
+        if stored not in (None, header.digest(str(stored))):
             raise ValueError("they do not have the digest that was stored with them")
     return header
 
 
-def _read_info(dataset: Any) -> VariableInfo:
+def _read_info(dataset: Any, dtype: np.dtype) -> VariableInfo:
     trainable = read_attribute(dataset, "trainable")
     if not isinstance(trainable, bool):
         raise ValueError(f"the attribute trainable is {trainable!r}")
+    # To ask for what is not there is the slowest of these calls.
+    has_dtype = h5py().h5a.get_num_attrs(dataset) != _NUM_ATTRIBUTES
     return VariableInfo(
         shape=dataset.shape,
-        dtype=dataset.dtype.newbyteorder("="),
-        synchronization=str(read_attribute(dataset, "synchronization")),
-        aggregation=str(read_attribute(dataset, "aggregation")),
+        dtype=dtype.newbyteorder("="),
+        synchronization=read_short_text(dataset, "synchronization"),
+        aggregation=read_short_text(dataset, "aggregation"),
         trainable=trainable,
-        digest=str(read_attribute(dataset, "digest")),
-        tensor_dtype=str(read_attribute(dataset, "dtype") or ""),
+        digest=read_short_text(dataset, "digest"),
+        tensor_dtype=read_short_text(dataset, "dtype") if has_dtype else "",
     )
 
 
-def check_digest(found: str, stored: str) -> None:
-    """Raise ValueError unless values have the digest that the file gives."""
-    if found != stored:
-        raise ValueError("the values do not have the digest that was stored with them")
+_NUM_ATTRIBUTES = 4
+"""Of a variable whose dtype HDF5 has."""
 
 
 @contextlib.contextmanager

@@ -175,9 +175,9 @@ def restore(
             check_shapes(path, tree, shapes, state)
             if not allow_missing:
                 check_nothing_missing(path, tree, {*shapes, *state, *fresh})
-            for name, variable in variables.items():
-                variable._load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
-            file.leave(find_shards(tree, shapes, state))
+            file.leave(find_shards(tree, shapes, state), variables)
+            for name in variables.keys() - file.in_place.keys():
+                variables[name]._load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
 
         values = _read(collectives, file, check)
         here = variables.keys() | file.shards.keys()
@@ -194,7 +194,10 @@ def restore(
             loading.load_rest()
             restoration.read_shards = no_shards
             call.agree("values of variables")
-            load_variables(call, values, variables)
+            sent = {n: each for n, each in variables.items() if n not in file.in_place}
+            load_variables(call, values, sent)
+        with collectives.common_outcome(_WHAT, path):
+            file.load_in_place()
         for variable in fresh.values():
             variable._load_value(np.zeros(variable.shape, variable.dtype))
         attach_slots(slots, made)

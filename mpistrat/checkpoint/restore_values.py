@@ -1,7 +1,9 @@
-"""Parallel reading of a checkpoint, by the ranks of one node, and its broadcast.
+"""Parallel reading of a checkpoint by the ranks of one node, and its broadcast to other nodes.
 
-Most of the time goes into digests, so each of these ranks reads some of the large variables, and
-keeps them until all are known to be whole. Every byte is read once, by the node of rank 0.
+Nothing changes before all is known to be whole, so each of these ranks reads some of the large
+variables through, for their digests. Where all ranks are on this node, each then reads all of them
+again, straight into its memory: the system has the file in memory by now, and a second copy costs
+less than memory that nobody has used before. Otherwise the values are kept, and broadcast.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,21 +22,22 @@ import numpy as np
 
 from mpistrat.arrays import is_on_host, pieces
 from mpistrat.checkpoint.deferred import Shape, shapes_as_json, shapes_from_json
+from mpistrat.checkpoint.digests import check_digest
 from mpistrat.checkpoint.ranks import WorkDivision, divide_work, this_worker
 from mpistrat.checkpoint.raw_io import (
     BYTES_PER_PIECE,
     BYTES_WORTH_A_THREAD,
     ChecksumPool,
     InOrder,
+    digest_in_file,
     read_at,
 )
 from mpistrat.checkpoint.reader import (
     CheckpointReader,
-    check_digest,
     naming_damage,
     open_checkpoint,
 )
-from mpistrat.checkpoint.shards import Extent, digests_in_file, read_box
+from mpistrat.checkpoint.shards import Extent, read_box
 from mpistrat.checkpoint.state_json import marked, unmarked
 from mpistrat.checkpoint.tensors import Box, LoadedShard
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
@@ -91,8 +95,11 @@ class SharedFile:
         self._blocks: dict[str, Block] = {}
         self._work = WorkDivision({}, (), 0)
         self._is_seen_by_all = False
+        self._is_on_one_node = False
         self.shards: dict[str, Box] = {}
         """The parts that this rank needs of arrays that no rank keeps as a whole."""
+        self.in_place: dict[str, Variable] = {}
+        """The variables that each rank reads by itself, into their memory."""
 
     def open(self, is_root: bool, stack: contextlib.ExitStack) -> dict[str, Any]:
         """Open the file until `stack` is closed, and return what other ranks must know of it."""
@@ -117,16 +124,26 @@ class SharedFile:
         self._is_seen_by_all = all(
             each.get("file", [])[2:] == root["file"][2:] for each in of_ranks
         )
+        self._is_on_one_node = all(each.get("file") == root["file"] for each in of_ranks)
         workers = [
             each["worker"] if each.get("file") == root["file"] else None for each in of_ranks
         ]
         sizes = {name: block.num_bytes for name, block in self._blocks.items()}
         self._work = divide_work(sizes, workers, rank)
 
-    def leave(self, shards: Mapping[str, Box]) -> None:
-        """Keep large arrays of which each rank needs one of the `shards` in the file."""
+    def leave(self, shards: Mapping[str, Box], variables: Mapping[str, Variable]) -> None:
+        """Keep large arrays in the file until all is known to be whole, where each rank sees it.
+
+        Of some each rank needs one of the `shards`, and of the `variables` all.
+        """
         if self._is_seen_by_all:
             self.shards = {name: box for name, box in shards.items() if name in self._blocks}
+        if self._is_on_one_node:
+            self.in_place = {
+                name: variable
+                for name, variable in variables.items()
+                if name in self._blocks and name not in self.shards and _has_bytes_of_file(variable)
+            }
 
     def read_shards(self, path: str) -> dict[str, LoadedShard]:
         """Return the parts of what has been left in the file below `path`, by the rest of it."""
@@ -145,12 +162,28 @@ class SharedFile:
         """Read this rank's part; what is wrong with it is in `damage` then."""
         part = _Part(self.path, self._handle, self._work.num_threads)
         blocks = {name: (self._blocks[name], self.shapes[name]) for name in self._work.own}
-        part.read_blocks({name: each for name, each in blocks.items() if name not in self.shards})
-        part.verify_blocks({name: each for name, each in blocks.items() if name in self.shards})
+        left = self.shards.keys() | self.in_place.keys()
+        part.read_blocks({name: each for name, each in blocks.items() if name not in left})
+        part.verify_blocks({name: block for name, (block, _) in blocks.items() if name in left})
         if self._reader is not None:
             part.read_rest(self._reader, self._blocks)
         self.damage = part.damage
         return Values(part.arrays, self._work.owners)
+
+    def load_in_place(self) -> None:
+        """Fill the variables that are `in_place`, on this rank. Local."""
+        handle = self._handle
+        if handle is None:
+            return
+
+        def load(name: str) -> None:
+            with naming_damage(self.path, name):
+                read_at(handle, self._blocks[name].offset, self.in_place[name]._storage)
+
+        if self.in_place:
+            with ThreadPoolExecutor(max(self._work.num_threads, 1), "mpistrat-read") as threads:
+                for _ in threads.map(load, self.in_place):
+                    pass
 
 
 @contextlib.contextmanager
@@ -216,27 +249,34 @@ class _Part:
             digesters = {}
             for name, (block, (shape, dtype)) in blocks.items():
                 array = self.arrays[name] = np.empty(shape, dtype)
-                digesters[name] = digests.begin(before=InOrder(read_at, self._handle, block.offset))
+                digesters[name] = digests.begin(
+                    before=InOrder(read_at, self._handle, block.offset), like=block.digest
+                )
                 digesters[name].update(array.reshape(-1), is_view=True)
             for name, (block, _) in blocks.items():
                 try:
                     with naming_damage(self._path, name):
-                        check_digest(digesters[name].result(), block.digest)
+                        check_digest(digesters[name].result().text, block.digest)
                 except CheckpointCorruptError as error:
                     self.damage[name] = str(error)
 
-    def verify_blocks(self, blocks: Mapping[str, tuple[Block, Shape]]) -> None:
+    def verify_blocks(self, blocks: Mapping[str, Block]) -> None:
         """Check the digests of large variables without keeping them."""
-        if self._handle is None:
+        handle = self._handle
+        if handle is None or not blocks:
             return
-        for name, (block, (_, dtype)) in blocks.items():
-            extents = {name: Extent(block.offset, block.num_bytes, dtype.itemsize)}
+
+        def verify(name: str) -> None:
+            block = blocks[name]
             try:
                 with naming_damage(self._path, name):
-                    found = digests_in_file(self._handle, extents, self._threads)
-                    check_digest(found[name].digest, block.digest)
+                    check_digest(digest_in_file(handle, *block).text, block.digest)
             except CheckpointCorruptError as error:
                 self.damage[name] = str(error)
+
+        with ThreadPoolExecutor(max(self._threads, 1), "mpistrat-digest") as threads:
+            for _ in threads.map(verify, blocks):
+                pass
 
     def read_rest(self, reader: CheckpointReader, blocks: Container[str]) -> None:
         """Read what is small, or does not lie in the file as it does in memory."""
@@ -300,7 +340,7 @@ def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) 
         if values.owner(name) != owner:
             continue
         array = values.arrays.get(name)
-        if array is not None or _is_stored_as_read(variable):
+        if array is not None or _has_bytes_of_file(variable):
             memory = variable._storage if array is None else array
             yield from map(_Piece, pieces(memory, BYTES_PER_PIECE))
         else:
@@ -316,7 +356,7 @@ def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
         yield _Piece(piece, functools.partial(variable._load_piece, each.start, piece))
 
 
-def _is_stored_as_read(variable: Variable) -> bool:
+def _has_bytes_of_file(variable: Variable) -> bool:
     """Return whether the memory of `variable` is to hold the bytes of the file."""
     is_whole = variable.synchronization is not VariableSynchronization.ON_READ
     return is_whole and is_on_host(variable._storage)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import math
 import operator
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.checkpoint.format import format_digest
+from mpistrat.checkpoint.digests import ArrayDigest, hasher_like
 from mpistrat.checkpoint.raw_io import BYTES_WORTH_A_THREAD, read_at, write_at
 from mpistrat.checkpoint.tensors import Box
 from mpistrat.checkpoint.writer import CheckpointWriter, Item, explaining
@@ -39,6 +38,8 @@ class Written(NamedTuple):
     parity: int
     """The exclusive or of all elements, which does not depend on their order."""
     digest: str = ""
+    pages: str = ""
+    """As `ArrayDigest` has them."""
 
 
 def _runs(shape: Sequence[int], box: Box) -> tuple[int, Iterator[int]]:
@@ -102,24 +103,31 @@ _BYTES_AT_ONCE = 2**20
 
 
 def digests_in_file(
-    handle: int, extents: Mapping[str, Extent], num_threads: int
+    handle: int,
+    extents: Mapping[str, Extent],
+    num_threads: int,
+    stored: Mapping[str, str] | None = None,
 ) -> dict[str, Written]:
-    """Read arrays through, each in one thread and in little memory, and return what they are."""
+    """Read arrays through, each in one thread and in little memory, and return what they are.
+
+    Their digests are of the kinds of those that are `stored` with them.
+    """
+    like = [(stored or {}).get(name, "") for name in extents]
     with ThreadPoolExecutor(max(num_threads, 1), "mpistrat-digest") as threads:
-        found = threads.map(lambda extent: _read_through(handle, extent), extents.values())
+        found = threads.map(functools.partial(_read_through, handle), extents.values(), like)
         return dict(zip(extents, found, strict=True))
 
 
-def _read_through(handle: int, extent: Extent) -> Written:
-    digest, parity = hashlib.sha256(), 0
+def _read_through(handle: int, extent: Extent, like: str) -> Written:
+    hasher, parity = hasher_like(like), 0
     memory = np.empty(min(_BYTES_AT_ONCE, extent.num_bytes), np.uint8)
     for begin in range(0, extent.num_bytes, _BYTES_AT_ONCE):
         part = memory[: min(_BYTES_AT_ONCE, extent.num_bytes - begin)]
         read_at(handle, extent.offset + begin, part)
-        digest.update(part.data)
+        hasher.update(part)
         parity ^= _parity(part, extent.item_bytes)
     num_items = extent.num_bytes // extent.item_bytes
-    return Written(num_items, parity, format_digest(digest))
+    return Written(num_items, parity, *hasher.result())
 
 
 @dataclass(frozen=True)
@@ -185,4 +193,4 @@ def sign(
                 f"hold what they have written of {name}. This file system does not show all nodes "
                 "the same. Save to another one. What was there before is unchanged."
             )
-        writer.set_digest(name, whole.digest)
+        writer.set_digest(name, ArrayDigest(whole.digest, whole.pages))

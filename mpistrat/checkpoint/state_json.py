@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import adopted, host_copy, is_array, is_foreign
-from mpistrat.checkpoint.format import FORMAT_VERSION, PLAIN_VERSION, check_path, is_storable
+from mpistrat.checkpoint.format import FORMAT_VERSION, OLD_VERSION, check_path, is_storable
 from mpistrat.checkpoint.tensors import TensorArray, holds_tensors, tensor_library
 from mpistrat.pytorch import is_tensor
 
 __all__ = [
     "SplitState",
     "dump_json",
+    "has_marks",
     "join_state",
     "json_part",
     "load_json",
@@ -33,7 +34,6 @@ __all__ = [
     "tied_paths",
     "unmarked",
     "value_paths",
-    "version_of",
 ]
 
 _FLOAT = "$float"
@@ -44,7 +44,7 @@ _TENSOR = "$tensor"
 _TUPLE = "$tuple"
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MARKS = {
-    PLAIN_VERSION: {_FLOAT, _DICT},
+    OLD_VERSION: {_FLOAT, _DICT},
     FORMAT_VERSION: {_FLOAT, _DICT, _KEYS, _SAME, _TENSOR, _TUPLE},
 }
 """By version of the format."""
@@ -270,9 +270,9 @@ def _below(path: str, name: object) -> str:
     return "/".join((path, text)) if path else text  # the text of a name that is an enum
 
 
-def version_of(rest: Any) -> int:
-    """Return the version of the format that has the marks in the JSON part of a state."""
-    return max((FORMAT_VERSION for _ in _marks(rest, "")), default=PLAIN_VERSION)
+def has_marks(rest: Any) -> bool:
+    """Return whether the JSON part of a state keeps types that JSON has not."""
+    return any(True for _ in _marks(rest, ""))
 
 
 def _marks(value: Any, path: str) -> Iterator[tuple[str, Mark]]:

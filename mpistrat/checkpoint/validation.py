@@ -1,4 +1,4 @@
-"""Validation of untrusted files: attributes, links, layouts, and compression bombs.
+"""Validation of untrusted files: links, layouts, and compression bombs.
 
 What a checkpoint declares is bounded by what its file holds: a small file cannot make a reader
 fill the memory, neither with a shape nor with compressed zeros.
@@ -7,14 +7,10 @@ fill the memory, neither with a shape nor with compressed zeros.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from mpistrat.checkpoint.format import DEEPEST, is_path_part
 from mpistrat.hdf5 import h5py
@@ -24,99 +20,8 @@ __all__ = [
     "check_expansion",
     "check_layout",
     "check_streams",
-    "read_attribute",
-    "read_names",
     "survey",
-    "write_attribute",
 ]
-
-
-def write_attribute(node: Any, name: str, value: bool | int | str | Sequence[str]) -> None:
-    """Add an attribute. Texts have a fixed length: others lie in a heap that has no checksum."""
-    if isinstance(value, int):  # as booleans are too
-        node.attrs[name] = value
-        return
-    texts = value.encode() if isinstance(value, str) else [each.encode() for each in value]
-    array = np.array(texts, "S")
-    array = array.astype(f"S{array.itemsize + 1}")  # a zero byte ends each text, as in C
-    h5a, h5s = h5py().h5a, h5py().h5s
-    space = h5s.create(h5s.SCALAR) if array.shape == () else h5s.create_simple(array.shape)
-    stored = _fixed_texts(array.itemsize, h5py().h5t.STR_NULLTERM, h5py().h5t.CSET_UTF8)
-    h5a.create(node.id, name.encode(), stored, space).write(array, stored)
-
-
-def read_attribute(node: Any, name: str) -> bool | int | str | None:
-    """Return one value; ``None`` if it is missing, or of a kind that no checkpoint has."""
-    found, stored = _open(node, name)
-    if found is None or found.shape != ():
-        return None
-    value = _read(found, stored, ()).item()
-    if isinstance(value, bytes):
-        value = value.decode()
-    return value if isinstance(value, bool | int | str) else None
-
-
-def read_names(node: Any, name: str) -> list[str] | None:
-    """Return the texts of an attribute, ``None`` if it is missing or they have no fixed length.
-
-    Of texts of variable length a small file can name a long one many times, to fill the memory.
-    Raises ValueError if it is no list of texts.
-    """
-    found, stored = _open(node, name)
-    if found is None and not h5py().h5a.exists(node.id, name.encode()):
-        return None
-    if not isinstance(stored, h5py().h5t.TypeStringID) or len(found.shape) != 1:
-        raise ValueError(f"the attribute {name} is no list of names")
-    if stored.is_variable_str():
-        return None
-    return [each.decode() for each in _read(found, stored, found.shape).tolist()]
-
-
-def _open(node: Any, name: str) -> tuple[Any, Any]:
-    """Return the low-level attribute and its type if it is of one of our kinds."""
-    h5a, h5t = h5py().h5a, h5py().h5t
-    try:
-        found = h5a.open(node.id, name.encode())
-    except KeyError:
-        return None, None
-    stored = found.get_type()
-    kinds = (h5t.TypeStringID, h5t.TypeIntegerID, h5t.TypeEnumID)
-    return (found, stored) if isinstance(stored, kinds) else (None, None)
-
-
-# h5py would make these types again for each attribute, which takes as long as reading it.
-
-
-@functools.lru_cache(256)
-def _fixed_texts(num_bytes: int, padding: int, charset: int) -> Any:
-    """Return the type of texts of `num_bytes` each."""
-    found = h5py().h5t.C_S1.copy()
-    found.set_size(num_bytes)
-    found.set_strpad(padding)
-    found.set_cset(charset)
-    return found
-
-
-@functools.cache
-def _type_of_texts() -> Any:
-    """Return the type of Python's strings in memory."""
-    return h5py().h5t.py_create(h5py().string_dtype())
-
-
-def _read(attribute: Any, stored: Any, shape: tuple[int, ...]) -> np.ndarray:
-    h5t = h5py().h5t
-    if not isinstance(stored, h5t.TypeStringID):
-        values = np.empty(shape, stored.dtype)
-        attribute.read(values)
-    elif stored.is_variable_str():
-        values = np.empty(shape, object)
-        attribute.read(values, _type_of_texts())
-    else:
-        size = stored.get_size()
-        values = np.empty(shape, f"S{size}")
-        # NumPy fills its texts with zero bytes, whatever the file does.
-        attribute.read(values, _fixed_texts(size, h5t.STR_NULLPAD, stored.get_cset()))
-    return values
 
 
 @dataclass
@@ -124,19 +29,20 @@ class Contents:
     """What the groups of a file hold."""
 
     datasets: dict[str, Any] = field(default_factory=dict)
-    """The data sets by their full path."""
+    """The data sets of the low level by their full path."""
     groups: set[str] = field(default_factory=set)
     """The full paths of the groups, without the root group."""
     problems: list[str] = field(default_factory=list)
     """What no checkpoint has: links, second names, other kinds of objects."""
 
-    def check(self, roots: set[str]) -> None:
-        """Raise unless this is a tree of data sets below the groups `roots`."""
+    def check(self, roots: set[str], optional: set[str]) -> None:
+        """Raise unless all data sets lie below the groups `roots`, which exist, or `optional`."""
         if self.problems:
             raise ValueError("; ".join(self.problems))
         tops = {path.partition("/")[0] for path in (*self.groups, *self.datasets)}
-        if tops - roots:
-            raise ValueError(f"{', '.join(sorted(tops - roots))} does not belong into a checkpoint")
+        others = tops - roots - optional
+        if others:
+            raise ValueError(f"{', '.join(sorted(others))} does not belong into a checkpoint")
         for root in sorted(roots):
             if root not in self.groups:
                 raise KeyError(f"there is no group {root}")
@@ -176,7 +82,7 @@ def survey(file: Any) -> Contents:
                 contents.groups.add(path)
                 stack.append((f"{path}/", node, depth + 1))
             elif isinstance(node, h5.h5d.DatasetID):
-                contents.datasets[path] = h5.Dataset(node)
+                contents.datasets[path] = node
             else:
                 contents.problems.append(f"{path} is neither a group nor a data set")
     return contents
@@ -198,15 +104,16 @@ _PIECE_BYTES = 2**20
 _REPACK = "h5repack -f NONE -l CONTI IN OUT"
 
 
-def check_layout(dataset: Any, file_bytes: int) -> int:
-    """Return the bytes of memory that reading `dataset` takes at most.
+def check_layout(dataset: Any, item_bytes: int, file_bytes: int) -> int:
+    """Return the bytes of memory that reading a low-level `dataset` takes at most.
 
     Refuses values that lie in other files, or behind filters whose output has no bound.
     """
-    shape = dataset.shape
-    if shape is None:
+    space = dataset.get_space()
+    if space.get_simple_extent_type() == h5py().h5s.NULL:
         raise ValueError("it has no values")
-    properties = dataset.id.get_create_plist()
+    shape = space.get_simple_extent_dims()
+    properties = dataset.get_create_plist()
     layout = properties.get_layout()
     if layout == h5py().h5d.VIRTUAL or properties.get_external_count():
         raise ValueError("its values lie in other files, which are never opened")
@@ -216,7 +123,7 @@ def check_layout(dataset: Any, file_bytes: int) -> int:
         if math.prod(chunks) > file_bytes:
             raise ValueError(f"it has {math.prod(chunks)} chunks, more than the file has bytes")
     _check_filters(_filters(properties))
-    unpacked: int = max(math.prod(shape), math.prod(of_chunk)) * dataset.dtype.itemsize
+    unpacked: int = max(math.prod(shape), math.prod(of_chunk)) * item_bytes
     return unpacked
 
 

@@ -16,20 +16,20 @@ import numpy as np
 
 from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view, is_on_host
-from mpistrat.checkpoint.format import STATE, VARIABLES, Header, digest_of_array
+from mpistrat.checkpoint.digests import ArrayDigest, digest_of_array, digest_of_text
+from mpistrat.checkpoint.format import DIGESTS, STATE, VARIABLES, Header
+from mpistrat.checkpoint.nodes import Groups, write_attribute, write_values
 from mpistrat.checkpoint.ownership import WRITERS, Writers
 from mpistrat.checkpoint.raw_io import (
     BYTES_WORTH_A_THREAD,
     Checksum,
     ChecksumPool,
     InOrder,
-    create_unwritten,
     pieces_on_host,
     write_at,
 )
 from mpistrat.checkpoint.state_json import dump_json
 from mpistrat.checkpoint.tensors import TensorArray
-from mpistrat.checkpoint.validation import write_attribute
 from mpistrat.errors import CheckpointError
 
 __all__ = [
@@ -112,13 +112,17 @@ class CheckpointWriter:
     ) -> None:
         self._path = path
         for name, value in asdict(header).items():
-            write_attribute(file, name, value)
-        write_attribute(file, "digest", header.digest)
+            write_attribute(file.id, name, value)
+        write_attribute(file.id, "digest", header.digest())
         self.temporary: str = file.filename
         self.handle: int = file.id.get_vfd_handle()
-        self._groups = {name: file.create_group(name) for name in (VARIABLES, STATE)}
+        self.groups = Groups(file)
+        for name in (VARIABLES, STATE):
+            self.groups[name]
         self._stack = stack
-        self._unfinished: list[tuple[Any, Checksum]] = []
+        self._reserved: dict[str, Any] = {}
+        """The data sets whose digests come later, by path."""
+        self._unfinished: list[tuple[str, Checksum]] = []
 
     @functools.cached_property
     def _digests(self) -> ChecksumPool:
@@ -134,11 +138,12 @@ class CheckpointWriter:
         if array is None:
             raise RuntimeError(f"the values of {item.path} have not come to the rank that writes")
         with explaining(self._path):
-            if item.group == STATE or array.nbytes < BYTES_WORTH_A_THREAD:
-                dataset = self._write_small(item, host_view(array))
+            if item.group == STATE:
+                self._write_text(item, host_view(array))
+            elif array.nbytes < BYTES_WORTH_A_THREAD:
+                self._write_small(item, host_view(array))
             else:
-                dataset = self._write_large(item, array)
-            _set_attributes(dataset, item)
+                self._write_large(item, array)
 
     def reserve(self, item: Item, array: Array) -> int:
         """Make room for the values of a variable, and return where it begins. Local.
@@ -147,54 +152,63 @@ class CheckpointWriter:
         by `set_digest`.
         """
         with explaining(self._path):
-            if not array.size:
-                _set_attributes(create_unwritten(self._groups[item.group], item.path, array), item)
-                return 0
-            dataset, offset = self._make_room(item, array)
+            offset = self._make_room(item, array)
             if array.nbytes >= BYTES_WORTH_A_THREAD and offset % mmap.PAGESIZE:
                 where = f"at byte {offset}, inside of a page"
                 raise RuntimeError(f"HDF5 has placed {item.path} {where}")
-            _set_attributes(dataset, item)
             return offset
 
-    def set_digest(self, path: str, digest: str) -> None:
+    def set_digest(self, path: str, digest: ArrayDigest) -> None:
         """Add the digest of a variable whose values were written by `write_at`."""
         with explaining(self._path):
-            write_attribute(self._groups[VARIABLES][path], "digest", digest)
+            write_attribute(self._reserved.pop(path), "digest", digest.text)
+            if digest.pages:
+                pages = digest.page_digests()
+                dataset = self.groups.create_dataset(f"{DIGESTS}/{path}", pages.shape, pages.dtype)
+                write_values(dataset, pages)
 
-    def _make_room(self, item: Item, array: Array) -> tuple[Any, int]:
-        dataset = create_unwritten(self._groups[item.group], item.path, array)
-        offset = hdf5.contiguous_offset(dataset)
-        if offset is None:
-            raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {item.path}")
-        return dataset, offset
-
-    def _write_small(self, item: Item, host: np.ndarray) -> Any:
-        is_text = item.group == STATE
-        data = host.tobytes() if is_text else host
-        # Texts of variable length would lie in a heap that has no checksum.
-        dtype = hdf5.h5py().string_dtype("utf-8", host.nbytes) if is_text else None
-        dataset = self._groups[item.group].create_dataset(item.path, data=data, dtype=dtype)
-        write_attribute(dataset, "digest", digest_of_array(host))
+    def _create(self, item: Item, array: Array) -> Any:
+        dataset = self.groups.create_dataset(f"{item.group}/{item.path}", array.shape, array.dtype)
+        _set_attributes(dataset, item)
         return dataset
 
-    def _write_large(self, item: Item, array: Array) -> Any:
-        dataset, offset = self._make_room(item, array)
+    def _make_room(self, item: Item, array: Array) -> int:
+        dataset = self._reserved[item.path] = self._create(item, array)
+        if not array.size:
+            return 0
+        offset = dataset.get_offset()
+        if offset is None:
+            raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {item.path}")
+        return int(offset)
+
+    def _write_text(self, item: Item, text: np.ndarray) -> None:
+        dataset = self.groups.create_text(f"{item.group}/{item.path}", text.nbytes)
+        write_values(dataset, text)
+        _set_attributes(dataset, item)
+        write_attribute(dataset, "digest", digest_of_text(text.tobytes()))
+
+    def _write_small(self, item: Item, host: np.ndarray) -> None:
+        dataset = self._create(item, host)
+        write_values(dataset, np.ascontiguousarray(host))
+        write_attribute(dataset, "digest", digest_of_array(host).text)
+
+    def _write_large(self, item: Item, array: Array) -> None:
+        offset = self._make_room(item, array)
         digester = self._digests.begin(after=InOrder(write_at, self.handle, offset))
         for piece in pieces_on_host(array):
             digester.update(piece, is_view=is_on_host(array))
         if item.life is BufferLifetime.BRIEF:
-            write_attribute(dataset, "digest", digester.result())
+            self.set_digest(item.path, digester.result())
         else:
-            self._unfinished.append((dataset, digester))
-        return dataset
+            self._unfinished.append((item.path, digester))
 
     def finish(self) -> None:
         """Write the digests that were not complete before."""
-        with explaining(self._path):
-            for dataset, digester in self._unfinished:
-                write_attribute(dataset, "digest", digester.result())
-            self._unfinished.clear()
+        for path, digester in self._unfinished:
+            with explaining(self._path):
+                digest = digester.result()
+            self.set_digest(path, digest)
+        self._unfinished.clear()
 
 
 @contextlib.contextmanager
@@ -213,7 +227,7 @@ def create_checkpoint(
                 file = stack.enter_context(hdf5.create_atomically(path, commit))
             writer = CheckpointWriter(file, header, path, stack)
             if writers is not None:
-                write_attribute(file[VARIABLES], WRITERS, str(writers))
+                write_attribute(writer.groups[VARIABLES], WRITERS, str(writers))
         yield writer
         writer.finish()
         with explaining(path):

@@ -17,9 +17,9 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.checkpoint.deferred import describe
 from mpistrat.checkpoint.format import BITS_OF_FLOATS, FORMAT
+from mpistrat.checkpoint.nodes import read_attribute
 from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
 from mpistrat.checkpoint.state_json import plain_state
-from mpistrat.checkpoint.validation import read_attribute
 from mpistrat.cli.data_files import inspect_data
 from mpistrat.cli.output import (
     Command,
@@ -96,7 +96,7 @@ def _is_data_file(path: str) -> bool:
     """Return whether `path` is an HDF5 file but not a checkpoint."""
     try:
         with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
-            if read_attribute(file, "format") == FORMAT:
+            if read_attribute(file.id, "format") == FORMAT:
                 return False
             # One of these is left of a checkpoint whose header is damaged.
             return not {"format_version", "mpistrat_version"} & set(file.attrs)
@@ -118,7 +118,7 @@ def _content(reader: CheckpointReader, with_statistics: bool) -> dict[str, Any]:
         if with_statistics:
             variables[name] |= asdict(summarize(numbers_of(reader, name)))
     return {
-        "attributes": asdict(reader.header) | {"digest": reader.header.digest},
+        "attributes": asdict(reader.header) | {"digest": reader.header.digest()},
         "variables": variables,
         "state": {name: plain_state(reader.read_state(name)) for name in reader.state_paths},
     }

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mpistrat.checkpoint.format import FORMAT_VERSION, Header, check_path
+from mpistrat.checkpoint.format import Header, check_path
 from mpistrat.checkpoint.object_graph import check_disjoint
 from mpistrat.checkpoint.ranks import Worker, divide_work, share_out
 from mpistrat.checkpoint.shards import Room, Written, sign
@@ -92,7 +92,6 @@ def _header(step: int, num_ranks: int) -> Header:
         step=step,
         num_replicas=num_ranks,
         mpi_library=library,
-        format_version=FORMAT_VERSION,
     )
 
 

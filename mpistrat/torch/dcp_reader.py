@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from mpistrat.checkpoint.digests import check_digest
 from mpistrat.checkpoint.format import VariableInfo
 from mpistrat.checkpoint.ranks import checked_path, divide_work, share_out, this_worker
 from mpistrat.checkpoint.reader import (
     CheckpointReader,
-    check_digest,
     naming_damage,
     open_checkpoint,
 )
@@ -223,7 +223,8 @@ class _Contents:
         damage = []
         found = {}
         try:
-            found = digests_in_file(handle, extents, task.num_threads)
+            stored = {name: self.infos[name].digest for name in extents}
+            found = digests_in_file(handle, extents, task.num_threads, stored)
         except OSError as reason:
             damage.append(f"The checkpoint {path} is damaged: {reason}.")
         for name in task.verified:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import math
 import sys
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpistrat.checkpoint.format import BITS_OF_FLOATS, format_digest
+from mpistrat.checkpoint.digests import digest_of_text
+from mpistrat.checkpoint.format import BITS_OF_FLOATS
 from mpistrat.checkpoint.tensors import Box
 
 __all__ = [
@@ -94,7 +94,7 @@ class StoredTensor:
         if any(each.is_partial() for each in self._tensor.placements):
             return ""
         mesh = self._tensor.device_mesh.mesh
-        return format_digest(hashlib.sha256(repr(mesh.tolist()).encode()))
+        return digest_of_text(repr(mesh.tolist()).encode())
 
     def shards(self) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield the parts that this rank has, and no rank of its mesh before it."""

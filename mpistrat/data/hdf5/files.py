@@ -155,7 +155,7 @@ class FieldAccess:
         self._identifier = dataset.id
         is_plain = (
             dataset.chunks is not None
-            and hdf5.is_stored_as(dataset, dataset.dtype)
+            and hdf5.is_stored_as(dataset.id, dataset.dtype)
             and hdf5.filters_edge_chunks(dataset)
         )
         self._decoder = make_decoder(hdf5.filters_of(dataset)) if is_plain else None

@@ -1,0 +1,156 @@
+"""Digests of what a checkpoint holds: XXH3-128 over pages, and SHA-256 in files of version 1.
+
+A digest inside a file proves that nothing is damaged. It cannot prove that nobody meant to change
+the file, since who changes the values can change the digest. So it is the fastest good one. Values
+larger than a page have a digest for each page, which threads and ranks compute independently, and
+the digest of the whole is taken over those of the pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+
+__all__ = [
+    "DIGEST_BYTES",
+    "PAGE_BYTES",
+    "ArrayDigest",
+    "Hasher",
+    "PagedHash",
+    "check_digest",
+    "digest_of_array",
+    "digest_of_pages",
+    "digest_of_text",
+    "hasher_like",
+    "is_digest",
+    "is_paged",
+]
+
+PAGE_BYTES = 2**22
+"""The bytes of one page; the last page of an array may be shorter."""
+DIGEST_BYTES = 16
+"""The bytes of the digest of one page."""
+
+_WHOLE = "xxh3-128:"
+_PAGED = "xxh3-128-4MiB:"
+_OLD = "sha256:"
+_FORMS = re.compile(f"(?:{_WHOLE}|{_PAGED})[0-9a-f]{{32}}|{_OLD}[0-9a-f]{{64}}")
+
+
+class ArrayDigest(NamedTuple):
+    """The digest of an array."""
+
+    text: str
+    """What the attribute ``digest`` holds."""
+    pages: str = ""
+    """The digests of its pages in hexadecimal, one after the other; empty if one page holds all."""
+
+    def page_digests(self) -> np.ndarray:
+        """Return the digests of the pages as uint8 of shape (pages, 16)."""
+        found = np.frombuffer(bytes.fromhex(self.pages), np.uint8)
+        return found.reshape(-1, DIGEST_BYTES)
+
+
+class Hasher(Protocol):
+    """A digest of bytes that come in parts."""
+
+    def update(self, part: np.ndarray) -> None:
+        """Take in the next bytes, those of a contiguous array."""
+
+    def result(self) -> ArrayDigest:
+        """Return the digest of all parts so far."""
+
+
+class PagedHash:
+    """XXH3-128 of values that come in order, in parts of any size: for each page, and for all."""
+
+    def __init__(self) -> None:
+        self._pages: list[bytes] = []
+        """The digests of the pages that are complete."""
+        self._page = xxhash.xxh3_128()
+        self._left = PAGE_BYTES
+        """The bytes that the current page lacks."""
+
+    def update(self, part: np.ndarray) -> None:
+        """Take in the next bytes, those of a contiguous array."""
+        data = memoryview(_bytes_of(part).data)
+        while data:
+            if not self._left:
+                self._close_page()
+            here = data[: self._left]
+            self._page.update(here)
+            self._left -= len(here)
+            data = data[len(here) :]
+
+    def _close_page(self) -> None:
+        self._pages.append(self._page.digest())
+        self._page = xxhash.xxh3_128()
+        self._left = PAGE_BYTES
+
+    def result(self) -> ArrayDigest:
+        """Return the digest of all parts so far."""
+        if not self._pages:
+            return ArrayDigest(_WHOLE + self._page.hexdigest())
+        pages = b"".join([*self._pages, self._page.digest()])
+        return ArrayDigest(digest_of_pages(pages), pages.hex())
+
+
+class _Sha256:
+    """The digest of version 1."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def update(self, part: np.ndarray) -> None:
+        self._hash.update(_bytes_of(part).data)
+
+    def result(self) -> ArrayDigest:
+        return ArrayDigest(_OLD + self._hash.hexdigest())
+
+
+def hasher_like(stored: str) -> Hasher:
+    """Return a hasher for comparison with a digest that a file gives."""
+    return _Sha256() if stored.startswith(_OLD) else PagedHash()
+
+
+def digest_of_array(array: np.ndarray, like: str = "") -> ArrayDigest:
+    """Return the digest over the bytes of `array` in C order, of the kind of the digest `like`."""
+    hasher = hasher_like(like)
+    hasher.update(np.ascontiguousarray(array))
+    return hasher.result()
+
+
+def digest_of_text(text: bytes, like: str = "") -> str:
+    """Return the digest of a text in UTF-8, however long it is: texts have no pages."""
+    if like.startswith(_OLD):
+        return _OLD + hashlib.sha256(text).hexdigest()
+    return _WHOLE + xxhash.xxh3_128_hexdigest(text)
+
+
+def digest_of_pages(pages: bytes) -> str:
+    """Return the digest of values from those of their pages, one after the other."""
+    return _PAGED + xxhash.xxh3_128_hexdigest(pages)
+
+
+def is_digest(text: object) -> bool:
+    """Return whether `text` has the form of a digest."""
+    return isinstance(text, str) and _FORMS.fullmatch(text) is not None
+
+
+def is_paged(digest: str) -> bool:
+    """Return whether a digest was taken over those of pages."""
+    return digest.startswith(_PAGED)
+
+
+def check_digest(found: str, stored: str) -> None:
+    """Raise ValueError unless values have the digest that the file gives."""
+    if found != stored:
+        raise ValueError("the values do not have the digest that was stored with them")
+
+
+def _bytes_of(part: np.ndarray) -> np.ndarray:
+    return part.reshape(-1).view(np.uint8)

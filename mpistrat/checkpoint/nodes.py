@@ -1,0 +1,205 @@
+"""Groups, data sets and attributes of checkpoint files, through the low level of h5py.
+
+A checkpoint has hundreds of small nodes. The high level of h5py makes types, spaces and property
+lists again for each of them, which takes longer than HDF5 itself, so here each is made once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.hdf5 import h5py, stored_type
+
+__all__ = [
+    "Groups",
+    "TypesInFile",
+    "read_attribute",
+    "read_names",
+    "read_short_text",
+    "write_attribute",
+    "write_values",
+]
+
+AttributeValue = bool | int | str | Sequence[str]
+
+
+class Groups:
+    """The groups of a file that is being written, each made when something comes into it."""
+
+    def __init__(self, file: Any) -> None:
+        self._known: dict[str, Any] = {"": file.id}
+
+    def __getitem__(self, path: str) -> Any:
+        found = self._known.get(path)
+        if found is None:
+            above, _, name = path.rpartition("/")
+            found = self._known[path] = h5py().h5g.create(self[above], name.encode())
+        return found
+
+    def create_dataset(self, path: str, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return a new data set, which has its place in the file but no values."""
+        return self._create(path, stored_type(dtype), shape)
+
+    def create_text(self, path: str, num_bytes: int) -> Any:
+        """Return a new data set for one text. Those of variable length lie in an unchecked heap."""
+        h5t = h5py().h5t
+        return self._create(path, _fixed_texts(num_bytes, h5t.STR_NULLPAD, h5t.CSET_UTF8), ())
+
+    def _create(self, path: str, stored: Any, shape: tuple[int, ...]) -> Any:
+        above, _, name = path.rpartition("/")
+        space, properties = _space(shape), _in_place()
+        return h5py().h5d.create(self[above], name.encode(), stored, space, properties)
+
+
+def write_values(dataset: Any, values: np.ndarray) -> None:
+    """Write all values of a small data set, given as an array in C order or as one text."""
+    every = h5py().h5s.ALL
+    if values.dtype.kind == "S":
+        dataset.write(every, every, values, dataset.get_type())
+    elif values.size:
+        dataset.write(every, every, values, stored_type(values.dtype))
+
+
+class TypesInFile:
+    """The dtypes of data sets: a file has few types, which all its data sets share."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Any, np.dtype, bool]] = []
+
+    def of(self, dataset: Any) -> tuple[np.dtype, bool]:
+        """Return the dtype of a data set, and whether its bytes are those of arrays in memory."""
+        stored = dataset.get_type()
+        for known, dtype, is_as_in_memory in self._known:
+            if known.equal(stored):
+                return dtype, is_as_in_memory
+        dtype = dataset.dtype
+        native = dtype.newbyteorder("=")
+        is_as_in_memory = dtype == native and bool(stored.equal(stored_type(native)))
+        self._known.append((stored, dtype, is_as_in_memory))
+        return dtype, is_as_in_memory
+
+
+@functools.cache
+def _in_place() -> Any:
+    """Return the properties of data sets in one piece, which get their place at once."""
+    h5p, h5d = h5py().h5p, h5py().h5d
+    properties = h5p.create(h5p.DATASET_CREATE)
+    properties.set_layout(h5d.CONTIGUOUS)
+    properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    properties.set_fill_time(h5d.FILL_TIME_NEVER)
+    return properties
+
+
+@functools.lru_cache(256)
+def _space(shape: tuple[int, ...]) -> Any:
+    h5s = h5py().h5s
+    return h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+
+
+def write_attribute(node: Any, name: str, value: AttributeValue) -> None:
+    """Add an attribute. Texts have a fixed length: others lie in a heap that has no checksum."""
+    if isinstance(value, int):  # as booleans are too
+        array = np.array(value)
+        stored = stored_type(array.dtype)
+    else:
+        texts = value.encode() if isinstance(value, str) else [each.encode() for each in value]
+        array = np.array(texts, "S")
+        array = array.astype(f"S{array.itemsize + 1}")  # a zero byte ends each text, as in C
+        stored = _fixed_texts(array.itemsize, h5py().h5t.STR_NULLTERM, h5py().h5t.CSET_UTF8)
+    attribute = h5py().h5a.create(node, name.encode(), stored, _space(array.shape))
+    attribute.write(array, stored)
+
+
+def read_short_text(node: Any, name: str) -> str:
+    """Return a text as `write_attribute` writes it, an empty one if it is missing or another kind.
+
+    It asks the file for nothing but the text, and so takes half the time of `read_attribute`.
+    """
+    h5 = h5py()
+    buffer = np.empty((), f"S{_SHORT}")
+    try:
+        attribute = h5.h5a.open(node, name.encode())
+        attribute.read(buffer, _fixed_texts(_SHORT, h5.h5t.STR_NULLPAD, h5.h5t.CSET_UTF8))
+        text = bytes(buffer.item()).decode()
+    except (KeyError, OSError, TypeError, ValueError):
+        text = ""
+    return text if 0 < len(text) < _SHORT else str(read_attribute(node, name) or "")
+
+
+_SHORT = 128
+"""Bytes for a text; HDF5 would cut off what is longer."""
+
+
+def read_attribute(node: Any, name: str) -> bool | int | str | None:
+    """Return one value; ``None`` if it is missing, or of a kind that no checkpoint has."""
+    found, stored = _open(node, name)
+    if found is None or found.shape != ():
+        return None
+    value = _read(found, stored, ()).item()
+    if isinstance(value, bytes):
+        value = value.decode()
+    return value if isinstance(value, bool | int | str) else None
+
+
+def read_names(node: Any, name: str) -> list[str] | None:
+    """Return the texts of an attribute, ``None`` if it is missing or they have no fixed length.
+
+    Of texts of variable length a small file can name a long one many times, to fill the memory.
+    Raises ValueError if it is no list of texts.
+    """
+    found, stored = _open(node, name)
+    if found is None and not h5py().h5a.exists(node, name.encode()):
+        return None
+    if not isinstance(stored, h5py().h5t.TypeStringID) or len(found.shape) != 1:
+        raise ValueError(f"the attribute {name} is no list of names")
+    if stored.is_variable_str():
+        return None
+    return [each.decode() for each in _read(found, stored, found.shape).tolist()]
+
+
+def _open(node: Any, name: str) -> tuple[Any, Any]:
+    """Return an attribute and its type if it is of one of our kinds."""
+    h5a, h5t = h5py().h5a, h5py().h5t
+    try:
+        found = h5a.open(node, name.encode())
+    except KeyError:
+        return None, None
+    stored = found.get_type()
+    kinds = (h5t.TypeStringID, h5t.TypeIntegerID, h5t.TypeEnumID)
+    return (found, stored) if isinstance(stored, kinds) else (None, None)
+
+
+@functools.lru_cache(256)
+def _fixed_texts(num_bytes: int, padding: int, charset: int) -> Any:
+    """Return the type of texts of `num_bytes` each."""
+    found = h5py().h5t.C_S1.copy()
+    found.set_size(num_bytes)
+    found.set_strpad(padding)
+    found.set_cset(charset)
+    return found
+
+
+@functools.cache
+def _type_of_texts() -> Any:
+    """Return the type of Python's strings in memory."""
+    return h5py().h5t.py_create(h5py().string_dtype())
+
+
+def _read(attribute: Any, stored: Any, shape: tuple[int, ...]) -> np.ndarray:
+    h5t = h5py().h5t
+    if not isinstance(stored, h5t.TypeStringID):
+        values = np.empty(shape, stored.dtype)
+        attribute.read(values)
+    elif stored.is_variable_str():
+        values = np.empty(shape, object)
+        attribute.read(values, _type_of_texts())
+    else:
+        size = stored.get_size()
+        values = np.empty(shape, f"S{size}")
+        # NumPy fills its texts with zero bytes, whatever the file does.
+        attribute.read(values, _fixed_texts(size, h5t.STR_NULLPAD, stored.get_cset()))
+    return values
