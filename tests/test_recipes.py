@@ -119,6 +119,7 @@ def test_the_easyconfig_has_what_the_package_needs():
     config = easyconfig()
     bundled = {"numpy": "SciPy-bundle", "rich": "Python-bundle-PyPI"}
     bundled |= {"threadpoolctl": "Python-bundle-PyPI", "isal": "python-isal"}
+    bundled |= {"xxhash": "python-xxhash"}
     given = {name: version for name, version, *_ in config["dependencies"] + config["exts_list"]}
     for requirement in NEEDED.values():
         name = bundled.get(requirement.name, requirement.name)

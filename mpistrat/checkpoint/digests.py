@@ -19,8 +19,6 @@ __all__ = [
     "DIGEST_BYTES",
     "PAGE_BYTES",
     "ArrayDigest",
-    "Hasher",
-    "PagedHash",
     "check_digest",
     "digest_of_array",
     "digest_of_pages",

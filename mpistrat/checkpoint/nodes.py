@@ -115,7 +115,7 @@ def write_attribute(node: Any, name: str, value: AttributeValue) -> None:
 
 
 def read_short_text(node: Any, name: str) -> str:
-    """Return a text as `write_attribute` writes it, an empty one if it is missing or another kind.
+    """Return a text as `write_attribute` writes it, ``"None"`` if it is missing.
 
     It asks the file for nothing but the text, and so takes half the time of `read_attribute`.
     """
@@ -123,11 +123,13 @@ def read_short_text(node: Any, name: str) -> str:
     buffer = np.empty((), f"S{_SHORT}")
     try:
         attribute = h5.h5a.open(node, name.encode())
+        if attribute.shape != ():  # HDF5 would write beyond the buffer
+            raise ValueError(f"the attribute {name} is no single text")
         attribute.read(buffer, _fixed_texts(_SHORT, h5.h5t.STR_NULLPAD, h5.h5t.CSET_UTF8))
         text = bytes(buffer.item()).decode()
     except (KeyError, OSError, TypeError, ValueError):
         text = ""
-    return text if 0 < len(text) < _SHORT else str(read_attribute(node, name) or "")
+    return text if 0 < len(text) < _SHORT else str(read_attribute(node, name))
 
 
 _SHORT = 128

@@ -281,7 +281,7 @@ def _read_info(dataset: Any, dtype: np.dtype) -> VariableInfo:
         aggregation=read_short_text(dataset, "aggregation"),
         trainable=trainable,
         digest=read_short_text(dataset, "digest"),
-        tensor_dtype=read_short_text(dataset, "dtype") if has_dtype else "",
+        tensor_dtype=str(read_attribute(dataset, "dtype") or "") if has_dtype else "",
     )
 
 

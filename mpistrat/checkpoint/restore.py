@@ -231,7 +231,9 @@ def _read(collectives: Collectives, file: SharedFile, check: Callable[[], None])
 def _broadcast(
     collectives: Collectives, path: str, values: Values, shapes: Mapping[str, Shape]
 ) -> dict[str, np.ndarray]:
-    """Move those of the `values` that `shapes` names to every rank. **Collective**."""
+    """Move those `values` that `shapes` names to every rank. **Collective** if there are any."""
+    if not shapes:
+        return {}
     with collectives.call(_WHAT, path) as call:
         call.agree("values without an object", *shapes)
         return {name: broadcast_array(call, values, name, shape) for name, shape in shapes.items()}

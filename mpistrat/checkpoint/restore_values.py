@@ -41,7 +41,7 @@ from mpistrat.checkpoint.shards import Extent, read_box
 from mpistrat.checkpoint.state_json import marked, unmarked
 from mpistrat.checkpoint.tensors import Box, LoadedShard
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.errors import CheckpointCorruptError
+from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.options import VariableSynchronization
 from mpistrat.sharding import cut
 from mpistrat.variables import Variable
@@ -177,8 +177,14 @@ class SharedFile:
             return
 
         def load(name: str) -> None:
-            with naming_damage(self.path, name):
+            try:
                 read_at(handle, self._blocks[name].offset, self.in_place[name]._storage)
+            except OSError as reason:
+                raise CheckpointError(
+                    f"The checkpoint {self.path} was whole a moment ago, but {name} cannot be read "
+                    f"any more: {reason}. Some variables have their new values and others do not: "
+                    "restore another checkpoint before you go on."
+                ) from reason
 
         if self.in_place:
             with ThreadPoolExecutor(max(self._work.num_threads, 1), "mpistrat-read") as threads:

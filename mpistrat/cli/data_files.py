@@ -15,7 +15,12 @@ import numpy as np
 from mpistrat import hdf5, sharding
 from mpistrat.cli.output import print_error, print_json, print_line, print_table
 from mpistrat.data.hdf5.catalog import check_virtual_sources
-from mpistrat.data.hdf5.filters import make_decoder
+from mpistrat.data.hdf5.filters import (
+    install_filter,
+    make_decoder,
+    missing_filters,
+    name_of_filter,
+)
 from mpistrat.data.shuffle import WINDOW_BYTES, Partitions
 from mpistrat.errors import DataError
 from mpistrat.system.text import readable_size
@@ -136,14 +141,14 @@ def _format_dtype(dtype: np.dtype) -> str:
 
 
 def _format_filter(number: int, values: tuple[int, ...]) -> str:
-    name = hdf5.name_of_filter(number)
+    name = name_of_filter(number)
     return f"{name} {values[0]}" if name in _WITH_LEVEL and values else name
 
 
 def _unreadable(dataset: Any) -> str:
     """Return why the data set cannot be read here, or an empty text."""
-    for name in hdf5.missing_filters(dataset):
-        return f"{name} is not installed. {hdf5.install_filter(name)}".rstrip(".")
+    for name in missing_filters(dataset):
+        return f"{name} is not installed. {install_filter(name)}".rstrip(".")
     try:
         check_virtual_sources(dataset)
     except DataError as error:

@@ -164,7 +164,7 @@ def check(file, flips, name):
 def attributes_of(file):
     """Return where the texts of the attributes lie, with the numbers before them."""
     data = file.read_bytes()
-    texts = rb"mpistrat-checkpoint|MEAN|ON_READ|sha256:[0-9a-f]{64}|mean\0"
+    texts = rb"mpistrat-checkpoint|MEAN|ON_READ|xxh3-128:[0-9a-f]{32}|mean\0"
     found = list(re.finditer(texts, data))
     assert len(found) >= 9
     return [byte for each in found for byte in range(each.start() - 16, each.end())]

@@ -1,8 +1,8 @@
-"""Format version 1, kept as files: each later version of mpistrat must read them.
+"""Format versions 1 and 2, kept as files: each later version of mpistrat must read them.
 
-``files/v1.h5`` and ``files/v1_fixed_texts.h5`` were written once, by `write_golden`: the first when
-texts in attributes had a variable length. They are never written again: a change of the format gets
-its own number and file.
+``files/v1.h5``, ``files/v1_fixed_texts.h5`` and ``files/v2.h5`` were written once, by
+`write_golden`: the first when texts in attributes had a variable length. They are never written
+again: a change of the format gets its own number and file.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import xxhash
 
 import mpistrat as ms
 from mpistrat.checkpoint.reader import open_checkpoint
@@ -20,7 +21,8 @@ from mpistrat.cli import main
 
 FILES = Path(__file__).parent / "files"
 GOLDEN = FILES / "v1.h5"
-GOLDENS = [GOLDEN, FILES / "v1_fixed_texts.h5"]
+NEWEST = FILES / "v2.h5"
+GOLDENS = [GOLDEN, FILES / "v1_fixed_texts.h5", NEWEST]
 
 KERNEL = np.arange(6, dtype=np.float32).reshape(2, 3) / 8
 HALF = np.float16([1.5, -2, np.inf])
@@ -110,11 +112,15 @@ def plain(value):
 
 
 def format_value(file):
-    """Return all that a file says, but when, by whom and by which version it was written."""
+    """Return all that a file says, but when, by whom and by which version it was written.
+
+    Nor with which digests and version of the format.
+    """
     nodes = {}
 
     def take(name, node):
         attributes = {key: plain(value) for key, value in node.attrs.items() if key != "writers"}
+        attributes.pop("digest", None)
         if attributes.get("synchronization") == "AUTO":
             attributes["synchronization"] = "ON_WRITE"  # which older files call AUTO
         if isinstance(node, h5py.Dataset):
@@ -125,16 +131,24 @@ def format_value(file):
             nodes[name] = attributes
 
     file.visititems(take)
-    changing = {"created", "mpistrat_version", "digest"}
+    changing = {"created", "format_version", "mpistrat_version", "digest"}
     root = {key: plain(value) for key, value in file.attrs.items() if key not in changing}
     assert changing < set(file.attrs)
     return nodes, root
 
 
+def digests_of(file):
+    found = {}
+    file.visititems(lambda name, node: found.update({name: plain(node.attrs.get("digest", b""))}))
+    return found
+
+
 @pytest.mark.launches
 def test_what_is_written_today_is_the_golden_file(tmp_path):
     write_golden(tmp_path / "new.h5")
-    with h5py.File(tmp_path / "new.h5") as new:
+    with h5py.File(tmp_path / "new.h5") as new, h5py.File(NEWEST) as newest:
+        assert digests_of(new) == digests_of(newest)
+        assert new.attrs["format_version"] == newest.attrs["format_version"] == 2
         for path in GOLDENS:
             with h5py.File(path) as golden:
                 assert format_value(new) == format_value(golden)
@@ -148,7 +162,9 @@ def test_a_golden_file_is_what_the_document_says(golden):
         header = {key: plain(value) for key, value in file.attrs.items()}
         digest = header.pop("digest")
         text = json.dumps(header, sort_keys=True).encode()
-        assert digest == f"sha256:{hashlib.sha256(text).hexdigest()}"
+        old, new = hashlib.sha256(text).hexdigest(), xxhash.xxh3_128_hexdigest(text)
+        is_old = header["format_version"] == 1
+        assert digest == (f"sha256:{old}" if is_old else f"xxh3-128:{new}")
         assert set(file) == {"variables", "state"}
         assert file["variables/loss"][()] == LOSS_TOTAL
         assert plain(file["variables/loss"].attrs["synchronization"]) == "ON_READ"
@@ -157,6 +173,70 @@ def test_a_golden_file_is_what_the_document_says(golden):
         assert state["best"] == {"$float": "nan"}
         assert state["text"] == "Zürich"
         assert plain(file["state/history"].attrs["arrays"]) == ["values"]
+
+
+RAMP = np.arange(2_500_000, dtype="<u4")
+PAGES = [
+    "d99178928f9a5460d98a04a884dec370",
+    "dab5f525dbfd0cce08823533a75cb432",
+    "81bdf976fd5ca3816bbd37140bcf0570",
+]
+WHOLE = "xxh3-128-4MiB:806c06942224ee5b24ae254a89bf3ec0"
+
+
+@pytest.mark.launches
+def test_a_large_array_has_the_digests_of_its_pages(tmp_path):
+    path = tmp_path / "ramp.h5"
+    ms.Checkpoint(state={"ramp": ms.Variable(RAMP)}, empty=ms.Variable(np.zeros(0))).write(path)
+    with h5py.File(path) as file:
+        assert plain(file["variables/state/ramp"].attrs["digest"]) == WHOLE
+        pages = file["digests/state/ramp"]
+        assert pages.dtype == np.uint8
+        assert [bytes(row).hex() for row in pages[()]] == PAGES  # as xxhsum -H2 prints them
+        assert set(file["digests"]) == {"state"}
+        assert plain(file["variables/empty"].attrs["digest"]) == (
+            f"xxh3-128:{xxhash.xxh3_128_hexdigest(b'')}"
+        )
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("where", ["values", "digests"])
+def test_damage_of_pages_is_found(tmp_path, where):
+    path = tmp_path / "ramp.h5"
+    ramp = ms.Variable(RAMP)
+    checkpoint = ms.Checkpoint(ramp=ramp)
+    checkpoint.write(path)
+    data = bytearray(path.read_bytes())
+    sought = RAMP[1_500_000:].tobytes() if where == "values" else bytes.fromhex(PAGES[1])
+    data[data.index(sought) + 3] ^= 16
+    path.write_bytes(data)
+    ramp.assign(RAMP * 0)
+    if where == "values":
+        with pytest.raises(ms.errors.CheckpointCorruptError, match="damaged at ramp: the values"):
+            checkpoint.restore(path)
+        assert not ramp.numpy().any()
+    else:  # the values are as they were, by the digest of the whole
+        checkpoint.restore(path).assert_consumed()
+        assert np.array_equal(ramp.numpy(), RAMP)
+    with open_checkpoint(path) as reader, pytest.raises(ms.errors.CheckpointCorruptError):
+        reader.verify()
+
+
+@pytest.mark.launches
+def test_digests_of_pages_are_there_where_they_must_be(tmp_path):
+    path = tmp_path / "ramp.h5"
+    checkpoint = ms.Checkpoint(ramp=ms.Variable(RAMP), one=ms.Variable(1.0))
+    checkpoint.write(path)
+    with h5py.File(path, "r+") as file:
+        file["digests"].move("ramp", "one")
+    with pytest.raises(
+        ms.errors.CheckpointCorruptError, match="damaged at one: .* pages are extra"
+    ):
+        checkpoint.restore(path)
+    with h5py.File(path, "r+") as file:
+        del file["digests"]
+    with pytest.raises(ms.errors.CheckpointCorruptError, match="at ramp: .* pages are missing"):
+        checkpoint.restore(path)
 
 
 DAMAGED = {
@@ -217,7 +297,8 @@ def test_a_newer_version_is_refused_and_named(strategy):
 def test_the_commands_know_the_files(capsys, monkeypatch):
     for path in GOLDENS:
         assert main(["verify", str(path)]) == main(["inspect", str(path)]) == 0
-    assert main(["diff", *map(str, GOLDENS)]) == 0
+    for path in GOLDENS[1:]:
+        assert main(["diff", str(GOLDENS[0]), str(path)]) == 0
     assert main(["verify", str(FILES)]) == 1
     lines = capsys.readouterr().out.splitlines()
     verdicts = {Path(x.split(": ")[0]).name: x.split(": ")[1] for x in lines if ": NOT" in x}

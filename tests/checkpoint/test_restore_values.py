@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint import restore_values
+from mpistrat.checkpoint import raw_io, restore_values
 
 LARGE = 2**16
 """Elements of the variables that ranks share: 256 KiB of float32."""
@@ -50,19 +50,32 @@ def holds(variables, number):
 
 
 @pytest.mark.mpi
-def test_every_byte_is_read_once_by_all_ranks_together(strategy, mpi_tmp_path, blocks_read):
+def test_every_byte_is_verified_by_one_rank_and_read_in_place_by_all(
+    strategy, mpi_tmp_path, blocks_read, monkeypatch
+):
     size = strategy.num_replicas_in_sync
     path = make(strategy, 1)[0].write(mpi_tmp_path / "run.h5")
     checkpoint, variables = make(strategy, 20)
+    verified = []
+    digest_in_file = restore_values.digest_in_file
+
+    def noting(handle, offset, num_bytes, like):
+        verified.append((offset, num_bytes))
+        return digest_in_file(handle, offset, num_bytes, like)
+
+    monkeypatch.setattr(restore_values, "digest_in_file", noting)
+    memory = {name: variable._storage.ctypes.data for name, variable in variables.items()}
     checkpoint.restore(path).assert_consumed()
     assert holds(variables, 1)
-    by_rank = strategy.extended._collectives.gather_json(blocks_read)
+    assert {name: each._storage.ctypes.data for name, each in variables.items()} == memory
+    by_rank = strategy.extended._collectives.gather_json(verified)
     assert sum(map(bool, by_rank)) == min(size, len(NAMES))
     blocks = sorted(itertools.chain.from_iterable(by_rank))
     assert sum(num_bytes for _, num_bytes in blocks) == sum(
         variable._storage.nbytes for variable in variables.values()
     )
     assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(blocks))
+    assert sorted(map(tuple, blocks_read)) == [tuple(each) for each in blocks]
 
 
 @pytest.mark.mpi
@@ -115,7 +128,8 @@ def test_damage_that_several_ranks_find_is_one_error(strategy, mpi_tmp_path, mon
                 offset += 2**40
             read_at(handle, offset, piece)
 
-        monkeypatch.setattr(restore_values, "read_at", cut)
+        for module in (raw_io, restore_values):
+            monkeypatch.setattr(module, "read_at", cut)
     strategy.extended._collectives.gather_json(None)
     open_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ms.errors.CheckpointCorruptError) as caught:

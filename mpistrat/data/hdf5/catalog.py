@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5, nests
+from mpistrat.data.hdf5.filters import install_filter, missing_filters
 from mpistrat.data.spec import ArraySpec
 from mpistrat.errors import DataError
 
@@ -212,10 +213,10 @@ def _read_layout(dataset: Any, path: str, name: str) -> _FieldLayout:
             "cannot hold. Name the fields to read with fields=(...), and store numbers, bools or "
             "strings of a fixed length."
         )
-    for each in hdf5.missing_filters(dataset):
+    for each in missing_filters(dataset):
         raise DataError(
             f"The field {name!r} of {path} was compressed by {each}, a filter that the HDF5 of "
-            f"this rank does not have. {hdf5.install_filter(each)}"
+            f"this rank does not have. {install_filter(each)}"
         )
     spec = ArraySpec(dataset.shape[1:], dataset.dtype.newbyteorder("="))
     if dataset.chunks:

@@ -22,7 +22,13 @@ import numpy as np
 
 from mpistrat import hdf5
 
-__all__ = ["ChunkDecoder", "make_decoder"]
+__all__ = [
+    "ChunkDecoder",
+    "install_filter",
+    "make_decoder",
+    "missing_filters",
+    "name_of_filter",
+]
 
 _Decode = Callable[[Any, int], Any]
 """Takes an encoded chunk and its final size in bytes, returns it with one filter less."""
@@ -260,3 +266,42 @@ def _libc() -> Any:
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     return libc
+
+
+def missing_filters(dataset: Any) -> list[str]:
+    """Return the filters of `dataset` that this HDF5 has not, by name."""
+    numbers = [number for number, _ in hdf5.filters_of(dataset)]
+    return [name_of_filter(each) for each in numbers if not hdf5.h5py().h5z.filter_avail(each)]
+
+
+def name_of_filter(number: int) -> str:
+    """Return the name of a filter as users know it."""
+    return _FILTER_NAMES.get(number, f"filter {number}")
+
+
+def install_filter(name: str) -> str:
+    """Return what makes a filter available."""
+    if name in _OF_HDF5PLUGIN:
+        return 'Install it with: pip install "mpistrat[compression]", which brings hdf5plugin.'
+    return "Let HDF5_PLUGIN_PATH name the folder of its plugin, or write the file without it."
+
+
+_FILTER_NAMES = {
+    1: "gzip",
+    2: "shuffle",
+    3: "fletcher32",
+    4: "szip",
+    5: "nbit",
+    6: "scaleoffset",
+    307: "bzip2",
+    32000: "lzf",
+    32001: "blosc",
+    32004: "lz4",
+    32008: "bitshuffle",
+    32013: "zfp",
+    32015: "zstd",
+    32017: "sz",
+    32026: "blosc2",
+}
+"""By number, from the HDF Group's list of registered filters."""
+_OF_HDF5PLUGIN = {"bitshuffle", "blosc", "blosc2", "bzip2", "lz4", "sz", "zfp", "zstd"}
