@@ -9,14 +9,14 @@ _ROWS = (
     (0, "/", "group", "format, version, step, replicas, created; digest of these"),
     (1, "variables/", "group", "one group for each level of an object's path"),
     (2, "model/", "group", ""),
-    (3, "kernel", "array", "float32 (64, 10): synchronization, aggregation, sha256 digest"),
+    (3, "kernel", "array", "float32 (64, 10): synchronization, aggregation, a digest"),
     (3, "bias", "array", "float32 (10,): the same attributes"),
     (2, "optimizer/", "group", ""),
     (3, "momentum/model/kernel", "array", "slots lie below the optimizer"),
     (3, "iterations", "array", "int64 ()"),
     (1, "state/", "group", "what is no array, as JSON"),
     (2, "batches", "text", '{"pass": 3, "batch": 120, "global_batch_size": 128, ...}'),
-    (2, "history", "text", '{"rows": [...]}, with a sha256 digest as well'),
+    (2, "history", "text", '{"rows": [...]}, with a digest as well'),
 )
 _TOP, _ROW, _INDENT = 64, 32, 26
 
