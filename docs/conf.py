@@ -8,9 +8,13 @@ import os
 import re
 import zlib
 from pathlib import Path
+from typing import ClassVar
 
+from docutils import nodes
+from docutils.parsers.rst import directives
 from sphinx.errors import PycodeError
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import make_refnode
 
 import mpistrat as ms
@@ -257,8 +261,27 @@ def ways_back(app, page, template, context, doctree):
     context["body"] = re.sub(r'#(mpistrat\.[\w.]+)"', right, context["body"])
 
 
+class Picture(SphinxDirective):
+    """A picture of `docs/images` in both themes: ``{picture} images/name``."""
+
+    required_arguments = 1
+    option_spec: ClassVar = {"alt": directives.unchanged_required}
+
+    def run(self):
+        """Return the image for light pages and the one for dark pages."""
+        return [
+            nodes.image(
+                uri=f"{self.arguments[0]}-{theme}.svg",
+                alt=self.options["alt"],
+                classes=[f"only-{theme}"],
+            )
+            for theme in ("light", "dark")
+        ]
+
+
 def setup(app):
-    """Register what changes signatures."""
+    """Register the directive, and what changes signatures."""
+    app.add_directive("picture", Picture)
     app.connect("autodoc-process-signature", types_once)
     app.connect("autodoc-process-bases", public_bases)
     app.connect("autodoc-process-docstring", before_napoleon, priority=400)
