@@ -31,7 +31,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help house train test test-serial test-quick test-full test-launch test-slow test-slurm lint types bench scaling wheels docs clean pictures site-check
+.PHONY: help house train test test-serial test-quick test-full test-launch test-slow test-slurm lint types bench scaling wheels docs clean pictures site-check gpu-report
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -88,6 +88,9 @@ wheels: $(VENV)/.wheels  ## build wheels and the source archive in dist/; ARGS=-
 pictures: $(VENV)/.test  ## draw docs/images; with RECORD=1 make the runs again that they show
 	$(PY) -m tools.pictures $(if $(RECORD),--record) $(ARGS)
 
+gpu-report: $(VENV)/.gpu  ## try the GPUs of this machine, and write gpu-report.md, which you can send
+	$(PY) -m tools.gpu_report $(ARGS)
+
 docs: $(VENV)/.docs  ## check the sentences, and build the documentation in docs/_build/html
 	$(PY) -m tools.sentences
 	$(PY) -m codespell_lib --ignore-words-list=coo,improbe --skip='*.svg,*/_build/*,*/banned-phrases.txt' \
@@ -141,6 +144,13 @@ $(VENV)/.docs: $(SOURCES) | $(VENV)/.jobs
 $(VENV)/.wheels: $(SOURCES) | $(VENV)/.python
 	@echo 'installing .[$(MPI),wheels] into $(VENV)'
 	@$(INSTALL) -e ".[$(MPI),wheels]" $(SHOW)
+	touch $@
+
+# CuPy for the CUDA of the driver, where there is one.
+$(VENV)/.gpu: $(SOURCES) | $(VENV)/.test
+	@cuda=$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p'); \
+	  [ -z "$$cuda" ] || { [ "$$cuda" -ge 13 ] && cuda=13 || cuda=12; \
+	  echo "installing .[cuda$${cuda}x] into $(VENV)"; $(INSTALL) -e ".[$(MPI),cuda$${cuda}x]" $(SHOW); }
 	touch $@
 
 $(VENV)/.site: $(SOURCES) | $(VENV)/.docs
