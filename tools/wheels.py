@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,24 +60,41 @@ def build(source: Path, machine: str, folder: Path) -> Path:
     """Return a wheel for a kind of machine, not yet named for the systems that it runs on."""
     environment = {"MPISTRAT_REQUIRE_COMPILED": "1"}  # an error, not a wheel without them
     if machine != platform.machine() or not shutil.which(os.environ.get("CC", "cc")):
-        environment |= cross_compiler(machine)
+        environment |= cross_compiler(machine, folder)
     options = ("--no-deps", "--no-build-isolation", "--no-cache-dir")  # of the other machine
     run("pip", "wheel", *options, "--wheel-dir", str(folder), str(source), env=environment)
     (path,) = folder.glob("*.whl")
     return path
 
 
-def cross_compiler(machine: str) -> dict[str, str]:
+def cross_compiler(machine: str, folder: Path) -> dict[str, str]:
     """Return the variables with which setuptools compiles for another machine."""
+    headers = headers_of_python(machine, folder)
     compiler = f"{sys.executable} -m ziglang cc -target {machine}-linux-gnu.{GLIBC}"
     return {
         "CC": compiler,
         "LDSHARED": f"{compiler} -shared -s",
-        "CFLAGS": "-g0",
+        "CFLAGS": f"-g0 -I{headers}" if headers else "-g0",
         "LDFLAGS": "",
         "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
         "SETUPTOOLS_EXT_SUFFIX": ".abi3.so",
     }
+
+
+def headers_of_python(machine: str, folder: Path) -> Path | None:
+    """Return a folder for the compiler, where the headers of this Python name their machine."""
+    # Debian's pyconfig.h includes that of the machine it is compiled for, by its name. All that the
+    # stable ABI needs of it is the same on every Linux of 64 bits.
+    include = Path(sysconfig.get_path("include"))
+    own = str(sysconfig.get_config_var("MULTIARCH"))
+    config = include.parent / own / include.name / "pyconfig.h"
+    if not config.exists():
+        return None
+    headers = folder.resolve() / "headers"
+    place = headers / f"{machine}-linux-gnu" / include.name
+    place.mkdir(parents=True)
+    shutil.copy(config, place)
+    return headers
 
 
 def with_tags(wheel: Path, machine: str, folder: Path) -> Path:

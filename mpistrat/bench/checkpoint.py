@@ -1,12 +1,14 @@
-"""Benchmark of checkpoints beside plain h5py: same arrays, same folder, same run."""
+"""Benchmark of checkpoints beside h5py and safetensors: same arrays, same folder, same run."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,17 +30,20 @@ from mpistrat.bench.benchmark import (
     Table,
 )
 from mpistrat.bench.measure import Timings
+from mpistrat.bench.networks import SHAPES, random_arrays
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
-from mpistrat.checkpoint.ranks import share_out
-from mpistrat.checkpoint.raw_io import ChecksumPool
+from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.strategies import MPIStrategy
 from mpistrat.variables import Variable
 
 __all__ = ["BENCHMARK"]
 
-_NUM_ARRAYS = 8
-_BYTES_PER_ARRAY = 2**26
+_MODELS = {
+    "161 arrays, 102 MB": SHAPES,
+    "10 arrays, 1 GB": ((25_000_000,),) * 10,
+}
+"""The shapes of ResNet-50, and a few large arrays."""
 
 
 @dataclass(frozen=True)
@@ -49,88 +54,117 @@ class _Candidate:
     prepare: Callable[[], object] = lambda: None
 
 
+_Candidates = dict[str, _Candidate]
+"""`mpistrat`, its peer by hand, and those of other libraries that are installed."""
+
+
 def measure(choices: Choices) -> Findings:
-    """Time saving and restoring 512 MiB of float32 variables. **Collective**."""
+    """Time saving and restoring of float32 variables. **Collective**."""
     strategy = MPIStrategy(device="cpu")
     collectives = strategy.extended._collectives
-    rng = np.random.default_rng(0)
-    with strategy.scope():
-        variables = {
-            f"weight{i}": Variable(rng.random(_BYTES_PER_ARRAY // 4, np.float32), name=f"w{i}")
-            for i in range(_NUM_ARRAYS)
-        }
-    with _folder(collectives) as folder:
-        rows = [
-            _row(*each, collectives, choices.num_samples)
-            for each in _comparisons(variables, folder, collectives)
-        ]
+    rows = []
+    for model, shapes in _MODELS.items():
+        with strategy.scope():
+            variables = {
+                f"weight{i}": Variable(values, name=f"weight{i}")
+                for i, values in enumerate(random_arrays(shapes))
+            }
+        with _folder(collectives) as folder:
+            compared = _Comparison(variables, folder, collectives)
+            for what, peer, candidates in compared.rows():
+                row: Row = {"what": what, "model": model, "peer": peer}
+                rows.append({**row, **_row(candidates, collectives, choices.num_samples)})
+        del variables, compared
     note = (
-        "Plain h5py is alone on rank 0: it writes and flushes to disk, and reads without a digest. "
-        "Cold: the file has left the memory of the system. Each copy goes to warm memory. Digests: "
-        "SHA-256 of the same bytes and nothing else, for a save on rank 0, for a restore and with "
-        "parallel=True on all ranks; bound is their time divided by that of the peer."
+        "By hand: h5py writes on rank 0 and flushes to disk, and reads all values on each rank, "
+        "without a digest, into new arrays; in place, into arrays that are there. Cold: the file "
+        f"has left the memory of the system. Versions: {_versions()}."
     )
     return Findings({RESULTS: rows}, (note,))
 
 
-def _comparisons(
-    variables: Mapping[str, Variable], folder: Path, collectives: Collectives
-) -> Iterator[tuple[str, str, dict[str, _Candidate]]]:
-    checkpoint = Checkpoint(**variables)
-    arrays = {name: variable._storage for name, variable in variables.items()}
-    paths = {"ours": folder / "ours.h5", "peer": folder / "plain.h5"}
+class _Comparison:
+    """One model in one folder, saved and restored by several libraries."""
 
-    def on_root(call: Callable[[], object]) -> Callable[[], object]:
-        return call if collectives.rank == 0 else lambda: None
+    def __init__(
+        self, variables: Mapping[str, Variable], folder: Path, collectives: Collectives
+    ) -> None:
+        self.arrays = {name: variable._storage for name, variable in variables.items()}
+        self._copies = {name: array.copy() for name, array in self.arrays.items()}
+        self._checkpoint = Checkpoint(**variables)
+        self._folder = folder
+        self._is_root = collectives.rank == 0
 
-    def digest(num_ranks: int) -> _Candidate:
-        owners = share_out({name: array.nbytes for name, array in arrays.items()}, range(num_ranks))
-        own = [array for name, array in arrays.items() if owners[name] == collectives.rank]
-        return _Candidate(lambda: _digest(own))
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.{'h5' if name in ('ours', 'hand') else name}"
 
-    manager = CheckpointManager(checkpoint, folder / "managed", 1, asynchronous=True)
-    copies = {name: array.copy() for name, array in arrays.items()}
-    room = {name: on_root(partial(_remove, path)) for name, path in paths.items()}
-    for what, parallel in (("save", False), ("save, parallel=True", True)):
-        write = partial(checkpoint.write, paths["ours"], parallel=parallel)
-        yield (
-            what,
-            "h5py and fsync",
-            {
-                "ours": _Candidate(write, room["ours"]),
-                "peer": _Candidate(on_root(lambda: _write(paths["peer"], arrays)), room["peer"]),
-                "digests": digest(collectives.size if parallel else 1),
-            },
-        )
-    yield (
-        "stall of an asynchronous save",
-        "copy",
-        {
+    def _on_root(self, call: Callable[[], object]) -> Callable[[], object]:
+        return call if self._is_root else lambda: None
+
+    def rows(self) -> Iterator[tuple[str, str, _Candidates]]:
+        """Yield what is compared, with the name of the peer by hand. **Collective**."""
+        for what, parallel in (("save", False), ("save, parallel=True", True)):
+            yield what, "h5py and fsync", self._saves(parallel)
+        yield from self._stall()
+        for state, prepare in (("warm", _touch), ("cold", _forget)):
+            yield f"restore, {state}", "h5py", self._restores(prepare)
+        yield "verify, warm", "read", self._verifications()
+
+    def _saves(self, parallel: bool) -> _Candidates:
+        ours = partial(self._checkpoint.write, self._path("ours"), parallel=parallel)
+        calls: dict[str, Callable[[], object]] = {
+            "ours": ours,
+            "hand": self._on_root(lambda: _write(self._path("hand"), self.arrays)),
+        }
+        if not parallel and (safetensors := _safetensors()) is not None:
+            path = self._path("safetensors")
+            save = partial(_save_safetensors, safetensors, path, self.arrays)
+            calls["safetensors"] = self._on_root(save)
+        return {
+            name: _Candidate(call, self._on_root(partial(_remove, self._path(name))))
+            for name, call in calls.items()
+        }
+
+    def _stall(self) -> Iterator[tuple[str, str, _Candidates]]:
+        manager = CheckpointManager(self._checkpoint, self._folder / "later", 1, asynchronous=True)
+        copy = self._on_root(lambda: _copy(self._copies, self.arrays))
+        candidates = {
             "ours": _Candidate(manager.save, manager.wait),
-            "peer": _Candidate(on_root(lambda: _copy(copies, arrays)), manager.wait),
-        },
-    )
-    manager.wait()
-    for state, prepare in (("cold", _forget), ("warm", _touch)):
-        files = {name: on_root(partial(prepare, path)) for name, path in paths.items()}
-        yield (
-            f"restore, {state}",
-            "h5py",
-            {
-                "ours": _Candidate(lambda: checkpoint.restore(paths["ours"]), files["ours"]),
-                "peer": _Candidate(on_root(lambda: _read(paths["peer"])), files["peer"]),
-                "digests": digest(collectives.size),
-            },
-        )
+            "hand": _Candidate(copy, manager.wait),
+        }
+        yield "stall of an asynchronous save", "copy", candidates
+        manager.wait()
+
+    def _restores(self, prepare: Callable[[Path], None]) -> _Candidates:
+        calls: dict[str, Callable[[], object]] = {
+            "ours": lambda: self._checkpoint.restore(self._path("ours")),
+            "hand": lambda: _read(self._path("hand")),
+            "in_place": lambda: _read_into(self._path("hand"), self._copies),
+        }
+        if (safetensors := _safetensors()) is not None:
+            calls["safetensors"] = lambda: safetensors.load_file(self._path("safetensors"))
+        files = {"in_place": self._path("hand")}
+        return {
+            name: _Candidate(
+                call, self._on_root(partial(prepare, files.get(name, self._path(name))))
+            )
+            for name, call in calls.items()
+        }
+
+    def _verifications(self) -> _Candidates:
+        touch = self._on_root(partial(_touch, self._path("ours")))
+
+        def verify() -> None:
+            with open_checkpoint(self._path("ours")) as reader:
+                reader.verify()
+
+        return {
+            "ours": _Candidate(self._on_root(verify), touch),
+            "hand": _Candidate(self._on_root(lambda: _read(self._path("hand"))), touch),
+        }
 
 
-def _row(
-    what: str,
-    peer: str,
-    candidates: Mapping[str, _Candidate],
-    collectives: Collectives,
-    num_samples: int,
-) -> Row:
+def _row(candidates: _Candidates, collectives: Collectives, num_samples: int) -> Row:
     """Time the candidates in turns, after a warm-up round. **Collective**."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
@@ -147,12 +181,26 @@ def _row(
             if number:
                 samples[name].append(time_s)
     timings = Timings(samples)
-    num_bytes = _NUM_ARRAYS * _BYTES_PER_ARRAY
-    row: dict[str, Any] = {"what": what, "peer": peer, "num_bytes": num_bytes}
-    row |= timings.medians() | {"ours_over_peer": timings.median_ratio("ours", "peer")}
-    if "digests" in candidates:
-        row["digests_over_peer"] = timings.median_ratio("digests", "peer")
+    row: dict[str, Any] = timings.medians()
+    for name in candidates.keys() - {"ours"}:
+        row |= timings.ratio(f"ours_over_{name}", "ours", name)
     return row
+
+
+def _versions() -> str:
+    """Return the peers and their versions."""
+    names = [f"h5py {hdf5.h5py().__version__}", f"HDF5 {hdf5.h5py().version.hdf5_version}"]
+    if _safetensors() is not None:
+        names.append(f"safetensors {importlib.metadata.version('safetensors')}")
+    return ", ".join(names)
+
+
+def _safetensors() -> Any:
+    """Return safetensors for NumPy, ``None`` where it is not installed."""
+    try:
+        return importlib.import_module("safetensors.numpy")
+    except ModuleNotFoundError:
+        return None
 
 
 @contextmanager
@@ -183,14 +231,16 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         return {name: dataset[()] for name, dataset in file.items()}
 
 
-def _digest(arrays: Sequence[np.ndarray]) -> None:
-    """Compute the digests of arrays in memory."""
-    with ChecksumPool() as digests:
-        digesters = [digests.begin() for _ in arrays]
-        for digester, array in zip(digesters, arrays, strict=True):
-            digester.update(array, is_view=True)
-        for digester in digesters:
-            digester.result()
+def _read_into(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    with hdf5.h5py().File(path, "r") as file:
+        for name, array in arrays.items():
+            file[name].read_direct(array)
+
+
+def _save_safetensors(library: Any, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    library.save_file(arrays, path)
+    with open(path, "rb") as written:
+        os.fsync(written.fileno())
 
 
 def _copy(targets: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> None:
@@ -218,21 +268,27 @@ def _touch(path: Path) -> None:
 
 BENCHMARK = Benchmark(
     "checkpoint",
-    "saving and restoring 512 MiB in the current folder, beside plain h5py",
+    "saving and restoring in the current folder, beside plain h5py and safetensors",
     measure,
     (
         Table(
             (
                 Column.text("what", "what"),
-                Column.size("size", "num_bytes"),
+                Column.text("model", "model"),
                 Column.time("mpistrat", "ours_s"),
-                Column.text("peer", "peer"),
-                Column.time("its time", "peer_s"),
-                Column.ratio("ratio", "ours_over_peer"),
-                Column.time("digests", "digests_s"),
-                Column.ratio("bound", "digests_over_peer"),
+                Column.text("by hand", "peer"),
+                Column.time("its time", "hand_s"),
+                Column.ratio("ratio", "ours_over_hand"),
+                Column.ratio("/ in place", "ours_over_in_place"),
+                Column.ratio("/ safetensors", "ours_over_safetensors"),
             )
         ),
     ),
-    (Bars(lambda row: row["what"], {"ours_s": "mpistrat", "peer_s": "peer"}, "seconds"),),
+    (
+        Bars(
+            lambda row: f"{row['what']}\n{row['model']}",
+            {"ours_s": "mpistrat", "hand_s": "by hand", "safetensors_s": "safetensors"},
+            "seconds",
+        ),
+    ),
 )

@@ -185,11 +185,14 @@ def test_optimizers_are_measured(tmp_path):
 
 
 def test_checkpoints_are_measured_and_leave_no_files(tmp_path):
-    small = {"module": "checkpoint", "constant": "_BYTES_PER_ARRAY", "value": 2**16}
-    rows = bench_in_small(tmp_path, 2, **small)
-    peers = ["h5py and fsync", "h5py and fsync", "copy", "h5py", "h5py"]
-    assert [row["peer"] for row in rows] == peers
-    assert all(row["ours_s"] > 0 and row["ours_over_peer"] > 0 for row in rows)
+    models = {"one": ((300, 300),), "three": ((64, 32), (32,), (1,))}
+    rows = bench_in_small(tmp_path, 2, module="checkpoint", constant="_MODELS", value=models)
+    peers = ["h5py and fsync", "h5py and fsync", "copy", "h5py", "h5py", "read"]
+    assert [(row["model"], row["peer"]) for row in rows] == list(product(models, peers))
+    assert all(row["ours_s"] > 0 and row["ours_over_hand"] > 0 for row in rows)
+    restores = [row for row in rows if row["what"].startswith("restore")]
+    assert all(row["ours_over_in_place"] > 0 for row in restores)
+    assert all(row["ours_over_safetensors"] > 0 for row in restores)
     assert not list(tmp_path.iterdir())
 
 
