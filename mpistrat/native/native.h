@@ -30,4 +30,7 @@ PyObject *mpistrat_describe(PyObject *module, PyObject *arrays);
 PyObject *mpistrat_address(PyObject *module, PyObject *array);
 PyObject *mpistrat_addresses(PyObject *module, PyObject *arrays);
 
+/* rows.c */
+fast_function mpistrat_copy_rows, mpistrat_ask_for, mpistrat_map_file;
+
 #endif

@@ -20,6 +20,7 @@ from mpistrat import hdf5
 from mpistrat.data.hdf5.catalog import Catalog, FileEntry
 from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
 from mpistrat.errors import DataError
+from mpistrat.native import native_library
 
 __all__ = ["OpenFiles", "StoredRows"]
 
@@ -36,8 +37,10 @@ _CHECK_INTERVAL_S = 0.5
 class OpenFiles:
     """Files by number, of which those used last stay open."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, mappings: dict[int, np.ndarray] | None = None) -> None:
         self._catalog = catalog
+        self._mappings = {} if mappings is None else mappings
+        """The bytes of files by number, which the readers of a source share."""
         self._limit = max(1, min(_MAX_OPEN_FILES, hdf5.max_open_files() // _SHARE_OF_LIMIT))
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
         self._checked_at: dict[int, float] = {}
@@ -66,6 +69,21 @@ class OpenFiles:
             path = self._catalog.files[file].path
             opened.descriptor = self._with_room(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         return opened.descriptor
+
+    def mapping(self, file: int) -> np.ndarray:
+        """Return the bytes of a file as they are on disk, for `copy_rows`; hold `lock` meanwhile.
+
+        To touch them after the file has become shorter raises a signal.
+        """
+        self._opened(file)
+        found = self._mappings.get(file)
+        if found is None:
+            while len(self._mappings) >= _MAX_OPEN_FILES:
+                self._mappings.pop(next(iter(self._mappings)))
+            descriptor = self.descriptor(file)
+            num_bytes = os.fstat(descriptor).st_size
+            found = self._mappings[file] = native_library().map_file(descriptor, num_bytes)
+        return found
 
     def check(self, file: int) -> None:
         """Check, in any thread and not too often, that a file has not changed."""

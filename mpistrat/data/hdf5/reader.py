@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import os
 import re
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
 from mpistrat.data.hdf5.chunk_plan import plan_fields
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
+from mpistrat.data.hdf5.placed_rows import PlacedField, is_placed
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
 from mpistrat.settings import environment, settings
@@ -34,6 +35,9 @@ _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
 _TINY_CHUNK_BYTES = 2**14
 """Chunks of at most that size are decoded where they are announced: most of the time is Python's,
 which threads do not shorten, and handing them over takes longer."""
+
+_AHEAD_BYTES = 2**23
+"""Of rows whose place in the file is known, the disk is asked for so many ahead."""
 
 _MIN_RUN_ROWS = 8
 """Fewer rows in a row may still be a part of disorder: then a block is read and cached."""
@@ -53,12 +57,13 @@ class Hdf5Reader:
         window_rows: int,
         row_caches: dict[int, RowCache],
         empty: Allocate = np.empty,
+        mappings: dict[int, np.ndarray] | None = None,
     ) -> None:
         self._catalog = catalog
         self._empty = empty
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
-        self._files = OpenFiles(catalog)
+        self._files = OpenFiles(catalog, mappings)
         self._pool: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._plans = plan_fields(catalog, window_rows)
@@ -73,6 +78,10 @@ class Hdf5Reader:
         self._cached = [field for field in self._filled if self._plans[field].is_cached]
         self._row_caches = row_caches
         others = [field for field in self._filled if field not in self._cached]
+        self._placed = {
+            field: PlacedField(catalog, field) for field in others if is_placed(catalog, field)
+        }
+        others = [field for field in others if field not in self._placed]
         # In disorder data without chunks are read in blocks, which are treated as chunks.
         self._announced = [field for field in others if window_rows or field in self._chunked]
         self._sliced = [field for field in others if field not in self._announced]
@@ -81,7 +90,9 @@ class Hdf5Reader:
         widest = self._plans[catalog.widest]
         if self._announced:
             self.lookahead_rows = max(widest.num_slots * widest.rows_per_slot * 4 // 9, 1)
-        else:  # nothing to decode, and runs are read whole
+        elif self._placed and window_rows:  # nothing to decode, but the disk may begin
+            self.lookahead_rows = max(_AHEAD_BYTES // sum(catalog.row_sizes), 1)
+        else:  # runs are read whole
             self.lookahead_rows = 0
 
     def expect(self, block: Block) -> None:
@@ -90,6 +101,8 @@ class Hdf5Reader:
         files, rows = self._locate(np.asarray(block, np.int64))
         for field in self._announced:
             self._chunk_cache(field).announce(self._plans[field].locate(files, rows)[0])
+        if self._placed:
+            self._ask_for(files, rows)
         self._num_announced += len(rows)
 
     def read(self, block: Block) -> Any:
@@ -104,6 +117,8 @@ class Hdf5Reader:
                 files, rows = self._locate(numbers)
                 if self._cached:
                     self._take_cached(numbers, files, rows, outputs)
+                for field, placed in self._placed.items():
+                    outputs[field] = self._read_placed(field, placed, files, rows)
                 self._gather(files, rows, outputs)
         leaves = []
         for field, (shape, dtype) in enumerate(self._specs):
@@ -129,6 +144,45 @@ class Hdf5Reader:
                 cache = self._row_caches.setdefault(field, cache)
             output = outputs[field] = self._empty((len(numbers), *shape), dtype)
             cache.take(numbers, files, rows, partial(self._decode, field), output)
+
+    def _ask_for(self, files: np.ndarray, rows: np.ndarray) -> None:
+        """Have the system begin to read rows whose place is known."""
+        for file in np.unique(files).tolist() if files.ndim else (0,):
+            own = rows[files == file] if files.ndim else rows
+            with self._files.lock:
+                descriptor = self._files.descriptor(file)
+                for placed in self._placed.values():
+                    placed.ask_for(descriptor, file, own)
+
+    def _read_placed(
+        self, field: int, placed: PlacedField, files: np.ndarray, rows: np.ndarray
+    ) -> np.ndarray:
+        """Return rows that are copied once, from their place in a file."""
+        shape, dtype = self._specs[field]
+        output = self._empty((len(rows), *shape), dtype)
+        for file in np.unique(files).tolist() if files.ndim else (0,):
+            places = None if not files.ndim else np.flatnonzero(files == file)
+            own = rows if places is None else rows[places]
+            with self._files.lock:
+                mapped = self._files.mapping(file)
+            try:
+                placed.read(mapped, file, own, places, output, self._run)
+            except OSError as reason:
+                first, last = int(own.min()), int(own.max())
+                raise self._read_error(reason, file, field, first, last + 1) from reason
+        return output
+
+    def _run(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Do some work in several threads, this one among them."""
+        if self._pool is None and len(tasks) > 1:
+            self._pool = ThreadPoolExecutor(_num_decoding_threads(), "mpistrat-decode")
+        others = [self._pool.submit(task) for task in tasks[1:]] if self._pool else []
+        try:
+            tasks[0]()
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
 
     def _gather(self, files: np.ndarray, rows: np.ndarray, outputs: dict[int, np.ndarray]) -> None:
         """Add the fields that are missing in `outputs`, picked from what was decoded."""

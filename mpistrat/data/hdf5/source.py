@@ -44,6 +44,7 @@ class Hdf5Source:
         _check_fields(fields)
         self._fields = fields
         self._row_caches: dict[int, RowCache] = {}
+        self._mappings: dict[int, np.ndarray] = {}
         self._empty: Allocate = np.empty
 
     def with_memory(self, empty: Allocate) -> Hdf5Source:
@@ -126,7 +127,7 @@ class Hdf5Source:
 
     def open(self, window_rows: int) -> Hdf5Reader:
         """Return a reader that caches two windows: one in use, and the next."""
-        return Hdf5Reader(self.catalog, window_rows, self._row_caches, self._empty)
+        return Hdf5Reader(self.catalog, window_rows, self._row_caches, self._empty, self._mappings)
 
 
 def _check_fields(fields: Any) -> None:

@@ -132,7 +132,9 @@ def threads_of_readers():
 
 @pytest.mark.usefixtures("streamed")
 def test_no_thread_outlives_its_iterator(numbered):
-    iterator = iter(Dataset.from_hdf5(numbered(10_000, chunk=2000)).shuffle(0).batch(10))
+    iterator = iter(
+        Dataset.from_hdf5(numbered(10_000, chunk=2000, compression="gzip")).shuffle(0).batch(10)
+    )
     next(iterator)
     assert threads_of_readers()
     iterator.close()

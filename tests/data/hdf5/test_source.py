@@ -101,7 +101,7 @@ def count_chunk_reads(monkeypatch):
 def test_a_shuffled_pass_reads_each_chunk_about_once_over_all_ranks(
     numbered, all_ranks, monkeypatch, size
 ):
-    path = numbered(20_000, chunk=64)
+    path = numbered(20_000, chunk=64, compression="gzip")
     reads = count_chunk_reads(monkeypatch)
     for batches in all_ranks(Dataset.from_hdf5(path).shuffle(0).batch(256), size):
         assert sum(1 for _ in batches) == 79
@@ -123,7 +123,7 @@ def test_few_chunks_are_shared_by_few_ranks(
 
 
 def test_each_rank_reads_its_own_part_alone(numbered, all_ranks, monkeypatch):
-    path = numbered(64, chunk=8)
+    path = numbered(64, chunk=8, compression="gzip")
     reads = count_chunk_reads(monkeypatch)
     last = all_ranks(Dataset.from_hdf5(path).batch(32), size=4)[3]
     list(last)

@@ -1,0 +1,162 @@
+/* Rows of a mapped file, copied to where a batch has them, without Python's lock.
+
+   A mapped file that becomes shorter, or a disk that fails, raises SIGBUS where a row is touched.
+   That ends the copy, and not the job. */
+
+#include "native.h"
+
+#include <fcntl.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+static struct sigaction handler_before;
+static _Thread_local sigjmp_buf *volatile way_out;
+
+static void on_bus_error(int number)
+{
+    if (way_out != NULL)
+        siglongjmp(*way_out, 1);
+    /* Not ours: the instruction runs again, under the handler that was there before. */
+    sigaction(number, &handler_before, NULL);
+}
+
+/* Handlers belong to the process, and other modules set theirs at any time. */
+static int guard(void)
+{
+    struct sigaction found, ours = {0};
+    if (sigaction(SIGBUS, NULL, &found) != 0)
+        return -1;
+    if (!(found.sa_flags & SA_SIGINFO) && found.sa_handler == on_bus_error)
+        return 0;
+    handler_before = found;
+    ours.sa_handler = on_bus_error;
+    ours.sa_flags = SA_NODEFER | SA_ONSTACK;
+    return sigaction(SIGBUS, &ours, NULL);
+}
+
+static int is_int64(PyObject *object)
+{
+    return PyArray_CheckExact(object) && PyArray_TYPE((PyArrayObject *)object) == NPY_INT64
+           && PyArray_NDIM((PyArrayObject *)object) == 1
+           && PyArray_ISCARRAY_RO((PyArrayObject *)object);
+}
+
+static int copy_all(char *to, const char *from, const npy_int64 *offsets, const npy_int64 *places,
+                    npy_intp count, npy_intp row_bytes)
+{
+    sigjmp_buf here;
+    if (sigsetjmp(here, 0)) {
+        way_out = NULL;
+        return -1;
+    }
+    way_out = &here;
+    for (npy_intp i = 0; i < count; i++)
+        memcpy(to + (places == NULL ? i : places[i]) * row_bytes, from + offsets[i], row_bytes);
+    way_out = NULL;
+    return 0;
+}
+
+/* copy_rows(mapped, offsets, places, rows): copy to row places[i] of `rows`, or to row i where
+   `places` is None, what begins at byte offsets[i] of `mapped`. Returns whether all of it could be
+   read: False where the file has become shorter since. */
+PyObject *mpistrat_copy_rows(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    if (num_args != 4 || !PyArray_CheckExact(args[0]) || !is_int64(args[1])
+        || !PyArray_ISCARRAY_RO((PyArrayObject *)args[0])
+        || !(args[2] == Py_None || is_int64(args[2]))
+        || !PyArray_CheckExact(args[3]) || !PyArray_ISCARRAY((PyArrayObject *)args[3])
+        || PyArray_NDIM((PyArrayObject *)args[3]) == 0)
+        return PyErr_Format(PyExc_TypeError,
+                            "copy_rows takes bytes, int64 offsets and places, and rows");
+    PyArrayObject *rows = (PyArrayObject *)args[3];
+    npy_intp num_rows = PyArray_DIM(rows, 0), num_bytes = PyArray_NBYTES((PyArrayObject *)args[0]);
+    npy_intp count = PyArray_SIZE((PyArrayObject *)args[1]);
+    npy_intp row_bytes = num_rows ? PyArray_NBYTES(rows) / num_rows : 0;
+    const npy_int64 *offsets = PyArray_DATA((PyArrayObject *)args[1]), *places = NULL;
+    if (args[2] != Py_None) {
+        places = PyArray_DATA((PyArrayObject *)args[2]);
+        if (PyArray_SIZE((PyArrayObject *)args[2]) != count)
+            return PyErr_Format(PyExc_ValueError, "copy_rows: not as many places as offsets");
+    } else if (count > num_rows)
+        return PyErr_Format(PyExc_ValueError, "copy_rows: fewer rows than offsets");
+    for (npy_intp i = 0; i < count; i++) {
+        if (places != NULL && (places[i] < 0 || places[i] >= num_rows))
+            return PyErr_Format(PyExc_IndexError, "copy_rows: no row %lld", (long long)places[i]);
+        if (offsets[i] < 0 || offsets[i] > num_bytes - row_bytes)
+            Py_RETURN_FALSE; /* mapped when it was shorter */
+    }
+    if (guard() != 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    char *to = PyArray_BYTES(rows);
+    const char *from = PyArray_BYTES((PyArrayObject *)args[0]);
+    int outcome;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = copy_all(to, from, offsets, places, count, row_bytes);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(outcome == 0);
+}
+
+/* ask_for(descriptor, offsets, num_bytes): have the system begin to read so many bytes of a file
+   from each of `offsets` on. What is in memory already costs little. */
+PyObject *mpistrat_ask_for(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    if (num_args != 3 || !is_int64(args[1]))
+        return PyErr_Format(PyExc_TypeError, "ask_for takes a descriptor, int64 offsets, a number");
+    int descriptor = (int)PyLong_AsLong(args[0]);
+    long num_bytes = PyLong_AsLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    const npy_int64 *offsets = PyArray_DATA((PyArrayObject *)args[1]);
+    npy_intp count = PyArray_SIZE((PyArrayObject *)args[1]);
+    Py_BEGIN_ALLOW_THREADS
+    for (npy_intp i = 0; i < count; i++)
+        posix_fadvise(descriptor, offsets[i], num_bytes, POSIX_FADV_WILLNEED);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static void unmap(PyObject *capsule)
+{
+    size_t *length = PyCapsule_GetContext(capsule);
+    munmap(PyCapsule_GetPointer(capsule, NULL), *length);
+    free(length);
+}
+
+/* map_file(descriptor, num_bytes): the bytes of a file as a read-only array, which needs no open
+   descriptor, and is for copy_rows alone: others would end by the signal. */
+PyObject *mpistrat_map_file(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    if (num_args != 2)
+        return PyErr_Format(PyExc_TypeError, "map_file takes a descriptor and a number of bytes");
+    int descriptor = (int)PyLong_AsLong(args[0]);
+    npy_intp num_bytes = PyLong_AsSsize_t(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    void *memory = mmap(NULL, num_bytes, PROT_READ, MAP_SHARED, descriptor, 0);
+    if (memory == MAP_FAILED)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    size_t *length = malloc(sizeof *length);
+    PyObject *owner = length == NULL ? NULL : PyCapsule_New(memory, NULL, NULL);
+    if (owner == NULL) {
+        free(length);
+        munmap(memory, num_bytes);
+        return length == NULL ? PyErr_NoMemory() : NULL;
+    }
+    *length = num_bytes;
+    PyCapsule_SetContext(owner, length);
+    PyCapsule_SetDestructor(owner, unmap);
+    PyObject *array = PyArray_New(&PyArray_Type, 1, &num_bytes, NPY_UINT8, NULL, memory, 0,
+                                  NPY_ARRAY_CARRAY_RO, NULL);
+    if (array == NULL || PyArray_SetBaseObject((PyArrayObject *)array, owner) < 0) {
+        if (array == NULL)
+            Py_DECREF(owner);
+        Py_CLEAR(array);
+    }
+    return array;
+}
