@@ -215,6 +215,9 @@ class Pipeline:
         return ElementMaker(reader, maps, batch_sizes, self._spec, stream)
 
 
+_FIRST_ROWS = 2**10
+"""Of so many rows a reader knows before the first element, or that would wait for all others."""
+
 _ROWS_AT_A_TIME = 2**12
 _SHARE_AT_A_TIME = 8
 """Rows of several batches are announced together, or announcing keeps the threads from decoding: at
@@ -231,9 +234,9 @@ def _look_ahead(
     if not wanted:
         yield from blocks
         return
-    too_few = wanted - min(_ROWS_AT_A_TIME, wanted // _SHARE_AT_A_TIME)
+    most, wanted = wanted, min(wanted, _FIRST_ROWS)
     while True:
-        is_short = num_ahead < too_few
+        is_short = num_ahead < wanted - min(_ROWS_AT_A_TIME, wanted // _SHARE_AT_A_TIME)
         waiting: list[Block] = []
         num_waiting = 0
         while not ahead or (is_short and num_ahead < wanted):
@@ -257,3 +260,4 @@ def _look_ahead(
         block, count = ahead.popleft()
         num_ahead -= count
         yield block
+        wanted = min(2 * wanted, most)

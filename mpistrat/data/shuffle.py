@@ -100,6 +100,7 @@ class Shuffle:
                 _partition_blocks(
                     *_cut(starts, lengths, stops, end - count, end),
                     window // plan.count,
+                    _RAMP if self.window is None else 1,
                     stream.after(len(starts) + end - count),
                 )
             )
@@ -128,6 +129,10 @@ _FEW_PARTITIONS = 4
 
 _MIN_PIECES_PER_PARTITION = 8
 """With fewer pieces a partition would mix badly, and too many pieces would be cut in two."""
+
+_RAMP = 32
+"""A pass begins with this part of the usual window, because the first batch waits for the chunks
+that it is drawn from. A window that the user has chosen has its size from the first batch on."""
 
 _MIN_EXAMPLES_PER_PARTITION = 64
 """In a partition with fewer examples, neighbours would often stay together."""
@@ -213,13 +218,19 @@ def _partition_blocks(
     starts: np.ndarray,
     lengths: np.ndarray,
     window: int,
+    ramp: int,
     permutation: Callable[[int, int], np.ndarray],
 ) -> Iterator[Block]:
-    """Return the positions of a partition's pieces, mixed over as many as fit the window."""
+    """Return the positions of a partition's pieces, mixed over as many as fit the window.
+
+    The first window is the `ramp`-th part of that, and each has twice the size of the one before.
+    """
     stops = np.cumsum(lengths)
     first = done = 0
+    size = ceil_div(window, ramp)
     while first < len(starts):
-        stop = max(int(np.searchsorted(stops, done + window, "right")), first + 1)
+        stop = max(int(np.searchsorted(stops, done + size, "right")), first + 1)
+        size = min(2 * size, window)
         positions = _expand(starts[first:stop], lengths[first:stop])
         yield positions[permutation(done, len(positions))]
         first, done = stop, int(stops[stop - 1])

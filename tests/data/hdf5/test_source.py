@@ -326,3 +326,15 @@ def test_the_garbage_collector_waits_for_no_reader(numbered, monkeypatch):
     finally:
         may_close.set()
     assert has_closed.wait(20)
+
+
+def test_a_pass_begins_with_few_chunks_and_mixes_more_and_more(numbered, monkeypatch):
+    monkeypatch.setattr("mpistrat.data.shuffle.WINDOW_BYTES", 2**18)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+    path = numbered(40_000, chunk=16, compression="gzip")
+    usual = Dataset.from_hdf5(path).shuffle(0)
+    num_chunks = [len({label // 16 for label in labels([batch])}) for batch in usual.batch(64)]
+    assert num_chunks[0] < num_chunks[2] < max(num_chunks[10:])
+    assert num_chunks[0] < max(num_chunks) / 2
+    chosen = Dataset.from_hdf5(path).shuffle(0, window=20_000).batch(64)
+    assert len({label // 16 for label in labels([next(iter(chosen))])}) > max(num_chunks) * 0.8
