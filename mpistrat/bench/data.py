@@ -32,24 +32,26 @@ __all__ = ["BENCHMARK"]
 
 _RELATIVE = "rate, relative to a scan of the same file"
 _BATCH_SIZE = 256
-FILES = ("gzip", "contiguous")
+FILES = ("gzip", "chunks", "contiguous")
 _SIDE, _CHUNK = 32, 64
 _NUM_DISTINCT = 320 * _CHUNK
 """Further images repeat the first ones, because generating them takes longer than reading."""
 
 
 def write_files(folder: Path, num_examples: int) -> None:
-    """Write the same images twice: chunked and compressed, and contiguous."""
+    """Write the same images in compressed chunks, in other chunks, in one piece, and as .npy."""
     rng = np.random.default_rng(0)
     images = _waves(rng, min(num_examples, _NUM_DISTINCT))
     label = rng.integers(0, 10, num_examples)
     shape = (num_examples, *images.shape[1:])
     for name in FILES:
         with h5py().File(folder / f"{name}.h5", "w") as file:
-            options = {"chunks": (_CHUNK, *shape[1:]), "compression": "gzip"}
-            dataset = file.create_dataset(
-                "image", shape, np.uint8, **(options if name == "gzip" else {})
-            )
+            options: dict[str, Any] = {}
+            if name != "contiguous":
+                options["chunks"] = (_CHUNK, *shape[1:])
+            if name == "gzip":
+                options["compression"] = "gzip"
+            dataset = file.create_dataset("image", shape, np.uint8, **options)
             dataset[: len(images)] = images
             for first in range(len(images), num_examples, _CHUNK):
                 count = min(_CHUNK, num_examples - first)
@@ -60,6 +62,11 @@ def write_files(folder: Path, num_examples: int) -> None:
                 else:
                     dataset[first : first + count] = images[first % _NUM_DISTINCT :][:count]
             file.create_dataset("label", data=label)
+    mapped = np.lib.format.open_memmap(folder / "image.npy", "w+", np.uint8, shape)
+    with h5py().File(folder / "contiguous.h5") as file:
+        for first in range(0, num_examples, _NUM_DISTINCT):
+            mapped[first : first + _NUM_DISTINCT] = file["image"][first : first + _NUM_DISTINCT]
+    np.save(folder / "label.npy", label)
 
 
 def _waves(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -103,6 +110,16 @@ def _read_by_index(path: Path) -> None:
             label[rows]
 
 
+def _read_mapped(folder: Path) -> None:
+    """Read random batches of mapped arrays by index arrays."""
+    image = np.load(folder / "image.npy", mmap_mode="r")
+    label = np.load(folder / "label.npy")
+    order = np.random.default_rng(0).permutation(len(image))
+    for first in range(0, len(image), _BATCH_SIZE):
+        rows = np.sort(order[first : first + _BATCH_SIZE])
+        _batch = image[rows], label[rows]
+
+
 class _Examples:
     """A map-style data set, as in PyTorch programs: one open file per worker."""
 
@@ -142,9 +159,10 @@ def loader_reads(path: Path) -> Callable[[], None] | None:
     return read
 
 
-_SCAN, _SLICES = "h5py, scan, gzip", "h5py, scan, contiguous"
+_SCANS = {name: f"h5py, scan, {name}" for name in FILES}
+_MAPPED = "NumPy, mapped .npy, sorted indices, contiguous"
 _LOADER = "torch DataLoader, shuffled, 2 workers, gzip"
-_STEPS = "steps"
+_STEPS, _STARTS = "steps", "first batches"
 _NUM_STEPS, _WIDTH = 100, 512
 
 
@@ -163,10 +181,15 @@ def measure(choices: Choices) -> Findings:
         timings = take_turns(calls, collectives, choices.num_samples)
         waiting = _share_of_waiting(strategy, paths["gzip"])
         shares = collectives.gather_json(waiting)
+        firsts: dict[str, Callable[[], object]] = {
+            name: _first(strategy, path) for name, path in paths.items()
+        }
+        first = take_turns(firsts, collectives, choices.num_samples)
     rows = [_row(name, lengths[name], choices.num_examples, timings) for name in calls]
     notes = [] if _LOADER in calls else ["PyTorch is not installed, so it is left out."]
+    starts: list[Row] = [{"what": name, **first.time("first_s", name)} for name in firsts]
     steps: list[Row] = [{"num_steps": _NUM_STEPS, "waiting": max(shares)}]
-    return Findings({RESULTS: rows, _STEPS: steps}, tuple(notes))
+    return Findings({RESULTS: rows, _STARTS: starts, _STEPS: steps}, tuple(notes))
 
 
 def _candidates(
@@ -183,18 +206,17 @@ def _candidates(
     def alone(call: Callable[[], object]) -> Callable[[], object]:
         return call if rank == 0 else bool
 
-    add(_SCAN, alone(partial(_read_in_order, paths["gzip"])))
-    add("mpistrat, shuffled, gzip", _pass(strategy, paths["gzip"], is_shuffled=True))
-    add("mpistrat, in order, gzip", _pass(strategy, paths["gzip"], is_shuffled=False))
+    for name, path in paths.items():
+        add(_SCANS[name], alone(partial(_read_in_order, path)))
+        add(f"mpistrat, shuffled, {name}", _pass(strategy, path, is_shuffled=True))
+        add(f"mpistrat, in order, {name}", _pass(strategy, path, is_shuffled=False))
+    add(_MAPPED, alone(partial(_read_mapped, paths["gzip"].parent)))
     add(
         "h5py, sorted index arrays, gzip", alone(partial(_read_by_index, paths["gzip"])), _NUM_FANCY
     )
     loader = loader_reads(paths["gzip"])
     if loader is not None:
         add(_LOADER, alone(loader), _NUM_LOADED)
-    add(_SLICES, alone(partial(_read_in_order, paths["contiguous"])))
-    add("mpistrat, shuffled, contiguous", _pass(strategy, paths["contiguous"], is_shuffled=True))
-    add("mpistrat, in order, contiguous", _pass(strategy, paths["contiguous"], is_shuffled=False))
     return calls, lengths
 
 
@@ -204,6 +226,17 @@ def _pass(strategy: Strategy, path: Path, *, is_shuffled: bool) -> Callable[[], 
     def read() -> None:
         for _ in batches:
             pass
+
+    return read
+
+
+def _first(strategy: Strategy, path: Path) -> Callable[[], object]:
+    batches = strategy.experimental_distribute_dataset(_dataset(path, is_shuffled=True))
+
+    def read() -> None:
+        iterator = iter(batches)
+        next(iterator)
+        iterator.close()
 
     return read
 
@@ -238,7 +271,7 @@ def _share_of_waiting(strategy: Strategy, path: Path) -> float:
 
 
 def _row(name: str, num_read: int, num_examples: int, timings: Timings) -> Row:
-    base = _SLICES if "contiguous" in name else _SCAN
+    base = _SCANS[name.rsplit(", ", 1)[-1]]
     return {
         "what": name,
         "examples_per_s": num_read / timings.median_s(name),
@@ -259,6 +292,11 @@ BENCHMARK = Benchmark(
                 Column.time("one pass", "pass_s"),
                 Column.ratio("rate / scan of the same file", "rate_over_scan"),
             )
+        ),
+        Table(
+            (Column.text("file", "what"), Column.time("first batch after", "first_s")),
+            _STARTS,
+            "Start of a shuffled epoch, whose iterator is closed after the first batch",
         ),
         Table(
             (
