@@ -130,7 +130,7 @@ _FEW_PARTITIONS = 4
 _MIN_PIECES_PER_PARTITION = 8
 """With fewer pieces a partition would mix badly, and too many pieces would be cut in two."""
 
-_RAMP = 32
+_RAMP = 8
 """A pass begins with this part of the usual window, because the first batch waits for the chunks
 that it is drawn from. A window that the user has chosen has its size from the first batch on."""
 
