@@ -70,10 +70,11 @@ class OpenFiles:
             opened.descriptor = self._with_room(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         return opened.descriptor
 
-    def mapping(self, file: int) -> np.ndarray:
+    def mapping(self, file: int) -> np.ndarray | None:
         """Return the bytes of a file as they are on disk, for `copy_rows`; hold `lock` meanwhile.
 
-        To touch them after the file has become shorter raises a signal.
+        To touch them after the file has become shorter raises a signal. ``None`` where the file
+        system cannot map files.
         """
         self._opened(file)
         found = self._mappings.get(file)
@@ -82,7 +83,11 @@ class OpenFiles:
                 self._mappings.pop(next(iter(self._mappings)))
             descriptor = self.descriptor(file)
             num_bytes = os.fstat(descriptor).st_size
-            found = self._mappings[file] = native_library().map_file(descriptor, num_bytes)
+            try:
+                found = native_library().map_file(descriptor, num_bytes)
+            except OSError:
+                return None
+            self._mappings[file] = found
         return found
 
     def check(self, file: int) -> None:

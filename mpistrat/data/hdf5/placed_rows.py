@@ -6,6 +6,7 @@ cache: the system has them in memory, or reads them from the disk when it is ask
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -67,6 +68,25 @@ class PlacedField:
                 for part in cut(offsets.size, length)
             ]
         )
+
+    def read_slowly(
+        self,
+        descriptor: int,
+        file: int,
+        rows: np.ndarray,
+        places: np.ndarray | None,
+        output: np.ndarray,
+    ) -> None:
+        """Fill `output` as `read` does, from a file that cannot be mapped."""
+        storage = self._storages[file]
+        if storage is None:
+            raise RuntimeError("the place of these rows is not known")
+        flat = output.view(np.uint8).reshape(len(output), -1)
+        offsets = storage.offsets(rows, self._row_bytes).tolist()
+        targets = range(len(rows)) if places is None else places.tolist()
+        for offset, target in zip(offsets, targets, strict=True):
+            if os.preadv(descriptor, [flat[target].data], offset) != self._row_bytes:
+                raise OSError("the file has become shorter")
 
     def _fill(
         self,

@@ -163,9 +163,12 @@ class Hdf5Reader:
         for file in np.unique(files).tolist() if files.ndim else (0,):
             places = None if not files.ndim else np.flatnonzero(files == file)
             own = rows if places is None else rows[places]
-            with self._files.lock:
-                mapped = self._files.mapping(file)
             try:
+                with self._files.lock:
+                    mapped = self._files.mapping(file)
+                    if mapped is None:
+                        placed.read_slowly(self._files.descriptor(file), file, own, places, output)
+                        continue
                 placed.read(mapped, file, own, places, output, self._run)
             except OSError as reason:
                 first, last = int(own.min()), int(own.max())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mpistrat.data import Dataset
 from mpistrat.data.hdf5 import chunk_plan
 from mpistrat.data.hdf5.catalog import read_catalog
+from mpistrat.data.hdf5.files import OpenFiles
 from mpistrat.data.hdf5.placed_rows import is_placed
 from mpistrat.errors import DataError
 from mpistrat.native import native_library
@@ -89,6 +90,16 @@ def test_rows_of_several_files_of_several_kinds(tmp_path):
     found = np.concatenate(list(dataset))
     assert np.array_equal(np.sort(found[:, 0, 0]), np.sort(np.tile(ROWS[:, 0, 0], 2)))
     assert np.array_equal(found, ROWS[found[:, 0, 0] // 40])
+
+
+def test_files_that_cannot_be_mapped_are_read_too(tmp_path, monkeypatch):
+    for number, kind in enumerate((contiguous, in_chunks)):
+        with h5py.File(tmp_path / f"part-{number}.h5", "w") as file:
+            kind(file)
+    dataset = Dataset.from_hdf5(f"{tmp_path}/part-*.h5", "x").shuffle(3).batch(128)
+    expected = np.concatenate(list(dataset))
+    monkeypatch.setattr(OpenFiles, "mapping", lambda self, file: None)
+    assert np.array_equal(np.concatenate(list(dataset)), expected)
 
 
 def test_a_window_of_all_examples_costs_no_memory_and_mixes_all(tmp_path):
