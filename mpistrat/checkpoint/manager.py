@@ -208,7 +208,7 @@ class CheckpointManager:
             call.agree(number)
         path = os.path.join(self._directory, file_name(number))
         # Rank 0's clock decides, so that all ranks remove the same files.
-        now_s = self._from_root("CheckpointManager.save", time.time)
+        now_s = collectives.on_root(time.time, "CheckpointManager.save", self._directory)
         entry = Entry(self._retention.time_after_all(now_s), number, path)
         planned = copy.copy(self._retention)
         surplus = planned.add(entry)

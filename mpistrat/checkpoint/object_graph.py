@@ -235,6 +235,8 @@ def _has_own_state(child: object) -> bool:
 
 
 def _is_leaf(child: object) -> bool:
+    if isinstance(child, Variable):  # most are, and what follows takes longer
+        return True
     return not isinstance(child, Trackable) and _has_own_state(child)
 
 
@@ -265,10 +267,11 @@ class _Walker:
                 check_can_hold_state(place, thing)
                 if not isinstance(thing, dict | list | tuple | deque):
                     plain.append(place)
-        paths = self.tree.paths()
-        self.tree.empty += [
-            each for each in plain if not any(path.startswith(f"{each}/") for path in paths)
-        ]
+        if plain:
+            paths = self.tree.paths()
+            self.tree.empty += [
+                each for each in plain if not any(path.startswith(f"{each}/") for path in paths)
+            ]
 
     def add(self, found: dict[str, Any], path: str, child: object) -> None:
         check_path(path)
