@@ -13,6 +13,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.testing import launch
+from tests import ROOT
 from tests.programs.jobs.conftest import digits  # noqa: F401  the file that examples read
 from tests.test_docstrings import PASSIVE, public_methods
 
@@ -90,7 +91,9 @@ def test_each_public_method_has_an_example_or_is_called_in_that_of_its_class():
 def test_the_examples_run(digits, tmp_path):  # noqa: F811
     (tmp_path / "data").mkdir()
     shutil.copy(digits, tmp_path / "data" / "digits.h5")
-    done = launch.run(["-W", "error", "-m", __name__], limit_s=60, cwd=tmp_path)
+    variables = {"PYTHONPATH": str(ROOT)}  # of this module
+    command = ["-W", "error", "-m", __name__]
+    done = launch.run(command, limit_s=60, cwd=tmp_path, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^(\d{3}) examples$", done.stdout, re.MULTILINE)
 

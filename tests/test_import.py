@@ -80,7 +80,7 @@ print(len(new))
 """
     packages, count = python(code).splitlines()
     # Of numpy this is numpy.typing.
-    allowed = "array_api_compat ml_dtypes mpi4py mpistrat numpy optree typing_extensions"
+    allowed = "array_api_compat ml_dtypes mpi4py mpistrat numpy optree typing_extensions xxhash"
     assert set(ast.literal_eval(packages)) <= set(allowed.split())
     assert int(count) < 450
 
