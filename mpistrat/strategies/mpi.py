@@ -182,7 +182,7 @@ class MPIStrategy(Strategy):
         nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
         return (
             f"<MPIStrategy rank {self.rank} of {self.size} on {self.extended.device}, {nodes}, "
-            f"{self._library.replace(' Version:', '')}>"
+            f"{self._library.partition(',')[0].replace(' Version:', '')}>"
         )
 
 
