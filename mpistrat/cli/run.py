@@ -257,7 +257,7 @@ _FROM_TERMINAL = 0x80
 
 def _wait(job: _Job) -> tuple[int, bool]:
     """Run the job to its end; return its exit code, and whether a signal asked it to end."""
-    num_asked = 0
+    num_asked = ended_by = 0
     with _blocked(*_FORWARDED, signal.SIGCHLD) as mask:
         process = subprocess.Popen(
             job.command,
@@ -269,12 +269,14 @@ def _wait(job: _Job) -> tuple[int, bool]:
             if came is None or came.si_signo == signal.SIGCHLD:
                 continue
             sign = signal.Signals(came.si_signo)
-            num_asked += sign in _ENDING
+            if sign in _ENDING:
+                num_asked, ended_by = num_asked + 1, sign
             if num_asked > 1:  # the first one did not help
                 send_signal(signal.SIGKILL, descendants(process.pid))
             elif sign != signal.SIGINT or came.si_code != _FROM_TERMINAL:
                 send_signal(sign, [process.pid])
-    code = process.returncode
+    # An mpiexec that is interrupted while its ranks end may say 0.
+    code = process.returncode or (128 + ended_by if ended_by else 0)
     return (128 - code if code < 0 else code), num_asked > 0
 
 
