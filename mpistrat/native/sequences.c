@@ -23,6 +23,10 @@
 #include <string.h>
 #include <time.h>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -31,6 +35,7 @@
 
 enum { GOAL = 64, LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, VALUES = 4 };
 enum { IS_ASLEEP = 8, EXPECTED = 16, NUM_WAKES = 72, NAP_NS = 1000000, TURNS_OF_NAP = 256 };
+enum { PAST_BYTES = 1 << 23 }; /* more results than this do not stay in a core's caches */
 
 /* ---- waiting ---- */
 
@@ -204,15 +209,27 @@ int mpistrat_round_expect(const struct sequence *seq, int64_t number, int64_t li
 #define EACH_MACHINE
 #endif
 
-typedef void combine_function(char *total, const char *other, int64_t num_bytes);
+/* Of a loop: no turn reads what another one writes. */
+#if defined(__clang__)
+#define EACH_APART _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define EACH_APART _Pragma("GCC ivdep")
+#else
+#define EACH_APART
+#endif
 
-#define COMBINE(NAME, TYPE, VALUE)                                                        \
-    EACH_MACHINE static void NAME(char *total, const char *other, int64_t num_bytes)      \
-    {                                                                                     \
-        TYPE *restrict a = (TYPE *)total;                                                 \
-        const TYPE *restrict b = (const TYPE *)other;                                     \
-        for (int64_t i = 0; i < num_bytes / (int64_t)sizeof(TYPE); i++)                   \
-            a[i] = (TYPE)(VALUE);                                                         \
+/* `result` may be one of the operands, but not overlap them in another way. */
+typedef void combine_function(char *result, const char *left, const char *right, int64_t num_bytes);
+
+#define COMBINE(NAME, TYPE, VALUE)                                                          \
+    EACH_MACHINE static void NAME(char *result, const char *left, const char *right,        \
+                                  int64_t num_bytes)                                        \
+    {                                                                                       \
+        TYPE *out = (TYPE *)result;                                                         \
+        const TYPE *a = (const TYPE *)left, *b = (const TYPE *)right;                       \
+        EACH_APART                                                                          \
+        for (int64_t i = 0; i < num_bytes / (int64_t)sizeof(TYPE); i++)                     \
+            out[i] = (TYPE)(VALUE);                                                         \
     }
 
 #define SUM_AND_PROD(NAME, TYPE)                    \
@@ -269,10 +286,11 @@ static void divide(char *total, int64_t num_bytes, int64_t itemsize, int64_t div
 
 /* ---- reductions ---- */
 
-/* A position in the pieces of a message. */
+/* A position in the pieces of a message; whether what is written there goes past the caches. */
 struct place {
     const struct piece *piece;
     int64_t offset;
+    int goes_past;
 };
 
 static void copy_in(struct place *from, char *to, int64_t num_bytes)
@@ -287,12 +305,38 @@ static void copy_in(struct place *from, char *to, int64_t num_bytes)
     }
 }
 
+/* What lies there already, as the source of the same piece, is in the caches. */
+static int writes_past(const struct place *to)
+{
+    return to->goes_past && to->piece->source != to->piece->target;
+}
+
+/* Copy without reading the old content into the caches first. */
+static void copy_past(char *to, const char *from, int64_t num_bytes)
+{
+#ifdef __SSE2__
+    int64_t head = -(intptr_t)to & 15;
+    if (num_bytes >= GRAIN) {
+        memcpy(to, from, head);
+        to += head, from += head, num_bytes -= head;
+        for (; num_bytes >= GRAIN; to += GRAIN, from += GRAIN, num_bytes -= GRAIN)
+            for (int i = 0; i < GRAIN / 16; i++)
+                _mm_stream_si128((__m128i *)to + i, _mm_loadu_si128((const __m128i *)from + i));
+    }
+#endif
+    memcpy(to, from, num_bytes);
+}
+
 static void copy_out(struct place *to, const char *from, int64_t num_bytes)
 {
     while (num_bytes > 0) {
         int64_t left = to->piece->num_bytes - to->offset;
         int64_t part = left < num_bytes ? left : num_bytes;
-        memcpy(to->piece->target + to->offset, from, part);
+        char *target = to->piece->target + to->offset;
+        if (writes_past(to))
+            copy_past(target, from, part);
+        else
+            memcpy(target, from, part);
         from += part, num_bytes -= part, to->offset += part;
         if (part == left)
             to->piece++, to->offset = 0;
@@ -331,6 +375,14 @@ static int64_t slice_start(int64_t num_bytes, int64_t owners, int64_t number)
     return start < num_bytes ? start : num_bytes;
 }
 
+/* Where to write the next bytes of the targets: there, or to `room`, from where `copy_out` is to
+   take them. */
+static char *room_at(const struct place *to, char *room, int64_t num_bytes)
+{
+    int fits = to->piece->num_bytes - to->offset > num_bytes;
+    return fits && !writes_past(to) ? to->piece->target + to->offset : room;
+}
+
 /* Reduce bytes [start, stop) of a block, in rank order. Those of this rank are read at `in`, those
    of the others in their halves. The results go to `out`, and to this rank's half if `shares`. */
 static void reduce_range(const struct sequence *seq, const struct arithmetic *how, int64_t use,
@@ -340,19 +392,25 @@ static void reduce_range(const struct sequence *seq, const struct arithmetic *ho
     char total[CHUNK] __attribute__((aligned(64))), room[CHUNK] __attribute__((aligned(64)));
     for (int64_t at = start; at < stop; at += CHUNK) {
         int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
+        char *result = room_at(&out, total, num_bytes);
+        const char *sum = NULL;
         for (int64_t q = 0; q < seq->size; q++) {
             const char *part = q == seq->own ? next_of(&in, room, num_bytes)
                                               : half_of(seq, q, use) + at;
-            if (q == 0)
-                memcpy(total, part, num_bytes);
-            else
-                combine(total, part, num_bytes);
+            /* What this rank brings may lie where the result goes, so that comes last. */
+            char *next = q == seq->size - 1 ? result : total;
+            if (q > 0)
+                combine(next, sum, part, num_bytes);
+            sum = q > 0 ? next : part;
         }
         if (how->divisor != 1)
-            divide(total, num_bytes, how->itemsize, how->divisor);
-        copy_out(&out, total, num_bytes);
+            divide(result, num_bytes, how->itemsize, how->divisor);
         if (shares)
-            memcpy(half_of(seq, seq->own, use) + at, total, num_bytes);
+            memcpy(half_of(seq, seq->own, use) + at, result, num_bytes);
+        if (result == total)
+            copy_out(&out, total, num_bytes);
+        else
+            out.offset += num_bytes;
     }
 }
 
@@ -369,7 +427,7 @@ void mpistrat_round_result(struct sequence *seq, struct arithmetic how, char *ta
     char *own = half_of(seq, seq->own, seq->step) + ROUND_HEAD;
     const struct piece piece = {own, target, num_bytes};
     reduce_range(seq, &how, seq->step, ROUND_HEAD, ROUND_HEAD + num_bytes,
-                 (struct place){&piece, 0}, (struct place){&piece, 0}, 0);
+                 (struct place){&piece, 0, 0}, (struct place){&piece, 0, 0}, 0);
 }
 
 /* ---- reductions: results in arenas ---- */
@@ -410,7 +468,7 @@ static void reduce_range_for_all(const struct sequence *seq, const struct arithm
         int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
         char total[CHUNK];
         const struct piece piece = {0, total, num_bytes};
-        reduce_range(seq, how, use, at, at + num_bytes, in, (struct place){&piece, 0}, 0);
+        reduce_range(seq, how, use, at, at + num_bytes, in, (struct place){&piece, 0, 0}, 0);
         skip(&in, num_bytes);
         for (int64_t q = 0; q < seq->size; q++)
             memcpy(seq->line[q] + seq->arena + *goal_of(seq, q) + done + at, total, num_bytes);
@@ -449,7 +507,7 @@ static struct place contribute_block(struct sequence *seq, struct place *in, int
    round, the reduction finds that all have arrived. */
 void mpistrat_reduce_contribute(struct sequence *seq, struct message message)
 {
-    struct place in = {message.pieces, 0};
+    struct place in = {message.pieces, 0, 0};
     int64_t num_bytes = message.total < message.block ? message.total : message.block;
     publish_goal(seq, &message);
     if (num_bytes > 0)
@@ -486,7 +544,8 @@ static void collect_block(const struct sequence *seq, int64_t use, struct place 
 void mpistrat_reduce(struct sequence *seq, struct arithmetic how, struct message message,
                      int contributed)
 {
-    struct place in = {message.pieces, 0}, out = {message.pieces, 0};
+    struct place in = {message.pieces, 0, 0};
+    struct place out = {message.pieces, 0, message.total >= PAST_BYTES};
     int for_all = 0;
     if (!contributed)
         publish_goal(seq, &message);
@@ -522,6 +581,10 @@ void mpistrat_reduce(struct sequence *seq, struct arithmetic how, struct message
     }
     if (for_all)
         wait_for_all(seq);
+#ifdef __SSE2__
+    if (out.goes_past)
+        _mm_sfence(); /* another thread may look at the results next */
+#endif
 }
 
 /* The same for one block in two calls, so that the caller can reduce the slice further, with other
@@ -540,8 +603,8 @@ void mpistrat_reduce_slice(struct sequence *seq, int64_t function, int64_t owner
     wait_for_all(seq);
     const struct piece there = {source + start, own + start, stop - start};
     if (stop > start)
-        reduce_range(seq, &how, use, start, stop, (struct place){&there, 0},
-                     (struct place){&there, 0}, 0);
+        reduce_range(seq, &how, use, start, stop, (struct place){&there, 0, 0},
+                     (struct place){&there, 0, 0}, 0);
     slice[0] = (int64_t)(own + start);
     slice[1] = stop - start;
 }
@@ -549,7 +612,7 @@ void mpistrat_reduce_slice(struct sequence *seq, int64_t function, int64_t owner
 void mpistrat_collect_slices(struct sequence *seq, int64_t owners, char *target, int64_t num_bytes)
 {
     const struct piece piece = {0, target, num_bytes};
-    struct place out = {&piece, 0};
+    struct place out = {&piece, 0, 0};
     int64_t use = (seq->step - 1) / 2;
     arrive(seq);
     wait_for_all(seq);
