@@ -18,6 +18,7 @@ from mpistrat.collectives.autograd import (
     has_tensors,
 )
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.into import all_reduce_into
 from mpistrat.collectives.nested import (
     PendingReduction,
     all_gather_nest,
@@ -202,17 +203,29 @@ class ReplicaContext:
 
     @overload
     def all_reduce(
-        self, reduce_op: ReduceOpLike, value: Number, options: CommunicationOptions | None = None
+        self,
+        reduce_op: ReduceOpLike,
+        value: Number,
+        options: CommunicationOptions | None = None,
+        out: None = None,
     ) -> np.number[Any]: ...
 
     @overload
     def all_reduce(
-        self, reduce_op: ReduceOpLike, value: Array, options: CommunicationOptions | None = None
+        self,
+        reduce_op: ReduceOpLike,
+        value: Array,
+        options: CommunicationOptions | None = None,
+        out: Array | None = None,
     ) -> Array: ...
 
     @overload
     def all_reduce(
-        self, reduce_op: ReduceOpLike, value: T, options: CommunicationOptions | None = None
+        self,
+        reduce_op: ReduceOpLike,
+        value: T,
+        options: CommunicationOptions | None = None,
+        out: T | None = None,
     ) -> T: ...
 
     def all_reduce(
@@ -220,6 +233,7 @@ class ReplicaContext:
         reduce_op: ReduceOpLike,
         value: Any,
         options: CommunicationOptions | None = None,
+        out: Any = None,
     ) -> Any:
         """Reduce `value` over replicas; every replica gets the result.
 
@@ -234,28 +248,46 @@ class ReplicaContext:
             come back attached to the graph, which can be differentiated once. The backward pass
             is collective too: every replica runs it, through the same calls in the same order.
         options : CommunicationOptions, optional
+        out : nest of arrays, optional
+            Where the results go, of their shapes and dtypes. It may be `value` itself, which is
+            fastest for large arrays. Local: ranks may differ in it. Not for tensors and
+            `IndexedSlices`.
 
         Returns
         -------
         nest
-            As `value`, on the same device. MEAN of integers is float64.
+            `out`, or as `value`, on the same device. MEAN of integers is float64.
 
         Raises
         ------
         ContextError
             If this replica context is not the current one.
         ValueError, TypeError
-            For a bad argument.
+            For a bad argument, such as an `out` that the result does not fit.
         EpochError
             If the replicas disagree.
         """
         self._check()
-        with self._collectives.call("all_reduce", options=options) as call:
+        collectives = self._collectives
+        is_number = type(value) in (int, float) and out is None
+        is_one = options is None and (type(value) is np.ndarray or is_number)
+        if is_one and type(reduce_op) in (str, ReduceOp):
+            array = np.asarray(value)
+            known = collectives.repeated(reduce_op, array)
+            results = None if known is None else known.all_reduce_one(array, out)
+            if results is not None:
+                return results[0][()] if is_number else results[0]
+        with collectives.call("all_reduce", options=options) as call:
             op = ReduceOp.parse(reduce_op)
+            if out is not None:
+                return all_reduce_into(call, op, value, out)
             if type(value) not in _NO_NESTS and is_loaded() and has_tensors(localize(value)):
-                backwards = backward_calls(call, self._collectives, options)
+                backwards = backward_calls(call, collectives, options)
                 return all_reduce_tensors(call, backwards, op, localize(value))
-            return all_reduce_nest(call, op, value)
+            result = all_reduce_nest(call, op, value)
+        if is_one:
+            collectives.repeat(call, reduce_op, np.asarray(value))
+        return result
 
     @overload
     def start_all_reduce(

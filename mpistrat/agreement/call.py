@@ -111,11 +111,14 @@ class Call:
         """End, and report a collective that was called meanwhile."""
         self.channel.leave()
         if self.channel.overlap is not None:
-            self._end_overlap(self.channel.overlap, error)
+            self.end_overlap(error)
 
-    def _end_overlap(self, overlap: Overlap, error: BaseException | None) -> None:
+    def end_overlap(self, error: BaseException | None) -> None:
         """Report a collective that was called inside of this one, which has ended."""
         channel = self.channel
+        overlap = channel.overlap
+        if overlap is None:
+            return
         if error is not None and self._agreed and channel.closed is None:
             # It may have come between two messages, which the others still wait for.
             channel.leave_alone(f"{overlap.what} at {overlap.site}", overlap.what)
@@ -168,11 +171,24 @@ class Call:
         entry = flight.begin(channel.ledger, signature, self._extra_text, self._place)
         self._entry = entry
         if channel.vote(_CALL, signature, self.timeout_s, self._extra) is not _ALL_CALL:
-            report = channel.report(self.format_signature(*signature[3:]), call_site())
-            raise channel.disagreement(channel.exchange(report))
+            raise self.disagreement(signature)
         self.is_moving = True
         entry.agreed_ns = monotonic_ns()
         entry.state = _AGREED
+
+    def disagreement(self, signature: tuple[Any, ...]) -> errors.EpochError:
+        """Return the error to raise where the ranks do not agree on it. **Collective**."""
+        channel = self.channel
+        report = channel.report(self.format_signature(*signature[3:]), call_site())
+        return channel.disagreement(channel.exchange(report))
+
+    def resume(self, entry: FlightEntry | None, is_moving: bool) -> None:
+        """Take over what `RepeatedReduction` has begun in place of this call, to end it."""
+        self._place = users_place(sys._getframe(2))
+        self._agreed = entry is not None
+        self._entry = entry
+        self.is_moving = is_moving
+        self._end_mark = None
 
     def begin(self, signature: tuple[object, ...]) -> FlightEntry:
         """Note in the flight record that this rank comes to its next collective."""
@@ -239,7 +255,7 @@ class Call:
             channel.lock.release()
             try:
                 if channel.overlap is not None:
-                    self._end_overlap(channel.overlap, error)
+                    self.end_overlap(error)
             finally:
                 if error is not None:
                     channel.note_end(self.owner)

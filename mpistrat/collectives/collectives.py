@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from mpistrat.agreement.call import AllOrNone, Call, CommonOutcome
 from mpistrat.agreement.channel import Channel
 from mpistrat.arrays import Array, Device, host_copy, host_view, native
 from mpistrat.collectives.prepared import PreparedReduction, dtype_name
+from mpistrat.collectives.repeated import RepeatedReduction
 from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.pack_plan import GatherPlan
 from mpistrat.comm.packing import describe_function, placed_like
@@ -51,6 +53,8 @@ class CollectiveCall(Call):
         timeout_s = getattr(options, "timeout_seconds", None)
         super().__init__(collectives.channel, kind, name, timeout_s, collectives.number)
         self.options = options
+        self.reduction: PreparedReduction | None = None
+        """What `all_reduce` has done last."""
         self._collectives = collectives
 
     def agree(self, *details: object) -> None:
@@ -107,11 +111,13 @@ class CollectiveCall(Call):
         arrays: Sequence[Array],
         structure: object = (),
         wires: Sequence[np.dtype] | None = None,
+        out: Sequence[np.ndarray] | None = None,
     ) -> list[Array]:
         """Reduce each array over ranks, equal to the bit on all of them. **Collective**."""
         # Dtypes, shapes and the `structure` of the nest that the arrays come from must agree over
-        # ranks. For `wires` see `prepare`.
-        return self.prepare(op, arrays, structure, wires=wires).all_reduce(self, arrays)
+        # ranks. For `wires` see `prepare`, for `out` `PreparedReduction.all_reduce`.
+        self.reduction = self.prepare(op, arrays, structure, wires=wires)
+        return self.reduction.all_reduce(self, arrays, out)
 
     def all_reduce_in_place(
         self, op: ReduceOp, arrays: Sequence[np.ndarray], structure: object = ()
@@ -209,6 +215,8 @@ class Collectives:
         self.describe = describe_function()
         self.prepared: dict[Any, PreparedReduction] = {}
         """What `CollectiveCall.prepare` has made."""
+        self._repeated: dict[tuple[object, bytes], RepeatedReduction] = {}
+        """Those of one array, by op and description, for calls that bring no options."""
         self.rank = channel.rank
         self.size = channel.size
         self.is_closed = False
@@ -246,6 +254,7 @@ class Collectives:
             self._unclosed.detach()
         self.is_closed = True
         self.prepared.clear()
+        self._repeated.clear()
         self.capabilities = DeviceCapabilities.solo(self.device)
         self.channel = Channel(SoloTransport(), None)
         self.channel.closed = error
@@ -271,6 +280,22 @@ class Collectives:
             # `wire_dtype` may round a value that the program reduces, not the state of an object.
             options = self.options if name is None else self._lossless_options
         return CollectiveCall(self, kind, name, options)
+
+    def repeated(self, op: object, array: np.ndarray) -> RepeatedReduction | None:
+        """Return what does the `all_reduce` of an array that was made before, if any."""
+        described = self.describe([array])
+        known = self._repeated.get((op, described)) if described is not None else None
+        return known if known is not None and known.reduction.options is self.options else None
+
+    def repeat(self, call: CollectiveCall, op: object, array: np.ndarray) -> None:
+        """Have `repeated` return what `call` has done with `array`, if that may be repeated."""
+        described, reduction = self.describe([array]), call.reduction
+        if described is None or reduction is None or call.options is not self.options:
+            return
+        if len(self._repeated) >= _MAX_PREPARED:
+            self._repeated.clear()
+        new_call = functools.partial(self.call, call.kind)
+        self._repeated[op, described] = RepeatedReduction(call, reduction, new_call)
 
     def all_or_none(self, kind: str, name: str | None = None) -> AllOrNone:
         """Return a context manager: where its body fails on any rank, it fails on all."""

@@ -13,19 +13,38 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpistrat.agreement.call import Call
+from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Signature
 from mpistrat.arrays import Array
 from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.pack_plan import plan_reduction
-from mpistrat.comm.packing import Message, pack
+from mpistrat.comm.packing import Packing, ReusedPacking, pack
+from mpistrat.comm.pool import Pool
+from mpistrat.comm.reducers import MpiReducer
 from mpistrat.comm.selection import check_plan, choose_reducer, is_shareable
-from mpistrat.comm.transport import NodeReducer, Piggyback
+from mpistrat.comm.transport import Piggyback
 from mpistrat.native import native_library
 from mpistrat.options import CommunicationOptions, ReduceOp
 
-__all__ = ["PreparedReduction", "dtype_name"]
+__all__ = ["Begun", "PreparedReduction", "dtype_name"]
 
 _logger = logging.getLogger("mpistrat")
+
+
+class _Exchange:
+    """Numbers as they travel, and where their reduction goes; `unpack` makes the results of it."""
+
+    def __init__(
+        self,
+        source: np.ndarray,
+        target: np.ndarray,
+        unpack: Callable[[], list[Array]] | None = None,
+    ) -> None:
+        self.source, self.target, self.unpack = source, target, unpack
+
+
+Begun = _Exchange | Packing
+"""A reduction that waits for the other ranks."""
 
 
 class PreparedReduction:
@@ -79,7 +98,12 @@ class PreparedReduction:
         # Only the first message can be begun before the ranks agree: memory has room for one.
         self._node = node if shares and self._reducers[0][0] is node else None
         self._piggyback: Piggyback | None = None
+        self._direct = MpiReducer(transport)
+        """For one array that MPI reduces as it lies in memory: the shortest way there."""
+        is_one = plan.is_single and plan.is_plain
+        self._is_direct = is_one and type(self._reducers[0][0]) is MpiReducer
         self._joined: np.ndarray | None = None
+        self._reused: ReusedPacking | None = None
         if shares and transport.piggyback is not None:
             self._use_piggyback(transport.piggyback)
 
@@ -90,95 +114,145 @@ class PreparedReduction:
             return
         self._piggyback = piggyback
         self._write_result = piggyback.result(self._op, first.dtype)
-        joins = first.small and not first.large and first.is_uncast and not first.is_reordered
-        if joins and self._plan.is_plain:
+        if first.small and not first.large and self._plan.is_unchanged:
             # One buffer for all calls: the lock of the channel lets one in at a time.
             self._joined = np.empty(first.small_size, first.wire)
+
+    @property
+    def travels_with_agreement(self) -> bool:
+        """Whether nothing moves once the ranks agree."""
+        return self._piggyback is not None and not self._is_direct
+
+    @property
+    def keeps_dtypes(self) -> bool:
+        """Whether the arrays are plain, and the results of their dtypes."""
+        return self._plan.is_unchanged
 
     def fits(self, arrays: list[Array]) -> bool:
         """Return whether `arrays` are plain ones that this was prepared for."""
         known = self._described
         return known is not None and bool(self._library.describe(arrays) == known)
 
-    def all_reduce(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
-        """Return each array reduced over ranks."""
-        channel = call.channel
-        # Without checks there is no agreement that anything could travel with.
-        if self._piggyback is not None and channel.checks:
-            return self._reduce_with_agreement(call, self._piggyback, arrays)
-        packing = pack(self._plan, arrays, channel.pool)
-        if self._node is not None and channel.checks:
-            self._agree_attached(call, self._node, packing.messages[0])
-        else:
-            call.agree_on(self.signature)
-        for (reducer, why), message in zip(self._reducers, packing.messages, strict=True):
-            self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
-            reducer.all_reduce(self._op, message)
-            call.show_received(message.targets)
-        call.is_moving = False
-        return packing.unpack()
-
-    def all_reduce_in_place(self, call: Call, arrays: Sequence[np.ndarray]) -> None:
-        """Overwrite each array with its reduction over ranks."""
-        plan, channel = self._plan, call.channel
-        is_direct = plan.is_single and plan.is_plain
-        if is_direct and self._piggyback is not None and channel.checks:
-            self._exchange(call, self._piggyback, arrays[0], arrays[0])
-        elif is_direct and self._piggyback is None:
-            message = Message(arrays, arrays, channel.pool)
-            if self._node is not None and channel.checks:
-                self._agree_attached(call, self._node, message)
-            else:
-                call.agree_on(self.signature)
-            reducer, why = self._reducers[0]
-            self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
-            reducer.all_reduce(self._op, message)
-            call.is_moving = False
-            call.show_received(arrays)
-        else:
-            for array, result in zip(arrays, self.all_reduce(call, arrays), strict=True):
-                np.copyto(array, result)
-
-    def _reduce_with_agreement(
-        self, call: Call, piggyback: Piggyback, arrays: Sequence[Array]
+    def all_reduce(
+        self,
+        call: Call,
+        arrays: Sequence[Array],
+        out: Sequence[np.ndarray] | None = None,
+        lends: bool = False,
     ) -> list[Array]:
-        # The first two ways are short cuts through `pack`, for what is reduced most often.
-        if self._plan.is_single and self._plan.is_plain:
-            target = np.empty(arrays[0].shape, arrays[0].dtype)
-            self._exchange(call, piggyback, arrays[0], target)
-            return [target]
-        joined = self._joined
-        if joined is not None:
-            self._library.join(arrays, joined)
-            self._exchange(call, piggyback, joined, joined)
-            results: list[Array] = self._library.split(joined, arrays)
-            return results
-        packing = pack(self._plan, arrays, call.channel.pool)
-        source, target, split = packing.messages[0].whole()
-        self._exchange(call, piggyback, source, target)
-        split()
-        return packing.unpack()
-
-    def _exchange(
-        self, call: Call, piggyback: Piggyback, source: np.ndarray, target: np.ndarray
-    ) -> None:
-        """Have `source` travel with the agreement, and write what comes to `target`."""
-        piggyback.attach(source)
-        call.agree_on(self.signature)
-        call.is_moving = False  # the data has come with the agreement
-        self._note(call, source.nbytes, source.dtype, "Piggyback", "travels with the agreement")
-        self._write_result(target)
-        call.show_received([target])
-
-    def _agree_attached(self, call: Call, node: NodeReducer, message: Message) -> None:
-        """Agree with `message` begun as far as no other rank is needed, which saves a wait."""
+        """Return each array reduced over ranks, written to `out` where that is given."""
+        # `out` are plain arrays of the shapes and dtypes of the results. One of them may be the
+        # array that it is the result of; else they share no memory with `arrays`. With `lends`,
+        # results may lie in memory of this object, until its next reduction.
         try:
-            node.attach(message)
+            begun = self.begin(call.channel, arrays, out, lends)
             call.agree_on(self.signature)
         except BaseException:
             # The channel may stay open, as after an interruption that came before the round.
-            node.detach()
+            self.withdraw()
             raise
+        return self.end(call, begun)
+
+    def all_reduce_in_place(self, call: Call, arrays: Sequence[np.ndarray]) -> None:
+        """Overwrite each array with its reduction over ranks."""
+        self.all_reduce(call, arrays, arrays)
+
+    def begin(
+        self,
+        channel: Channel,
+        arrays: Sequence[Array],
+        out: Sequence[np.ndarray] | None = None,
+        lends: bool = False,
+    ) -> Begun:
+        """Do the part of `all_reduce` that needs no other rank, which saves a wait."""
+        is_checked = channel.checks  # without checks there is nothing that could travel with them
+        begun: Begun
+        if self._is_direct:
+            return _Exchange(arrays[0], _target(arrays[0], out, channel.pool))
+        if self._piggyback is not None and is_checked:
+            begun = self._begin_with_agreement(channel, arrays, out, lends)
+            self._piggyback.attach(begun.source)
+            return begun
+        packing = self._pack(channel, arrays, out, lends)
+        if self._node is not None and is_checked:
+            self._node.attach(packing.messages[0])
+        return packing
+
+    def withdraw(self) -> None:
+        """Take back what `begin` has given to shared memory, if anything."""
+        if self._node is not None:
+            self._node.detach()
+
+    def end(self, call: Call | None, begun: Begun) -> list[Array]:
+        """Return the results, once the ranks agree; without a `call`, nothing is noted."""
+        if type(begun) is _Exchange:
+            if call is not None:
+                self._note_exchange(call, begun)
+            if self._is_direct:
+                self._direct.all_reduce_one(self._op, begun.source, begun.target)
+            else:
+                self._write_result(begun.target)
+            if call is not None:
+                call.is_moving = False
+                call.show_received([begun.target])
+            return [begun.target] if begun.unpack is None else begun.unpack()
+        assert not isinstance(begun, _Exchange)
+        for (reducer, why), message in zip(self._reducers, begun.messages, strict=True):
+            if call is not None:
+                self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
+            reducer.all_reduce(self._op, message)
+            if call is not None:
+                call.show_received(message.targets)
+        if call is not None:
+            call.is_moving = False
+        return begun.unpack()
+
+    def _note_exchange(self, call: Call, exchange: _Exchange) -> None:
+        source = exchange.source
+        name, why = "Piggyback", "travels with the agreement"
+        if self._is_direct:
+            name, why = "MpiReducer", self._reducers[0][1]
+        else:
+            call.is_moving = False  # the data has come with the agreement
+        self._note(call, source.nbytes, source.dtype, name, why)
+
+    def _begin_with_agreement(
+        self,
+        channel: Channel,
+        arrays: Sequence[Array],
+        out: Sequence[np.ndarray] | None,
+        lends: bool,
+    ) -> _Exchange:
+        # The first two ways are short cuts through `pack`, for what is reduced most often.
+        if self._plan.is_single and self._plan.is_plain:
+            array = arrays[0]
+            return _Exchange(array, _target(array, out, channel.pool))
+        joined = self._joined
+        if joined is not None and out is None and not lends:
+            self._library.join(arrays, joined)
+            return _Exchange(joined, joined, lambda: self._library.split(joined, arrays))
+        packing = self._pack(channel, arrays, out, lends)
+        source, target, split = packing.messages[0].whole()
+
+        def unpack() -> list[Array]:
+            split()
+            return packing.unpack()
+
+        return _Exchange(source, target, unpack)
+
+    def _pack(
+        self,
+        channel: Channel,
+        arrays: Sequence[Array],
+        out: Sequence[np.ndarray] | None,
+        lends: bool,
+    ) -> Packing:
+        if not lends or not self._plan.is_unchanged:
+            return pack(self._plan, arrays, channel.pool, out=out)
+        if self._reused is None:
+            self._reused = ReusedPacking(self._plan, channel.pool)
+        self._reused.fill(arrays)
+        return self._reused
 
     def start_all_reduce(self, call: Call, arrays: Sequence[Array]) -> Callable[[], list[Array]]:
         """Begin `all_reduce`, and return the function that ends it."""
@@ -227,6 +301,10 @@ class PreparedReduction:
         _logger.debug(
             "%s: %d x %s by %s over %s (%s)", call.kind, size, dtype, implementation, where, why
         )
+
+
+def _target(array: np.ndarray, out: Sequence[np.ndarray] | None, pool: Pool) -> np.ndarray:
+    return pool.take(array.shape, array.dtype) if out is None else out[0]
 
 
 @functools.lru_cache

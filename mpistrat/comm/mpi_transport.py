@@ -34,6 +34,9 @@ _PART_BYTES = 2**28
 _POLLS = 200
 """Polls in about 100 us, after which a waiting rank looks at limits and losses too."""
 
+_PATIENT_POLLS = 24
+"""Polls in the few microseconds that ranks need which come together. To yield takes as long."""
+
 _TURNS = 4096
 """Looks at shared memory in about the same time."""
 
@@ -70,10 +73,11 @@ class _MpiRound:
         _VALUES.pack_into(self._outgoing, 0, first, _MASK - first, second, _MASK - second)
         self.start()
         done = self.done
-        for _ in range(_POLLS):
+        for turn in range(_POLLS):
             if done():
                 return 2 if self._incoming == self._outgoing else 1
-            os.sched_yield()
+            if turn >= _PATIENT_POLLS:
+                os.sched_yield()
         return 0
 
     def rest(self, waited_s: float) -> None:
@@ -180,9 +184,10 @@ class MpiTransport:
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Reduce `source` into `target`. **Collective**."""
         synchronize(source)
+        operator = mpi_operator(op, target)
         with self.occupancy:
             for part, goal in _pairs(source, target):
-                self.comm.Allreduce(part, goal, mpi_operator(op, goal))
+                self.comm.Allreduce(part, goal, operator)
 
     def start_all_reduce(
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
@@ -322,6 +327,8 @@ def _pairs(source: np.ndarray, target: np.ndarray) -> list[tuple[Any, np.ndarray
     parts = in_parts(target)
     if source is target:
         return [(MPI.IN_PLACE, part) for part in parts]
+    if len(parts) == 1:
+        return [(source, target)]
     return list(zip(in_parts(source), parts, strict=True))
 
 

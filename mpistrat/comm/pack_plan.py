@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Hashable, Sequence
@@ -58,6 +59,13 @@ class Plan:
     """Whether all arrays are known to be NumPy's own and to travel as they lie in host memory."""
     is_single: bool
     """Whether there is one host array, whose numbers travel and come back as they are."""
+
+    @functools.cached_property
+    def is_unchanged(self) -> bool:
+        """Whether all arrays are plain, and their numbers travel and come back as they are."""
+        return self.is_plain and all(
+            pack.is_uncast and not pack.is_reordered and not pack.on_device for pack in self.packs
+        )
 
 
 def plan_reduction(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from mpistrat.comm.pool import Pool
 from mpistrat.comm.wire import as_floats, as_ordered_integers, cast, cast_into
 from mpistrat.native import native_library
 
-__all__ = ["Message", "describe_function", "pack", "placed_like"]
+__all__ = ["Message", "Packing", "ReusedPacking", "describe_function", "pack", "placed_like"]
 
 
 class Message:
@@ -65,23 +65,42 @@ def _nothing() -> None:
     pass
 
 
-def pack(plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) -> _Packing | Single:
+class Packing(Protocol):
+    """Arrays in the form in which they are reduced."""
+
+    messages: list[Message]
+
+    def unpack(self) -> list[Array]:
+        """Return the results, each where its array lies."""
+
+
+def pack(
+    plan: Plan,
+    arrays: Sequence[Array],
+    pool: Pool,
+    copy: bool = False,
+    out: Sequence[np.ndarray] | None = None,
+) -> Packing:
     """Return `arrays`, which `plan` was made for, in the form in which they are reduced."""
-    # They are never written to. `copy` says that the program may write to them before the end.
+    # They are not written to, unless they are in `out`, plain arrays for the results. `copy` says
+    # that the program may write to them before the end.
     if plan.is_single and not copy:
         array, wire = arrays[0], plan.packs[0].wire
+        target = None if out is None else out[0]
         if plan.is_plain:
-            return Single(array, pool)
-        if type(array) is np.ndarray and _is_plain(array, wire):
-            return Single(array.view(wire), pool)  # C has two names for one integer
-    return _Packing(plan, arrays, pool, copy)
+            return _Single(array, pool, target)
+        if type(array) is np.ndarray and _is_plain(array, wire) and target is None:
+            return _Single(array.view(wire), pool)  # C has two names for one integer
+    return _Packing(plan, arrays, pool, copy, out)
 
 
-class Single:
-    """What `_Packing` is, for one array that can travel as it lies in memory."""
+class _Single:
+    """One array that can travel as it lies in memory."""
 
-    def __init__(self, array: np.ndarray, pool: Pool) -> None:
-        self._targets: list[Array] = [pool.take(array.shape, array.dtype)]
+    def __init__(self, array: np.ndarray, pool: Pool, target: np.ndarray | None = None) -> None:
+        if target is None:
+            target = pool.take(array.shape, array.dtype)
+        self._targets: list[Array] = [target]
         self.messages = [Message([array], self._targets, pool)]
 
     def unpack(self) -> list[Array]:
@@ -89,15 +108,58 @@ class Single:
         return self._targets
 
 
+class ReusedPacking:
+    """Memory for the results of a reduction that is repeated, which lie there until the next."""
+
+    def __init__(self, plan: Plan, pool: Pool) -> None:
+        self._packs = plan.packs
+        self._library = native_library()
+        self.messages: list[Message] = []
+        self._results: list[Any] = [None] * len(plan.results)
+        for each in plan.packs:
+            targets = []
+            if each.small:
+                targets.append(np.empty(each.small_size, each.wire))
+            for position, (start, stop) in zip(each.small, each.spans, strict=True):
+                part = targets[0][start:stop]
+                self._results[position] = part.reshape(plan.results[position][0])
+            for position in each.large:
+                targets.append(np.empty(*plan.results[position]))
+                self._results[position] = targets[-1]
+            self.messages.append(Message(targets, targets, pool))
+
+    def fill(self, arrays: Sequence[np.ndarray]) -> None:
+        """Take the numbers of `arrays`, which the plan was made for."""
+        for each, message in zip(self._packs, self.messages, strict=True):
+            sources = [arrays[position] for position in each.large]
+            if each.small:
+                joined = message.targets[0]
+                self._library.join([arrays[position] for position in each.small], joined)
+                sources.insert(0, joined)
+            message.sources = sources
+
+    def unpack(self) -> list[Array]:
+        """Return the results."""
+        return self._results
+
+
 class _Packing:
     """Arrays in the form in which they are reduced: see `pack`."""
 
-    def __init__(self, plan: Plan, arrays: Sequence[Array], pool: Pool, copy: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        arrays: Sequence[Array],
+        pool: Pool,
+        copy: bool = False,
+        out: Sequence[np.ndarray] | None = None,
+    ) -> None:
         self._plan = plan
         self._native = native_library() if plan.is_plain else None
         self._op = plan.op
         self._arrays = arrays
         self._copy = copy
+        self._out = out
         self._pool = pool
         self._targets: dict[int, np.ndarray] = {}
         self._joined: list[np.ndarray] = []
@@ -122,7 +184,7 @@ class _Packing:
             array = self._arrays[position]
             if self._native is None:
                 array = host_view(array)
-            target = self._pool.take(array.shape, pack.wire)
+            target = self._target(position, array, pack)
             if not (self._copy or pack.is_reordered) and _is_plain(array, pack.wire):
                 source = array.view(pack.wire)  # C has two names for one integer
             else:
@@ -132,6 +194,12 @@ class _Packing:
             targets.append(target)
             self._targets[position] = target
         return Message(sources, targets, self._pool)
+
+    def _target(self, position: int, array: np.ndarray, pack: Pack) -> np.ndarray:
+        """Return where a large array is reduced to: `out`, where numbers come as they are there."""
+        if self._out is not None and pack.is_uncast and not pack.is_reordered:
+            return self._out[position]
+        return self._pool.take(array.shape, pack.wire)
 
     def _fill(self, joined: np.ndarray, pack: Pack) -> None:
         """Copy the small arrays of `pack` to `joined`, one behind the other."""
@@ -184,6 +252,11 @@ class _Packing:
                     cast_into(narrow, reduced)
                     reduced = narrow
                 results[position] = reduced
+        if self._out is not None:
+            for result, target in zip(results, self._out, strict=True):
+                if result is not target:
+                    np.copyto(target, result)
+            return list(self._out)
         if self._native is not None:  # then all arrays are host arrays
             return results
         return [

@@ -27,9 +27,13 @@ class MpiReducer:
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
         source, target, split = message.whole()
+        self.all_reduce_one(op, source, target)
+        split()
+
+    def all_reduce_one(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
+        """Reduce `source` into `target`, which may be the same array. **Collective**."""
         self._transport.all_reduce(MOVES_AS[op], source, target)
         self._finish(op, target)
-        split()
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
         """Begin to reduce each array of `message`. **Collective**, without waiting."""

@@ -227,7 +227,8 @@ class Optimizer(Trackable, abc.ABC):
             if known.parameters != parameters:
                 known.reduction = prepare_sum(call, gradients, variables, parameters)
                 known.parameters = parameters
-            settled = known.reduction.all_reduce(call, gradients)
+            # They are read in this step alone.
+            settled = known.reduction.all_reduce(call, gradients, lends=True)
         elif summed:
             settled = sum_over_replicas(call, gradients, variables, parameters)
             self._prepared.keep(call, strategy, gradients, variables, self.iterations, parameters)

@@ -136,10 +136,10 @@ class DefaultReplicaContext(ReplicaContext):
 
     # Only here, because each look into the value would make the calls inside of `run` slower.
 
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None, out: Any = None) -> Any:
         """Reduce `value` over one replica."""
         _refuse_per_replica("all_reduce", value)
-        return super().all_reduce(reduce_op, value, options)
+        return super().all_reduce(reduce_op, value, options, out)
 
     def start_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Begin `all_reduce`."""

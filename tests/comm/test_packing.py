@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.comm.pack_plan import plan_reduction
-from mpistrat.comm.packing import Single, pack
+from mpistrat.comm.packing import _Single, pack
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer, ReduceScatterReducer
 from mpistrat.comm.transport import SoloTransport
@@ -137,7 +137,7 @@ def test_one_plain_array_is_not_copied(layout, dtype):
     array = Spec(np.dtype(dtype), (300, 100), layout).build(0)
     plan = plan_reduction(ReduceOp.SUM, [(array.dtype, array.shape)], None, CommunicationOptions())
     packing = pack(plan, [array], Pool())
-    assert isinstance(packing, Single)
+    assert isinstance(packing, _Single)
     (source,) = packing.messages[0].sources
     assert np.shares_memory(source, array)
     copied = pack(plan, [array], Pool(), copy=True)

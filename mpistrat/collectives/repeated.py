@@ -1,0 +1,99 @@
+"""Repeated reductions: the short way through a call that the program has made before.
+
+`CollectiveCall` looks at all that may be unusual in a call, which takes longer than to reduce a few
+numbers. What a training loop repeats is known to be in order, but for what may change between two
+calls. This looks at that alone, and leaves all that is not as usual to a `CollectiveCall`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import cast
+
+import numpy as np
+
+from mpistrat.agreement.call import Call
+from mpistrat.agreement.ledger import Outcome, Status
+from mpistrat.arrays import Array
+from mpistrat.collectives.prepared import PreparedReduction
+from mpistrat.comm.targets import can_repeat_into
+from mpistrat.system.callsite import users_place
+from mpistrat.tracing.flight_recorder import State
+from mpistrat.tracing.spans import active
+
+__all__ = ["RepeatedReduction"]
+
+_logger = logging.getLogger("mpistrat")
+
+_CALL, _ALL_CALL, _AGREED, _DONE = Status.CALL, Outcome.ALL_CALL, State.AGREED, State.DONE
+"""Module names are found faster than members of their classes, at each collective."""
+
+
+class RepeatedReduction:
+    """A prepared reduction, and the calls in which it is repeated."""
+
+    def __init__(
+        self, call: Call, reduction: PreparedReduction, new_call: Callable[[], Call]
+    ) -> None:
+        # `new_call` returns a call like `call`.
+        self._new_call = new_call
+        self._channel = call.channel
+        self._kind, self._timeout_s = call.kind, call.timeout_s
+        self.reduction = reduction
+
+    def all_reduce_one(self, array: np.ndarray, out: object) -> list[Array] | None:
+        """Do `all_reduce` for one array and one place for the result, if any. **Collective**."""
+        if out is None:
+            return self.all_reduce([array])
+        if not self.reduction.keeps_dtypes or not can_repeat_into(array, out):
+            return None
+        return self.all_reduce([array], [cast(np.ndarray, out)])
+
+    def all_reduce(
+        self,
+        arrays: Sequence[Array],
+        out: Sequence[np.ndarray] | None = None,
+        lends: bool = False,
+    ) -> list[Array] | None:
+        """Return each array reduced over ranks, ``None`` where a call must do it. **Collective**.
+
+        The arguments are those of `PreparedReduction.begin`.
+        """
+        channel, reduction = self._channel, self.reduction
+        lock = channel.lock
+        if not lock.acquire(False):
+            return None
+        if not channel.is_quiet() or active() is not None or _logger.isEnabledFor(logging.DEBUG):
+            lock.release()
+            return None
+        channel.inside = self._kind
+        entry = None
+        try:
+            place = users_place(sys._getframe(2))
+            begun = reduction.begin(channel, arrays, out, lends)
+            signature = reduction.signature
+            entry = channel.flight.begin(channel.ledger, signature, "", place)
+            if channel.vote(_CALL, signature, self._timeout_s) is not _ALL_CALL:
+                raise self._new_call().disagreement(signature)
+            entry.agreed_ns = monotonic_ns()
+            entry.state = _AGREED
+            results = reduction.end(None, begun)
+            entry.ended_ns = monotonic_ns()
+            entry.state = _DONE
+        except BaseException as error:
+            reduction.withdraw()
+            call = self._new_call()
+            is_agreed = entry is not None and entry.state is _AGREED
+            call.resume(entry, is_agreed and not reduction.travels_with_agreement)
+            call.__exit__(type(error), error, error.__traceback__)
+            raise
+        channel.inside = None
+        lock.release()
+        if channel.overlap is not None:
+            call = self._new_call()
+            call.resume(entry, is_moving=False)
+            call.end_overlap(None)
+        return results
