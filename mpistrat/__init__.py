@@ -5,6 +5,7 @@ Importing this package starts no MPI and imports neither h5py nor cupy. It does 
 `mpistrat` logger a handler that is silent where the program has its own.
 """
 
+import importlib as _importlib
 import sys as _sys
 import typing as _typing
 
@@ -14,16 +15,8 @@ if not _sys.platform.startswith("linux"):
         "futexes and /proc. Use it in a Linux container, in a virtual machine or in WSL 2."
     )
 
-from mpistrat import data, errors, gradients, layers, metrics, optimizers, testing
-from mpistrat.checkpoint import (
-    Checkpoint,
-    CheckpointManager,
-    PerReplicaState,
-    PreemptionCheckpointHandler,
-    latest_checkpoint,
-)
-from mpistrat.checkpoint.tensors import TensorLibrary as _TensorLibrary
-from mpistrat.checkpoint.tensors import register as _register_tensors
+from mpistrat import errors
+from mpistrat import pytorch as _pytorch
 from mpistrat.failures.connect import open_last_channel as _open_last_channel
 from mpistrat.failures.logs import install as _install_logs
 from mpistrat.failures.shutdown import install as _install_shutdown
@@ -104,19 +97,44 @@ __all__ = [
 ]
 
 
-def _tensor_library() -> _TensorLibrary:
+# Thousands of ranks read these files at the same moment, so what is not needed yet waits.
+_ROOMS = ("data", "gradients", "layers", "metrics", "optimizers", "testing")
+_OF_CHECKPOINT = (
+    *("Checkpoint", "CheckpointManager", "PerReplicaState", "PreemptionCheckpointHandler"),
+    "latest_checkpoint",
+)
+
+if _typing.TYPE_CHECKING:
+    from mpistrat import data, gradients, layers, metrics, optimizers, testing
+    from mpistrat.checkpoint import (
+        Checkpoint,
+        CheckpointManager,
+        PerReplicaState,
+        PreemptionCheckpointHandler,
+        latest_checkpoint,
+    )
+else:  # type checkers take a name that is missing for an error
+
+    def __getattr__(name: str) -> object:
+        if name in _ROOMS:
+            return _importlib.import_module(f"mpistrat.{name}")
+        if name in _OF_CHECKPOINT:
+            found = globals()[name] = getattr(_importlib.import_module("mpistrat.checkpoint"), name)
+            return found
+        from mpistrat.system.migration import missing_name
+
+        raise missing_name(__name__, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+def _tensor_library() -> object:
     from mpistrat.torch.states import TorchTensors
 
     return TorchTensors()
 
 
-_register_tensors(_tensor_library)
+_pytorch.register_tensors(_tensor_library)
 _install_shutdown(_open_last_channel, _abort_world)
 _install_logs()
-
-if not _typing.TYPE_CHECKING:  # for type checkers, a name that is missing is an error
-
-    def __getattr__(name: str) -> _typing.NoReturn:
-        from mpistrat.system.migration import missing_name
-
-        raise missing_name(__name__, name)

@@ -20,6 +20,8 @@ __all__ = [
     "is_tensor",
     "needs_graph",
     "overwrite",
+    "register_tensors",
+    "tensor_library",
 ]
 
 Move = Callable[[list[np.ndarray]], list[np.ndarray]]
@@ -47,6 +49,19 @@ def import_torch() -> Any:
         return importlib.import_module("torch")
     except ImportError:
         return None
+
+
+_load_library: list[Callable[[], Any]] = []
+
+
+def register_tensors(load: Callable[[], Any]) -> None:
+    """Give the function that imports what checkpoints take tensors by: see `tensor_library`."""
+    _load_library[:] = [load]
+
+
+def tensor_library() -> Any:
+    """Return the `mpistrat.checkpoint.tensors.TensorLibrary`; PyTorch must be installed."""
+    return _load_library[0]()
 
 
 def is_loaded() -> bool:

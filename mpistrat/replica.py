@@ -18,7 +18,7 @@ from mpistrat.collectives.autograd import (
     has_tensors,
 )
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.collectives.into import all_reduce_into
+from mpistrat.collectives.into import all_reduce_into, can_repeat_into
 from mpistrat.collectives.nested import (
     PendingReduction,
     all_gather_nest,
@@ -26,7 +26,6 @@ from mpistrat.collectives.nested import (
     start_all_reduce_nest,
 )
 from mpistrat.collectives.objects import barrier, broadcast_object, gather_objects
-from mpistrat.data.random import replica_rng
 from mpistrat.errors import ContextError, warn_deprecated
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.pytorch import is_loaded
@@ -129,6 +128,8 @@ class ReplicaContext:
             If a part of the key is no integer or negative, or if there is none.
         """
         self._check()
+        from mpistrat.data.random import replica_rng
+
         return replica_rng(key, self._collectives.rank)
 
     @property
@@ -274,9 +275,10 @@ class ReplicaContext:
         if is_one and type(reduce_op) in (str, ReduceOp):
             array = np.asarray(value)
             known = collectives.repeated(reduce_op, array)
-            results = None if known is None else known.all_reduce_one(array, out)
-            if results is not None:
-                return results[0][()] if is_number else results[0]
+            if known is not None and (out is None or can_repeat_into(array, out)):
+                results = known.all_reduce([array], None if out is None else [out])
+                if results is not None:
+                    return results[0][()] if is_number else results[0]
         with collectives.call("all_reduce", options=options) as call:
             op = ReduceOp.parse(reduce_op)
             if out is not None:

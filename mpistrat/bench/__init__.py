@@ -1,6 +1,7 @@
 """Benchmarks: this package and its peers, side by side in one run."""
 
 from mpistrat.bench import (
+    best_of_mpi,
     checkpoint,
     data,
     optimizers,
@@ -17,6 +18,7 @@ BENCHMARKS = {
     for benchmark in (
         reductions.AGREEMENT,
         reductions.ALLREDUCE,
+        best_of_mpi.BENCHMARK,
         checkpoint.BENCHMARK,
         data.BENCHMARK,
         reductions.GRADIENTS,

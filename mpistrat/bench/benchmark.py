@@ -56,6 +56,8 @@ class Choices:
     """Sizes of float32 arrays in bytes, for benchmarks that sweep over them."""
     num_examples: int = 0
     """Examples in files, for benchmarks that read some."""
+    num_ranks: int = 2
+    """Ranks of the jobs that a benchmark starts itself."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from mpistrat.bench.benchmark import (
 from mpistrat.bench.measure import facts_of_last_collective, take_turns
 from mpistrat.bench.networks import SHAPES, random_arrays
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.comm.shared_reducer import SharedMemoryReducer
 from mpistrat.mpi.world import open_world
 from mpistrat.options import ReduceOp
 from mpistrat.replica import ReplicaContext
@@ -43,6 +44,7 @@ def measure_allreduce(choices: Choices) -> Findings:
         assert isinstance(replica, ReplicaContext)
         array = np.full(num_bytes // 4, comm.rank, np.float32)
         ready = np.empty_like(array)
+        own_zeros = np.zeros_like(array)
         zeros = np.zeros_like(array)  # whose sum is the same however often it is reduced
         # Raw MPI reduces into a ready buffer, or in place, where it overwrites what it is given;
         # ours into a new array with all checks on. The copy is made by all ranks at once: it reads
@@ -52,6 +54,7 @@ def measure_allreduce(choices: Choices) -> Findings:
                 "raw": lambda: comm.Allreduce(array, ready),
                 "in_place": lambda: comm.Allreduce(MPI.IN_PLACE, zeros),
                 "ours": lambda: replica.all_reduce(ReduceOp.SUM, array),
+                "out": lambda: replica.all_reduce(ReduceOp.SUM, own_zeros, out=own_zeros),
                 "copy": lambda: np.copyto(ready, array),
             },
             strategy.extended._collectives,
@@ -62,16 +65,32 @@ def measure_allreduce(choices: Choices) -> Findings:
             "num_bytes": num_bytes,
             "ratio": timings.median_ratio("raw", "ours"),
             "in_place_ratio": timings.median_ratio("in_place", "ours"),
+            "out_ratio": timings.median_ratio("in_place", "out"),
             "extra_s": timings.median_difference_s("ours", "raw"),
             "ours_over_copy": timings.median_ratio("ours", "copy"),
             "raw_over_copy": timings.median_ratio("raw", "copy"),
             "copy_bytes_per_s": 2 * num_bytes / timings.median_s("copy"),
         }
+        moved = _moved_bytes(strategy, num_bytes, facts.get("implementation", ""))
+        if moved is not None:
+            # A copy reads and writes each byte.
+            floor_s = moved / (2 * num_bytes) * timings.median_s("copy")
+            row |= {"moved_bytes": moved, "memory_share": floor_s / timings.median_s("ours")}
         rows.append(row | timings.medians() | facts)
 
     for num_bytes in choices.sizes:
         strategy.run(measure_size, args=(num_bytes,))
     return Findings({RESULTS: rows})
+
+
+def _moved_bytes(strategy: MPIStrategy, num_bytes: int, implementation: str) -> int | None:
+    """Return how many bytes a rank reads and writes for one array, where the package knows."""
+    transport = strategy.extended._collectives.channel.transport
+    if implementation == "Piggyback":  # each rank brings its numbers, and reads those of all
+        return (2 + transport.size) * num_bytes
+    if isinstance(transport.node, SharedMemoryReducer) and implementation == "SharedMemoryReducer":
+        return transport.node.moved_bytes(num_bytes, transport.pool.shares(num_bytes))
+    return None
 
 
 ALLREDUCE = Benchmark(
@@ -87,9 +106,11 @@ ALLREDUCE = Benchmark(
                 Column.time("all_reduce", "ours_s"),
                 Column.ratio("raw / all_reduce", "ratio"),
                 Column.ratio("in place / all_reduce", "in_place_ratio"),
-                Column.time("above raw", "extra_s"),
+                Column.time("with out=", "out_s"),
+                Column.ratio("in place / with out=", "out_ratio"),
                 Column.time("one copy", "copy_s"),
-                Column.ratio("all_reduce / copy", "ours_over_copy"),
+                Column.size("read and written", "moved_bytes"),
+                Column.ratio("share of copy speed", "memory_share"),
                 Column.text("moved by", "implementation"),
                 Column.text("why", "why"),
             )
@@ -102,6 +123,7 @@ ALLREDUCE = Benchmark(
                 "raw_s": "raw Allreduce",
                 "in_place_s": "raw Allreduce in place",
                 "ours_s": "all_reduce",
+                "out_s": "all_reduce with out=",
                 "copy_s": "one copy",
             },
             "size of the array",

@@ -7,7 +7,7 @@ first tensor or object of it, or when a file has tensors; so nothing here import
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,6 @@ __all__ = [
     "TensorLibrary",
     "TensorState",
     "holds_tensors",
-    "register",
     "tensor_library",
     "tensor_state",
     "world_strategy",
@@ -156,19 +155,12 @@ class TensorLibrary(Protocol):
         """Return what `tensor` does, without memory."""
 
 
-_load: list[Callable[[], TensorLibrary]] = []
-
-
-def register(load: Callable[[], TensorLibrary]) -> None:
-    """Give the function that imports the library."""
-    _load[:] = [load]
-
-
 def tensor_library() -> TensorLibrary:
     """Return the library; ValueError where PyTorch is not installed."""
     if pytorch.import_torch() is None:
         raise ValueError("it holds tensors of PyTorch, which is not installed here")
-    return _load[0]()
+    library: TensorLibrary = pytorch.tensor_library()
+    return library
 
 
 def tensor_state(value: object) -> TensorState | None:

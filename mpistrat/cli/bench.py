@@ -17,6 +17,7 @@ from mpistrat.cli.output import (
     print_line,
     print_table,
 )
+from mpistrat.errors import LaunchError
 
 if TYPE_CHECKING:
     from mpistrat.bench.benchmark import Benchmark, Choices
@@ -40,6 +41,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(parser)
 
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="compare all_reduce with the best settings of the MPI library; this starts its ranks "
+        "itself, so run it without mpiexec",
+    )
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `run_benchmark`."""
@@ -57,6 +65,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="number of examples in the files of the data benchmark",
     )
     parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="number of ranks that --best starts (default: 2)",
+    )
+    parser.add_argument(
         "--samples",
         type=int,
         default=15,
@@ -72,7 +86,13 @@ def _run(arguments: argparse.Namespace) -> int:
     # Imported late, so that other commands do not start MPI.
     from mpistrat.bench import BENCHMARKS
 
-    return run_benchmark(BENCHMARKS[arguments.what], arguments)
+    name = arguments.what
+    if arguments.best:
+        name = f"{name} --best"
+        if name not in BENCHMARKS:
+            print_error("bench", f"--best is for allreduce, not for {arguments.what}.")
+            return 2
+    return run_benchmark(BENCHMARKS[name], arguments)
 
 
 def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
@@ -91,7 +111,12 @@ def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
         if collectives.rank == 0:
             print_error("bench", error)
         return 2
-    findings = benchmark.measure(choices)
+    try:
+        findings = benchmark.measure(choices)
+    except LaunchError as error:
+        if collectives.rank == 0:
+            print_error("bench", error)
+        return 2
     if collectives.rank != 0:
         return 0
     report: dict[str, Any] = {"benchmark": benchmark.name, **describe_machine(open_world(None))}
@@ -127,8 +152,16 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
         raise ValueError(f"{benchmark.name} reads no examples: leave out --examples.")
     if num_examples is not None and num_examples < 1:
         raise ValueError(f"--examples must be at least 1, not {num_examples}.")
+    num_ranks = arguments.ranks
+    if num_ranks is not None and not getattr(arguments, "best", False):
+        raise ValueError("--ranks is for --best. Start other benchmarks under mpiexec or srun.")
+    if num_ranks is not None and num_ranks < 2:
+        raise ValueError(f"--ranks must be at least 2, not {num_ranks}.")
     return Choices(
-        arguments.samples, sizes or benchmark.sizes, num_examples or benchmark.num_examples
+        arguments.samples,
+        sizes or benchmark.sizes,
+        num_examples or benchmark.num_examples,
+        num_ranks or 2,
     )
 
 

@@ -11,7 +11,6 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from typing import cast
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from mpistrat.agreement.call import Call
 from mpistrat.agreement.ledger import Outcome, Status
 from mpistrat.arrays import Array
 from mpistrat.collectives.prepared import PreparedReduction
-from mpistrat.comm.targets import can_repeat_into
 from mpistrat.system.callsite import users_place
 from mpistrat.tracing.flight_recorder import State
 from mpistrat.tracing.spans import active
@@ -44,14 +42,6 @@ class RepeatedReduction:
         self._kind, self._timeout_s = call.kind, call.timeout_s
         self.reduction = reduction
 
-    def all_reduce_one(self, array: np.ndarray, out: object) -> list[Array] | None:
-        """Do `all_reduce` for one array and one place for the result, if any. **Collective**."""
-        if out is None:
-            return self.all_reduce([array])
-        if not self.reduction.keeps_dtypes or not can_repeat_into(array, out):
-            return None
-        return self.all_reduce([array], [cast(np.ndarray, out)])
-
     def all_reduce(
         self,
         arrays: Sequence[Array],
@@ -64,6 +54,8 @@ class RepeatedReduction:
         """
         channel, reduction = self._channel, self.reduction
         lock = channel.lock
+        if out is not None and not reduction.keeps_dtypes:
+            return None
         if not lock.acquire(False):
             return None
         if not channel.is_quiet() or active() is not None or _logger.isEnabledFor(logging.DEBUG):

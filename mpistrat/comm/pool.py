@@ -88,8 +88,12 @@ class Pool:
         for memory in self._lent:
             memory.leave_arena()
 
+    def shares(self, num_bytes: int) -> bool:
+        """Return whether an array of this size comes from shared memory, while that lasts."""
+        return self._arena is not None and _SMALLEST <= num_bytes <= _LARGEST_SHARED
+
     def _new(self, num_bytes: int) -> _Memory:
-        if self._arena is not None and num_bytes <= _LARGEST_SHARED:
+        if self._arena is not None and self.shares(num_bytes):
             address = self._arena.take(num_bytes)
             if address is not None:
                 return _Memory(num_bytes, address, self._arena)

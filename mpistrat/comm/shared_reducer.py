@@ -74,6 +74,19 @@ class SharedMemoryReducer:
 
         return wait
 
+    def moved_bytes(self, num_bytes: int, in_arenas: bool) -> int:
+        """Return how many bytes a rank reads and writes to reduce one array out of place."""
+        # `in_arenas` says whether the results of all ranks lie in shared memory.
+        size = self._memory.size
+        if num_bytes <= self.sizes[1]:  # all is copied in, and every rank reduces all
+            return (2 + size + 1) * num_bytes
+        slice_bytes = num_bytes // size
+        copied_in = 2 * (num_bytes - slice_bytes)
+        if in_arenas:
+            return copied_in + num_bytes + num_bytes
+        copied_out = 2 * (num_bytes - slice_bytes)
+        return copied_in + num_bytes + 2 * slice_bytes + copied_out
+
     def drain(self) -> None:
         """Wait for the thread to be idle."""
         with self._occupancy:

@@ -5,6 +5,5 @@ wrong numbers.
 """
 
 from mpistrat.cuda_awareness.evidence import Answer, CudaAwareness
-from mpistrat.cuda_awareness.trial import cuda_awareness
 
-__all__ = ["Answer", "CudaAwareness", "cuda_awareness"]
+__all__ = ["Answer", "CudaAwareness"]

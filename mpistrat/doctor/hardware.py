@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mpistrat.arrays import Device
-from mpistrat.cuda_awareness import Answer, CudaAwareness, cuda_awareness
+from mpistrat.cuda_awareness import Answer, CudaAwareness
 from mpistrat.cuda_awareness.evidence import (
     Evidence,
     gather_claims,
@@ -20,6 +20,7 @@ from mpistrat.cuda_awareness.evidence import (
     list_switches,
     loaded_files,
 )
+from mpistrat.cuda_awareness.trial import cuda_awareness
 from mpistrat.doctor.facts import (
     Finding,
     RankFacts,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,6 +52,8 @@ class Mpiexec:
     @classmethod
     def open(cls, path: str, limit_s: float = _LIMIT_S) -> Mpiexec:
         """Ask the program for its version."""
+        import subprocess  # not with the package: ranks start no programs
+
         try:
             done = subprocess.run(
                 [path, "--version"],
@@ -121,6 +121,8 @@ def find_mpiexec(library: str, files: Iterable[str] = (), given: str | None = No
 
 
 def _given(name: str) -> str:
+    import shutil
+
     found = shutil.which(name)
     if found is None:
         raise LaunchError(
@@ -143,7 +145,11 @@ def _candidates(files: Iterable[str]) -> Iterator[str]:
 def mpiexec_program() -> str | None:
     """Return the mpiexec beside this python, else the one on PATH, else ``None``."""
     beside = Path(sys.executable).with_name("mpiexec")
-    return str(beside) if beside.exists() else shutil.which("mpiexec")
+    if beside.exists():
+        return str(beside)
+    import shutil  # as above: with what it loads it would delay every rank
+
+    return shutil.which("mpiexec")
 
 
 def mpiexec(ranks: int, limit_s: float = _LIMIT_S) -> list[str]:

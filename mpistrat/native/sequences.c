@@ -35,7 +35,7 @@
 
 enum { GOAL = 64, LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, VALUES = 4 };
 enum { IS_ASLEEP = 8, EXPECTED = 16, NUM_WAKES = 72, NAP_NS = 1000000, TURNS_OF_NAP = 256 };
-enum { PAST_BYTES = 1 << 23 }; /* more results than this do not stay in a core's caches */
+enum { PAST_BYTES = 1 << 22 }; /* more results than this do not stay in a core's caches */
 
 /* ---- waiting ---- */
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mpistrat.arrays import Device, count_gpus, nccl_library
 from mpistrat.comm.device_reducers import DeviceCapabilities, DeviceCopier
 from mpistrat.comm.nccl import NcclLink
-from mpistrat.cuda_awareness import Answer, CudaAwareness, cuda_awareness
+from mpistrat.cuda_awareness import Answer, CudaAwareness
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.mpi.world import World, attached, is_started
@@ -196,6 +196,8 @@ def open_device_capabilities(
     if hosts:
         why_not = f"there is no GPU on {rank_list(hosts)}"
         return DeviceCapabilities(device, why_not_mpi=why_not, why_not_nccl=why_not)
+    from mpistrat.cuda_awareness.trial import cuda_awareness  # it starts programs
+
     awareness = cuda_awareness(world, device, override)
     link, no_nccl = _open_nccl(world, device, [gpu for gpu in gpus if gpu is not None])
     _logger.debug("%s\nNCCL: %s", awareness, no_nccl or "connected")

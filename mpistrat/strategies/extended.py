@@ -9,16 +9,13 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat import context, nests
 from mpistrat.arrays import host_view
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.nested import all_gather_nest
 from mpistrat.context import call_in_update_context
-from mpistrat.data.dataset import Dataset
-from mpistrat.data.distributed import distribute, distribute_from_function
-from mpistrat.data.distributed_dataset import DistributedDataset
 from mpistrat.errors import ContextError
 from mpistrat.failures import flight_dumps, logs
 from mpistrat.options import (
@@ -41,6 +38,10 @@ from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, PerReplica, localize, per_replica
 from mpistrat.variables import Variable, check_replicas_agree, container_of, variables_to_compare
+
+if TYPE_CHECKING:
+    from mpistrat.data.dataset import Dataset
+    from mpistrat.data.distributed_dataset import DistributedDataset
 
 __all__ = ["StrategyExtended"]
 
@@ -370,6 +371,8 @@ class StrategyExtended(ExtendedV1):
     ) -> DistributedDataset:
         """Split each global batch over replicas. **Collective**."""
         context.require_cross_replica(self._container, "experimental_distribute_dataset")
+        from mpistrat.data.distributed import distribute  # programs without data need none of it
+
         return self._owned(distribute(dataset, options, self._collectives, self.device))
 
     def _distribute_from_function(
@@ -377,6 +380,8 @@ class StrategyExtended(ExtendedV1):
     ) -> DistributedDataset:
         """Make one distributed data set of each rank's own. **Collective**."""
         context.require_cross_replica(self._container, "distribute_datasets_from_function")
+        from mpistrat.data.distributed import distribute_from_function
+
         return self._owned(
             distribute_from_function(dataset_fn, options, self._collectives, self.device)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,15 @@ from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, Device, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.context import call_in_update_context
-from mpistrat.data.dataset import Dataset
-from mpistrat.data.iterators import ElementIterator, Optional
 from mpistrat.errors import ContextError, OutOfRangeError, warn_deprecated
 from mpistrat.options import ReduceOpLike
 from mpistrat.strategies.reductions import Destination, format_device, parse_destination
 from mpistrat.values import Mirrored, PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
+
+if TYPE_CHECKING:
+    from mpistrat.data.dataset import Dataset
+    from mpistrat.data.iterators import ElementIterator, Optional
 
 __all__ = ["ExtendedV1", "InputIterator", "MultiStepContext"]
 
@@ -135,6 +137,8 @@ class InputIterator:
 
     def get_next_as_optional(self) -> Optional:
         """Return an `Optional` with the next element, without one at the end of the pass."""
+        from mpistrat.data.iterators import Optional
+
         if self._iterator is None:
             self._iterator = iter(self._dataset)
         try:
@@ -227,6 +231,8 @@ class ExtendedV1(abc.ABC):
                 "experimental_make_numpy_dataset: there are no sessions here. Leave out the "
                 "argument session."
             )
+        from mpistrat.data.dataset import Dataset
+
         return Dataset.from_arrays(nests.map_nest(_stacked, numpy_input, atoms=(list,)))
 
     def broadcast_to(

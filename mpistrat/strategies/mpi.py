@@ -14,7 +14,6 @@ from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.selection import check_options
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.connect import open_channel
-from mpistrat.faults.injection import inject_from_environment
 from mpistrat.mpi.world import (
     World,
     communicator,
@@ -36,7 +35,6 @@ from mpistrat.strategies.devices import (
 )
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.strategy import Strategy
-from mpistrat.tracing import timeline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -138,8 +136,13 @@ class MPIStrategy(Strategy):
                 chosen.flight_length,
             )
             if chosen.timeline is not None:
+                from mpistrat.tracing import timeline  # most jobs want none
+
                 timeline.start(chosen.timeline, world_ranks(comm)[comm.rank], world_size())
-            inject_from_environment(channel)
+            if chosen.fault:
+                from mpistrat.faults.injection import inject_from_environment
+
+                inject_from_environment(channel)
         world = open_world(comm)
         with AllOrNone(channel, "MPIStrategy"):
             offer = make_offer(device, world.local_rank)

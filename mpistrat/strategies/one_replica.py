@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat import context, nests
 from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.data.dataset import Dataset
 from mpistrat.errors import ContextError, warn_deprecated
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.options import (
@@ -28,6 +27,9 @@ from mpistrat.strategies.reductions import parse_place
 from mpistrat.strategies.strategy import Strategy
 from mpistrat.values import PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
+
+if TYPE_CHECKING:
+    from mpistrat.data.dataset import Dataset
 
 __all__ = ["OneDeviceStrategy", "default_replica_context", "default_strategy"]
 

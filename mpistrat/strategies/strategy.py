@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from mpistrat import context
 from mpistrat.arrays import Array
-from mpistrat.data.iterators import ElementIterator
 from mpistrat.errors import warn_deprecated
 from mpistrat.options import InputOptions, InputReplicationMode, ReduceOpLike, RunOptions
 from mpistrat.strategies.cluster import ClusterMember
@@ -24,6 +23,7 @@ from mpistrat.variables import Variable
 if TYPE_CHECKING:
     from mpistrat.data.dataset import Dataset
     from mpistrat.data.distributed_dataset import DistributedDataset
+    from mpistrat.data.iterators import ElementIterator
     from mpistrat.options import InputContext, ValueContext
 
 __all__ = ["Strategy"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ def write_atomically(
     path: str | os.PathLike[str], content: str | Iterable[str | bytes | memoryview]
 ) -> None:
     """Write a text, or pieces of text or bytes, to `path`: complete, or not at all."""
+    import tempfile  # not with the package: what it loads takes longer than to write a file
+
     target = Path(path)
     # An unpredictable name: in a folder that others may write to, a link could lie in wait.
     handle, name = tempfile.mkstemp(".tmp", f".{target.name}.", target.parent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import reprlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
@@ -132,6 +131,8 @@ def brief(value: object) -> str:
 
 def html_table(title: str, rows: Iterable[Sequence[object]], heads: Sequence[str] = ()) -> str:
     """Return an HTML table for notebooks, with all texts escaped, in the colours of the page."""
+    import html
+
     # Names come from programs and files. Without heads, the first cell of a row is its head.
     parts = [f'<table style="color: inherit"><caption><b>{html.escape(title)}</b></caption>']
     if heads:
@@ -143,4 +144,6 @@ def html_table(title: str, rows: Iterable[Sequence[object]], heads: Sequence[str
 
 
 def _cell(tag: str, value: object) -> str:
+    import html
+
     return f'<{tag} style="text-align: left">{html.escape(str(value))}</{tag}>'
