@@ -185,7 +185,7 @@ class Call:
     def resume(self, entry: FlightEntry | None, is_moving: bool) -> None:
         """Take over what `RepeatedReduction` has begun in place of this call, to end it."""
         self._place = users_place(sys._getframe(2))
-        self._agreed = entry is not None
+        self._agreed = entry is not None or is_moving
         self._entry = entry
         self.is_moving = is_moving
         self._end_mark = None

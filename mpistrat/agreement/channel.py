@@ -118,8 +118,7 @@ class Channel:
     def is_quiet(self) -> bool:
         """Return whether the next collective can do without a look at anything unusual."""
         return (
-            self.checks
-            and self.inside is None
+            self.inside is None
             and self.closed is None
             and not self._departed
             and self.on_collective is None

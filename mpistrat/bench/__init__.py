@@ -11,14 +11,13 @@ from mpistrat.bench import (
     step,
 )
 
-__all__ = ["BENCHMARKS"]
+__all__ = ["BENCHMARKS", "BEST"]
 
 BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         reductions.AGREEMENT,
         reductions.ALLREDUCE,
-        best_of_mpi.BENCHMARK,
         checkpoint.BENCHMARK,
         data.BENCHMARK,
         reductions.GRADIENTS,
@@ -28,3 +27,6 @@ BENCHMARKS = {
         process_groups.BENCHMARK,
     )
 }
+
+BEST = {"allreduce": best_of_mpi.BENCHMARK}
+"""Benchmarks that compare with the best settings of the peer, by name."""

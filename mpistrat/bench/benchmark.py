@@ -68,6 +68,8 @@ class Findings:
     """Rows of JSON values by the key of their table, times in seconds."""
     notes: tuple[str, ...] = ()
     """What the reader must know about this run, such as a peer that is not installed."""
+    num_ranks: int | None = None
+    """Of the jobs that were timed, where they are not those of this job."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,8 @@ class Benchmark:
     """The default sizes to sweep over; empty where the benchmark does not sweep."""
     num_examples: int = 0
     """The default number of examples to read; 0 where the benchmark reads none."""
+    starts_ranks: bool = False
+    """Whether it starts the ranks that it measures."""
 
     def draw(self, tables: Mapping[str, Sequence[Row]], heading: str, path: Path) -> None:
         """Draw the pictures of all `tables` that there are into one PNG, or raise `ValueError`."""

@@ -19,7 +19,6 @@ __all__ = [
     "Box",
     "LoadedShard",
     "TensorArray",
-    "TensorLibrary",
     "TensorState",
     "holds_tensors",
     "tensor_library",

@@ -84,15 +84,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Imported late, so that other commands do not start MPI.
-    from mpistrat.bench import BENCHMARKS
+    from mpistrat.bench import BENCHMARKS, BEST
 
-    name = arguments.what
+    benchmark = BENCHMARKS[arguments.what]
     if arguments.best:
-        name = f"{name} --best"
-        if name not in BENCHMARKS:
-            print_error("bench", f"--best is for allreduce, not for {arguments.what}.")
-            return 2
-    return run_benchmark(BENCHMARKS[name], arguments)
+        benchmark = BEST.get(arguments.what, benchmark)
+    return run_benchmark(benchmark, arguments)
 
 
 def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
@@ -120,6 +117,8 @@ def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
     if collectives.rank != 0:
         return 0
     report: dict[str, Any] = {"benchmark": benchmark.name, **describe_machine(open_world(None))}
+    if findings.num_ranks is not None:
+        report["num_ranks"] = findings.num_ranks
     report |= {"samples": choices.num_samples, "notes": findings.notes, **findings.tables}
     if arguments.json:
         print_json(report)
@@ -153,7 +152,9 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
     if num_examples is not None and num_examples < 1:
         raise ValueError(f"--examples must be at least 1, not {num_examples}.")
     num_ranks = arguments.ranks
-    if num_ranks is not None and not getattr(arguments, "best", False):
+    if getattr(arguments, "best", False) and not benchmark.starts_ranks:
+        raise ValueError(f"--best is for allreduce, not for {benchmark.name}.")
+    if num_ranks is not None and not benchmark.starts_ranks:
         raise ValueError("--ranks is for --best. Start other benchmarks under mpiexec or srun.")
     if num_ranks is not None and num_ranks < 2:
         raise ValueError(f"--ranks must be at least 2, not {num_ranks}.")

@@ -26,7 +26,7 @@ from mpistrat.comm.transport import Piggyback
 from mpistrat.native import native_library
 from mpistrat.options import CommunicationOptions, ReduceOp
 
-__all__ = ["Begun", "PreparedReduction", "dtype_name"]
+__all__ = ["PreparedReduction", "dtype_name"]
 
 _logger = logging.getLogger("mpistrat")
 

@@ -1,8 +1,8 @@
 """Repeated reductions: the short way through a call that the program has made before.
 
 `CollectiveCall` looks at all that may be unusual in a call, which takes longer than to reduce a few
-numbers. What a training loop repeats is known to be in order, but for what may change between two
-calls. This looks at that alone, and leaves all that is not as usual to a `CollectiveCall`.
+numbers. Of a call that was made before, only what may have changed since is looked at here. Where
+anything is not as usual, a `CollectiveCall` does the work.
 """
 
 from __future__ import annotations
@@ -62,24 +62,26 @@ class RepeatedReduction:
             lock.release()
             return None
         channel.inside = self._kind
-        entry = None
+        entry, is_agreed = None, False
         try:
-            place = users_place(sys._getframe(2))
             begun = reduction.begin(channel, arrays, out, lends)
-            signature = reduction.signature
-            entry = channel.flight.begin(channel.ledger, signature, "", place)
-            if channel.vote(_CALL, signature, self._timeout_s) is not _ALL_CALL:
-                raise self._new_call().disagreement(signature)
-            entry.agreed_ns = monotonic_ns()
-            entry.state = _AGREED
+            if channel.checks:
+                place, signature = users_place(sys._getframe(2)), reduction.signature
+                entry = channel.flight.begin(channel.ledger, signature, "", place)
+                if channel.vote(_CALL, signature, self._timeout_s) is not _ALL_CALL:
+                    raise self._new_call().disagreement(signature)
+                entry.agreed_ns = monotonic_ns()
+                entry.state = _AGREED
+            is_agreed = True
             results = reduction.end(None, begun)
-            entry.ended_ns = monotonic_ns()
-            entry.state = _DONE
+            if entry is not None:
+                entry.ended_ns = monotonic_ns()
+                entry.state = _DONE
         except BaseException as error:
             reduction.withdraw()
             call = self._new_call()
-            is_agreed = entry is not None and entry.state is _AGREED
-            call.resume(entry, is_agreed and not reduction.travels_with_agreement)
+            has_come = reduction.travels_with_agreement and channel.checks
+            call.resume(entry, is_agreed and not has_come)
             call.__exit__(type(error), error, error.__traceback__)
             raise
         channel.inside = None

@@ -136,8 +136,10 @@ def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) 
         reducer = SharedMemoryReducer(memory, occupancy)
     else:
         reducer = HierarchicalReducer(memory, comm, min(sizes), otherwise, occupancy)
-    # A few milliseconds now, because no rule says from which size on shared memory is faster.
-    reducer.min_bytes = _min_bytes(comm, reducer.all_reduce, otherwise.all_reduce)
+    # A few milliseconds now, because no rule says from which size on shared memory is faster: but
+    # where ranks share cores, it is, since MPI keeps the cores while it waits.
+    is_faster = holds_all and memory.shares_cores
+    reducer.min_bytes = _min_bytes(comm, reducer.all_reduce, otherwise.all_reduce, is_faster)
     return _Sharing(memory, reducer, holds_all)
 
 
@@ -145,14 +147,14 @@ _measured: dict[int, int] = {}
 """What `_measure` has found, by the number of ranks: a program may make thousands of groups."""
 
 
-def _min_bytes(comm: MPI.Intracomm, shared: _Reduce, otherwise: _Reduce) -> int:
+def _min_bytes(comm: MPI.Intracomm, shared: _Reduce, otherwise: _Reduce, is_faster: bool) -> int:
     """Return from which size on shared memory is used, the same on every rank."""
     asked = settings_at_the_end().shared_min_bytes
     given = -1 if asked is None else asked
     of_ranks: list[tuple[int, int]] = comm.allgather((given, _measured.get(comm.size, -1)))
     given = max(each for each, _ in of_ranks)
-    if given >= 0:
-        return given
+    if given >= 0 or is_faster:
+        return max(given, 0)
     # Ranks have been in other groups before.
     known = [found for _, found in of_ranks]
     found = _measure(comm, shared, otherwise) if min(known) < 0 else max(known)

@@ -8,7 +8,6 @@ import ctypes
 import functools
 import mmap
 import os
-import secrets
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,7 +143,8 @@ class NodeMemory:
             )
             for start, length in ((_ROUND_SEQUENCE_BYTES, _ARENA_BYTES), (_BACKGROUND_START, 0))
         )
-        self._shares_cores = shares_cores
+        self.shares_cores = shares_cores
+        """Whether there are more ranks than cores."""
         self.background.wait_busily(False)
         self.wait_busily(True)
         start = rank * _BYTES_PER_RANK + _ARENA_START
@@ -180,7 +180,7 @@ class NodeMemory:
     def wait_busily(self, is_busy: bool) -> None:
         """Set how the calling thread waits: busily only where each rank has a core."""
         for sequence in (self.rounds, self.reductions):
-            sequence.wait_busily(is_busy and not self._shares_cores)
+            sequence.wait_busily(is_busy and not self.shares_cores)
 
     def view(self, address: int, num_bytes: int) -> np.ndarray:
         """Return a view of a part of the memory."""
@@ -198,7 +198,7 @@ class _MemoryFile:
 
     @classmethod
     def new(cls, num_bytes: int) -> _MemoryFile:
-        made = cls(os.memfd_create("mpistrat"), secrets.token_bytes(_TOKEN_BYTES))
+        made = cls(os.memfd_create("mpistrat"), os.urandom(_TOKEN_BYTES))
         os.truncate(made._handle, num_bytes)
         os.pwrite(made._handle, made.token, 0)
         return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import secrets
+import os
 import signal
 import threading
 import time
@@ -143,7 +143,7 @@ def _connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     choices = settings_at_the_end()
     monitor = _own_monitor() if choices.watch else None
     address = None if monitor is None else [*vars(monitor.address).values()]
-    key = secrets.token_hex(16) if channel.rank == 0 else ""
+    key = os.urandom(16).hex() if channel.rank == 0 else ""
     facts = channel.exchange([address, key, choices.checks, keeps_survivors()])
     if any(keeps for *_, keeps in facts):
         _ignore_notice()

@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +375,8 @@ def _is_suspended(pid: int) -> bool:
 
 def _at_once(do: Callable[[int], _Answer], ranks: Sequence[int]) -> Iterable[_Answer]:
     """Return the results of `do` for `ranks`, several of them at the same time."""
+    from concurrent.futures import ThreadPoolExecutor
+
     try:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(do, ranks))

@@ -14,11 +14,11 @@ from tests import ROOT
 NUM_STEPS = 4
 
 
-@pytest.fixture
-def by_hand(rank, size):
+@pytest.fixture(params=[False, True], ids=["each", "packed"])
+def by_hand(request, rank, size):
     from mpistrat.mpi.world import open_world
 
-    loop = HandwrittenLoop(open_world(None).comm, random_batch(rank, size))
+    loop = HandwrittenLoop(open_world(None).comm, random_batch(rank, size), request.param)
     for _ in range(NUM_STEPS):
         loop.step()
     return loop

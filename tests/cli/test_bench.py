@@ -113,6 +113,36 @@ def test_allreduce_says_what_moved_the_array(run_of):
     assert all(row["implementation"] for row in report["results"])
 
 
+def test_what_crosses_memory_is_counted(run_of):
+    _, _, report = run_of("allreduce")
+    for row in report["results"]:
+        # Two ranks: each brings its numbers, reads those of both, and writes the result.
+        if row["implementation"] == "Piggyback":
+            assert row["moved_bytes"] == 4 * row["num_bytes"]
+            assert row["memory_share"] > 0
+
+
+def test_best_tries_the_settings_of_the_library():
+    sizes = ["--sizes", "8", "65536"]
+    done = bench("allreduce", "--best", "--samples", "1", "--json", *sizes, ranks=None)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["num_ranks"] == 2
+    assert [row["num_bytes"] for row in report["results"]] == [8, 65536]
+    for row in report["results"]:
+        assert len(row["all"]) >= 8  # each setting, as it is and in place
+        assert {"default", "default, in place"} < row["all"].keys()
+        assert row["best_s"] == row["all"][row["best"]] == min(row["all"].values())
+        assert row["ratio"] == pytest.approx(row["best_s"] / row["ours_s"])
+    assert "left out" not in "".join(report["notes"])
+
+
+def test_best_starts_its_ranks_itself():
+    done = bench("allreduce", "--best")
+    assert (done.returncode != 0, done.stdout) == (True, "")
+    assert done.stderr.count("--best starts the ranks itself: run it without mpiexec") == 1
+
+
 def test_overlap_cannot_beat_the_longer_of_the_two(run_of):
     _, _, report = run_of("overlap")
     assert len(report["results"]) == 4
@@ -147,7 +177,7 @@ def test_step_without_torch_says_so(tmp_path):
     done = bench("step", "--samples", "1", "--json", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert [row["name"] for row in report["results"]] == ["ours", "hand", "run"]
+    assert [row["name"] for row in report["results"]] == ["ours", "hand", "packed", "run"]
     assert "not installed on every rank" in report["notes"][0]
 
 
@@ -198,6 +228,9 @@ def test_checkpoints_are_measured_and_leave_no_files(tmp_path):
 
 BAD_ARGUMENTS = {
     "--samples must be at least 1, not 0.": ["--samples", "0"],
+    "--ranks is for --best.": ["--ranks", "4"],
+    "--ranks must be at least 2, not 1.": ["--best", "--ranks", "1"],
+    "--best is for allreduce, not for step.": ["step", "--best"],
     "multiples of 4, not 6.": ["--sizes", "8", "6"],
     "gradients does not sweep over sizes": ["gradients", "--sizes", "8"],
     "gradients reads no examples": ["gradients", "--examples", "8"],

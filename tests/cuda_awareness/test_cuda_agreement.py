@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from mpistrat.arrays import Device, count_gpus
-from mpistrat.cuda_awareness import Answer, cuda_awareness, trial
+from mpistrat.cuda_awareness import Answer, trial
 from mpistrat.cuda_awareness.evidence import Evidence, Outcome, Trial, gather_claims
 from mpistrat.cuda_awareness.exchange import OPERATIONS, wrong_operations
+from mpistrat.cuda_awareness.trial import cuda_awareness
 from mpistrat.mpi.world import open_world
 
 GPU, HOST = Device("gpu", 0), Device("cpu")

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
 PROGRAM = """
 import json, sys
 from mpistrat.arrays import Device
-from mpistrat.cuda_awareness import cuda_awareness
+from mpistrat.cuda_awareness.trial import cuda_awareness
 from mpistrat.cuda_awareness.evidence import Evidence
 from mpistrat.cuda_awareness.trial import try_exchange
 from mpistrat.mpi.world import open_world
