@@ -11,24 +11,17 @@ import numpy as np
 
 from mpistrat import context
 from mpistrat.arrays import Array
-from mpistrat.collectives.autograd import (
-    all_gather_tensors,
-    all_reduce_tensors,
-    backward_calls,
-    has_tensors,
-)
+from mpistrat.collectives.all_reduce import all_reduce
+from mpistrat.collectives.autograd import all_gather_tensors, backward_calls, has_tensors
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.collectives.into import all_reduce_into, can_repeat_into
 from mpistrat.collectives.nested import (
     PendingReduction,
     all_gather_nest,
-    all_reduce_nest,
     start_all_reduce_nest,
 )
 from mpistrat.collectives.objects import barrier, broadcast_object, gather_objects
 from mpistrat.errors import ContextError, warn_deprecated
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
-from mpistrat.pytorch import is_loaded
 from mpistrat.system.callsite import call_site, failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, Number, T, localize, per_replica
@@ -238,8 +231,7 @@ class ReplicaContext:
     ) -> Any:
         """Reduce `value` over replicas; every replica gets the result.
 
-        **Collective**: every replica makes the call, with the same reduction, structure, shapes
-        and dtypes.
+        **Collective**, with the same reduction, structure, shapes and dtypes on every replica.
 
         Parameters
         ----------
@@ -250,9 +242,8 @@ class ReplicaContext:
             is collective too: every replica runs it, through the same calls in the same order.
         options : CommunicationOptions, optional
         out : nest of arrays, optional
-            Where the results go, of their shapes and dtypes. It may be `value` itself, which is
-            fastest for large arrays. Local: ranks may differ in it. Not for tensors and
-            `IndexedSlices`.
+            Where the results go: arrays of their shapes and dtypes, or `value` itself, which is
+            fastest for large arrays. Ranks may differ in it. Not for tensors and IndexedSlices.
 
         Returns
         -------
@@ -269,27 +260,7 @@ class ReplicaContext:
             If the replicas disagree.
         """
         self._check()
-        collectives = self._collectives
-        is_number = type(value) in (int, float) and out is None
-        is_one = options is None and (type(value) is np.ndarray or is_number)
-        if is_one and type(reduce_op) in (str, ReduceOp):
-            array = np.asarray(value)
-            known = collectives.repeated(reduce_op, array)
-            if known is not None and (out is None or can_repeat_into(array, out)):
-                results = known.all_reduce([array], None if out is None else [out])
-                if results is not None:
-                    return results[0][()] if is_number else results[0]
-        with collectives.call("all_reduce", options=options) as call:
-            op = ReduceOp.parse(reduce_op)
-            if out is not None:
-                return all_reduce_into(call, op, value, out)
-            if type(value) not in _NO_NESTS and is_loaded() and has_tensors(localize(value)):
-                backwards = backward_calls(call, collectives, options)
-                return all_reduce_tensors(call, backwards, op, localize(value))
-            result = all_reduce_nest(call, op, value)
-        if is_one:
-            collectives.repeat(call, reduce_op, np.asarray(value))
-        return result
+        return all_reduce(self._collectives, reduce_op, value, options, out)
 
     @overload
     def start_all_reduce(
@@ -423,10 +394,6 @@ class ReplicaContext:
             f"it is used in {here}. Ask mpistrat.get_replica_context() for the current one inside "
             f"strategy.run; inside a merge_fn {instead}."
         )
-
-
-_NO_NESTS = (np.ndarray, int, float)
-"""What is reduced most often, and surely holds no tensors."""
 
 
 def _unchanged(value: Any) -> Any:

@@ -29,12 +29,12 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 232,
-    "lines": 45_700,
+    "files": 236,
+    "lines": 46_600,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 1_010,
+    "exported names": 1_020,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,

@@ -115,16 +115,6 @@ class Channel:
         """Return whether this rank waits for data inside the transport, from any thread."""
         return bool(self.transport.occupancy)
 
-    def is_quiet(self) -> bool:
-        """Return whether the next collective can do without a look at anything unusual."""
-        return (
-            self.inside is None
-            and self.closed is None
-            and not self._departed
-            and self.on_collective is None
-            and self.on_received is None
-        )
-
     def enter(self, kind: str) -> bool:
         """Begin a collective, and return whether this rank is in no other one."""
         if not self.lock.acquire(False):

@@ -228,7 +228,7 @@ class PreparedReduction:
             array = arrays[0]
             return _Exchange(array, _target(array, out, channel.pool))
         joined = self._joined
-        if joined is not None and out is None and not lends:
+        if joined is not None and out is None:
             self._library.join(arrays, joined)
             return _Exchange(joined, joined, lambda: self._library.split(joined, arrays))
         packing = self._pack(channel, arrays, out, lends)

@@ -15,6 +15,7 @@ from time import monotonic_ns
 import numpy as np
 
 from mpistrat.agreement.call import Call
+from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Outcome, Status
 from mpistrat.arrays import Array
 from mpistrat.collectives.prepared import PreparedReduction
@@ -58,7 +59,7 @@ class RepeatedReduction:
             return None
         if not lock.acquire(False):
             return None
-        if not channel.is_quiet() or active() is not None or _logger.isEnabledFor(logging.DEBUG):
+        if not _is_as_usual(channel):
             lock.release()
             return None
         channel.inside = self._kind
@@ -91,3 +92,16 @@ class RepeatedReduction:
             call.resume(entry, is_moving=False)
             call.end_overlap(None)
         return results
+
+
+def _is_as_usual(channel: Channel) -> bool:
+    """Return whether a collective can do without a `Call`, which looks at all that may be."""
+    return (
+        channel.inside is None
+        and channel.closed is None
+        and not channel.departures.found
+        and channel.on_collective is None
+        and channel.on_received is None
+        and active() is None
+        and not _logger.isEnabledFor(logging.DEBUG)
+    )

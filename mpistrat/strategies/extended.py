@@ -40,8 +40,7 @@ from mpistrat.values import DistributedValues, PerReplica, localize, per_replica
 from mpistrat.variables import Variable, check_replicas_agree, container_of, variables_to_compare
 
 if TYPE_CHECKING:
-    from mpistrat.data.dataset import Dataset
-    from mpistrat.data.distributed_dataset import DistributedDataset
+    from mpistrat.data import Dataset, DistributedDataset
 
 __all__ = ["StrategyExtended"]
 
@@ -370,27 +369,25 @@ class StrategyExtended(ExtendedV1):
         self, dataset: Dataset, options: InputOptions | None
     ) -> DistributedDataset:
         """Split each global batch over replicas. **Collective**."""
-        context.require_cross_replica(self._container, "experimental_distribute_dataset")
         from mpistrat.data.distributed import distribute  # programs without data need none of it
 
+        context.require_cross_replica(self._container, "experimental_distribute_dataset")
         return self._owned(distribute(dataset, options, self._collectives, self.device))
 
     def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> DistributedDataset:
         """Make one distributed data set of each rank's own. **Collective**."""
-        context.require_cross_replica(self._container, "distribute_datasets_from_function")
         from mpistrat.data.distributed import distribute_from_function
 
-        return self._owned(
-            distribute_from_function(dataset_fn, options, self._collectives, self.device)
-        )
+        context.require_cross_replica(self._container, "distribute_datasets_from_function")
+        made = distribute_from_function(dataset_fn, options, self._collectives, self.device)
+        return self._owned(made)
 
     def _owned(self, dataset: DistributedDataset) -> DistributedDataset:
         dataset.strategy = self._container
-        dataset._check_context = functools.partial(
-            context.require_cross_replica, self._container, "next(iterator)"
-        )
+        check, owner = context.require_cross_replica, self._container
+        dataset._check_context = functools.partial(check, owner, "next(iterator)")
         return dataset
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
@@ -400,5 +397,4 @@ class StrategyExtended(ExtendedV1):
 
 
 def _as_per_replica(leaf: Any) -> Any:
-    stays = leaf is None or isinstance(leaf, DistributedValues | Variable)
-    return leaf if stays else PerReplica(leaf)
+    return leaf if isinstance(leaf, DistributedValues | Variable | None) else PerReplica(leaf)

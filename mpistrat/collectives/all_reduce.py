@@ -1,4 +1,4 @@
-"""Reductions whose results go to memory of the caller: ``all_reduce(..., out=)``."""
+"""All-reduce as replicas call it: the short way of repeated calls, tensors, and ``out=``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,54 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arrays import Array, address_of, is_array, namespace_of
-from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.collectives.nested import leaf_arrays
+from mpistrat.collectives.autograd import all_reduce_tensors, backward_calls, has_tensors
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.nested import all_reduce_nest, leaf_arrays
 from mpistrat.comm.wire import result_dtype
-from mpistrat.options import ReduceOp
-from mpistrat.pytorch import is_tensor
+from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
+from mpistrat.pytorch import is_loaded, is_tensor
 from mpistrat.values import IndexedSlices, localize
 
-__all__ = ["all_reduce_into", "can_repeat_into"]
+__all__ = ["all_reduce"]
+
+_NO_NESTS = (np.ndarray, int, float)
+"""What is reduced most often, and surely holds no tensors."""
 
 
-def all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) -> Any:
+def all_reduce(
+    collectives: Collectives,
+    reduce_op: ReduceOpLike,
+    value: Any,
+    options: CommunicationOptions | None,
+    out: Any,
+) -> Any:
+    """Do `ReplicaContext.all_reduce`. **Collective**."""
+    is_number = type(value) in (int, float) and out is None
+    is_one = options is None and (is_number or type(value) is np.ndarray)
+    if is_one and type(reduce_op) in (str, ReduceOp):
+        array = np.asarray(value)
+        known = collectives.repeated(reduce_op, array)
+        if known is not None and (out is None or _can_repeat_into(array, out)):
+            results = known.all_reduce([array], None if out is None else [out])
+            if results is not None:
+                return results[0][()] if is_number else results[0]
+    with collectives.call("all_reduce", options=options) as call:
+        op = ReduceOp.parse(reduce_op)
+        if type(value) not in _NO_NESTS and is_loaded() and has_tensors(localize(value)):
+            if out is not None:
+                raise TypeError(f"{call.kind}: out is not for tensors. Leave out= away.")
+            backwards = backward_calls(call, collectives, options)
+            return all_reduce_tensors(call, backwards, op, localize(value))
+        if out is None:
+            result = all_reduce_nest(call, op, value)
+        else:
+            result = _all_reduce_into(call, op, value, out)
+    if is_one:
+        collectives.repeat(call, reduce_op, np.asarray(value))
+    return result
+
+
+def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) -> Any:
     """Reduce each leaf of `nest` over replicas into the same leaf of `out`. **Collective**."""
     # The ranks need not agree on `out`: what travels is the same without it.
     leaves, structure = nests.flatten(localize(nest))
@@ -30,11 +67,8 @@ def all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) -> 
             f"{nests.signature(structure)}, but it has {nests.signature(structure_of_out)}."
         )
     for leaf in leaves:
-        if isinstance(leaf, IndexedSlices) or is_tensor(leaf):
-            raise TypeError(
-                f"{call.kind}: out takes the results of arrays and numbers, but the value holds "
-                f"{type(leaf).__name__}. Leave out= away."
-            )
+        if isinstance(leaf, IndexedSlices):
+            raise TypeError(f"{call.kind}: out is not for IndexedSlices. Leave out= away.")
     arrays = leaf_arrays(call, leaves, structure)
     for number, (array, target) in enumerate(zip(arrays, targets, strict=True)):
         path = nests.paths_of(structure)[number]
@@ -68,7 +102,7 @@ def _can_reduce_into(arrays: Sequence[Array], targets: Sequence[Any]) -> bool:
     return all(map(_is_plain, targets)) and _are_apart(arrays, targets)
 
 
-def can_repeat_into(array: np.ndarray, target: object) -> bool:
+def _can_repeat_into(array: np.ndarray, target: object) -> bool:
     """Return whether a plain `array` may be reduced to `target`, whose fit is not known yet."""
     if target is array:
         return bool(array.flags.writeable)
