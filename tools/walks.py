@@ -5,6 +5,7 @@ Run under mpiexec; rank 0 prints one JSON object. `tools/house.py` starts it and
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -37,11 +38,13 @@ class Walk:
 
     def __enter__(self) -> Walk:
         self._before = self._channel.ledger.sequence
+        gc.disable()  # a collection calls the package too, at any time
         sys.setprofile(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        gc.enable()
         self.num_rounds = self._channel.ledger.sequence - self._before
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:

@@ -198,7 +198,9 @@ class _Packing:
     def _target(self, position: int, array: np.ndarray, pack: Pack) -> np.ndarray:
         """Return where a large array is reduced to: `out`, where numbers come as they are there."""
         if self._out is not None and pack.is_uncast and not pack.is_reordered:
-            return self._out[position]
+            target = self._out[position]
+            if _is_plain(target, pack.wire):
+                return target
         return self._pool.take(array.shape, pack.wire)
 
     def _fill(self, joined: np.ndarray, pack: Pack) -> None:

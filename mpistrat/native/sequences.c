@@ -379,7 +379,7 @@ static int64_t slice_start(int64_t num_bytes, int64_t owners, int64_t number)
    take them. */
 static char *room_at(const struct place *to, char *room, int64_t num_bytes)
 {
-    int fits = to->piece->num_bytes - to->offset > num_bytes;
+    int fits = to->piece->num_bytes - to->offset >= num_bytes;
     return fits && !writes_past(to) ? to->piece->target + to->offset : room;
 }
 
