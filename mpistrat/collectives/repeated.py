@@ -44,14 +44,11 @@ class RepeatedReduction:
         self.reduction = reduction
 
     def all_reduce(
-        self,
-        arrays: Sequence[Array],
-        out: Sequence[np.ndarray] | None = None,
-        lends: bool = False,
+        self, arrays: Sequence[Array], out: Sequence[np.ndarray] | None = None
     ) -> list[Array] | None:
         """Return each array reduced over ranks, ``None`` where a call must do it. **Collective**.
 
-        The arguments are those of `PreparedReduction.begin`.
+        The arguments are those of `PreparedReduction.all_reduce`.
         """
         channel, reduction = self._channel, self.reduction
         lock = channel.lock
@@ -65,7 +62,7 @@ class RepeatedReduction:
         channel.inside = self._kind
         entry, is_agreed = None, False
         try:
-            begun = reduction.begin(channel, arrays, out, lends)
+            begun = reduction.begin(channel, arrays, out)
             if channel.checks:
                 place, signature = users_place(sys._getframe(2)), reduction.signature
                 entry = channel.flight.begin(channel.ledger, signature, "", place)
