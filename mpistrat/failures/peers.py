@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor  # it cannot be imported at the end
 from pathlib import Path
 from typing import Any
 
@@ -375,8 +376,6 @@ def _is_suspended(pid: int) -> bool:
 
 def _at_once(do: Callable[[int], _Answer], ranks: Sequence[int]) -> Iterable[_Answer]:
     """Return the results of `do` for `ranks`, several of them at the same time."""
-    from concurrent.futures import ThreadPoolExecutor
-
     try:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(do, ranks))
