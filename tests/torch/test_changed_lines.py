@@ -48,15 +48,19 @@ def test_the_versions_train_alike(tmp_path):
     over_mpi = launch.run([PROGRAMS / "ddp_mpi.py"], 2, 120, cwd=tmp_path)
     assert over_mpi.returncode == 0, over_mpi.stderr
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
-    over_gloo = subprocess.run(
-        [sys.executable, *torchrun, PROGRAMS / "ddp_gloo.py"],
-        cwd=tmp_path,
-        env=launch.environment(),
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=150,
-    )
+    for _ in range(3):
+        over_gloo = subprocess.run(
+            [sys.executable, *torchrun, PROGRAMS / "ddp_gloo.py"],
+            cwd=tmp_path,
+            env=launch.environment(),
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=150,
+        )
+        # gloo's threads abort the process now and then while it ends, all work done.
+        if "terminate called without an active exception" not in over_gloo.stderr:
+            break
     assert over_gloo.returncode == 0, over_gloo.stderr
     assert over_mpi.stdout == over_gloo.stdout
     assert over_mpi.stdout.count("epoch") == 3
