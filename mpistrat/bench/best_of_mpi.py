@@ -1,6 +1,6 @@
 """Benchmark of `all_reduce` and of the best that the MPI library can do under any settings.
 
-Settings are read when MPI starts, so each has jobs of its own, which take turns.
+MPI reads its settings when it starts, so each setting is timed in separate jobs, in turn.
 """
 
 from __future__ import annotations

@@ -72,7 +72,9 @@ def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) ->
     arrays = leaf_arrays(call, leaves, structure)
     for number, (array, target) in enumerate(zip(arrays, targets, strict=True)):
         path = nests.paths_of(structure)[number]
-        _check(call.kind, f"out{f' at {path!r}' if path else ''}", op, array, target)
+        what = f"out{f' at {path!r}' if path else ''}"
+        rank = f"on rank {call.channel.rank} of {call.channel.size}"
+        _check(call.kind, what, rank, op, array, target)
     direct = targets if _can_reduce_into(arrays, targets) else None
     results = call.all_reduce(op, arrays, nests.signature(structure), out=direct)
     for result, target in zip(results, targets, strict=True):
@@ -81,20 +83,21 @@ def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) ->
     return out
 
 
-def _check(kind: str, what: str, op: ReduceOp, array: Array, target: Any) -> None:
+def _check(kind: str, what: str, rank: str, op: ReduceOp, array: Array, target: Any) -> None:
     """Refuse a `target` that the reduction of `array` does not fit."""
     if not is_array(target) or is_tensor(target):
         raise TypeError(
-            f"{kind}: {what} must be an array, not {target!r} of type {type(target).__name__}."
+            f"{kind}: {what} must be an array, but is {target!r} of type "
+            f"{type(target).__name__} {rank}."
         )
     dtype = result_dtype(op, np.dtype(array.dtype))
     if tuple(target.shape) != tuple(array.shape) or target.dtype.newbyteorder("=") != dtype:
         raise ValueError(
             f"{kind}: {what} must have shape {tuple(array.shape)} and dtype {dtype}, not "
-            f"{tuple(target.shape)} and {target.dtype}."
+            f"{tuple(target.shape)} and {target.dtype} as {rank}."
         )
     if isinstance(target, np.ndarray) and not target.flags.writeable:
-        raise ValueError(f"{kind}: {what} is read-only.")
+        raise ValueError(f"{kind}: {what} is read-only {rank}. Give an array that can be written.")
 
 
 def _can_reduce_into(arrays: Sequence[Array], targets: Sequence[Any]) -> bool:
