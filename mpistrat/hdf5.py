@@ -35,8 +35,8 @@ __all__ = [
     "is_stored_as",
     "max_open_files",
     "offset_of_block",
-    "offsets_of_chunks",
     "open_for_reading",
+    "places_of_chunks",
     "plugin_libraries",
     "remove_leftovers",
     "stored_type",
@@ -143,14 +143,21 @@ def offset_of_block(dataset: Any, num_bytes: int) -> int | None:
     return int(offset) if dataset.get_storage_size() == num_bytes else None
 
 
-def offsets_of_chunks(dataset: Any) -> list[int] | None:
-    """Return where the chunks along the first axis lie, ``None`` if some are nowhere."""
+def places_of_chunks(dataset: Any) -> list[tuple[int, int, int]] | None:
+    """Return where the chunks along the first axis lie, ``None`` if some are nowhere.
+
+    Of each its offset in the file, its size there and its filter mask.
+    """
     if dataset.file.userblock_size or not has_offsets(dataset.id):
         return None  # HDF5 versions differ in what they count from
     if not hasattr(dataset.id, "chunk_iter"):  # before HDF5 1.10.10 and 1.12.3
         return None
-    found: dict[int, int] = {}
-    dataset.id.chunk_iter(lambda c: found.__setitem__(c.chunk_offset[0], c.byte_offset))
+    found: dict[int, tuple[int, int, int]] = {}
+
+    def note(chunk: Any) -> None:
+        found[chunk.chunk_offset[0]] = chunk.byte_offset, chunk.size, chunk.filter_mask
+
+    dataset.id.chunk_iter(note)
     rows = range(0, len(dataset), dataset.chunks[0])
     return [found[row] for row in rows] if found.keys() >= set(rows) else None
 

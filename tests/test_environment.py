@@ -21,6 +21,7 @@ CONDA_NAMES = {
     "build": "python-build",
     "cupy-cuda13x": "cupy",
     "isal": "python-isal",
+    "lmdb": "python-lmdb",
     "matplotlib": "matplotlib-base",
     "xxhash": "python-xxhash",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -22,20 +21,37 @@ from mpistrat.bench.benchmark import (
     Row,
     Table,
 )
+from mpistrat.bench.data_peers import (
+    BATCH_SIZE,
+    NUM_FANCY,
+    NUM_LOADED,
+    loader_reads,
+    read_by_index,
+    read_in_order,
+    read_mapped,
+    record_reads,
+)
 from mpistrat.bench.measure import Timings, take_turns
 from mpistrat.data import Dataset
-from mpistrat.hdf5 import h5py
-from mpistrat.pytorch import import_torch
+from mpistrat.hdf5 import h5py, plugin_libraries
 from mpistrat.strategies import MPIStrategy, Strategy
 
 __all__ = ["BENCHMARK"]
 
 _RELATIVE = "rate, relative to a scan of the same file"
-_BATCH_SIZE = 256
-FILES = ("gzip", "chunks", "contiguous")
+COMPRESSED: Mapping[str, Mapping[str, Any]] = {
+    "gzip": {"compression": "gzip"},
+    "lz4": {"compression": 32004},
+}
+FILES = (*COMPRESSED, "chunks", "contiguous")
 _SIDE, _CHUNK = 32, 64
 _NUM_DISTINCT = 320 * _CHUNK
 """Further images repeat the first ones, because generating them takes longer than reading."""
+
+
+def known_files() -> tuple[str, ...]:
+    """Return those of `FILES` that can be written here: lz4 takes hdf5plugin."""
+    return tuple(name for name in FILES if name != "lz4" or "lz4" in plugin_libraries())
 
 
 def write_files(folder: Path, num_examples: int) -> None:
@@ -44,18 +60,16 @@ def write_files(folder: Path, num_examples: int) -> None:
     images = _waves(rng, min(num_examples, _NUM_DISTINCT))
     label = rng.integers(0, 10, num_examples)
     shape = (num_examples, *images.shape[1:])
-    for name in FILES:
+    for name in known_files():
         with h5py().File(folder / f"{name}.h5", "w") as file:
-            options: dict[str, Any] = {}
+            options = dict(COMPRESSED.get(name, {}))
             if name != "contiguous":
                 options["chunks"] = (_CHUNK, *shape[1:])
-            if name == "gzip":
-                options["compression"] = "gzip"
             dataset = file.create_dataset("image", shape, np.uint8, **options)
             dataset[: len(images)] = images
             for first in range(len(images), num_examples, _CHUNK):
                 count = min(_CHUNK, num_examples - first)
-                if name == "gzip":
+                if name in COMPRESSED:
                     source = (first % _NUM_DISTINCT, 0, 0, 0)
                     mask, content = dataset.id.read_direct_chunk(source)
                     dataset.id.write_direct_chunk((first, 0, 0, 0), content, mask)
@@ -83,82 +97,6 @@ def _waves(rng: np.random.Generator, count: int) -> np.ndarray:
     return images
 
 
-_NUM_FANCY = 2 * _BATCH_SIZE
-"""Examples that `_read_by_index` reads: all of them would take 15 seconds."""
-
-_NUM_LOADED = 8 * _BATCH_SIZE
-_NUM_WORKERS = 2
-
-
-def _read_in_order(path: Path) -> None:
-    """Read all batches in the order of the file, by plain slices of h5py."""
-    with h5py().File(path, "r") as file:
-        image, label = file["image"], file["label"]
-        for first in range(0, len(image), _BATCH_SIZE):
-            # Kept until the next batch is read, as in any program that uses it.
-            _batch = image[first : first + _BATCH_SIZE], label[first : first + _BATCH_SIZE]
-
-
-def _read_by_index(path: Path) -> None:
-    """Read random batches by index arrays, sorted as h5py requires."""
-    with h5py().File(path, "r") as file:
-        image, label = file["image"], file["label"]
-        order = np.random.default_rng(0).permutation(len(image))[:_NUM_FANCY]
-        for first in range(0, _NUM_FANCY, _BATCH_SIZE):
-            rows = np.sort(order[first : first + _BATCH_SIZE])
-            image[rows]
-            label[rows]
-
-
-def _read_mapped(folder: Path) -> None:
-    """Read random batches of mapped arrays by index arrays."""
-    image = np.load(folder / "image.npy", mmap_mode="r")
-    label = np.load(folder / "label.npy")
-    order = np.random.default_rng(0).permutation(len(image))
-    for first in range(0, len(image), _BATCH_SIZE):
-        rows = np.sort(order[first : first + _BATCH_SIZE])
-        _batch = image[rows], label[rows]
-
-
-class _Examples:
-    """A map-style data set, as in PyTorch programs: one open file per worker."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._files: dict[int, Any] = {}
-
-    def __len__(self) -> int:
-        return _NUM_LOADED
-
-    def __getitem__(self, number: int) -> tuple[Any, Any]:
-        file = self._files.get(os.getpid())
-        if file is None:
-            file = self._files[os.getpid()] = h5py().File(self._path, "r")
-        image, label = file["image"], file["label"]
-        row = number * len(image) // _NUM_LOADED
-        return image[row], label[row]
-
-
-def loader_reads(path: Path) -> Callable[[], None] | None:
-    """Return a function that reads a shuffled DataLoader, ``None`` without PyTorch."""
-    torch = import_torch()
-    if torch is None:
-        return None
-    loader = torch.utils.data.DataLoader(
-        _Examples(path),
-        batch_size=_BATCH_SIZE,
-        shuffle=True,
-        num_workers=_NUM_WORKERS,
-        persistent_workers=True,
-    )
-
-    def read() -> None:
-        for _ in loader:
-            pass
-
-    return read
-
-
 _SCANS = {name: f"h5py, scan, {name}" for name in FILES}
 _MAPPED = "NumPy, mapped .npy, sorted indices, contiguous"
 _LOADER = "torch DataLoader, shuffled, 2 workers, gzip"
@@ -176,8 +114,16 @@ def measure(choices: Choices) -> Findings:
         with collectives.all_or_none("bench data"):
             if collectives.rank == 0:
                 write_files(folder, choices.num_examples)
-        paths = {name: folder / f"{name}.h5" for name in FILES}
+        paths = {name: folder / f"{name}.h5" for name in known_files()}
+        records: dict[str, Callable[[], object]] = {}
+        with collectives.all_or_none("bench data"):
+            if collectives.rank == 0:
+                records.update(record_reads(folder))
+        for name in collectives.broadcast_json(list(records)):
+            records.setdefault(name, bool)
         calls, lengths = _candidates(strategy, paths, collectives.rank, choices.num_examples)
+        calls |= records
+        lengths |= dict.fromkeys(records, choices.num_examples)
         timings = take_turns(calls, collectives, choices.num_samples)
         waiting = _share_of_waiting(strategy, paths["gzip"])
         shares = collectives.gather_json(waiting)
@@ -186,7 +132,7 @@ def measure(choices: Choices) -> Findings:
         }
         first = take_turns(firsts, collectives, choices.num_samples)
     rows = [_row(name, lengths[name], choices.num_examples, timings) for name in calls]
-    notes = [] if _LOADER in calls else ["PyTorch is not installed, so it is left out."]
+    notes = [f"{each} is not installed, so it is left out." for each in _missing(calls)]
     starts: list[Row] = [{"what": name, **first.time("first_s", name)} for name in firsts]
     steps: list[Row] = [{"num_steps": _NUM_STEPS, "waiting": max(shares)}]
     return Findings({RESULTS: rows, _STARTS: starts, _STEPS: steps}, tuple(notes))
@@ -207,17 +153,21 @@ def _candidates(
         return call if rank == 0 else bool
 
     for name, path in paths.items():
-        add(_SCANS[name], alone(partial(_read_in_order, path)))
+        add(_SCANS[name], alone(partial(read_in_order, path)))
         add(f"mpistrat, shuffled, {name}", _pass(strategy, path, is_shuffled=True))
         add(f"mpistrat, in order, {name}", _pass(strategy, path, is_shuffled=False))
-    add(_MAPPED, alone(partial(_read_mapped, paths["gzip"].parent)))
-    add(
-        "h5py, sorted index arrays, gzip", alone(partial(_read_by_index, paths["gzip"])), _NUM_FANCY
-    )
+    add(_MAPPED, alone(partial(read_mapped, paths["gzip"].parent)))
+    add("h5py, sorted index arrays, gzip", alone(partial(read_by_index, paths["gzip"])), NUM_FANCY)
     loader = loader_reads(paths["gzip"])
     if loader is not None:
-        add(_LOADER, alone(loader), _NUM_LOADED)
+        add(_LOADER, alone(loader), NUM_LOADED)
     return calls, lengths
+
+
+def _missing(calls: Mapping[str, object]) -> list[str]:
+    """Return the packages whose candidates are not among `calls`."""
+    packages = {"PyTorch": "torch", "hdf5plugin": "lz4", "lmdb": "LMDB", "array_record": "Array"}
+    return [package for package, part in packages.items() if not any(part in c for c in calls)]
 
 
 def _pass(strategy: Strategy, path: Path, *, is_shuffled: bool) -> Callable[[], object]:
@@ -243,7 +193,7 @@ def _first(strategy: Strategy, path: Path) -> Callable[[], object]:
 
 def _dataset(path: Path, is_shuffled: bool) -> Dataset:
     dataset = Dataset.from_hdf5(path, ("image", "label"))
-    return (dataset.shuffle(0) if is_shuffled else dataset).batch(_BATCH_SIZE)
+    return (dataset.shuffle(0) if is_shuffled else dataset).batch(BATCH_SIZE)
 
 
 def _share_of_waiting(strategy: Strategy, path: Path) -> float:

@@ -177,12 +177,16 @@ class Partitions:
         ]
 
 
+_PERIOD = 2**128
+"""Of PCG64: to go back is to go the rest of the way round."""
+
+
 class _RandomStream:
     """The random numbers of a pass; each partition draws its own range of them."""
 
     def __init__(self, seed: int, key: PassKey) -> None:
         self._bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key))
-        self._beginning = self._bits.state
+        self._position = 0
 
     def after(self, count: int) -> Callable[[int, int], np.ndarray]:
         """Return `permutation` without the first `count` numbers."""
@@ -190,9 +194,10 @@ class _RandomStream:
 
     def permutation(self, first: int, length: int) -> np.ndarray:
         """Return an order of `length` items, drawn with as many numbers from `first` on."""
-        self._bits.state = self._beginning
+        self._bits.advance((first - self._position) % _PERIOD)
+        self._position = first + length
         # Raw bits are the one stream that NumPy promises not to change between versions.
-        bits = self._bits.advance(first).random_raw(length)
+        bits = self._bits.random_raw(length)
         return np.argsort(bits, kind="stable")
 
 

@@ -22,6 +22,7 @@ static PyMethodDef functions[] = {
     FAST("split", mpistrat_split),
     FAST("array_at", mpistrat_array_at),
     FAST("copy_rows", mpistrat_copy_rows),
+    FAST("decode_chunks", mpistrat_decode_chunks),
     FAST("ask_for", mpistrat_ask_for),
     FAST("map_file", mpistrat_map_file),
     {"describe", mpistrat_describe, METH_O, NULL},

@@ -31,6 +31,6 @@ PyObject *mpistrat_address(PyObject *module, PyObject *array);
 PyObject *mpistrat_addresses(PyObject *module, PyObject *arrays);
 
 /* rows.c */
-fast_function mpistrat_copy_rows, mpistrat_ask_for, mpistrat_map_file;
+fast_function mpistrat_copy_rows, mpistrat_decode_chunks, mpistrat_ask_for, mpistrat_map_file;
 
 #endif

@@ -1,4 +1,5 @@
-/* Rows of a mapped file, copied to where a batch has them, without Python's lock.
+/* Rows of a mapped file, copied to where a batch has them, and its chunks, decoded to where a
+   window has them, without Python's lock.
 
    A mapped file that becomes shorter, or a disk that fails, raises SIGBUS where a row is touched.
    That ends the copy, and not the job. */
@@ -6,6 +7,7 @@
 #include "native.h"
 
 #include <fcntl.h>
+#include <limits.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -44,6 +46,20 @@ static int is_int64(PyObject *object)
            && PyArray_ISCARRAY_RO((PyArrayObject *)object);
 }
 
+/* What a processor loads ahead while it copies; more would push out what it still needs. */
+enum { LINE = 64, AHEAD = 4096 };
+
+/* Copy a row while the next one, which lies anywhere, is on its way from memory. */
+static void copy_row(char *to, const char *from, npy_intp num_bytes, const char *next)
+{
+    npy_intp done = 0;
+    for (; done + LINE <= num_bytes && done < AHEAD; done += LINE) {
+        __builtin_prefetch(next + done);
+        memcpy(to + done, from + done, LINE);
+    }
+    memcpy(to + done, from + done, num_bytes - done);
+}
+
 static int copy_all(char *to, const char *from, const npy_int64 *offsets, const npy_int64 *places,
                     npy_intp count, npy_intp row_bytes)
 {
@@ -54,7 +70,8 @@ static int copy_all(char *to, const char *from, const npy_int64 *offsets, const 
     }
     way_out = &here;
     for (npy_intp i = 0; i < count; i++)
-        memcpy(to + (places == NULL ? i : places[i]) * row_bytes, from + offsets[i], row_bytes);
+        copy_row(to + (places == NULL ? i : places[i]) * row_bytes, from + offsets[i], row_bytes,
+                 from + offsets[i + 1 < count ? i + 1 : i]);
     way_out = NULL;
     return 0;
 }
@@ -98,6 +115,130 @@ PyObject *mpistrat_copy_rows(PyObject *module, PyObject *const *args, Py_ssize_t
     outcome = copy_all(to, from, offsets, places, count, row_bytes);
     Py_END_ALLOW_THREADS
     return PyBool_FromLong(outcome == 0);
+}
+
+typedef int lz4_function(const char *from, char *to, int size, int room);
+typedef size_t zstd_function(void *to, size_t room, const void *from, size_t size);
+
+static npy_uint64 big_endian(const unsigned char *bytes, int count)
+{
+    npy_uint64 number = 0;
+    while (count-- > 0)
+        number = number << 8 | *bytes++;
+    return number;
+}
+
+/* A chunk of HDF5's filter for LZ4: its size (8 bytes) and that of a block (4), then the blocks,
+   each behind its own size (4). A block that LZ4 could not shorten is stored as it is. */
+static int decode_lz4(lz4_function *decompress, char *to, npy_uint64 room, const char *from,
+                      npy_uint64 size)
+{
+    const unsigned char *header = (const unsigned char *)from;
+    if (size < 12 || big_endian(header, 8) != room)
+        return -1;
+    npy_uint64 block = big_endian(header + 8, 4), position = 12;
+    for (npy_uint64 filled = 0; filled < room; filled += block) {
+        npy_uint64 length = block < room - filled ? block : room - filled;
+        if (length == 0 || length > INT_MAX || position + 4 > size)
+            return -1;
+        npy_uint64 stored = big_endian(header + position, 4);
+        position += 4;
+        if (stored > INT_MAX || stored > size - position)
+            return -1;
+        if (stored == length)
+            memcpy(to + filled, from + position, length);
+        else if (decompress(from + position, to + filled, stored, length) != (int)length)
+            return -1;
+        position += stored;
+    }
+    return 0;
+}
+
+struct chunk {
+    npy_int64 offset, size, filter_mask;
+};
+
+/* Returns how many were decoded before the first that cannot be. */
+static npy_intp decode_all(char is_lz4, void *function, const char *from, const struct chunk *chunks,
+                           char **targets, npy_intp num_bytes, npy_intp count)
+{
+    volatile npy_intp done = 0;
+    sigjmp_buf here;
+    if (sigsetjmp(here, 0)) {
+        way_out = NULL;
+        return done;
+    }
+    way_out = &here;
+    for (; done < count; done++) {
+        const struct chunk *chunk = &chunks[done];
+        const char *stored = from + chunk->offset;
+        char *to = targets[done];
+        if (chunk->filter_mask & 1) { /* the filter was left out */
+            if (chunk->size != num_bytes)
+                break;
+            memcpy(to, stored, num_bytes);
+        } else if (is_lz4) {
+            if (decode_lz4((lz4_function *)function, to, num_bytes, stored, chunk->size) != 0)
+                break;
+        } else {
+            zstd_function *decompress = (zstd_function *)function;
+            if (decompress(to, num_bytes, stored, chunk->size) != (size_t)num_bytes)
+                break;
+        }
+    }
+    way_out = NULL;
+    return done;
+}
+
+/* decode_chunks(codec, function, mapped, chunks, targets): fill each array of the list `targets`
+   with a chunk of `mapped`, whose offset, size and filter mask `chunks` has as int64. `codec` is
+   "lz4" or "zstd", and `function` the address of what decodes it. Returns how many were filled
+   before the first that is damaged, or that is beyond the end of a file made shorter. */
+PyObject *mpistrat_decode_chunks(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    if (num_args != 5 || !PyUnicode_Check(args[0]) || !PyArray_CheckExact(args[2])
+        || !PyArray_ISCARRAY_RO((PyArrayObject *)args[2]) || !PyArray_CheckExact(args[3])
+        || PyArray_TYPE((PyArrayObject *)args[3]) != NPY_INT64
+        || !PyArray_ISCARRAY_RO((PyArrayObject *)args[3]) || !PyList_Check(args[4])
+        || PyArray_SIZE((PyArrayObject *)args[3]) != 3 * PyList_Size(args[4]))
+        return PyErr_Format(PyExc_TypeError,
+                            "decode_chunks takes a codec, bytes, three int64 for each target");
+    npy_intp count = PyList_Size(args[4]), num_bytes = 0, num_inside = 0;
+    npy_int64 end = PyArray_NBYTES((PyArrayObject *)args[2]);
+    const struct chunk *chunks = PyArray_DATA((PyArrayObject *)args[3]);
+    void *function = PyLong_AsVoidPtr(args[1]);
+    if (function == NULL || count == 0)
+        return PyErr_Occurred() ? NULL : PyLong_FromLong(0);
+    char **targets = malloc(count * sizeof *targets);
+    if (targets == NULL)
+        return PyErr_NoMemory();
+    for (npy_intp i = 0; i < count; i++) {
+        PyArrayObject *target = (PyArrayObject *)PyList_GetItem(args[4], i);
+        if (!PyArray_CheckExact((PyObject *)target) || !PyArray_ISCARRAY(target)
+            || (i > 0 && PyArray_NBYTES(target) != num_bytes)) {
+            free(targets);
+            return PyErr_Format(PyExc_TypeError, "decode_chunks: targets are arrays of one size");
+        }
+        targets[i] = PyArray_BYTES(target);
+        num_bytes = PyArray_NBYTES(target);
+    }
+    while (num_inside < count && chunks[num_inside].offset >= 0 && chunks[num_inside].size >= 0
+           && chunks[num_inside].offset <= end
+           && chunks[num_inside].size <= end - chunks[num_inside].offset)
+        num_inside++;
+    char is_lz4 = PyUnicode_CompareWithASCIIString(args[0], "lz4") == 0;
+    if (guard() != 0) {
+        free(targets);
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    npy_intp done;
+    Py_BEGIN_ALLOW_THREADS
+    done = decode_all(is_lz4, function, PyArray_BYTES((PyArrayObject *)args[2]), chunks, targets,
+                      num_bytes, num_inside);
+    Py_END_ALLOW_THREADS
+    free(targets);
+    return PyLong_FromSsize_t(done);
 }
 
 /* ask_for(descriptor, offsets, num_bytes): have the system begin to read so many bytes of a file

@@ -17,6 +17,7 @@ import numpy as np
 
 from mpistrat import hdf5, nests
 from mpistrat.data.hdf5.filters import install_filter, missing_filters
+from mpistrat.data.hdf5.storage import CompressedChunks, Storage, find_chunks, find_contiguous
 from mpistrat.data.spec import ArraySpec
 from mpistrat.errors import DataError
 
@@ -90,44 +91,10 @@ class _FieldLayout:
     """How many rows are read together."""
     is_chunked: bool
     """Whether HDF5 must decode a whole chunk to give one row of it."""
-    storage: _Storage | None
+    storage: Storage | None
     """Where the rows lie, if nothing has to be decoded."""
-
-
-@dataclass(frozen=True)
-class _Storage:
-    """Where the rows of a data set lie in its file, as they are in memory."""
-
-    starts: np.ndarray
-    """The offset of each chunk, of shape (chunks,); of data without chunks there is one."""
-    rows_per_chunk: int
-    dtype: np.dtype
-    """As stored, foreign byte order too."""
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether all rows lie one behind the other."""
-        return len(self.starts) == 1
-
-    def offsets(self, rows: np.ndarray, row_bytes: int) -> np.ndarray:
-        """Return where each of `rows` begins in the file."""
-        if self.is_contiguous:
-            found: np.ndarray = self.starts[0] + rows * row_bytes
-        else:
-            chunks, within = np.divmod(rows, self.rows_per_chunk)
-            found = self.starts[chunks] + within * row_bytes
-        return found
-
-    def read(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
-        """Fill `rows`, which begin with row `start`; False where only HDF5 can, or says why not."""
-        if not self.is_contiguous:
-            return False
-        offset = int(self.starts[0]) + start * (rows.nbytes // len(rows))
-        if os.preadv(descriptor, [rows.data], offset) != rows.nbytes:
-            return False
-        if not self.dtype.isnative:
-            rows.byteswap(inplace=True)
-        return True
+    compressed: CompressedChunks | None
+    """Where the chunks lie, if compiled code can decode them."""
 
 
 def _resolve_paths(patterns: Sequence[str]) -> list[str]:
@@ -237,12 +204,13 @@ def _read_layout(dataset: Any, path: str, name: str) -> _FieldLayout:
         )
     spec = ArraySpec(dataset.shape[1:], dataset.dtype.newbyteorder("="))
     if dataset.chunks:
-        return _FieldLayout(spec, dataset.chunks[0], True, _chunked_storage(dataset, path))
+        storage, compressed = find_chunks(dataset, path)
+        return _FieldLayout(spec, dataset.chunks[0], True, storage, compressed)
     row_bytes = max(_bytes_per_row(spec), 1)
     share = len(dataset) * row_bytes // _BLOCKS_PER_FILE
     block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
-    storage = _contiguous_storage(dataset, path)
-    return _FieldLayout(spec, max(block_bytes // row_bytes, 1), False, storage)
+    storage = find_contiguous(dataset, path)
+    return _FieldLayout(spec, max(block_bytes // row_bytes, 1), False, storage, None)
 
 
 def _bytes_per_row(spec: ArraySpec) -> int:
@@ -257,28 +225,6 @@ def _check_same_specs(names: Sequence[str], first: FileEntry, other: FileEntry) 
                 f"The field {name!r} has examples of {came.spec} in {other.path}, but of "
                 f"{expected.spec} in {first.path}. All files must have the same."
             )
-
-
-def _contiguous_storage(dataset: Any, path: str) -> _Storage | None:
-    """Return the storage of a data set in the file `path`; ``None`` where rows lie otherwise."""
-    # An external link leads to a data set of another file.
-    is_here = os.path.samefile(dataset.file.filename, path)
-    offset = hdf5.contiguous_offset(dataset) if is_here else None
-    if offset is None:
-        return None
-    return _Storage(np.array([offset]), max(len(dataset), 1), dataset.dtype)
-
-
-def _chunked_storage(dataset: Any, path: str) -> _Storage | None:
-    """Return the storage of a data set of whole rows in chunks that no filter has changed."""
-    if dataset.chunks[1:] != dataset.shape[1:] or hdf5.filters_of(dataset):
-        return None
-    if not os.path.samefile(dataset.file.filename, path):
-        return None
-    starts = hdf5.offsets_of_chunks(dataset)
-    if starts is None or not hdf5.is_stored_as(dataset.id, dataset.dtype):
-        return None
-    return _Storage(np.array(starts), dataset.chunks[0], dataset.dtype)
 
 
 def check_virtual_sources(dataset: Any) -> list[str]:

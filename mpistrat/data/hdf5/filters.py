@@ -1,4 +1,4 @@
-"""HDF5 filters, decoded outside the library: deflate, shuffle, checksums, LZF, plugins.
+"""HDF5 filters, decoded outside the library: deflate, shuffle, checksums, LZF and others.
 
 HDF5 decodes under one global lock. These functions release Python's lock too, so that threads
 decode chunks side by side.
@@ -10,8 +10,6 @@ import bz2
 import contextlib
 import ctypes
 import importlib
-import struct
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
+from mpistrat.data.hdf5.plugins import plugin_decoder
 
 __all__ = [
     "ChunkDecoder",
@@ -33,7 +32,7 @@ __all__ = [
 _Decode = Callable[[Any, int], Any]
 """Takes an encoded chunk and its final size in bytes, returns it with one filter less."""
 
-_DEFLATE, _SHUFFLE, _FLETCHER32, _BZIP2, _LZF, _LZ4 = 1, 2, 3, 307, 32000, 32004
+_DEFLATE, _SHUFFLE, _FLETCHER32, _BZIP2, _LZF = 1, 2, 3, 307, 32000
 _CHECKSUM_BYTES = 4
 
 
@@ -74,7 +73,7 @@ def _decoder_of(filter_id: int, values: Sequence[int]) -> _Decode | None:
         return _decode_bzip2
     if filter_id == _LZF and _lzf() is not None:
         return _decode_lzf
-    return _plugin_decoder(filter_id, values)
+    return plugin_decoder(filter_id, values)
 
 
 _FASTEST_FIRST = ("isal.isal_zlib", "zlib_ng.zlib_ng")
@@ -165,107 +164,6 @@ def _lzf() -> Any:
     function.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
     function.restype = ctypes.c_uint
     return function
-
-
-_REENTRANT = {"blosc", "blosc2", "bshuf", "lz4", "zstd"}
-"""Plugins of hdf5plugin that ask nothing of HDF5 while they decode."""
-
-_REVERSE = 0x0100
-"""``H5Z_FLAG_REVERSE``: decode."""
-
-_FUNCTION = ctypes.CFUNCTYPE(
-    ctypes.c_size_t,
-    ctypes.c_uint,
-    ctypes.c_size_t,
-    ctypes.POINTER(ctypes.c_uint),
-    ctypes.c_size_t,
-    ctypes.POINTER(ctypes.c_size_t),
-    ctypes.POINTER(ctypes.c_void_p),
-)
-
-
-class _FilterClass(ctypes.Structure):
-    """``H5Z_class2_t``."""
-
-    _fields_ = (
-        ("version", ctypes.c_int),
-        ("id", ctypes.c_int),
-        ("encoder_present", ctypes.c_uint),
-        ("decoder_present", ctypes.c_uint),
-        ("name", ctypes.c_char_p),
-        ("can_apply", ctypes.c_void_p),
-        ("set_local", ctypes.c_void_p),
-        ("filter", _FUNCTION),
-    )
-
-
-def _plugin_decoder(filter_id: int, values: Sequence[int]) -> _Decode | None:
-    """Return what decodes a chunk of the filter, ``None`` where no plugin is known to."""
-    function = _functions().get(filter_id)
-    if function is None:
-        return None
-    parameters = (ctypes.c_uint * len(values))(*values)
-
-    def decode(encoded: Any, num_bytes: int) -> bytes:
-        if filter_id == _LZ4:
-            _check_lz4_blocks(encoded)
-        size = ctypes.c_size_t(len(encoded))
-        # The function frees this memory, and returns other memory in its place.
-        memory = ctypes.c_void_p(_libc().malloc(max(len(encoded), 1)))
-        try:
-            ctypes.memmove(memory, bytes(encoded), len(encoded))
-            length = function(
-                _REVERSE,
-                len(parameters),
-                parameters,
-                len(encoded),
-                ctypes.byref(size),
-                ctypes.byref(memory),
-            )
-            if not 0 < length <= sys.maxsize:  # zstd returns its error codes, as negative sizes
-                raise ValueError(f"the filter {filter_id} cannot decode a chunk")
-            return ctypes.string_at(memory, length)
-        finally:
-            _libc().free(memory)
-
-    return decode
-
-
-def _check_lz4_blocks(encoded: Any) -> None:
-    """Make sure that all blocks of a chunk of LZ4 are there, beyond which its plugin reads."""
-    # The size of the chunk (8 bytes) and of a block (4), then before each block its own size.
-    try:
-        num_bytes, block_bytes = struct.unpack_from(">QI", encoded)
-        position = struct.calcsize(">QI")
-        for _ in range(-(-num_bytes // min(block_bytes, num_bytes))):
-            (size,) = struct.unpack_from(">I", encoded, position)
-            position += struct.calcsize(">I") + size
-    except (struct.error, ZeroDivisionError):
-        position = sys.maxsize
-    if position > len(encoded):
-        raise ValueError("the end of a chunk of LZ4 is missing")
-
-
-@cache
-def _functions() -> dict[int, Any]:
-    """Return the functions of the plugins by the number of the filter."""
-    functions = {}
-    for name, path in hdf5.plugin_libraries().items():
-        if name in _REENTRANT:
-            library = ctypes.CDLL(path)
-            library.H5PLget_plugin_info.restype = ctypes.POINTER(_FilterClass)
-            plugin = library.H5PLget_plugin_info().contents
-            functions[plugin.id] = plugin.filter
-    return functions
-
-
-@cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    libc.malloc.argtypes = [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
-    return libc
 
 
 def missing_filters(dataset: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -256,6 +257,8 @@ class Hdf5Reader:
     def _decode(self, field: int, chunks: ChunkBuffers) -> None:
         """Decode some chunks, in any thread."""
         row_ranges = [self._plans[field].row_range(chunk) for chunk, _ in chunks]
+        done = self._decode_in_place(field, row_ranges, [slot for _, slot in chunks])
+        row_ranges, chunks = row_ranges[done:], chunks[done:]
         # Together, because threads that wait for the lock stand in each other's way.
         stored = self._fetch(field, row_ranges)
         for (file, start, stop), (_, slot), content in zip(row_ranges, chunks, stored, strict=True):
@@ -268,6 +271,20 @@ class Hdf5Reader:
                 content.decode(rows)
             except ValueError as reason:
                 raise self._read_error(reason, file, field, start, stop) from reason
+
+    def _decode_in_place(
+        self, field: int, row_ranges: Sequence[tuple[int, int, int]], slots: list[np.ndarray]
+    ) -> int:
+        """Have compiled code decode the first chunks, those of one file; return how many it did."""
+        file = row_ranges[0][0]
+        compressed = self._catalog.files[file].layouts[field].compressed
+        if compressed is None:
+            return 0
+        with self._files.lock:
+            mapped = self._files.mapping(file)
+        of_file = itertools.takewhile(lambda row_range: row_range[0] == file, row_ranges)
+        starts = [start for _, start, _ in of_file]
+        return 0 if mapped is None else compressed.decode(mapped, starts, slots[: len(starts)])
 
     def _fetch(self, field: int, row_ranges: list[tuple[int, int, int]]) -> list[StoredRows | None]:
         """Return chunks as they are stored; ``None`` for those that h5py has to decode."""

@@ -1,0 +1,113 @@
+"""Where the rows or the chunks of a data set lie in its file, for reading without HDF5."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat import hdf5
+from mpistrat.data.hdf5.plugins import Codec, find_codec
+from mpistrat.native import native_library
+
+__all__ = ["CompressedChunks", "Storage", "find_chunks", "find_contiguous"]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where the rows of a data set lie in its file, as they are in memory."""
+
+    starts: np.ndarray
+    """The offset of each chunk, of shape (chunks,); of data without chunks there is one."""
+    rows_per_chunk: int
+    dtype: np.dtype
+    """As stored, foreign byte order too."""
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether all rows lie one behind the other."""
+        return len(self.starts) == 1
+
+    def offsets(self, rows: np.ndarray, row_bytes: int) -> np.ndarray:
+        """Return where each of `rows` begins in the file."""
+        if self.is_contiguous:
+            found: np.ndarray = self.starts[0] + rows * row_bytes
+        else:
+            chunks, within = np.divmod(rows, self.rows_per_chunk)
+            found = self.starts[chunks] + within * row_bytes
+        return found
+
+    def read(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
+        """Fill `rows`, which begin with row `start`; False where only HDF5 can, or says why not."""
+        if not self.is_contiguous:
+            return False
+        offset = int(self.starts[0]) + start * (rows.nbytes // len(rows))
+        if os.preadv(descriptor, [rows.data], offset) != rows.nbytes:
+            return False
+        if not self.dtype.isnative:
+            rows.byteswap(inplace=True)
+        return True
+
+
+@dataclass(frozen=True)
+class CompressedChunks:
+    """Chunks of whole rows behind a single filter, which compiled code decodes to their place."""
+
+    places: np.ndarray
+    """Of each chunk its offset, its size in the file and its filter mask, of shape (chunks, 3)."""
+    rows_per_chunk: int
+    codec: Codec
+
+    def decode(
+        self, mapped: np.ndarray, starts: Sequence[int], targets: Sequence[np.ndarray]
+    ) -> int:
+        """Fill `targets` with the chunks that begin with the rows `starts` of a mapped file.
+
+        Returns how many were filled before the first that cannot be decoded so.
+        """
+        rows = self.rows_per_chunk
+        # What is shorter than a chunk has no room for it, as the last chunk of a cached field.
+        have_room = itertools.takewhile(lambda target: len(target) >= rows, targets)
+        whole = [target[:rows] for target in have_room]
+        places = self.places[np.array(starts[: len(whole)], np.intp) // rows]
+        done: int = native_library().decode_chunks(*self.codec, mapped, places, whole)
+        return done
+
+
+def find_contiguous(dataset: Any, path: str) -> Storage | None:
+    """Return the storage of a data set in the file `path`; ``None`` where rows lie otherwise."""
+    # An external link leads to a data set of another file.
+    is_here = os.path.samefile(dataset.file.filename, path)
+    offset = hdf5.contiguous_offset(dataset) if is_here else None
+    if offset is None:
+        return None
+    return Storage(np.array([offset]), max(len(dataset), 1), dataset.dtype)
+
+
+def find_chunks(dataset: Any, path: str) -> tuple[Storage | None, CompressedChunks | None]:
+    """Return where chunks of whole rows lie: unchanged by filters, or changed by a known one."""
+    filters = hdf5.filters_of(dataset)
+    codec = find_codec(filters[0][0]) if len(filters) == 1 else None
+    if dataset.chunks[1:] != dataset.shape[1:] or (filters and codec is None):
+        return None, None
+    if not os.path.samefile(dataset.file.filename, path):
+        return None, None
+    if not hdf5.is_stored_as(dataset.id, dataset.dtype):
+        return None, None
+    found = hdf5.places_of_chunks(dataset)
+    if found is None:
+        return None, None
+    places = np.array(found, np.int64).reshape(-1, 3)
+    rows_per_chunk = dataset.chunks[0]
+    if codec is None:
+        starts = np.ascontiguousarray(places[:, 0])
+        return Storage(starts, rows_per_chunk, dataset.dtype), None
+    if native_library() is None or not (
+        dataset.dtype.isnative and hdf5.filters_edge_chunks(dataset)
+    ):
+        return None, None
+    return None, CompressedChunks(places, rows_per_chunk, codec)
