@@ -22,6 +22,7 @@ __all__ = [
     "overwrite",
     "register_tensors",
     "tensor_library",
+    "tensor_of_zeros",
 ]
 
 Move = Callable[[list[np.ndarray]], list[np.ndarray]]
@@ -138,6 +139,13 @@ def _tensor_like(array: np.ndarray, tensor: Any) -> Any:
     result = torch.from_numpy(np.asarray(array, order="C"))
     dtype = tensor.dtype if is_bfloat16(tensor) else result.dtype
     return result.to(device=tensor.device, dtype=dtype)
+
+
+def tensor_of_zeros(shape: Sequence[int], dtype: str, device: str, is_in_graph: bool) -> Any:
+    """Return a tensor of zeros, of a dtype by the text that torch has for it."""
+    torch = importlib.import_module("torch")
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    return torch.zeros(tuple(shape), dtype=kind, device=device, requires_grad=is_in_graph)
 
 
 def apply_differentiable(move: Move, pull_back: PullBack, tensors: Sequence[Any]) -> list[Any]:

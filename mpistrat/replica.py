@@ -12,14 +12,10 @@ import numpy as np
 from mpistrat import context
 from mpistrat.arrays import Array
 from mpistrat.collectives.all_reduce import all_reduce
-from mpistrat.collectives.autograd import all_gather_tensors, backward_calls, has_tensors
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.collectives.nested import (
-    PendingReduction,
-    all_gather_nest,
-    start_all_reduce_nest,
-)
+from mpistrat.collectives.nested import PendingReduction, start_all_reduce_nest
 from mpistrat.collectives.objects import barrier, broadcast_object, gather_objects
+from mpistrat.collectives.replica_moves import ReplicaMoves
 from mpistrat.errors import ContextError, warn_deprecated
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.system.callsite import call_site, failure_site
@@ -29,11 +25,10 @@ from mpistrat.values import DistributedValues, Number, T, localize, per_replica
 __all__ = ["ReplicaContext"]
 
 
-class ReplicaContext:
+class ReplicaContext(ReplicaMoves):
     """The view that one replica has of its strategy, inside `Strategy.run`.
 
-    Got by `mpistrat.get_replica_context()`. As a context manager it makes itself current, which
-    `Strategy.run` does.
+    Got by `mpistrat.get_replica_context()`. As a context manager it makes itself current.
 
     Parameters
     ----------
@@ -59,6 +54,13 @@ class ReplicaContext:
     ...     return mean, pending.wait().shape
     >>> strategy.run(step)
     (PerReplica(np.float64(2.0)), (PerReplica(2),))
+    >>> def move():
+    ...     replica, own = ms.get_replica_context(), np.arange(4.0)
+    ...     part = replica.reduce_scatter("sum", own), replica.scatter(own)
+    ...     turned = replica.all_to_all(own), replica.broadcast(own), replica.scan("sum", own)
+    ...     return replica.shift(own, fill=-1)  # of the replica before, which one replica lacks
+    >>> strategy.run(move)
+    PerReplica(array([-1., -1., -1., -1.]))
     """
 
     def __init__(self, strategy: Any, replica_id_in_sync_group: int | None = None) -> None:
@@ -315,51 +317,6 @@ class ReplicaContext:
             when_dropped = functools.partial(call.channel.close_for_dropped, call_site())
         return PendingReduction(end, when_dropped)
 
-    @overload
-    def all_gather(
-        self, value: Array, axis: int, options: CommunicationOptions | None = None
-    ) -> Array: ...
-
-    @overload
-    def all_gather(self, value: T, axis: int, options: CommunicationOptions | None = None) -> T: ...
-
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Concatenate `value` over replicas along `axis`, in rank order.
-
-        **Collective**: every replica makes the call, with the same structure, dtypes and axis.
-
-        Parameters
-        ----------
-        value : nest of arrays and PyTorch tensors
-            Shapes may differ along `axis` only; its length may be 0. Tensors come back attached
-            to the graph.
-        axis : int
-            May be negative.
-        options : CommunicationOptions, optional
-
-        Returns
-        -------
-        nest
-            As `value`, the same on every replica.
-
-        Raises
-        ------
-        ContextError
-            If this replica context is not the current one.
-        ValueError
-            On every replica, if a value is 0-d, the axis is out of range, or shapes differ
-            elsewhere.
-        NotImplementedError
-            For `IndexedSlices`.
-        """
-        self._check()
-        with self._collectives.call("all_gather", options=options) as call:
-            nest = localize(value)
-            if has_tensors(nest):
-                backwards = backward_calls(call, self._collectives, options)
-                return all_gather_tensors(call, backwards, nest, axis)
-            return all_gather_nest(call, nest, axis)
-
     def barrier(self) -> None:
         """Return when every replica has made this call. **Collective**."""
         self._check("barrier")
@@ -374,6 +331,10 @@ class ReplicaContext:
         """Return copies of the objects of all replicas, in order. **Collective**."""
         self._check("gather_objects")
         return gather_objects(self._collectives, "all_gather_object", obj)
+
+    def _group(self) -> Collectives:
+        self._check()
+        return self._collectives
 
     @property
     def _collectives(self) -> Collectives:

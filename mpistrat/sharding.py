@@ -5,7 +5,7 @@ Pure functions of integers. Every rank computes the same, so nothing here commun
 
 from __future__ import annotations
 
-__all__ = ["ceil_div", "cut", "slice_of_rank"]
+__all__ = ["ceil_div", "cut", "part_lengths", "slice_of_rank"]
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
@@ -18,6 +18,12 @@ def cut(num_elements: int, length: int) -> list[slice]:
     return [
         slice(start, min(start + length, num_elements)) for start in range(0, num_elements, length)
     ]
+
+
+def part_lengths(length: int, num_parts: int) -> list[int]:
+    """Divide `length`: the first ``length % num_parts`` parts hold one element more."""
+    quotient, remainder = divmod(length, num_parts)
+    return [quotient + (part < remainder) for part in range(num_parts)]
 
 
 def slice_of_rank(num_examples: int, size: int, rank: int) -> slice:

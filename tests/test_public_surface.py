@@ -41,8 +41,9 @@ SURFACE = {
         update_non_slot value_container variable_created_in_scope worker_devices xp
     """,
     ms.ReplicaContext: """
-        all_gather all_gather_object all_reduce barrier broadcast_object devices merge_call
-        num_replicas_in_sync replica_id_in_sync_group rng start_all_reduce strategy
+        all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object
+        devices merge_call num_replicas_in_sync reduce_scatter replica_id_in_sync_group rng scan
+        scatter shift start_all_reduce strategy
     """,
     ms.MultiStepContext: """
         last_step_outputs non_tensor_outputs set_last_step_output set_non_tensor_output

@@ -29,12 +29,12 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 238,
-    "lines": 46_800,
+    "files": 240,
+    "lines": 47_700,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 17,
-    "exported names": 1_032,
+    "exported names": 1_048,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,

@@ -17,8 +17,10 @@ from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.pytorch import PullBack, apply_differentiable, is_loaded, is_tensor
 
 __all__ = [
+    "MakeCall",
     "all_gather_tensors",
     "all_reduce_tensors",
+    "apply_to_tensors",
     "backward_calls",
     "has_tensors",
     "pull_back_all_gather",
@@ -189,16 +191,16 @@ class _AllGatherPullBack:
 def all_reduce_tensors(call: CollectiveCall, make_call: MakeCall, op: ReduceOp, nest: Any) -> Any:
     """Do `all_reduce_nest` on a nest with tensors. **Collective**, and so is the backward pass."""
     pull_back = _AllReducePullBack(make_call, op)
-    return _apply(nest, lambda arrays: all_reduce_nest(call, op, arrays), pull_back)
+    return apply_to_tensors(nest, lambda arrays: all_reduce_nest(call, op, arrays), pull_back)
 
 
 def all_gather_tensors(call: CollectiveCall, make_call: MakeCall, nest: Any, axis: int) -> Any:
     """Do `all_gather_nest` on a nest with tensors. **Collective**, and so is the backward pass."""
     pull_back = _AllGatherPullBack(make_call, axis)
-    return _apply(nest, lambda arrays: all_gather_nest(call, arrays, axis), pull_back)
+    return apply_to_tensors(nest, lambda arrays: all_gather_nest(call, arrays, axis), pull_back)
 
 
-def _apply(nest: Any, move: Callable[[Any], Any], pull_back: PullBack) -> Any:
+def apply_to_tensors(nest: Any, move: Callable[[Any], Any], pull_back: PullBack) -> Any:
     """Apply `move` to the whole nest at once, with tensors as one node of the graph."""
     # One node, because the backward pass must make one collective call for the whole nest.
     leaves, structure = nests.flatten(nest)

@@ -12,7 +12,7 @@ from mpistrat import nests
 from mpistrat.arguments import as_array, as_integer, normalize_axes
 from mpistrat.arrays import Array, host_view, is_array, namespace_of
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.comm.wire import result_dtype, wire_dtype
+from mpistrat.comm.wire import identity, result_dtype, wire_dtype
 from mpistrat.options import ReduceOp
 from mpistrat.pytorch import is_tensor, needs_graph, overwrite
 from mpistrat.values import DistributedValues, IndexedSlices, T, localize
@@ -22,6 +22,7 @@ __all__ = [
     "all_gather_nest",
     "all_reduce_nest",
     "leaf_arrays",
+    "like_leaf",
     "reduce_over_axes",
     "start_all_reduce_nest",
 ]
@@ -176,7 +177,7 @@ class _Split:
         like: Callable[[Any, Any], Any] | None = None,
     ) -> Any:
         """Return the nest of the results, each made `like` its leaf."""
-        like = like or _like
+        like = like or like_leaf
         if self._holds_arrays:
             return nests.unflatten(self._structure, arrays)
         results: list[Any] = list(arrays)
@@ -222,7 +223,7 @@ def _check_sparse(kind: str, op: ReduceOp, slices: IndexedSlices) -> None:
         wire_dtype(op, as_array(kind, slices.values).dtype)
 
 
-def _like(leaf: Any, result: Any) -> Any:
+def like_leaf(leaf: Any, result: Any) -> Any:
     """Return a NumPy scalar where the leaf was a number, else the result as it is."""
     if type(leaf) is np.ndarray or isinstance(leaf, IndexedSlices):
         return result
@@ -230,8 +231,8 @@ def _like(leaf: Any, result: Any) -> Any:
 
 
 def _in_place(leaf: Any, result: Any) -> Any:
-    """Return the tensor that the leaf is, with the result in it, anything else as `_like`."""
-    return overwrite(leaf, result) if is_tensor(leaf) else _like(leaf, result)
+    """Return the tensor that the leaf is, with the result in it, anything else as `like_leaf`."""
+    return overwrite(leaf, result) if is_tensor(leaf) else like_leaf(leaf, result)
 
 
 def reduce_over_axes(call: CollectiveCall, op: ReduceOp, nest: Any, axis: Any) -> Any:
@@ -365,11 +366,4 @@ def _local_extreme(op: ReduceOp, array: Array, along: tuple[int, ...]) -> np.nda
         )
     shape = [n for i, n in enumerate(array.shape) if i not in along]
     dtype = np.dtype(array.dtype).newbyteorder("=")
-    if dtype.kind == "b":
-        neutral: Any = op is ReduceOp.MIN
-    elif dtype.kind in "iu":
-        info = np.iinfo(dtype)
-        neutral = info.max if op is ReduceOp.MIN else info.min
-    else:
-        neutral = np.inf if op is ReduceOp.MIN else -np.inf
-    return np.full(shape, neutral, dtype)
+    return np.full(shape, identity(op, dtype, dtype), dtype)

@@ -6,6 +6,7 @@ reaches a file.
 
 from __future__ import annotations
 
+import base64
 import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ import numpy as np
 from mpistrat.arguments import as_integer
 from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["barrier", "broadcast_object", "gather_objects"]
+__all__ = ["as_text", "barrier", "broadcast_object", "from_text", "gather_objects"]
 
 _R = TypeVar("_R")
 
@@ -72,6 +73,16 @@ def _pickled(kind: str, value: Any) -> np.ndarray:
             "numbers and dicts."
         ) from error
     return np.frombuffer(bytearray(data), np.uint8)
+
+
+def as_text(kind: str, value: Any) -> str:
+    """Return the pickle of an object as text, which may travel with other values."""
+    return base64.b64encode(_pickled(kind, value).data).decode()
+
+
+def from_text(text: str) -> Any:
+    """Return a copy of the object that another rank has given to `as_text`."""
+    return pickle.loads(base64.b64decode(text))
 
 
 def _on_every_rank(collectives: Collectives, kind: str, load: Callable[[], _R]) -> _R:

@@ -277,13 +277,26 @@ class MpiTransport:
                 for place, piece in parts:
                     place[start : start + piece.size] = piece
 
-    def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    def all_to_all(
+        self, buffer: np.ndarray, counts: Sequence[int], incoming: Sequence[int]
+    ) -> np.ndarray:
         """Send each rank its part of `buffer`, and return what comes. **Collective**."""
-        received = np.empty(self.size * counts[self.rank], buffer.dtype)
-        own_counts = [counts[self.rank]] * self.size
+        received = np.empty(sum(incoming), buffer.dtype)
         with self.occupancy:
-            self.comm.Alltoallv(_as_parts(buffer, counts), _as_parts(received, own_counts))
+            self.comm.Alltoallv(_as_parts(buffer, counts), _as_parts(received, incoming))
         return received
+
+    def send(self, buffer: np.ndarray, rank: int) -> None:
+        """Send `buffer` to `rank`, which calls `receive`."""
+        with self.occupancy:
+            for part in in_parts(buffer):
+                self.comm.Send([_as_bytes(part), MPI.BYTE], rank)
+
+    def receive(self, buffer: np.ndarray, rank: int) -> None:
+        """Overwrite `buffer` with what `rank` sends."""
+        with self.occupancy:
+            for part in in_parts(buffer):
+                self.comm.Recv([_as_bytes(part), MPI.BYTE], rank)
 
     def round(self, num_values: int) -> Round:
         """Return a new round. **Collective**, without waiting."""

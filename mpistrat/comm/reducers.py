@@ -119,6 +119,8 @@ class ReduceScatterReducer:
 
     def _own_slice(self, op: ReduceOp, block: np.ndarray, lengths: list[int]) -> np.ndarray:
         """Return the reduction of this rank's slice of `block`. **Collective**."""
-        pieces = self._transport.all_to_all(block, lengths).reshape(self._transport.size, -1)
+        size = self._transport.size
+        incoming = [lengths[self._transport.rank]] * size
+        pieces = self._transport.all_to_all(block, lengths, incoming).reshape(size, -1)
         wide = cast(pieces, accumulator_dtype(block.dtype))
         return cast(combine(op, wide), block.dtype)

@@ -133,9 +133,9 @@ class NodeReducer(Reducer, Protocol):
 class Transport(Protocol):
     """One group of ranks that moves bytes."""
 
-    # Every method but `round` and `abort` is collective: all ranks call it with buffers of the
-    # same dtype and length (`all_gather` apart). Nothing is checked here, because `agreement` has
-    # proved that all ranks make the same call.
+    # Every method but `round`, `send`, `receive` and `abort` is collective: all ranks call it with
+    # buffers of the same dtype and length, where nothing else is said. Nothing is checked here,
+    # because `agreement` has proved that all ranks make the same call.
 
     rank: int
     size: int
@@ -184,10 +184,18 @@ class Transport(Protocol):
     def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
         """Do `all_gather` for `root` alone; ``None`` on the other ranks."""
 
-    def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    def all_to_all(
+        self, buffer: np.ndarray, counts: Sequence[int], incoming: Sequence[int]
+    ) -> np.ndarray:
         """Send each rank its part of `buffer`, and return the parts sent to this one."""
-        # Rank r gets ``counts[r]`` elements. Both are 1-d and in rank order. `counts` are equal on
-        # all ranks.
+        # Rank r gets ``counts[r]`` elements and sends ``incoming[r]``. All is 1-d and in rank
+        # order.
+
+    def send(self, buffer: np.ndarray, rank: int) -> None:
+        """Send `buffer` to `rank`, which calls `receive`."""
+
+    def receive(self, buffer: np.ndarray, rank: int) -> None:
+        """Overwrite `buffer` with what `rank` sends."""
 
     def round(self, num_values: int) -> Round:
         """Return a new round of `num_values` integers, without waiting."""
@@ -274,9 +282,19 @@ class SoloTransport:
         """Return a copy of `part`."""
         return np.array(part)
 
-    def all_to_all(self, buffer: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    def all_to_all(
+        self, buffer: np.ndarray, counts: Sequence[int], incoming: Sequence[int]
+    ) -> np.ndarray:
         """Return a copy of `buffer`."""
         return np.array(buffer)
+
+    def send(self, buffer: np.ndarray, rank: int) -> None:
+        """Refuse: there is no other rank."""
+        raise AssertionError("a world of one rank has nobody to send to")
+
+    def receive(self, buffer: np.ndarray, rank: int) -> None:
+        """Refuse: there is no other rank."""
+        raise AssertionError("a world of one rank has nobody to receive from")
 
     def round(self, num_values: int) -> SoloRound:
         """Return a round that is done at once."""

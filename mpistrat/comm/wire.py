@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ __all__ = [
     "as_ordered_integers",
     "cast",
     "cast_into",
+    "identity",
     "is_floating",
     "is_narrow",
     "named_dtype",
@@ -70,6 +72,19 @@ def result_dtype(op: ReduceOp, dtype: np.dtype) -> np.dtype:
     if op is ReduceOp.MEAN and dtype.char in _INTEGERS:
         return np.dtype(np.float64)
     return _native(dtype)
+
+
+def identity(op: ReduceOp, wire: np.dtype, dtype: np.dtype) -> Any:
+    """Return the number that leaves others of `dtype`, which travel as `wire`, as they are."""
+    if op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return int(op is ReduceOp.PROD)
+    is_min = op is ReduceOp.MIN
+    if dtype.kind == "b":
+        return int(is_min)
+    if wire.kind in "iu":
+        info = np.iinfo(wire)
+        return info.max if is_min else info.min
+    return np.inf if is_min else -np.inf
 
 
 @functools.lru_cache

@@ -184,7 +184,9 @@ def reduce_scatter(
     joined = np.concatenate([each.reshape(-1) for each in reduction.arrays(operands)])
     counts = [each.numel() for each in inputs]
     with call.moving():
-        pieces = channel.transport.all_to_all(joined, counts).reshape(channel.size, output.numel())
+        incoming = [output.numel()] * channel.size
+        pieces = channel.transport.all_to_all(joined, counts, incoming)
+    pieces = pieces.reshape(channel.size, output.numel())
     if reduction.bitwise:
         result = reduction.bitwise.ufunc.reduce(pieces, axis=0)
     else:

@@ -1,0 +1,143 @@
+"""Reductions of which each rank gets another part: reduce-scatter and scan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arguments import as_bool, as_integer
+from mpistrat.arrays import Array, host_view
+from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.movement import Move, axis_of, described
+from mpistrat.comm.packing import placed_like
+from mpistrat.comm.wire import cast, identity, result_dtype, wire_dtype
+from mpistrat.options import ReduceOp, ReduceOpLike
+from mpistrat.sharding import cut, part_lengths
+
+__all__ = ["ReduceScatter", "Scan"]
+
+_PIECE_BYTES = 2**20
+"""A scan passes long arrays on in pieces, so that all ranks work at a time."""
+
+
+@dataclass
+class ReduceScatter(Move):
+    """`ReplicaContext.reduce_scatter`."""
+
+    op: ReduceOp
+    axis: int
+
+    @classmethod
+    def parse(cls, op: ReduceOpLike, axis: Any) -> ReduceScatter:
+        """Return it for arguments as users give them."""
+        return cls(ReduceOp.parse(op), as_integer("reduce_scatter: axis", axis))
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the reduction adds up."""
+        return self.op in (ReduceOp.SUM, ReduceOp.MEAN)
+
+    def forward(
+        self, call: CollectiveCall, arrays: Sequence[Array], structure: object
+    ) -> list[Array]:
+        """Reduce as all_reduce does, and keep the own part. **Collective**."""
+        axes = [axis_of(call, "axis", self.axis, array) for array in arrays]
+        reduced = call.all_reduce(self.op, arrays, (structure, f"axis {self.axis}"))
+        results = []
+        for total, axis in zip(reduced, axes, strict=True):
+            lengths = part_lengths(total.shape[axis], call.channel.size)
+            start = sum(lengths[: call.channel.rank])
+            part = slice(start, start + lengths[call.channel.rank])
+            results.append(total[(slice(None),) * axis + (part,)].copy())
+        return results
+
+    def backward(
+        self, call: CollectiveCall, leaves: Sequence[int], gradients: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Gather the gradients of the parts. **Collective**."""
+        gathered = []
+        for gradient in gradients:
+            (whole,) = call.all_gather([gradient], self.axis % gradient.ndim)
+            divisor = call.channel.size if self.op is ReduceOp.MEAN else 1
+            gathered.append(whole / whole.dtype.type(divisor))
+        return gathered
+
+
+_FOLDS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.PROD: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+
+
+@dataclass
+class Scan(Move):
+    """`ReplicaContext.scan`."""
+
+    op: ReduceOp
+    is_exclusive: bool
+    is_reversed: bool = False
+    """Whether it begins at the last rank."""
+
+    @classmethod
+    def parse(cls, op: ReduceOpLike, exclusive: Any) -> Scan:
+        """Return it for arguments as users give them."""
+        parsed = ReduceOp.parse(op)
+        if parsed not in _FOLDS:
+            raise ValueError("scan: MEAN has no meaning for a part of the ranks. Use SUM.")
+        return cls(parsed, as_bool("scan: exclusive", exclusive))
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the reduction adds up."""
+        return self.op is ReduceOp.SUM
+
+    def forward(
+        self, call: CollectiveCall, arrays: Sequence[Array], structure: object
+    ) -> list[Array]:
+        """Fold what comes from the rank before, and pass it on. **Collective**."""
+        dtypes = [np.dtype(array.dtype) for array in arrays]
+        wires = [wire_dtype(self.op, dtype) for dtype in dtypes]
+        how = f"{self.op.name}, {'exclusive' if self.is_exclusive else 'inclusive'}"
+        call.agree(how, described(arrays), structure)
+        results = []
+        with call.moving():
+            for array, dtype, wire in zip(arrays, dtypes, wires, strict=True):
+                own = cast(host_view(array), wire).reshape(-1)
+                scanned = self._fold(call, own, identity(self.op, wire, dtype))
+                result = cast(scanned, result_dtype(self.op, dtype)).reshape(array.shape)
+                results.append(placed_like(result, array))
+        call.show_received(results)
+        return results
+
+    def _fold(self, call: CollectiveCall, own: np.ndarray, first: Any) -> np.ndarray:
+        """Return what comes from the ranks before, folded with `own` or not. **Collective**."""
+        rank, size, transport = call.channel.rank, call.channel.size, call.channel.transport
+        step = -1 if self.is_reversed else 1
+        before, after = rank - step, rank + step
+        result = np.empty_like(own)
+        call.note_moved(own.nbytes, "scan")
+        for part in cut(own.size, max(_PIECE_BYTES // own.itemsize, 1)):
+            folded = own[part]
+            if 0 <= before < size:
+                came = np.empty_like(folded)
+                transport.receive(came, before)
+                with np.errstate(all="ignore"):
+                    folded = _FOLDS[self.op](came, folded)
+            else:
+                came = np.full_like(folded, first)
+            if 0 <= after < size:
+                transport.send(folded, after)
+            result[part] = came if self.is_exclusive else folded
+        return result
+
+    def backward(
+        self, call: CollectiveCall, leaves: Sequence[int], gradients: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Add up the gradients of the ranks from this one on. **Collective**."""
+        back = Scan(self.op, self.is_exclusive, not self.is_reversed)
+        return back.forward(call, gradients, "gradient")

@@ -1,0 +1,254 @@
+"""Collectives that move parts of arrays: each result is a function of rank and number of ranks."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.errors import EpochMismatchError
+
+OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+DTYPES = ("i1", "u8", "i4", "f2", "f4", "f8", "c16")
+
+
+def of_rank(rank, shape, dtype="f8"):
+    """Return the array of a rank, with small whole numbers."""
+    numbers = np.random.default_rng((7, rank)).integers(1, 4, shape)
+    return numbers.astype(dtype)
+
+
+def run(strategy, function):
+    """Return what `function` gives of the replica context."""
+    result = strategy.run(lambda: function(ms.get_replica_context()))
+    return strategy.experimental_local_results(result)[0]
+
+
+def parts(array, size, axis=0):
+    return np.array_split(array, size, axis)
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 3), (1, 5), (0, 2)])
+@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize("op", [*OPS, "mean"])
+def test_reduce_scatter_gives_each_its_part_of_the_sum(strategy, rank, size, op, axis, shape):
+    everyone = [of_rank(each, shape) for each in range(size)]
+    found = run(strategy, lambda ctx: ctx.reduce_scatter(op, everyone[rank], axis))
+    total = np.mean(everyone, 0) if op == "mean" else OPS[op].reduce(everyone)
+    np.testing.assert_allclose(found, parts(total, size, axis)[rank])
+    assert found.flags.writeable
+
+
+def test_reduce_scatter_of_integers_and_of_narrow_floats(strategy, rank, size):
+    found = run(
+        strategy,
+        lambda ctx: ctx.reduce_scatter(
+            "mean", {"i": np.full(5, rank), "h": np.full(4, rank, np.float16)}
+        ),
+    )
+    mean = (size - 1) / 2
+    assert (found["i"].dtype, found["h"].dtype) == (np.float64, np.float16)
+    assert found["i"].tolist() == [mean] * len(parts(np.zeros(5), size)[rank])
+    assert found["h"].tolist() == [mean] * len(parts(np.zeros(4), size)[rank])
+
+
+def test_reduce_scatter_has_the_bits_of_the_deterministic_all_reduce(strategy, rank, size):
+    options = ms.CommunicationOptions(deterministic=True)
+    own = np.random.default_rng(rank).random((37, 3), np.float32)
+    found, whole = run(
+        strategy,
+        lambda ctx: (
+            ctx.reduce_scatter("sum", own, options=options),
+            ctx.all_reduce("sum", own, options),
+        ),
+    )
+    assert found.tobytes() == parts(whole, size)[rank].tobytes()
+
+
+@pytest.mark.parametrize(("split", "concat"), [(0, 0), (0, 1), (1, 0), (-1, -1), (2, 1)], ids=str)
+def test_all_to_all_turns_parts_around(strategy, rank, size, split, concat):
+    shapes = [[5, 4, 3] for _ in range(size)]
+    for each, shape in enumerate(shapes):
+        shape[concat] += each  # the lengths that may differ, one of them none
+    shapes[-1][concat] = 0
+    everyone = [of_rank(each, shape) for each, shape in enumerate(shapes)]
+    found = run(strategy, lambda ctx: ctx.all_to_all(everyone[rank], split, concat))
+    expected = [parts(each, size, split)[rank] for each in everyone]
+    np.testing.assert_array_equal(found, np.concatenate(expected, concat))
+
+
+def test_all_to_all_twice_is_nothing(strategy, rank, size):
+    own = of_rank(rank, (2 * size, 3))
+    found = run(strategy, lambda ctx: ctx.all_to_all(ctx.all_to_all(own)))
+    np.testing.assert_array_equal(found, own)
+
+
+@pytest.mark.parametrize("gives", ["nothing", "a value"])
+@pytest.mark.parametrize("dtype", [*DTYPES, "?", "S3", ">f4"])
+def test_broadcast_and_scatter_bring_what_the_root_has(strategy, rank, size, gives, dtype):
+    root = size - 1
+    value = {"x": of_rank(root, (5, 2), dtype), "y": [of_rank(root, (1,)), of_rank(root, (0, 3))]}
+    other = {"x": np.zeros((5, 2), dtype), "y": [np.zeros(1), np.zeros((0, 3))]}
+    own = value if rank == root else None if gives == "nothing" else other
+    everything, part = run(strategy, lambda ctx: (ctx.broadcast(own, root), ctx.scatter(own, root)))
+    for found, expected in (
+        (everything["x"], value["x"]),
+        (everything["y"][0], value["y"][0]),
+        (everything["y"][1], value["y"][1]),
+        (part["x"], parts(value["x"], size)[rank]),
+        (part["y"][0], parts(value["y"][0], size)[rank]),
+        (part["y"][1], parts(value["y"][1], size)[rank]),
+    ):
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype.newbyteorder("=")
+        assert found.flags.writeable
+        assert not np.shares_memory(found, value["x"])
+
+
+def test_a_number_is_broadcast(strategy, rank, size):
+    found = run(strategy, lambda ctx: ctx.broadcast(2.5 if rank == 0 else None))
+    assert found == 2.5
+
+
+@pytest.mark.parametrize("offset", [-5, -1, 0, 1, 2, 7])
+@pytest.mark.parametrize("periodic", [False, True])
+@pytest.mark.parametrize("dtype", ["i2", "f4"])
+def test_shift_moves_as_numpy_roll(strategy, rank, size, offset, periodic, dtype):
+    everyone = np.array([of_rank(each, (3, 2), dtype) for each in range(size)])
+    found = run(strategy, lambda ctx: ctx.shift(everyone[rank], offset, periodic, fill=9))
+    rolled = np.roll(everyone, offset, axis=0)
+    if not periodic:
+        come_from = np.arange(size) - offset
+        rolled[(come_from < 0) | (come_from >= size)] = 9
+    np.testing.assert_array_equal(found, rolled[rank])
+    assert found.dtype == np.dtype(dtype)
+    assert found.flags.writeable
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_scan_folds_in_the_order_of_ranks(strategy, rank, size, op, exclusive, dtype):
+    if dtype == "c16" and op in ("min", "max"):
+        pytest.skip("complex numbers have no order")
+    everyone = [of_rank(each, (4, 2), dtype) for each in range(size)]
+    found = run(strategy, lambda ctx: ctx.scan(op, everyone[rank], exclusive))
+    folded = list(itertools.accumulate(everyone, OPS[op]))
+    if not exclusive:
+        expected = folded[rank]
+    elif rank:
+        expected = folded[rank - 1]
+    else:
+        extreme = np.inf if np.dtype(dtype).kind == "f" else None
+        info = np.iinfo(dtype) if np.dtype(dtype).kind in "iu" else None
+        first = {
+            "sum": 0,
+            "prod": 1,
+            "min": extreme or (info and info.max),
+            "max": -extreme if extreme else (info and info.min),
+        }[op]
+        expected = np.full((4, 2), first, dtype)
+    np.testing.assert_array_equal(found, expected)
+    assert found.dtype == np.dtype(dtype)
+
+
+def test_scan_of_bools_of_nan_and_of_long_arrays(strategy, rank, size):
+    own = np.array([rank == 0, True])
+    longer = np.full(300_001, float(rank + 1))
+    nans = np.array([np.nan if rank == 0 else 1.0])
+    most, least, first, total, nan = run(
+        strategy,
+        lambda ctx: (
+            ctx.scan("max", own),
+            ctx.scan("min", own),
+            ctx.scan("max", own, exclusive=True),
+            ctx.scan("sum", longer),
+            ctx.scan("max", nans),
+        ),
+    )
+    assert most.tolist() == [True, True]
+    assert least.tolist() == [rank == 0, True]
+    assert first.tolist() == ([True, True] if rank else [False, False])
+    assert (total == (rank + 1) * (rank + 2) / 2).all()
+    assert np.isnan(nan).all()
+
+
+BAD = {
+    "reduce_scatter of 0-d": (lambda ctx: ctx.reduce_scatter("sum", 1.0), ValueError, "0-d"),
+    "its axis": (lambda ctx: ctx.reduce_scatter("sum", np.ones(3), 1), ValueError, "out of range"),
+    "no integer": (lambda ctx: ctx.reduce_scatter("sum", np.ones(3), 1.0), TypeError, "integer"),
+    "sum of bools": (lambda ctx: ctx.reduce_scatter("sum", np.ones(3, bool)), TypeError, "bool"),
+    "all_to_all of 0-d": (lambda ctx: ctx.all_to_all(np.float32(1)), ValueError, "0-d"),
+    "split_axis": (lambda ctx: ctx.all_to_all(np.ones(3), 2), ValueError, "split_axis 2"),
+    "concat_axis": (lambda ctx: ctx.all_to_all(np.ones(3), 0, -2), ValueError, "concat_axis -2"),
+    "root beyond": (lambda ctx: ctx.broadcast(np.ones(3), 99), ValueError, "at most"),
+    "root below": (lambda ctx: ctx.scatter(np.ones(3), -1), ValueError, "at least"),
+    "root no integer": (lambda ctx: ctx.scatter(np.ones(3), "0"), TypeError, "integer"),
+    "scatter of 0-d": (lambda ctx: ctx.scatter(1.0), ValueError, "0-d"),
+    "offset": (lambda ctx: ctx.shift(np.ones(3), 0.5), TypeError, "integer"),
+    "periodic": (lambda ctx: ctx.shift(np.ones(3), 1, 1), TypeError, "True or False"),
+    "fill": (lambda ctx: ctx.shift(np.ones(3), 1, fill=np.ones(3)), TypeError, "fill"),
+    "mean": (lambda ctx: ctx.scan("mean", np.ones(3)), ValueError, "MEAN"),
+    "scan of bools": (lambda ctx: ctx.scan("sum", np.ones(3, bool)), TypeError, "bool"),
+    "objects": (lambda ctx: ctx.shift(np.array([None])), TypeError, "object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_on_every_rank_leave_the_strategy_usable(strategy, size, name):
+    call, error, text = BAD[name]
+    with pytest.raises(error, match=text):
+        run(strategy, call)
+    assert run(strategy, lambda ctx: ctx.all_reduce("sum", 1.0)) == size
+
+
+def test_indexed_slices_are_not_moved(strategy):
+    slices = ms.IndexedSlices(np.ones((1, 2)), np.array([0]), (3, 2))
+    for call in (
+        lambda ctx: ctx.shift(slices),
+        lambda ctx: ctx.broadcast(slices),
+        lambda ctx: ctx.scan("sum", slices),
+    ):
+        with pytest.raises(NotImplementedError, match="IndexedSlices"):
+            run(strategy, call)
+
+
+DIFFER = {
+    "another offset": lambda ctx, rank: ctx.shift(np.ones(3), rank),
+    "another fill": lambda ctx, rank: ctx.shift(np.ones(3), 1, fill=rank),
+    "periodic on one": lambda ctx, rank: ctx.shift(np.ones(3), 1, rank == 0),
+    "another length": lambda ctx, rank: ctx.shift(np.ones(3 + rank)),
+    "another op": lambda ctx, rank: ctx.scan("min" if rank else "max", np.ones(3)),
+    "exclusive on one": lambda ctx, rank: ctx.scan("sum", np.ones(3), rank == 0),
+    "another root": lambda ctx, rank: ctx.broadcast(np.ones(3), min(rank, 1)),
+    "another shape": lambda ctx, rank: ctx.broadcast(np.ones(3 + rank)),
+    "another structure": lambda ctx, rank: ctx.scatter([np.ones(3)] if rank else np.ones(3)),
+    "another axis": lambda ctx, rank: ctx.reduce_scatter("sum", np.ones((3, 3)), min(rank, 1)),
+    "another dtype": lambda ctx, rank: ctx.all_to_all(np.ones(3, "f4" if rank else "f8")),
+    "another collective": lambda ctx, rank: (ctx.shift if rank else ctx.all_to_all)(np.ones(3)),
+    "bad on one": lambda ctx, rank: ctx.all_to_all(np.ones(3), rank),
+}
+
+
+@pytest.mark.parametrize("name", DIFFER)
+def test_ranks_that_differ_get_an_error(strategy, rank, size, name):
+    if size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    expected = (EpochMismatchError, ValueError) if name == "bad on one" else EpochMismatchError
+    with pytest.raises(expected):
+        run(strategy, lambda ctx: DIFFER[name](ctx, rank))
+
+
+def test_a_value_of_none_on_the_root_is_refused(strategy, rank, size):
+    if size > 1:
+        pytest.skip("only the root refuses, so the strategy is closed")
+    with pytest.raises(TypeError, match="None on the root"):
+        run(strategy, lambda ctx: ctx.broadcast(None))
+
+
+def test_lengths_that_differ_elsewhere_are_an_error_on_every_rank(strategy, rank, size):
+    if size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    with pytest.raises(ValueError, match="all_to_all"):
+        run(strategy, lambda ctx: ctx.all_to_all(np.ones((4, 2 + rank)), 0, 0))
+    assert run(strategy, lambda ctx: ctx.all_reduce("sum", 1.0)) == size
