@@ -1,0 +1,46 @@
+"""A rank that is killed, raises or skips in a collective that moves parts: all end, in seconds."""
+
+import pytest
+
+from tests.programs.running import Case, check, run_case
+
+pytestmark = pytest.mark.launches
+
+CALLS = {
+    "reduce_scatter": 'reduce_scatter("sum", own)',
+    "all_to_all": "all_to_all(own)",
+    "broadcast": "broadcast(own if rank == 0 else None)",
+    "scatter": "scatter(own if rank == 0 else None)",
+    "shift": "shift(own)",
+    "scan": 'scan("sum", own)',
+}
+WAYS = {
+    "killed": ("os.kill(os.getpid(), 9)", ()),
+    "raises": (
+        'raise ZeroDivisionError("the loss is gone")',
+        ("rank 1 of 3 failed at <guilty>", "ZeroDivisionError: the loss is gone"),
+    ),
+    "ends": ("return", ("ranks 0, 2: {kind}", "at <call>")),
+}
+
+
+def case_of(kind, way):
+    action, expected = WAYS[way]
+    program = f"""
+own = np.arange(600_000.0)
+def steps():
+    replica = ms.get_replica_context()
+    for number in range(20):
+        if rank == 1 and number == 9:
+            {action}  #> guilty
+        replica.{CALLS[kind]}  #> call
+strategy.run(steps)
+"""
+    return Case(f"{kind}, {way}", program, tuple(e.format(kind=kind) for e in expected), ranks=3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_rank_that_does_not_come_ends_the_job(tmp_path, kind, way):
+    case = case_of(kind, way)
+    check(case, run_case(case, tmp_path / "job"))
