@@ -84,6 +84,15 @@ def test_the_code_of_each_page_runs(ranks, digits, tmp_path):  # noqa: F811
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.launches
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_the_simulations_run_where_rows_do_not_divide(ranks, tmp_path):
+    page = tmp_path / "page.py"
+    page.write_text(pages_with_code()["docs/guide/simulations.md"])
+    done = launch.run(["-W", "error", page], ranks, limit_s=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def matches(pattern):
     pages = {str(page.relative_to(ROOT)): pattern.findall(page.read_text()) for page in PAGES}
     return [pytest.param(name, found, id=name) for name, found in pages.items() if found]

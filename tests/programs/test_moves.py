@@ -44,3 +44,24 @@ strategy.run(steps)
 def test_a_rank_that_does_not_come_ends_the_job(tmp_path, kind, way):
     case = case_of(kind, way)
     check(case, run_case(case, tmp_path / "job"))
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_rank_that_is_killed_while_parts_move_ends_the_job(tmp_path, kind):
+    # At a moment that differs from run to run: most of the time is spent in the transfer.
+    program = f"""
+import threading
+own = np.arange(2_000_000.0)
+def kill():
+    time.sleep(0.3)
+    os.kill(os.getpid(), 9)
+def steps():
+    replica = ms.get_replica_context()
+    while True:
+        replica.{CALLS[kind]}
+if rank == 1:
+    threading.Thread(target=kill).start()
+strategy.run(steps)
+"""
+    case = Case(f"{kind}, killed in the middle", program, ranks=3)
+    check(case, run_case(case, tmp_path / "job"))
