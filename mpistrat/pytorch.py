@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 
 __all__ = [
-    "PullBack",
     "apply_differentiable",
     "host_array",
     "import_torch",

@@ -14,7 +14,7 @@ from mpistrat.arrays import Array, namespace_of
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.nested import all_gather_nest, all_reduce_nest
 from mpistrat.options import CommunicationOptions, ReduceOp
-from mpistrat.pytorch import PullBack, apply_differentiable, is_loaded, is_tensor
+from mpistrat.pytorch import apply_differentiable, is_loaded, is_tensor
 
 __all__ = [
     "MakeCall",
@@ -136,8 +136,12 @@ def _length(array: Array, axis: int) -> int | None:
     return shape[axis] if -len(shape) <= axis < len(shape) else None
 
 
+Arrays = list[np.ndarray]
 MakeCall = Callable[[str], CollectiveCall]
 """Makes the call of a backward pass, of a given kind."""
+
+MoveBack = Callable[[CollectiveCall, Arrays, Arrays, Arrays], Arrays]
+"""Returns the gradients of values, from the values, their results and the gradients of these."""
 
 
 def backward_calls(
@@ -156,51 +160,53 @@ def has_tensors(nest: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _AllReducePullBack:
-    """The backward pass of `all_reduce`."""
+class _PullBack:
+    """The backward pass of the collective `kind`, which is collective too."""
 
+    kind: str
     make_call: MakeCall
-    op: ReduceOp
+    move_back: MoveBack
+    needs_values: bool
 
-    @property
-    def needs_values(self) -> bool:
-        return self.op not in (ReduceOp.SUM, ReduceOp.MEAN)
-
-    def __call__(
-        self, values: list[np.ndarray], results: list[np.ndarray], gradients: list[np.ndarray]
-    ) -> list[np.ndarray]:
-        with self.make_call("gradient of all_reduce") as call:
-            return pull_back_all_reduce(call, self.op, values, results, gradients)
-
-
-@dataclass(frozen=True)
-class _AllGatherPullBack:
-    """The backward pass of `all_gather`."""
-
-    make_call: MakeCall
-    axis: int
-    needs_values = False
-
-    def __call__(
-        self, values: list[np.ndarray], results: list[np.ndarray], gradients: list[np.ndarray]
-    ) -> list[np.ndarray]:
-        with self.make_call("gradient of all_gather") as call:
-            return pull_back_all_gather(call, values, self.axis, gradients)
+    def __call__(self, values: Arrays, results: Arrays, gradients: Arrays) -> Arrays:
+        """Return the gradients of `values`. **Collective**."""
+        with self.make_call(f"gradient of {self.kind}") as call:
+            return self.move_back(call, values, results, gradients)
 
 
 def all_reduce_tensors(call: CollectiveCall, make_call: MakeCall, op: ReduceOp, nest: Any) -> Any:
     """Do `all_reduce_nest` on a nest with tensors. **Collective**, and so is the backward pass."""
-    pull_back = _AllReducePullBack(make_call, op)
-    return apply_to_tensors(nest, lambda arrays: all_reduce_nest(call, op, arrays), pull_back)
+
+    def move(arrays: Any) -> Any:
+        return all_reduce_nest(call, op, arrays)
+
+    def back(again: CollectiveCall, values: Arrays, results: Arrays, gradients: Arrays) -> Arrays:
+        return pull_back_all_reduce(again, op, values, results, gradients)
+
+    needs_values = op not in (ReduceOp.SUM, ReduceOp.MEAN)
+    return apply_to_tensors(call, make_call, nest, move, back, needs_values)
 
 
 def all_gather_tensors(call: CollectiveCall, make_call: MakeCall, nest: Any, axis: int) -> Any:
     """Do `all_gather_nest` on a nest with tensors. **Collective**, and so is the backward pass."""
-    pull_back = _AllGatherPullBack(make_call, axis)
-    return apply_to_tensors(nest, lambda arrays: all_gather_nest(call, arrays, axis), pull_back)
+
+    def move(arrays: Any) -> Any:
+        return all_gather_nest(call, arrays, axis)
+
+    def back(again: CollectiveCall, values: Arrays, results: Arrays, gradients: Arrays) -> Arrays:
+        return pull_back_all_gather(again, values, axis, gradients)
+
+    return apply_to_tensors(call, make_call, nest, move, back)
 
 
-def apply_to_tensors(nest: Any, move: Callable[[Any], Any], pull_back: PullBack) -> Any:
+def apply_to_tensors(
+    call: CollectiveCall,
+    make_call: MakeCall,
+    nest: Any,
+    move: Callable[[Any], Any],
+    move_back: MoveBack,
+    needs_values: bool = False,
+) -> Any:
     """Apply `move` to the whole nest at once, with tensors as one node of the graph."""
     # One node, because the backward pass must make one collective call for the whole nest.
     leaves, structure = nests.flatten(nest)
@@ -214,6 +220,7 @@ def apply_to_tensors(nest: Any, move: Callable[[Any], Any], pull_back: PullBack)
         results[:] = nests.flatten(move(nests.unflatten(structure, given)))[0]
         return [results[i] for i in positions]
 
+    pull_back = _PullBack(call.kind, make_call, move_back, needs_values)
     tensors = apply_differentiable(move_all, pull_back, [leaves[i] for i in positions])
     for i, tensor in zip(positions, tensors, strict=True):
         results[i] = tensor

@@ -5,6 +5,7 @@ Each is a class: `forward` takes the arrays of a nest, `backward` the gradients 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from mpistrat.sharding import part_lengths
 __all__ = ["AllToAll", "Broadcast", "Move", "Scatter", "Shift", "axis_of", "described"]
 
 
-class Move:
+class Move(ABC):
     """A collective that moves arrays, each in its own way."""
 
     @property
@@ -31,17 +32,17 @@ class Move:
         """Whether it can be differentiated."""
         return True
 
+    @abstractmethod
     def forward(
         self, call: CollectiveCall, arrays: Sequence[Array], structure: object
     ) -> list[Array]:
         """Return what it makes of `arrays`, in fresh memory on their device. **Collective**."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(
         self, call: CollectiveCall, leaves: Sequence[int], gradients: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Return the gradients of some `leaves` from those of their results. **Collective**."""
-        raise NotImplementedError
 
 
 def described(arrays: Sequence[Array]) -> tuple[object, ...]:
@@ -194,6 +195,11 @@ class Broadcast(Move):
 
     root: int
 
+    @classmethod
+    def parse(cls, root: Any, size: int) -> Broadcast:
+        """Return it for arguments as users give them."""
+        return cls(as_integer("broadcast: root", root, 0, size - 1))
+
     def check(self, call: CollectiveCall, arrays: Sequence[Array]) -> None:
         """Refuse what cannot be moved, before the ranks agree."""
         _check_sendable(call.kind, arrays)
@@ -229,6 +235,11 @@ class Scatter(Move):
     root: int
     routes: list[_Route] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, root: Any, size: int) -> Scatter:
+        """Return it for arguments as users give them."""
+        return cls(as_integer("scatter: root", root, 0, size - 1))
 
     def check(self, call: CollectiveCall, arrays: Sequence[Array]) -> None:
         """Refuse what cannot be moved, before the ranks agree."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.arguments import as_integer
 from mpistrat.arrays import Array, Device, is_on_host, place
 from mpistrat.collectives.autograd import (
     MakeCall,
@@ -40,7 +39,7 @@ __all__ = ["ReplicaMoves"]
 T = TypeVar("T")
 
 
-class ReplicaMoves:
+class ReplicaMoves(ABC):
     """The methods of `ReplicaContext` that move parts of arrays. All are **Collective**.
 
     They take nests of arrays, numbers and PyTorch tensors, whose structures and dtypes the replicas
@@ -48,9 +47,9 @@ class ReplicaMoves:
     loss is the sum of those of the replicas, and the backward pass is collective too.
     """
 
+    @abstractmethod
     def _group(self) -> Collectives:
         """Return the collectives of the group, if it may be used here."""
-        raise NotImplementedError
 
     @overload
     def all_gather(
@@ -126,7 +125,7 @@ class ReplicaMoves:
             If the replicas disagree.
         """
         return self._move(
-            "reduce_scatter", value, options, lambda: ReduceScatter.parse(reduce_op, axis)
+            "reduce_scatter", value, options, lambda _: ReduceScatter.parse(reduce_op, axis)
         )
 
     def all_to_all(
@@ -157,7 +156,7 @@ class ReplicaMoves:
             If the replicas disagree.
         """
         return self._move(
-            "all_to_all", value, options, lambda: AllToAll.parse(split_axis, concat_axis)
+            "all_to_all", value, options, lambda _: AllToAll.parse(split_axis, concat_axis)
         )
 
     def broadcast(
@@ -182,7 +181,7 @@ class ReplicaMoves:
         EpochError
             If the replicas disagree.
         """
-        return self._move("broadcast", value, options, lambda: Broadcast(0), root)
+        return self._move("broadcast", value, options, lambda size: Broadcast.parse(root, size))
 
     def scatter(
         self, value: Any, root: int = 0, options: CommunicationOptions | None = None
@@ -203,7 +202,7 @@ class ReplicaMoves:
         TypeError, ValueError, EpochError
             As `broadcast`; and if a value is 0-d.
         """
-        return self._move("scatter", value, options, lambda: Scatter(0), root)
+        return self._move("scatter", value, options, lambda size: Scatter.parse(root, size))
 
     def shift(
         self,
@@ -235,7 +234,7 @@ class ReplicaMoves:
         EpochError
             If the replicas disagree.
         """
-        return self._move("shift", value, options, lambda: Shift.parse(offset, periodic, fill))
+        return self._move("shift", value, options, lambda _: Shift.parse(offset, periodic, fill))
 
     def scan(
         self,
@@ -265,21 +264,20 @@ class ReplicaMoves:
         EpochError
             If the replicas disagree.
         """
-        return self._move("scan", value, options, lambda: Scan.parse(reduce_op, exclusive))
+        return self._move("scan", value, options, lambda _: Scan.parse(reduce_op, exclusive))
 
     def _move(
         self,
         kind: str,
         value: T,
         options: CommunicationOptions | None,
-        make: Callable[[], Move],
-        root: int | None = None,
+        make: Callable[[int], Move],
     ) -> T:
+        """Do what `make` returns for the number of replicas."""
         collectives = self._group()
         with collectives.call(kind, options=options) as call:
-            move, nest = make(), localize(value)
+            move, nest = make(collectives.size), localize(value)
             if isinstance(move, Broadcast | Scatter):
-                move.root = as_integer(f"{kind}: root", root, 0, collectives.size - 1)
                 nest = _as_root(call, nest, move, collectives.device)
             moved: T
             if has_tensors(nest):
@@ -300,26 +298,13 @@ def _move_tensors(call: CollectiveCall, move: Move, nest: Any, make_call: MakeCa
             "reduce by SUM."
         )
     floating = [i for i, leaf in tensors.items() if leaf.is_floating_point() or leaf.is_complex()]
-    back = _PullBack(move, floating, call.kind, make_call)
-    return apply_to_tensors(nest, lambda arrays: _move_nest(call, move, arrays), back)
-
-
-@dataclass(frozen=True)
-class _PullBack:
-    """The backward pass of a move."""
-
-    move: Move
-    floating: Sequence[int]
-    """The leaves of the nest that are differentiated."""
-    kind: str
-    make_call: MakeCall
-    needs_values = False
-
-    def __call__(
-        self, values: list[np.ndarray], results: list[np.ndarray], gradients: list[np.ndarray]
-    ) -> list[np.ndarray]:
-        with self.make_call(f"gradient of {self.kind}") as call:
-            return self.move.backward(call, self.floating, gradients)
+    return apply_to_tensors(
+        call,
+        make_call,
+        nest,
+        lambda arrays: _move_nest(call, move, arrays),
+        lambda again, values, results, gradients: move.backward(again, floating, gradients),
+    )
 
 
 def _move_nest(call: CollectiveCall, move: Move, nest: Any) -> Any:
