@@ -50,6 +50,11 @@ def triangle(size):
     return size * (size - 1) // 2
 
 
+def filenames(caught):
+    """Return the file of each warning, without those of strategies that earlier tests left."""
+    return [each.filename for each in caught if each.category is not ResourceWarning]
+
+
 def as_bytes(array):
     return np.asarray(array).tobytes()
 

@@ -8,7 +8,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.errors import ContextError, OutOfRangeError
-from tests.helpers import triangle
+from tests.helpers import filenames, triangle
 
 ON_READ = ms.VariableSynchronization.ON_READ
 SUM, MEAN = ms.VariableAggregation.SUM, ms.VariableAggregation.MEAN
@@ -30,7 +30,7 @@ def variable(strategy):
 def test_unwrap(strategy, rank):
     with deprecated("unwrap") as caught:
         assert strategy.unwrap(ms.PerReplica(rank)) == (rank,)
-    assert [each.filename for each in caught] == [__file__]
+    assert filenames(caught) == [__file__]
 
 
 def test_dataset_iterator(strategy, rank, size):

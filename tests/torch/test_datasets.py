@@ -19,6 +19,7 @@ import mpistrat.torch as mst  # noqa: E402
 from mpistrat.data.hdf5 import reader as hdf5_reader  # noqa: E402
 from mpistrat.sharding import slice_of_rank  # noqa: E402
 from mpistrat.torch import datasets  # noqa: E402
+from tests.helpers import filenames  # noqa: E402
 
 # torchdata asks a function of PyTorch that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -350,7 +351,7 @@ def test_without_an_accelerator_pinning_is_refused_as_loaders_do(world, monkeypa
     batches = ms.data.Dataset.range(4 * dist.get_world_size()).batch(4 * dist.get_world_size())
     with pytest.warns(UserWarning, match="no accelerator") as found:
         dataset = mst.HDF5Dataset(batches, pin_memory=True)
-    assert found[0].filename == __file__
+    assert filenames(found) == [__file__]
     assert [len(each) for each in dataset] == [4]
 
 
