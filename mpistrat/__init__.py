@@ -49,7 +49,7 @@ from mpistrat.strategies import (
 )
 from mpistrat.strategies import print_on_chief as print
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
-from mpistrat.variables import Variable
+from mpistrat.variables import ShardedVariable, Variable
 from mpistrat.version import __version__
 
 __all__ = [
@@ -72,6 +72,7 @@ __all__ = [
     "ReduceOp",
     "ReplicaContext",
     "RunOptions",
+    "ShardedVariable",
     "Strategy",
     "StrategyExtended",
     "ValueContext",
@@ -92,20 +93,21 @@ __all__ = [
     "layers",
     "metrics",
     "optimizers",
+    "partitioners",
     "print",
     "testing",
 ]
 
 
 # Thousands of ranks read these files at the same moment, so what is not needed yet waits.
-_ROOMS = ("data", "gradients", "layers", "metrics", "optimizers", "testing")
+_ROOMS = ("data", "gradients", "layers", "metrics", "optimizers", "partitioners", "testing")
 _OF_CHECKPOINT = (
     *("Checkpoint", "CheckpointManager", "PerReplicaState", "PreemptionCheckpointHandler"),
     "latest_checkpoint",
 )
 
 if _typing.TYPE_CHECKING:
-    from mpistrat import data, gradients, layers, metrics, optimizers, testing
+    from mpistrat import data, gradients, layers, metrics, optimizers, partitioners, testing
     from mpistrat.checkpoint import (
         Checkpoint,
         CheckpointManager,

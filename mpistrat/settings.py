@@ -99,6 +99,7 @@ _READERS = {
     "data_threads": _Reader(_positive_integer_or_auto, "Use a whole number, at least 1, or auto."),
     "restart": _Reader(_not_negative, "Use a whole number, at least 0."),
     "fault": _Reader(str, ""),
+    "gather_limit": _Reader(_not_negative, "Use a number of bytes, at least 0."),
 }
 
 
@@ -138,6 +139,8 @@ class Settings:
     """Which restart of the job this is; ``mpistrat run --restarts`` counts them from 1."""
     fault: str = ""
     """What is to go wrong on purpose, as `mpistrat.testing.inject` takes it."""
+    gather_limit: int = 4 << 30
+    """Bytes of the largest sharded variable that `value` brings to every rank."""
 
     @classmethod
     def parse(cls, variables: Mapping[str, str]) -> Settings:

@@ -76,6 +76,8 @@ class StrategyExtended(ExtendedV1):
     _is_default = False
     _distributes_variables = True
     _container: Any
+    _variable_partitioner: Callable[..., Any] | None = None
+    """What is asked into how many parts a variable is cut."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives

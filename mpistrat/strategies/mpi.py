@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpistrat.agreement.call import AllOrNone
@@ -61,6 +62,9 @@ class MPIStrategy(Strategy):
         means ``"gpu"``.
     communication_options : CommunicationOptions, optional
         For every collective that is given no others.
+    variable_partitioner : callable, optional
+        Called with shape and dtype of each mirrored variable that has axes, as those of
+        `mpistrat.partitioners`. Where it wants several parts, an `ms.ShardedVariable` is made.
 
     Raises
     ------
@@ -114,6 +118,7 @@ class MPIStrategy(Strategy):
         comm: MPI.Intracomm | None = None,
         device: str = "auto",
         communication_options: CommunicationOptions | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
     ) -> None:
         prepare_device(device)
         comm = communicator(comm)
@@ -125,6 +130,11 @@ class MPIStrategy(Strategy):
             if not isinstance(options, CommunicationOptions):
                 raise TypeError(
                     f"communication_options must be CommunicationOptions, not {options!r}."
+                )
+            if variable_partitioner is not None and not callable(variable_partitioner):
+                raise TypeError(
+                    "variable_partitioner must be callable, as those of mpistrat.partitioners are, "
+                    f"not {variable_partitioner!r}."
                 )
             chosen = settings()
             channel.timeout_s = chosen.timeout_s
@@ -158,6 +168,7 @@ class MPIStrategy(Strategy):
         if comm.size > 1:
             _warn_of_missing_kernels()
         super().__init__(StrategyExtended(Collectives(channel, capabilities, options)))
+        self.extended._variable_partitioner = variable_partitioner
         self._cluster_resolver = ClusterResolver(
             task_id=world.rank,
             num_workers=world.size,

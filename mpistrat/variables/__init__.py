@@ -2,11 +2,13 @@
 
 from mpistrat.variables.drift import check_replicas_agree, variables_to_compare
 from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
+from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.variable import Variable, container_of
 from mpistrat.variables.writes import can_cast
 
 __all__ = [
     "MirroredVariable",
+    "ShardedVariable",
     "SyncOnReadVariable",
     "Variable",
     "can_cast",

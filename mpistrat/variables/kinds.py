@@ -8,22 +8,24 @@ import numpy as np
 
 from mpistrat import context
 from mpistrat.arrays import Array, namespace_of, pieces
-from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.options import ReduceOp, VariableAggregation
 from mpistrat.values import PerReplica
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
-__all__ = ["MirroredVariable", "SyncOnReadVariable"]
+__all__ = ["MirroredVariable", "SyncOnReadVariable", "WrittenTogether"]
 
 
-class MirroredVariable(Variable, on_read=False):
-    """A variable whose every write reaches every replica.
+class WrittenTogether(Variable):
+    """A variable with one value, which all replicas write together.
 
     In replica context the values of the replicas are merged by `aggregation` first. In
     cross-replica context all ranks give the same value. In update context each rank writes
     its own component.
     """
+
+    _adjective = "mirrored"
 
     def _write_in_context(self, write: Write, value: Any) -> None:
         kind = context.mode_for(self._strategy, f"The variable {self.name!r}")
@@ -34,27 +36,36 @@ class MirroredVariable(Variable, on_read=False):
         else:
             write.apply(self._storage, self._merged(write, value))
 
+    def _own(self, value: Any) -> Any:
+        """Return what of a checked `value` of the whole this rank writes."""
+        return value
+
+    def _merge(self, call: CollectiveCall, write: Write, value: Any) -> Any:
+        """Return what the replicas' checked values amount to here. **Collective**."""
+        return write.merged(call, self._target, value)
+
     def _agreed(self, write: Write, value: Any) -> Any:
         with self._collectives.call(f"Variable.{write.how}", self.name) as call:
             if isinstance(value, PerReplica):
                 raise ValueError(
-                    f"{write.how} of the mirrored variable {self.name!r} in cross-replica context "
-                    "takes one value for all replicas, not a PerReplica: forgot strategy.run? "
-                    "Write inside of it, or reduce the value first."
+                    f"{write.how} of the {self._adjective} variable {self.name!r} in cross-replica "
+                    "context takes one value for all replicas, not a PerReplica: forgot "
+                    "strategy.run? Write inside of it, or reduce the value first."
                 )
             checked = write.checked(self._target, value)
             call.agree("one value", write.signature(checked))
-        return checked
+        return self._own(checked)
 
     def _merged(self, write: Write, value: Any) -> Any:
         with self._collectives.call(f"Variable.{write.how}", self.name) as call:
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(
-                    f"{write.how} of the mirrored variable {self.name!r} in replica context needs "
-                    "an aggregation: make the variable with aggregation=VariableAggregation.SUM, "
-                    "MEAN or ONLY_FIRST_REPLICA, or write in cross-replica context (merge_call)."
+                    f"{write.how} of the {self._adjective} variable {self.name!r} in replica "
+                    "context needs an aggregation: make the variable with "
+                    "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or write in "
+                    "cross-replica context (merge_call)."
                 )
-            return write.merged(call, self._target, write.checked(self._target, value))
+            return self._merge(call, write, write.checked(self._target, value))
 
     @property
     def _collectives(self) -> Collectives:
@@ -62,12 +73,16 @@ class MirroredVariable(Variable, on_read=False):
         return collectives
 
 
+class MirroredVariable(WrittenTogether, kind="mirrored"):
+    """A variable of which every rank holds all, and whose every write reaches every replica."""
+
+
 _SAVE = "save of SyncOnRead variable"
 _BYTES_REDUCED_AT_ONCE = 2**22
 """So that a save needs little memory in addition to the result, whatever way the values take."""
 
 
-class SyncOnReadVariable(Variable, on_read=True):
+class SyncOnReadVariable(Variable, kind="on_read"):
     """A variable that each replica reads and writes alone.
 
     A read in cross-replica context aggregates the components over replicas.

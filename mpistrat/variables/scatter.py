@@ -18,7 +18,7 @@ from mpistrat.options import VariableAggregation
 from mpistrat.values import DistributedValues, IndexedSlices
 from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic
 
-__all__ = ["RowWrites", "split_into_rounds"]
+__all__ = ["RowWrites", "SliceWrite", "split_into_rounds"]
 
 
 def split_into_rounds(rows: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -89,14 +89,19 @@ class SliceWrite:
         """Return dtype and shape of the rows."""
         return (str(value.values.dtype), tuple(value.values.shape))
 
-    def merged(self, call: CollectiveCall, target: Target, value: IndexedSlices) -> IndexedSlices:
-        """Return the slices of all replicas in rank order, or rank 0's. **Collective**."""
+    def contribution(self, call: CollectiveCall, target: Target, value: IndexedSlices) -> Any:
+        """Return what this replica adds to the slices of all, by `target.aggregation`."""
         values, indices = value.values, value.indices
         if target.aggregation is VariableAggregation.MEAN:
             values = values / values.dtype.type(call.channel.size)
         if target.aggregation is VariableAggregation.ONLY_FIRST_REPLICA and call.channel.rank:
             values, indices = values[:0], indices[:0]
-        values, indices = call.all_gather([values, indices], 0, target.aggregation.name)
+        return IndexedSlices(values, indices)
+
+    def merged(self, call: CollectiveCall, target: Target, value: IndexedSlices) -> IndexedSlices:
+        """Return the slices of all replicas in rank order, or rank 0's. **Collective**."""
+        own = self.contribution(call, target, value)
+        values, indices = call.all_gather([own.values, own.indices], 0, target.aggregation.name)
         return IndexedSlices(values, indices)
 
     def apply(self, storage: Array, value: IndexedSlices) -> None:

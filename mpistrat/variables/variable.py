@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
+import math
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from mpistrat import context
 from mpistrat.arrays import Array, Device, host_copy, place
-from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.system.text import html_table, readable_size, small_values
 from mpistrat.values import DistributedValues, container_of_component
-from mpistrat.variables.array_like import ArrayLike
+from mpistrat.variables.initial import InitialValue
+from mpistrat.variables.lookup import RowReads, read_only
 from mpistrat.variables.scatter import RowWrites
 from mpistrat.variables.writes import (
     ASSIGN,
@@ -27,7 +28,6 @@ from mpistrat.variables.writes import (
     Target,
     Write,
     check_modes,
-    numeric,
 )
 
 __all__ = ["Variable", "container_of"]
@@ -62,26 +62,11 @@ def _taken(strategy: Any) -> set[str]:
     return _given_to_plain if strategy is None else _given.setdefault(strategy, set())
 
 
-def _evaluated(initial_value: Any) -> Callable[[], Any]:
-    """Return a function that returns the initial value, or raises what has kept it from being."""
-    # Evaluated outside of the collective that makes the variable, as it may make collectives.
-    try:
-        value = initial_value() if callable(initial_value) else initial_value
-        value = value.value() if isinstance(value, Variable) else value
-    except Exception as error:
-        return functools.partial(_raise, error)
-    return lambda: value
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
 _HOST = Device("cpu")
 _by_storage: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 
 
-class Variable(RowWrites, ArrayLike):
+class Variable(RowWrites, RowReads):
     """A named array that a program writes in place, distributed by the strategy in scope.
 
     In a strategy's scope this makes a *mirrored* variable, or a *SyncOnRead* variable where
@@ -103,6 +88,10 @@ class Variable(RowWrites, ArrayLike):
     synchronization : VariableSynchronization
     aggregation : VariableAggregation
         How writes in replica context (mirrored) or components (SyncOnRead) become one value.
+    shape : sequence of int, optional
+        That of the initial value. Where it is given, a callable may take the keywords
+        ``partition_shape`` and ``partition_offset``: it is then called for the part that this rank
+        holds, which is all of a variable that is not sharded.
 
     Raises
     ------
@@ -136,15 +125,16 @@ class Variable(RowWrites, ArrayLike):
     >>> changed = weight.batch_scatter_update(ms.IndexedSlices(np.ones((2, 1)), [[0], [1]]))
     """
 
-    _kinds: ClassVar[dict[bool, type[Variable]]] = {}
-    """The kinds of distributed variables, by whether they are read across replicas."""
+    _kinds: ClassVar[dict[str, type[Variable]]] = {}
+    """The kinds of distributed variables."""
     _storage: Array
     """The local component, in C order. Optimizers, metrics and checkpoints update it in place, a
     mirrored one with the same values on every rank."""
 
-    def __init_subclass__(cls, *, on_read: bool) -> None:
+    def __init_subclass__(cls, *, kind: str = "") -> None:
         super().__init_subclass__()
-        Variable._kinds[on_read] = cls
+        if kind:
+            Variable._kinds[kind] = cls
 
     def __new__(
         cls,
@@ -154,13 +144,22 @@ class Variable(RowWrites, ArrayLike):
         dtype: npt.DTypeLike | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
+        shape: Sequence[int] | None = None,
     ) -> Variable:
         """Choose the kind of variable that the context and `synchronization` ask for."""
         frame = context.current()
-        distributed = frame is not None and frame.strategy.extended._distributes_variables
-        if cls is Variable and distributed:
-            cls = Variable._kinds[synchronization is VariableSynchronization.ON_READ]
-        return object.__new__(cls)
+        initial = InitialValue(initial_value, shape, dtype)
+        if cls is Variable and frame is not None and frame.strategy.extended._distributes_variables:
+            partitioner = frame.strategy.extended._variable_partitioner
+            if synchronization is VariableSynchronization.ON_READ:
+                cls = Variable._kinds["on_read"]
+            elif partitioner is not None and initial.ask(partitioner):
+                cls = Variable._kinds["sharded"]
+            else:
+                cls = Variable._kinds["mirrored"]
+        self = object.__new__(cls)
+        self._initial = initial
+        return self
 
     def __init__(
         self,
@@ -170,12 +169,14 @@ class Variable(RowWrites, ArrayLike):
         dtype: npt.DTypeLike | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
+        shape: Sequence[int] | None = None,
     ) -> None:
         frame = context.current()
         distributed = frame is not None and frame.strategy.extended._distributes_variables
         self._strategy = frame.strategy if frame is not None and distributed else None
         on_read = synchronization is VariableSynchronization.ON_READ
         self._trainable = not on_read if trainable is None else bool(trainable)
+        self._synchronization_given = synchronization
         if self._strategy is not None and synchronization is VariableSynchronization.AUTO:
             self._synchronization = VariableSynchronization.ON_WRITE
         else:
@@ -183,22 +184,36 @@ class Variable(RowWrites, ArrayLike):
         self._aggregation = aggregation
         collectives = frame.collectives if frame else Collectives.solo(_HOST)
         self._name = _default_name(self._strategy) if name is None else name
-        given = _evaluated(initial_value)
+        initial = vars(self).pop("_initial")
         with collectives.call("Variable", self._name) as call:
-            value = numeric(self._name, given(), dtype)
-            check_modes(self._name, synchronization, aggregation, value.dtype)
-            modes = (synchronization.name, aggregation.name, self._trainable)
-            self._storage = place(call.broadcast(value, modes), collectives.device)
+            value, whole_shape = self._begin(call, initial)
+        self._storage = place(value, collectives.device)
         _note_given_name(self._strategy, self._name)
         self._target = Target(
             self._name,
-            self.shape,
-            self.dtype,
+            whole_shape,
+            value.dtype,
             collectives.device,
             aggregation,
             self._strategy is not None and not on_read,
         )
         _by_storage[id(self._storage)] = self
+
+    def _begin(
+        self, call: CollectiveCall, initial: InitialValue
+    ) -> tuple[np.ndarray, tuple[int, ...]]:
+        """Return the local component at the start, and the shape of the whole. **Collective**."""
+        value = initial.whole(self._name)
+        return call.broadcast(value, self._checked_modes(value.dtype)), value.shape
+
+    def _checked_modes(self, dtype: np.dtype) -> tuple[object, ...]:
+        """Return what the ranks must agree on besides shape and dtype."""
+        check_modes(self._name, self._synchronization_given, self._aggregation, dtype)
+        return (self._synchronization_given.name, self._aggregation.name, self._trainable)
+
+    @property
+    def _component(self) -> Array:
+        return self._storage
 
     @property
     def name(self) -> str:
@@ -208,23 +223,23 @@ class Variable(RowWrites, ArrayLike):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value, equal on all ranks. Local."""
-        return tuple(self._storage.shape)
+        return self._target.shape
 
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the value. Local."""
-        dtype: np.dtype = self._storage.dtype
+        dtype: np.dtype = self._target.dtype
         return dtype
 
     @property
     def ndim(self) -> int:
         """Number of dimensions. Local."""
-        return int(self._storage.ndim)
+        return len(self._target.shape)
 
     @property
     def size(self) -> int:
         """Number of elements. Local."""
-        return int(self._storage.size)
+        return math.prod(self._target.shape)
 
     @property
     def trainable(self) -> bool:
@@ -261,10 +276,7 @@ class Variable(RowWrites, ArrayLike):
         **Local**, except for SyncOnRead variables in cross-replica context: there the components
         are aggregated, which is **Collective**, and the result is a new array.
         """
-        view: Array = self._storage.view()
-        if type(view) is np.ndarray:
-            view.setflags(write=False)
-        return view
+        return read_only(self._storage)
 
     def read_value(self) -> Array:
         """Return a snapshot of `value()`, on the device. Collective where that is."""
@@ -308,7 +320,11 @@ class Variable(RowWrites, ArrayLike):
     def _write(self, write: Write, value: Any, read_value: bool) -> Array | None:
         # Before the write, because reading a variable may itself be a collective.
         self._write_in_context(write, value.value() if isinstance(value, Variable) else value)
-        return self.value() if read_value else None
+        return self._written() if read_value else None
+
+    def _written(self) -> Any:
+        """Return what a write returns."""
+        return self.value()
 
     def _write_in_context(self, write: Write, value: Any) -> None:
         """Do the write that the current context calls for."""

@@ -1,0 +1,139 @@
+"""Initial values of variables: evaluated, or called for its rows on each rank that holds some."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpistrat.arguments import as_integer
+from mpistrat.pytorch import is_tensor
+from mpistrat.variables.writes import numeric
+
+__all__ = ["InitialValue"]
+
+_KEYWORDS = ("partition_shape", "partition_offset")
+
+
+class InitialValue:
+    """What a variable begins with. Errors are kept, for the collective that makes the variable.
+
+    A function is called outside of that collective, as it may make others. One that takes the
+    keywords `partition_shape` and `partition_offset` is called for a part, where `shape` is given.
+    """
+
+    def __init__(
+        self, given: Any, shape: Sequence[int] | None, dtype: npt.DTypeLike | None
+    ) -> None:
+        self._error: Exception | None = None
+        self._part: Callable[..., Any] | None = None
+        self._value: Any = None
+        self._dtype = dtype
+        self.shape: tuple[int, ...] | None = None
+        """What the program says, or the value."""
+        self.num_parts = 1
+        """What the partitioner wants."""
+        try:
+            if shape is not None:
+                self.shape = tuple(as_integer("shape", each, 0) for each in shape)
+            if self.shape is not None and callable(given) and _takes_part(given):
+                if dtype is None:
+                    raise TypeError(
+                        "An initial value that is made in parts needs dtype= beside shape=."
+                    )
+                self._part = given
+            else:
+                value = given() if callable(given) else given
+                self._value = value.value() if hasattr(value, "read_value") else value
+        except Exception as error:
+            self._error = error
+
+    def ask(self, partitioner: Callable[..., Any]) -> bool:
+        """Return whether `partitioner` wants the variable in parts."""
+        if self._error is not None:
+            return False
+        try:
+            shape, dtype = self.shape, self._dtype
+            if self._part is None:
+                array = self._value.detach() if is_tensor(self._value) else self._value
+                shape = tuple(np.shape(array))
+                dtype = np.asarray(array).dtype if dtype is None else dtype
+            if not shape:
+                return False
+            self.num_parts = _checked(partitioner(shape, np.dtype(dtype)), shape)
+        except Exception as error:
+            self._error = error
+        return self.num_parts > 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """What the program says."""
+        return np.dtype(self._dtype)
+
+    @property
+    def is_made_in_parts(self) -> bool:
+        """Whether each rank makes its own rows."""
+        return self._part is not None
+
+    def whole(self, name: str) -> np.ndarray:
+        """Return all of it as a host array, or raise why there is none."""
+        self.check()
+        value = self._value
+        if self._part is not None and self.shape is not None:
+            value = self._part(partition_shape=self.shape, partition_offset=(0,) * len(self.shape))
+        array = numeric(name, value, self._dtype)
+        _check_shape(name, array, self.shape)
+        return array
+
+    def rows(self, name: str, rows: range) -> np.ndarray:
+        """Return these rows of what is made in parts; there is at least one."""
+        assert self._part is not None
+        assert self.shape is not None
+        shape = (len(rows), *self.shape[1:])
+        offset = (rows.start, *[0] * (len(shape) - 1))
+        part = self._part(partition_shape=shape, partition_offset=offset)
+        array = numeric(name, part, self._dtype)
+        _check_shape(name, array, shape)
+        return array
+
+    def check(self) -> None:
+        """Raise what has gone wrong."""
+        if self._error is not None:
+            raise self._error
+
+
+def _takes_part(function: Callable[..., Any]) -> bool:
+    target = function.func if isinstance(function, functools.partial) else function
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):  # compiled functions may have none
+        return False
+    return all(name in parameters for name in _KEYWORDS)
+
+
+def _check_shape(name: str, array: np.ndarray, expected: tuple[int, ...] | None) -> None:
+    if expected is not None and array.shape != expected:
+        raise ValueError(
+            f"The initial value of the variable {name!r} has the shape {array.shape}, but "
+            f"{expected} was asked for."
+        )
+
+
+def _checked(counts: Any, shape: tuple[int, ...]) -> int:
+    """Return how many parts along axis 0 the answer of a partitioner means."""
+    fits = isinstance(counts, Sequence) and len(counts) == len(shape)
+    if not fits or any(as_integer("a count of the partitioner", each) < 1 for each in counts):
+        raise ValueError(
+            f"The partitioner has returned {counts!r} for the shape {shape}: it must return one "
+            "count of at least 1 for each axis."
+        )
+    if any(each > 1 for each in counts[1:]):
+        raise ValueError(
+            f"The partitioner has returned {list(counts)} for the shape {shape}, but variables "
+            "are cut along axis 0 only."
+        )
+    return int(counts[0])

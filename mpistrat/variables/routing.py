@@ -1,0 +1,157 @@
+"""Rows on their way between the ranks that use them and the rank that holds them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpistrat.arrays import Array, host_view, namespace_of, native
+from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.sharding import part_lengths
+
+__all__ = ["Partition", "collect_rows", "fetch_rows", "gather_rows", "scatter_rows", "send_rows"]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which rank holds which rows: part k lies on rank k, and further ranks hold none."""
+
+    num_rows: int
+    num_parts: int
+    num_ranks: int
+
+    @functools.cached_property
+    def ranges(self) -> tuple[range, ...]:
+        """The rows of each rank."""
+        stops = np.cumsum(part_lengths(self.num_rows, self.num_parts)).tolist()
+        stops += [self.num_rows] * (self.num_ranks - self.num_parts)
+        return tuple(range(*pair) for pair in zip([0, *stops], stops, strict=False))
+
+    @functools.cached_property
+    def _stops(self) -> np.ndarray:
+        return np.array([rows.stop for rows in self.ranges])
+
+    def owners(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rank that holds each of `rows`."""
+        return np.searchsorted(self._stops, rows, side="right")
+
+    def counts(self, size_of_row: int) -> list[int]:
+        """Return how many elements each rank holds."""
+        return [len(rows) * size_of_row for rows in self.ranges]
+
+
+@dataclass(frozen=True)
+class _Journey:
+    """How the rows that this rank names are sorted for their owners."""
+
+    order: np.ndarray
+    """Of the rows, by owner, otherwise as they were named."""
+    counts: list[int]
+    """How many go to each rank."""
+    incoming: list[int]
+    """How many come from each rank."""
+
+    @classmethod
+    def plan(cls, call: CollectiveCall, partition: Partition, rows: np.ndarray) -> _Journey:
+        """Learn what the other ranks name. **Collective**."""
+        owners, size = partition.owners(rows), partition.num_ranks
+        counts = np.bincount(owners, minlength=size)
+        incoming = call.channel.transport.all_to_all(counts, [1] * size, [1] * size)
+        return cls(np.argsort(owners, kind="stable"), counts.tolist(), incoming.tolist())
+
+    def to_owners(self, call: CollectiveCall, values: np.ndarray) -> np.ndarray:
+        """Send each of `values`, sorted, to its owner; return what comes. **Collective**."""
+        return _exchange(call, values, self.counts, self.incoming)
+
+    def from_owners(self, call: CollectiveCall, values: np.ndarray) -> np.ndarray:
+        """Answer what has come, and return the answers to this rank. **Collective**."""
+        return _exchange(call, values, self.incoming, self.counts)
+
+
+def _exchange(
+    call: CollectiveCall, values: np.ndarray, counts: list[int], incoming: list[int]
+) -> np.ndarray:
+    shape = values.shape[1:]
+    size = math.prod(shape)
+    call.note_moved(values.nbytes, "all_to_all")
+    flat = call.channel.transport.all_to_all(
+        values.reshape(-1), [n * size for n in counts], [n * size for n in incoming]
+    )
+    call.show_received([flat])
+    return flat.reshape(sum(incoming), *shape)
+
+
+def fetch_rows(
+    call: CollectiveCall, partition: Partition, own: Array, rows: np.ndarray
+) -> np.ndarray:
+    """Return `rows`, in their order, on the host; `own` has those of this rank. **Collective**.
+
+    Inside of a `call` that has been agreed on. All must be rows of the variable.
+    """
+    with call.moving():
+        journey = _Journey.plan(call, partition, rows)
+        asked = journey.to_owners(call, rows[journey.order])
+        places = namespace_of(own).asarray(asked - partition.ranges[call.channel.rank].start)
+        answers = journey.from_owners(call, native(host_view(own[places])))
+        found = np.empty_like(answers)
+        found[journey.order] = answers
+    return found
+
+
+def send_rows(
+    call: CollectiveCall, partition: Partition, owned: np.ndarray, rows: np.ndarray, values: Array
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what all ranks give for the rows of this one, in rank order. **Collective**.
+
+    `values` belong to the numbers `rows`, which lie in the rows `owned` of the partition.
+    """
+    with call.moving():
+        journey = _Journey.plan(call, partition, owned)
+        numbers = journey.to_owners(call, rows[journey.order])
+        return numbers, journey.to_owners(call, native(host_view(values))[journey.order])
+
+
+def gather_rows(call: CollectiveCall, partition: Partition, own: Array) -> np.ndarray:
+    """Return all rows, on the host of every rank. **Collective**."""
+    size = math.prod(own.shape[1:])
+    with call.moving():
+        flat = native(host_view(own)).reshape(-1)
+        call.note_moved(flat.nbytes, "all_gather")
+        gathered = call.channel.transport.all_gather(flat, partition.counts(size))
+    call.show_received([gathered])
+    return gathered.reshape(partition.num_rows, *own.shape[1:])
+
+
+def scatter_rows(call: CollectiveCall, partition: Partition, whole: np.ndarray) -> np.ndarray:
+    """Return this rank's rows of the `whole` of rank 0. **Collective**."""
+    rank, size = call.channel.rank, math.prod(whole.shape[1:])
+    counts = partition.counts(size)
+    incoming = [counts[rank], *[0] * (len(counts) - 1)]
+    with call.moving():
+        outgoing = native(whole).reshape(-1) if rank == 0 else np.empty(0, whole.dtype)
+        call.note_moved(outgoing.nbytes, "scatter")
+        counts = counts if rank == 0 else [0] * len(counts)
+        own = call.channel.transport.all_to_all(outgoing, counts, incoming)
+    call.show_received([own])
+    return own.reshape(len(partition.ranges[rank]), *whole.shape[1:])
+
+
+def collect_rows(
+    call: CollectiveCall, partition: Partition, own: Array, rows: slice
+) -> np.ndarray | None:
+    """Return `rows` on rank 0, ``None`` elsewhere. **Collective**."""
+    rank, size = call.channel.rank, math.prod(own.shape[1:])
+    parts = [(max(rows.start, each.start), min(rows.stop, each.stop)) for each in partition.ranges]
+    counts = [max(0, stop - start) * size for start, stop in parts]
+    start, stop = (each - partition.ranges[rank].start for each in parts[rank])
+    with call.moving():
+        mine = native(host_view(own[start:stop] if start < stop else own[:0])).reshape(-1)
+        to_root = [mine.size, *[0] * (len(counts) - 1)]
+        incoming = counts if rank == 0 else [0] * len(counts)
+        call.note_moved(mine.nbytes, "gather")
+        joined = call.channel.transport.all_to_all(mine, to_root, incoming)
+    call.show_received([joined])
+    return None if rank else joined.reshape(rows.stop - rows.start, *own.shape[1:])
