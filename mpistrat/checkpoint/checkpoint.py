@@ -48,7 +48,7 @@ def save(
             writing.take(items)
             writing.write(collectives, _WHAT)
         else:
-            file.attempt_each(file.write, items)
+            file.write_each(items)
         sharded.write(collectives, _WHAT)
     if collectives.rank == 0:
         _logger.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - began_s)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import host_view
+from mpistrat.arrays import Array, host_view
 from mpistrat.checkpoint.deferred import check_nothing_waits
 from mpistrat.checkpoint.digests import digest_of_array, digest_of_text
 from mpistrat.checkpoint.format import Header, is_storable
@@ -26,7 +26,7 @@ from mpistrat.checkpoint.replica_state import (
     gather_states,
 )
 from mpistrat.checkpoint.state_json import SplitState, has_marks, marked, split_state
-from mpistrat.checkpoint.tensors import TensorArray, TensorState
+from mpistrat.checkpoint.tensors import Box, TensorArray, TensorState
 from mpistrat.checkpoint.writer import (
     BufferLifetime,
     CheckpointWriter,
@@ -39,7 +39,9 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ContextError
 from mpistrat.system.text import rank_list
 from mpistrat.trackable import Trackable
-from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
+from mpistrat.variables import MirroredVariable, ShardedVariable, SyncOnReadVariable, Variable
+from mpistrat.variables.kinds import WrittenTogether
+from mpistrat.variables.sharded import BYTES_PER_PIECE
 
 _logger = logging.getLogger("mpistrat")
 
@@ -105,7 +107,7 @@ class StateCollector:
             if is_compared:
                 self._digests[name] = _digest_of_state(state, with_values=not _is_mirrored(each))
         for name, variable in self._tree.variables.items():
-            if is_compared and not isinstance(variable, MirroredVariable | SyncOnReadVariable):
+            if is_compared and not isinstance(variable, WrittenTogether | SyncOnReadVariable):
                 self._digests[name] = digest_of_array(host_view(variable._storage)).text
         digests = self._digests.values()
         return _digest_of_texts(self._tree.paths()), _digest_of_texts(digests)
@@ -146,7 +148,10 @@ class StateCollector:
         One variable at a time comes to rank 0, so drop each item before the next one.
         """
         for name, variable in self._tree.variables.items():
-            yield _item_of(name, variable)
+            if isinstance(variable, ShardedVariable) and self._keeps_rows(variable):
+                yield _item_of_rows(name, variable, self._is_parallel)
+            else:
+                yield _item_of(name, variable)
         for name, state in self._states.items():
             yield from self._items_of_state(name, state)
         for name, own in self._of_replicas.items():
@@ -157,6 +162,10 @@ class StateCollector:
                     state = split_state(join(), name, keeps_types=has_marks(own[0]))
                     items += self._items_of_state(name, state)
             yield from items
+
+    def _keeps_rows(self, variable: ShardedVariable) -> bool:
+        """Return whether rank 0 need not have all rows of a variable at once."""
+        return self._keeps_shards and variable.size * variable.dtype.itemsize > BYTES_PER_PIECE
 
     def _items_of_state(self, name: str, state: SplitState) -> Iterator[Item]:
         rest, arrays = state
@@ -196,14 +205,48 @@ def _item_of(name: str, variable: Variable) -> Item:
     life = BufferLifetime.LONG if value is variable._storage else BufferLifetime.BRIEF
     if isinstance(variable, MirroredVariable):
         life = BufferLifetime.EVERYWHERE
+    return replace(_described(name, variable, value), life=life)
+
+
+def _described(name: str, variable: Variable, value: Array | None) -> Item:
     return variable_item(
         name,
         value,
         synchronization=variable.synchronization.name,
         aggregation=variable.aggregation.name,
         trainable=variable.trainable,
-        life=life,
     )
+
+
+def _item_of_rows(name: str, variable: ShardedVariable, is_parallel: bool) -> Item:
+    """Return an item whose values each rank writes, or which come to rank 0 in pieces."""
+    blank = np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
+    item = _described(name, variable, blank)
+    if is_parallel:
+        return replace(item, tensor=_OwnRows(variable))
+    return replace(item, pieces=variable.pieces_for_root())
+
+
+class _OwnRows:
+    """The rows of a sharded variable as `ShardedWriting` takes them."""
+
+    is_view = True
+    is_here = True
+
+    def __init__(self, variable: ShardedVariable) -> None:
+        self._variable = variable
+        self.shape, self.dtype, self.size = variable.shape, variable.dtype, variable.size
+        self.tensor_dtype = variable.dtype.name
+        self.num_ranks = len(variable.row_ranges)
+        self.mesh = str(variable.row_ranges)
+
+    def shards(self) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield the rows of this rank, and where they lie."""
+        rows, own = self._variable.row_range, host_view(self._variable.part)
+        yield Box((rows.start, *[0] * (own.ndim - 1)), own.shape), own
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._variable.numpy()
 
 
 def _is_mirrored(stateful: object) -> bool:
@@ -338,8 +381,24 @@ class RootFile(RootWork):
             self.attempt(add, self._writer)
 
     def write(self, item: Item) -> None:
-        """Write `item` on rank 0."""
-        self.attempt_with(lambda writer: writer.add(item))
+        """Write `item` on rank 0. **Collective** where it comes in pieces."""
+        if item.pieces is None:
+            self.attempt_with(lambda writer: writer.add(item))
+            return
+        steps: list[Callable[..., None]] = []
+        self.attempt_with(lambda writer: steps.extend(writer.begin(item)))
+        for piece in item.pieces:
+            if steps:
+                self.attempt(steps[0], piece)
+            del piece
+        if steps:
+            self.attempt(steps[1])
+
+    def write_each(self, items: Iterable[Item]) -> None:
+        """Write all `items`. **Collective** as they are."""
+        for item in items:
+            self.write(item)
+            del item  # or the next would come while this one is there
 
     def abandon(self, error: BaseException) -> None:
         """Remove what has been written, because of `error`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import socket
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.options import VariableSynchronization
 from mpistrat.sharding import cut
-from mpistrat.variables import Variable
+from mpistrat.variables import ShardedVariable, Variable
 
 __all__ = ["SharedFile", "Values", "broadcast_array", "load_variables", "open_together"]
 
@@ -144,6 +145,12 @@ class SharedFile:
                 for name, variable in variables.items()
                 if name in self._blocks and name not in self.shards and _has_bytes_of_file(variable)
             }
+        if self._is_seen_by_all:
+            self.in_place |= {
+                name: variable
+                for name, variable in variables.items()
+                if name in self._blocks and _has_rows_of_file(variable)
+            }
 
     def read_shards(self, path: str) -> dict[str, LoadedShard]:
         """Return the parts of what has been left in the file below `path`, by the rest of it."""
@@ -177,8 +184,10 @@ class SharedFile:
             return
 
         def load(name: str) -> None:
+            variable = self.in_place[name]
             try:
-                read_at(handle, self._blocks[name].offset, self.in_place[name]._storage)
+                begin = self._blocks[name].offset + _bytes_before(variable)
+                read_at(handle, begin, variable._storage)
             except OSError as reason:
                 raise CheckpointError(
                     f"The checkpoint {self.path} was whole a moment ago, but {name} cannot be read "
@@ -365,7 +374,19 @@ def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
 def _has_bytes_of_file(variable: Variable) -> bool:
     """Return whether the memory of `variable` is to hold the bytes of the file."""
     is_whole = variable.synchronization is not VariableSynchronization.ON_READ
-    return is_whole and is_on_host(variable._storage)
+    return is_whole and is_on_host(variable._storage) and not isinstance(variable, ShardedVariable)
+
+
+def _has_rows_of_file(variable: Variable) -> bool:
+    """Return whether the memory of `variable` is to hold some rows of the file."""
+    return isinstance(variable, ShardedVariable) and is_on_host(variable._storage)
+
+
+def _bytes_before(variable: Variable) -> int:
+    """Return how many bytes of the whole lie before those that this rank holds."""
+    if not isinstance(variable, ShardedVariable):
+        return 0
+    return variable.row_range.start * math.prod(variable.shape[1:]) * variable.dtype.itemsize
 
 
 def _length(dtype: np.dtype) -> int:

@@ -7,7 +7,7 @@ import enum
 import functools
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ class Item:
     life: BufferLifetime = BufferLifetime.LONG
     tensor: TensorArray | None = None
     """Of a sharded tensor its parts, where `array` has no values."""
+    pieces: Iterator[np.ndarray | None] | None = None
+    """Its values, some at a time on rank 0, where `array` has none. Collective."""
 
 
 def variable_item(
@@ -144,6 +146,24 @@ class CheckpointWriter:
                 self._write_small(item, host_view(array))
             else:
                 self._write_large(item, array)
+
+    def begin(self, item: Item) -> tuple[Callable[[np.ndarray], None], Callable[[], None]]:
+        """Make room for a variable that comes in pieces: return what adds one, and what ends it."""
+        with explaining(self._path):
+            blank: Any = item.array
+            offset = self._make_room(item, blank)
+            digester = self._digests.begin(after=InOrder(write_at, self.handle, offset))
+
+        def add(piece: np.ndarray) -> None:
+            with explaining(self._path):
+                digester.update(piece, is_view=False)
+
+        def end() -> None:
+            with explaining(self._path):
+                digest = digester.result()
+            self.set_digest(item.path, digest)
+
+        return add, end
 
     def reserve(self, item: Item, array: Array) -> int:
         """Make room for the values of a variable, and return where it begins. Local.

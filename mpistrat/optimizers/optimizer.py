@@ -329,8 +329,9 @@ class Optimizer(Trackable, abc.ABC):
                 if update_all is not None:
                     update_all(step, gradients)
                 else:
-                    for gradient, target in zip(gradients, targets, strict=True):
-                        rule.update(step, target, gradient)
+                    each = zip(gradients, pairs, targets, strict=True)
+                    for gradient, (_, variable), target in each:
+                        rule.update(step, target, variable._own(gradient))
                 iterations = self.iterations._storage if known is None else known.iterations
                 iterations += 1
             if self.loss_scale is not None:

@@ -15,7 +15,7 @@ from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.optimizers.gradients import prepare_sum
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype
 from mpistrat.strategies.one_replica import default_strategy
-from mpistrat.variables import Variable
+from mpistrat.variables import ShardedVariable, Variable
 
 __all__ = ["PreparedStep", "PreparedSteps", "Slots", "zero_slot"]
 
@@ -75,8 +75,7 @@ def zero_slot(variable: Variable, name: str) -> Variable:
     # **Collective** for the variable of a strategy.
     owner = default_strategy() if variable.strategy is None else variable.strategy
     with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
-        zeros = np.zeros(variable.shape, slot_dtype(variable.dtype))
-        return Variable(zeros, trainable=False, name=f"{variable.name}/{name}")
+        return variable._zeros(f"{variable.name}/{name}", slot_dtype(variable.dtype))
 
 
 @dataclass
@@ -120,7 +119,9 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         parameters: str,
     ) -> None:
         """Prepare later steps like this one, where they need no check of the gradients."""
-        # Only what is compiled for the host updates all variables at once.
+        # Only what is compiled for the host updates all variables at once, and whole gradients.
+        if any(isinstance(variable, ShardedVariable) for variable in variables):
+            return
         storages = [variable._storage for variable in variables]
         if any(type(each) is not np.ndarray for each in (*gradients, *storages)):
             return

@@ -16,6 +16,7 @@ from mpistrat.options import ReduceOp
 from mpistrat.system.text import rank_list, ranks_by_value
 from mpistrat.trackable import Reach, Trackable, has_attributes, walk_objects
 from mpistrat.variables.kinds import SyncOnReadVariable
+from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.variable import Variable
 
 __all__ = ["check_replicas_agree", "digest_of", "lines_of_groups", "variables_to_compare"]
@@ -50,6 +51,12 @@ def _variables_in(
                 raise ValueError(
                     f"{kind}: the SyncOnRead variable {thing.name!r} differs from replica to "
                     "replica by nature. Compare mirrored variables."
+                )
+        elif isinstance(thing, ShardedVariable):
+            if is_given:
+                raise ValueError(
+                    f"{kind}: the sharded variable {thing.name!r} has one copy of each row, so "
+                    "there is nothing to compare. Compare mirrored variables."
                 )
         elif isinstance(thing, Variable):
             yield path, thing

@@ -37,6 +37,8 @@ class InitialValue:
         """What the program says, or the value."""
         self.num_parts = 1
         """What the partitioner wants."""
+        self._is_decided = False
+        """Whether there is nothing to ask a partitioner."""
         try:
             if shape is not None:
                 self.shape = tuple(as_integer("shape", each, 0) for each in shape)
@@ -52,10 +54,21 @@ class InitialValue:
         except Exception as error:
             self._error = error
 
-    def ask(self, partitioner: Callable[..., Any]) -> bool:
-        """Return whether `partitioner` wants the variable in parts."""
-        if self._error is not None:
-            return False
+    @classmethod
+    def zeros(cls, shape: Sequence[int], dtype: npt.DTypeLike, num_parts: int) -> InitialValue:
+        """Return zeros, in parts like another variable."""
+
+        def zeros(partition_shape: Sequence[int], partition_offset: Sequence[int]) -> np.ndarray:
+            return np.zeros(partition_shape, dtype)
+
+        made = cls(zeros, shape, dtype)
+        made.num_parts, made._is_decided = num_parts, True
+        return made
+
+    def is_cut_by(self, partitioner: Callable[..., Any] | None) -> bool:
+        """Return whether the variable is to be in parts, as `partitioner` says."""
+        if self._error is not None or self._is_decided or partitioner is None:
+            return self.num_parts > 1
         try:
             shape, dtype = self.shape, self._dtype
             if self._part is None:

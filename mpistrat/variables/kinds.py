@@ -36,10 +36,6 @@ class WrittenTogether(Variable):
         else:
             write.apply(self._storage, self._merged(write, value))
 
-    def _own(self, value: Any) -> Any:
-        """Return what of a checked `value` of the whole this rank writes."""
-        return value
-
     def _merge(self, call: CollectiveCall, write: Write, value: Any) -> Any:
         """Return what the replicas' checked values amount to here. **Collective**."""
         return write.merged(call, self._target, value)

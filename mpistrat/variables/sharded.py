@@ -30,9 +30,9 @@ from mpistrat.variables.routing import (
 from mpistrat.variables.scatter import SliceWrite
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
-__all__ = ["ShardedVariable"]
+__all__ = ["BYTES_PER_PIECE", "ShardedVariable"]
 
-_BYTES_PER_PIECE = 2**22
+BYTES_PER_PIECE = 2**22
 """Of the rows that come to rank 0 at once."""
 
 
@@ -182,7 +182,8 @@ class ShardedVariable(WrittenTogether, kind="sharded"):
                 raise numbers
             call.agree()
             found = fetch_rows(call, self._partition, self._storage, numbers)
-        part = place(found, self._target.device)[(first, *given[1:])]
+        index = (first, *given[1:])
+        part = place(found, self._target.device)[index]
         return part.copy() if getattr(part, "base", None) is not None else part
 
     def _written(self) -> ShardedVariable:
@@ -225,7 +226,7 @@ class ShardedVariable(WrittenTogether, kind="sharded"):
     def _target_of_part(self) -> Any:
         return dataclasses.replace(self._target, shape=self._storage.shape)
 
-    def pieces_for_root(self, num_bytes: int = _BYTES_PER_PIECE) -> Iterator[np.ndarray | None]:
+    def pieces_for_root(self, num_bytes: int = BYTES_PER_PIECE) -> Iterator[np.ndarray | None]:
         """Yield the rows in their order, some at a time, on rank 0. **Collective**."""
         size_of_row = math.prod(self.shape[1:]) * self.dtype.itemsize
         step = max(1, num_bytes // max(size_of_row, 1))

@@ -32,7 +32,7 @@ from mpistrat.variables.writes import (
 
 __all__ = ["Variable", "container_of"]
 
-Initial: TypeAlias = npt.ArrayLike | Callable[[], npt.ArrayLike]
+Initial: TypeAlias = npt.ArrayLike | Callable[..., npt.ArrayLike] | InitialValue
 Value: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 _DEFAULT = re.compile(r"Variable(_\d+)?")
@@ -127,6 +127,8 @@ class Variable(RowWrites, RowReads):
 
     _kinds: ClassVar[dict[str, type[Variable]]] = {}
     """The kinds of distributed variables."""
+    _initial: InitialValue
+    """While the variable is being made."""
     _storage: Array
     """The local component, in C order. Optimizers, metrics and checkpoints update it in place, a
     mirrored one with the same values on every rank."""
@@ -148,12 +150,15 @@ class Variable(RowWrites, RowReads):
     ) -> Variable:
         """Choose the kind of variable that the context and `synchronization` ask for."""
         frame = context.current()
-        initial = InitialValue(initial_value, shape, dtype)
+        if isinstance(initial_value, InitialValue):
+            initial = initial_value
+        else:
+            initial = InitialValue(initial_value, shape, dtype)
         if cls is Variable and frame is not None and frame.strategy.extended._distributes_variables:
             partitioner = frame.strategy.extended._variable_partitioner
             if synchronization is VariableSynchronization.ON_READ:
                 cls = Variable._kinds["on_read"]
-            elif partitioner is not None and initial.ask(partitioner):
+            elif initial.is_cut_by(partitioner):
                 cls = Variable._kinds["sharded"]
             else:
                 cls = Variable._kinds["mirrored"]
@@ -184,7 +189,8 @@ class Variable(RowWrites, RowReads):
         self._aggregation = aggregation
         collectives = frame.collectives if frame else Collectives.solo(_HOST)
         self._name = _default_name(self._strategy) if name is None else name
-        initial = vars(self).pop("_initial")
+        initial: InitialValue = vars(self).pop("_initial")
+        self._num_parts = initial.num_parts
         with collectives.call("Variable", self._name) as call:
             value, whole_shape = self._begin(call, initial)
         self._storage = place(value, collectives.device)
@@ -351,6 +357,16 @@ class Variable(RowWrites, RowReads):
     def _own_part(self, array: np.ndarray) -> np.ndarray:
         """Return what this replica holds of a stored value."""
         return array
+
+    def _own(self, value: Any) -> Any:
+        """Return what of a `value` of the whole, or of slices, this rank writes."""
+        return value
+
+    def _zeros(self, name: str, dtype: np.dtype) -> Variable:
+        """Return a new variable of zeros that lies as this one does. **Collective** where it is."""
+        return Variable(
+            InitialValue.zeros(self.shape, dtype, self._num_parts), trainable=False, name=name
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         # Without __new__, which would choose the kind by the context of the copy.
