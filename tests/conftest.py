@@ -27,6 +27,7 @@ collect_ignore = outside_mpiexec(
     "test_nests.py",
     "test_options.py",
     "test_packaging.py",
+    "test_partitioners.py",
     "test_public_surface.py",
     "test_recipes.py",
     "test_settings.py",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat import data, layers, metrics, optimizers
+from mpistrat import data, layers, metrics, optimizers, partitioners
 from mpistrat.checkpoint.restore import RestoreStatus
 from mpistrat.collectives.nested import PendingReduction
 from mpistrat.data.iterators import ElementIterator, Optional
@@ -56,10 +56,15 @@ SURFACE = {
     ms.Mirrored: "",
     ms.IndexedSlices: "dense_shape indices values",
     ms.Variable: """
-        aggregation assign assign_add assign_sub batch_scatter_update dtype name ndim numpy
-        read_value scatter_add scatter_div scatter_max scatter_min scatter_mul scatter_sub
-        scatter_update shape size strategy synchronization trainable value values
+        aggregation assign assign_add assign_sub batch_scatter_update dtype lookup name ndim numpy
+        part read_value row_range scatter_add scatter_div scatter_max scatter_min scatter_mul
+        scatter_sub scatter_update shape size strategy synchronization trainable value values
     """,
+    ms.ShardedVariable: "devices row_ranges",
+    partitioners.Partitioner: "",
+    partitioners.FixedShardsPartitioner: "",
+    partitioners.MinSizePartitioner: "",
+    partitioners.MaxSizePartitioner: "",
     # Options
     ms.CommunicationImplementation: "AUTO MPI NCCL SHARED STAGED",
     ms.CommunicationOptions: """
@@ -178,6 +183,10 @@ def held(tmp_path_factory):
         with ms.testing.inject("exit:1", collective=10**6) as injection:
             objects += [handler, injection, ms.PerReplicaState(np.random.default_rng(0))]
     objects += [strategy.run(_start_reduction)]
+    fixed = partitioners.FixedShardsPartitioner(2)
+    objects += [fixed, partitioners.MinSizePartitioner(), partitioners.MaxSizePartitioner(1)]
+    with ms.MPIStrategy(variable_partitioner=fixed).scope():
+        objects += [ms.Variable(np.ones((4, 2)))]
     return objects
 
 
@@ -210,7 +219,8 @@ def complaint(cls, names):
 
 
 def test_the_table_has_every_public_class():
-    modules = [ms, data, layers, metrics, optimizers, schedules, ms.errors, ms.testing]
+    modules = [ms, data, layers, metrics, optimizers, partitioners, schedules, ms.errors]
+    modules += [ms.testing]
     exported = [getattr(module, name) for module in modules for name in module.__all__]
     assert {each for each in exported if inspect.ismodule(each)} <= {*modules, ms.gradients}
     classes = {each for each in exported if isinstance(each, type)} - NOT_HELD

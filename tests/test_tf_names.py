@@ -19,7 +19,7 @@ SEEDS = {
         InputReplicationMode MultiStepContext DistributedValues DistributedDataset InputIterator
         ReduceOp CommunicationOptions ClusterResolver OneDeviceStrategy MirroredStrategy
         MultiWorkerMirroredStrategy TPUStrategy TPUClusterResolver CentralStorageStrategy
-        ParameterServerStrategy
+        ParameterServerStrategy ShardedVariable partitioners
     """,
     "Functions": """
         get_strategy has_strategy in_cross_replica_context get_replica_context

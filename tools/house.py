@@ -29,19 +29,19 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 240,
-    "lines": 47_700,
+    "files": 247,
+    "lines": 48_750,
     "longest file": 400,
     "median file": (150, 220),
-    "loose modules": 17,
-    "exported names": 1_048,
+    "loose modules": 18,
+    "exported names": 1_072,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 15,
     "step: changes of file": 40,
     "restore: files": 31,
     "restore: agreement rounds": 6,
-    "write: files": 29,
+    "write: files": 31,
     "write: agreement rounds": 3,
     "batch: files": 16,
 }

@@ -11,10 +11,11 @@ from dataclasses import replace
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint.collect import RootWork, StateCollector
+from mpistrat.checkpoint.collect import StateCollector
 from mpistrat.checkpoint.format import VARIABLES, Header
 from mpistrat.checkpoint.ownership import Writers
 from mpistrat.checkpoint.raw_io import copy_to_host
+from mpistrat.checkpoint.root_file import RootWork
 from mpistrat.checkpoint.writer import BufferLifetime, Item, create_checkpoint
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError

@@ -7,10 +7,11 @@ import os
 import time
 from typing import Any
 
-from mpistrat.checkpoint.collect import StateCollector, file_of_root
+from mpistrat.checkpoint.collect import StateCollector
 from mpistrat.checkpoint.object_graph import check_can_hold_state, walk
 from mpistrat.checkpoint.parallel_write import ParallelWriting
 from mpistrat.checkpoint.restore import RestoreStatus, restore
+from mpistrat.checkpoint.root_file import file_of_root
 from mpistrat.checkpoint.sharded_write import ShardedWriting
 from mpistrat.system.text import html_table
 from mpistrat.tracing.spans import spanned

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, is_on_host
-from mpistrat.checkpoint.collect import RootFile
 from mpistrat.checkpoint.digests import ArrayDigest, digest_of_array
 from mpistrat.checkpoint.ranks import Worker, divide_work, this_worker
 from mpistrat.checkpoint.raw_io import (
@@ -28,6 +27,7 @@ from mpistrat.checkpoint.raw_io import (
     pieces_on_host,
     write_at,
 )
+from mpistrat.checkpoint.root_file import RootFile
 from mpistrat.checkpoint.shards import Room
 from mpistrat.checkpoint.writer import BufferLifetime, CheckpointWriter, Item, explaining
 from mpistrat.collectives.collectives import Collectives

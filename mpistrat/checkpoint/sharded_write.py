@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mpistrat.checkpoint.collect import RootFile
 from mpistrat.checkpoint.ranks import divide_work, this_worker
+from mpistrat.checkpoint.root_file import RootFile
 from mpistrat.checkpoint.shards import Room, Written, digests_in_file, sign, write_box
 from mpistrat.checkpoint.writer import CheckpointWriter, Item, explaining
 from mpistrat.collectives.collectives import Collectives

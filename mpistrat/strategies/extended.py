@@ -363,9 +363,7 @@ class StrategyExtended(ExtendedV1):
 
     def _local_results(self, value: Any) -> tuple[Any, ...]:
         """Return a tuple with this rank's component of `value`."""
-        if isinstance(value, Variable):
-            return value.values
-        return (localize(value),)
+        return value.values if isinstance(value, Variable) else (localize(value),)
 
     def _distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None

@@ -59,6 +59,8 @@ class ShardedVariable(WrittenTogether, kind="sharded"):
     True
     >>> table[1:, 0]
     array([3., 5.])
+    >>> bool((table.value() == table.numpy()).all()), table.read_value().sum()
+    (True, np.float64(21.0))
     >>> sharded.close()
     """
 
@@ -226,7 +228,7 @@ class ShardedVariable(WrittenTogether, kind="sharded"):
     def _target_of_part(self) -> Any:
         return dataclasses.replace(self._target, shape=self._storage.shape)
 
-    def pieces_for_root(self, num_bytes: int = BYTES_PER_PIECE) -> Iterator[np.ndarray | None]:
+    def _pieces_for_root(self, num_bytes: int = BYTES_PER_PIECE) -> Iterator[np.ndarray | None]:
         """Yield the rows in their order, some at a time, on rank 0. **Collective**."""
         size_of_row = math.prod(self.shape[1:]) * self.dtype.itemsize
         step = max(1, num_bytes // max(size_of_row, 1))
@@ -241,7 +243,7 @@ class ShardedVariable(WrittenTogether, kind="sharded"):
         is_root = self._collectives.rank == 0
         whole = np.empty(self.shape, self.dtype) if is_root else None
         begin = 0
-        for piece in self.pieces_for_root():
+        for piece in self._pieces_for_root():
             if whole is not None and piece is not None:
                 whole[begin : begin + len(piece)] = piece
                 begin += len(piece)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -20,6 +18,7 @@ from mpistrat.system.text import html_table, readable_size, small_values
 from mpistrat.values import DistributedValues, container_of_component
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.lookup import RowReads, read_only
+from mpistrat.variables.names import default_name, note_given_name
 from mpistrat.variables.scatter import RowWrites
 from mpistrat.variables.writes import (
     ASSIGN,
@@ -34,33 +33,6 @@ __all__ = ["Variable", "container_of"]
 
 Initial: TypeAlias = npt.ArrayLike | Callable[..., npt.ArrayLike] | InitialValue
 Value: TypeAlias = npt.ArrayLike | DistributedValues[Any]
-
-_DEFAULT = re.compile(r"Variable(_\d+)?")
-_numbers = itertools.count()
-"""For plain variables, which belong to no strategy."""
-
-_given: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-_given_to_plain: set[str] = set()
-"""Names that look like default ones and are taken."""
-
-
-def _default_name(strategy: Any) -> str:
-    """Return the next name that no variable of `strategy` has."""
-    # Variables of a strategy are made by all ranks in the same order, so all find the same.
-    numbers = _numbers if strategy is None else strategy.extended._variable_numbers
-    names = (f"Variable_{number}" if number else "Variable" for number in numbers)
-    return next(name for name in names if name not in _taken(strategy))
-
-
-def _note_given_name(strategy: Any, name: str) -> None:
-    """Keep `name` from being given by default."""
-    if _DEFAULT.fullmatch(name):
-        _taken(strategy).add(name)
-
-
-def _taken(strategy: Any) -> set[str]:
-    return _given_to_plain if strategy is None else _given.setdefault(strategy, set())
-
 
 _HOST = Device("cpu")
 _by_storage: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
@@ -114,7 +86,11 @@ class Variable(RowWrites, RowReads):
     >>> weight.value().flags.writeable, weight.numpy().flags.writeable
     (False, True)
 
-    Rows can be written by their numbers:
+    Rows can be read and written by their numbers:
+
+    >>> weight.lookup([1, 1])
+    array([[3., 4., 5.],
+           [3., 4., 5.]])
 
     >>> row = ms.IndexedSlices(np.full((1, 3), 2.0), [1])
     >>> weight.scatter_update(row)
@@ -188,13 +164,13 @@ class Variable(RowWrites, RowReads):
             self._synchronization = synchronization
         self._aggregation = aggregation
         collectives = frame.collectives if frame else Collectives.solo(_HOST)
-        self._name = _default_name(self._strategy) if name is None else name
+        self._name = default_name(self._strategy) if name is None else name
         initial: InitialValue = vars(self).pop("_initial")
         self._num_parts = initial.num_parts
         with collectives.call("Variable", self._name) as call:
             value, whole_shape = self._begin(call, initial)
         self._storage = place(value, collectives.device)
-        _note_given_name(self._strategy, self._name)
+        note_given_name(self._strategy, self._name)
         self._target = Target(
             self._name,
             whole_shape,

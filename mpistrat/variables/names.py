@@ -1,0 +1,36 @@
+"""Default names of variables, equal on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from typing import Any
+
+__all__ = ["default_name", "note_given_name"]
+
+_DEFAULT = re.compile(r"Variable(_\d+)?")
+_numbers = itertools.count()
+"""For plain variables, which belong to no strategy."""
+
+_given: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_given_to_plain: set[str] = set()
+"""Names that look like default ones and are taken."""
+
+
+def default_name(strategy: Any) -> str:
+    """Return the next name that no variable of `strategy` has."""
+    # Variables of a strategy are made by all ranks in the same order, so all find the same.
+    numbers = _numbers if strategy is None else strategy.extended._variable_numbers
+    names = (f"Variable_{number}" if number else "Variable" for number in numbers)
+    return next(name for name in names if name not in _taken(strategy))
+
+
+def note_given_name(strategy: Any, name: str) -> None:
+    """Keep `name` from being given by default."""
+    if _DEFAULT.fullmatch(name):
+        _taken(strategy).add(name)
+
+
+def _taken(strategy: Any) -> set[str]:
+    return _given_to_plain if strategy is None else _given.setdefault(strategy, set())
