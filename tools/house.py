@@ -41,7 +41,7 @@ LIMITS: dict[str, Limit] = {
     "step: changes of file": 40,
     "restore: files": 31,
     "restore: agreement rounds": 6,
-    "write: files": 31,
+    "write: files": 30,
     "write: agreement rounds": 3,
     "batch: files": 16,
 }
