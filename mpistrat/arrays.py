@@ -251,6 +251,12 @@ def address_of(array: Any) -> int:
     return int(library.address(array))
 
 
+def span_of(array: Any) -> tuple[int, int]:
+    """Return where the memory of `array`, in C order, begins and ends."""
+    begin = address_of(array)
+    return begin, begin + array.nbytes
+
+
 def addresses_function() -> Callable[[list[np.ndarray]], bytes]:
     """Return what finds where the memory of each host array begins, as C has a list of pointers."""
     library = native_library()

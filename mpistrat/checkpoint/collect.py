@@ -225,22 +225,23 @@ def _item_of_rows(name: str, variable: ShardedVariable, is_parallel: bool) -> It
 
 
 class _OwnRows:
-    """The rows of a sharded variable as `ShardedWriting` takes them."""
+    """The rows of a sharded variable as `ShardedWriting` takes them, flat."""
 
     is_view = True
     is_here = True
 
     def __init__(self, variable: ShardedVariable) -> None:
         self._variable = variable
-        self.shape, self.dtype, self.size = variable.shape, variable.dtype, variable.size
+        self.shape: tuple[int, ...] = (variable.size,)
+        self.dtype, self.size = variable.dtype, variable.size
         self.tensor_dtype = variable.dtype.name
         self.num_ranks = len(variable.row_ranges)
         self.mesh = str(variable.row_ranges)
 
     def shards(self) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield the rows of this rank, and where they lie."""
-        rows, own = self._variable.row_range, host_view(self._variable.part)
-        yield Box((rows.start, *[0] * (own.ndim - 1)), own.shape), own
+        own = host_view(self._variable.part)
+        yield Box((self._variable._own_elements.start,), (own.size,)), own
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self._variable.numpy()

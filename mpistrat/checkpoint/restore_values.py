@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import os
 import socket
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -386,7 +385,7 @@ def _bytes_before(variable: Variable) -> int:
     """Return how many bytes of the whole lie before those that this rank holds."""
     if not isinstance(variable, ShardedVariable):
         return 0
-    return variable.row_range.start * math.prod(variable.shape[1:]) * variable.dtype.itemsize
+    return variable._own_elements.start * variable.dtype.itemsize
 
 
 def _length(dtype: np.dtype) -> int:

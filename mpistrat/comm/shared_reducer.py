@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpistrat.arrays import address_of
 from mpistrat.comm.ops import compiled_function
 from mpistrat.comm.packing import Message
 from mpistrat.comm.shared_memory import NodeMemory, StepSequence
@@ -18,6 +19,7 @@ __all__ = ["SharedMemoryReducer"]
 
 
 _BLOCK_BYTES = 2**19
+_ALIGNMENT = 64
 _SMALL_BYTES = 2**15
 """Up to here, over all ranks, a wait costs more than to reduce everything on every rank."""
 
@@ -73,6 +75,36 @@ class SharedMemoryReducer:
                 end()
 
         return wait
+
+    def reduce_parts(
+        self,
+        source: np.ndarray,
+        starts: Sequence[int],
+        update: Callable[[int, np.ndarray], object],
+        target: np.ndarray | None = None,
+    ) -> None:
+        """Sum `source`, of which each rank owns a part, and share what comes of it. **Collective**.
+
+        All arrays are in C order, and equally long on all ranks. Part r begins at element
+        ``starts[r]``; the last of `starts` is the length. ``update(begin, sums)`` is called for one
+        chunk of this rank's part after the other, which begins at element `begin` of `source`. It
+        may overwrite `sums`; what is there then, of all ranks, comes to `target`, but this rank's
+        own part stays as it is there.
+        """
+        memory, itemsize = self._memory, source.dtype.itemsize
+        function = compiled_function(ReduceOp.SUM, source.dtype)
+        assert function is not None
+        sequence, library = memory.reductions.pointer, memory.library
+        bounds = np.array(starts, np.int64) * itemsize
+        most = memory.BLOCK_BYTES // memory.size // _ALIGNMENT * _ALIGNMENT
+        begin, longest = starts[memory.rank], int(np.diff(bounds).max())
+        with self._occupancy:
+            for at in range(0, longest, most):
+                where = (bounds.ctypes.data, at, most)
+                room = library.reduce_part(sequence, function[0], address_of(source), *where)
+                if room[1]:
+                    update(begin + at // itemsize, memory.view(*room).view(source.dtype))
+                library.collect_parts(sequence, 0 if target is None else address_of(target), *where)
 
     def moved_bytes(self, num_bytes: int, in_arenas: bool) -> int:
         """Return how many bytes a rank reads and writes to reduce one array out of place."""

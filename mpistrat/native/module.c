@@ -18,6 +18,8 @@ static PyMethodDef functions[] = {
     FAST("reduce", mpistrat_call_reduce),
     FAST("reduce_slice", mpistrat_call_reduce_slice),
     FAST("collect_slices", mpistrat_call_collect_slices),
+    FAST("reduce_part", mpistrat_call_reduce_part),
+    FAST("collect_parts", mpistrat_call_collect_parts),
     FAST("join", mpistrat_join),
     FAST("split", mpistrat_split),
     FAST("array_at", mpistrat_array_at),

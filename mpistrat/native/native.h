@@ -22,7 +22,7 @@ fast_function mpistrat_call_round_start, mpistrat_call_round_done, mpistrat_call
     mpistrat_call_round_rest, mpistrat_call_round_expect,
     mpistrat_call_round_contribute, mpistrat_call_round_result, mpistrat_call_reduce_contribute,
     mpistrat_call_reduce_withdraw, mpistrat_call_reduce, mpistrat_call_reduce_slice,
-    mpistrat_call_collect_slices;
+    mpistrat_call_collect_slices, mpistrat_call_reduce_part, mpistrat_call_collect_parts;
 
 /* lists.c */
 fast_function mpistrat_join, mpistrat_split, mpistrat_array_at;

@@ -269,3 +269,31 @@ PyObject *mpistrat_call_collect_slices(PyObject *module, PyObject *const *args, 
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
+
+/* reduce_part(seq, function, source, starts, at, most) -> (address, bytes) of the room */
+PyObject *mpistrat_call_reduce_part(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[6], room[2];
+    if (!take_count(num_args, 6, "reduce_part") || !take_integers(args, 6, given))
+        return NULL;
+    const struct parts parts = {(const int64_t *)given[3], given[4], given[5]};
+    Py_BEGIN_ALLOW_THREADS
+    mpistrat_reduce_part((struct sequence *)given[0], given[1], (const char *)given[2], parts, room);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("(LL)", (long long)room[0], (long long)room[1]);
+}
+
+/* collect_parts(seq, target, starts, at, most) */
+PyObject *mpistrat_call_collect_parts(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[5];
+    if (!take_count(num_args, 5, "collect_parts") || !take_integers(args, 5, given))
+        return NULL;
+    const struct parts parts = {(const int64_t *)given[2], given[3], given[4]};
+    Py_BEGIN_ALLOW_THREADS
+    mpistrat_collect_parts((struct sequence *)given[0], (char *)given[1], parts);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}

@@ -609,6 +609,53 @@ void mpistrat_reduce_slice(struct sequence *seq, int64_t function, int64_t owner
     slice[1] = stop - start;
 }
 
+/* Bytes [at, at + most) of the part that `rank` owns of an array. */
+static struct range chunk_of(const struct parts *parts, int64_t rank)
+{
+    int64_t left = parts->start[rank + 1] - parts->start[rank] - parts->at;
+    int64_t num_bytes = left < parts->most ? left : parts->most;
+    return (struct range){parts->start[rank] + parts->at, num_bytes > 0 ? num_bytes : 0};
+}
+
+/* Reduce a chunk of the part that this rank owns; each rank brings the whole array. `room` gets the
+   address of the result, which is for mpistrat_collect_parts to overwrite and share, and its
+   length. Each half has room for a chunk of every rank. */
+void mpistrat_reduce_part(struct sequence *seq, int64_t function, const char *source,
+                          struct parts parts, int64_t room[2])
+{
+    const struct arithmetic how = {function, 1, 0};
+    int64_t use = seq->step / 2, begin = seq->own * parts.most;
+    char *own = half_of(seq, seq->own, use);
+    struct range mine = chunk_of(&parts, seq->own);
+    for (int64_t q = 0; q < seq->size; q++) {
+        struct range theirs = chunk_of(&parts, q);
+        if (q != seq->own)
+            memcpy(own + q * parts.most, source + theirs.start, theirs.num_bytes);
+    }
+    arrive(seq);
+    wait_for_all(seq);
+    const struct piece there = {source + mine.start, own + begin, mine.num_bytes};
+    if (mine.num_bytes > 0)
+        reduce_range(seq, &how, use, begin, begin + mine.num_bytes, (struct place){&there, 0, 0},
+                     (struct place){&there, 0, 0}, 0);
+    room[0] = (int64_t)(own + begin);
+    room[1] = mine.num_bytes;
+}
+
+/* Take from each rank what it has left in the room that mpistrat_reduce_part has given it. Without
+   a target nothing is taken. */
+void mpistrat_collect_parts(struct sequence *seq, char *target, struct parts parts)
+{
+    int64_t use = (seq->step - 1) / 2;
+    arrive(seq);
+    wait_for_all(seq);
+    for (int64_t q = 0; q < seq->size && target != NULL; q++) {
+        struct range theirs = chunk_of(&parts, q);
+        if (q != seq->own)
+            memcpy(target + theirs.start, half_of(seq, q, use) + q * parts.most, theirs.num_bytes);
+    }
+}
+
 void mpistrat_collect_slices(struct sequence *seq, int64_t owners, char *target, int64_t num_bytes)
 {
     const struct piece piece = {0, target, num_bytes};

@@ -33,6 +33,16 @@ struct message {
     int64_t num_pieces, total, block, small;
 };
 
+/* A chunk of the part that each rank owns of an array, in bytes: part r lies from start[r] on. */
+struct parts {
+    const int64_t *start;
+    int64_t at, most;
+};
+
+struct range {
+    int64_t start, num_bytes;
+};
+
 void mpistrat_round_start(struct sequence *seq, const uint64_t *values);
 int mpistrat_round_done(const struct sequence *seq, uint64_t *largest, int64_t turns);
 int mpistrat_round_rest(const struct sequence *seq, uint64_t *largest);
@@ -49,5 +59,8 @@ void mpistrat_reduce(struct sequence *seq, struct arithmetic how, struct message
 void mpistrat_reduce_slice(struct sequence *seq, int64_t function, int64_t owners,
                            const char *source, int64_t num_bytes, int64_t slice[2]);
 void mpistrat_collect_slices(struct sequence *seq, int64_t owners, char *target, int64_t num_bytes);
+void mpistrat_reduce_part(struct sequence *seq, int64_t function, const char *source,
+                          struct parts parts, int64_t room[2]);
+void mpistrat_collect_parts(struct sequence *seq, char *target, struct parts parts);
 
 #endif

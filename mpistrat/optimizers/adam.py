@@ -53,6 +53,9 @@ class Adam(Optimizer):
         Decoupled, before the step: AdamW.
     global_clipnorm, loss_scale
         See `Optimizer`.
+    sharded_slots : bool
+        Whether each rank updates a part of every mirrored variable, and keeps the slots of that
+        part alone (ZeRO, stage 1). Checkpoints hold whole slots either way.
 
     Raises
     ------
@@ -80,6 +83,7 @@ class Adam(Optimizer):
         weight_decay: float | None = None,
         global_clipnorm: float | None = None,
         loss_scale: LossScale | None = None,
+        sharded_slots: bool = False,
     ) -> None:
         super().__init__(
             learning_rate,
@@ -89,6 +93,7 @@ class Adam(Optimizer):
             beta_1=beta_1,
             beta_2=beta_2,
             epsilon=epsilon,
+            sharded_slots=sharded_slots,
         )
 
     def _check_parameters(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -202,13 +202,22 @@ def sum_over_replicas(
     gradients: list[Any],
     variables: Sequence[Variable],
     parameters: str = "",
+    late: Collection[int] = (),
 ) -> list[Any]:
-    """Return each gradient summed over replicas, small ones in one message. **Collective**."""
+    """Return each gradient summed over replicas, small ones in one message. **Collective**.
+
+    Those at the positions `late` stay as they are, and the ranks only agree on them.
+    """
     # The names of variables, which gradients are None, and `parameters` are compared too.
-    reduced = all_reduce_nest(call, ReduceOp.SUM, _named(gradients, variables), parameters)
+    given = [None if i in late else gradient for i, gradient in enumerate(gradients)]
+    if late:
+        parameters += f" and in parts {', '.join(variables[i].name for i in late)}"
+    reduced = all_reduce_nest(call, ReduceOp.SUM, _named(given, variables), parameters)
     return [
-        None if gradient is None else result[variable.name]
-        for gradient, variable, result in zip(gradients, variables, reduced, strict=True)
+        gradient if each is None else result[variable.name]
+        for each, gradient, variable, result in zip(
+            given, gradients, variables, reduced, strict=True
+        )
     ]
 
 

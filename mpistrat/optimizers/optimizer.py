@@ -14,6 +14,7 @@ import numpy as np
 from mpistrat import context
 from mpistrat.arguments import as_finite, as_real, format_value, is_constant
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.optimizers.agreed_step import AgreedStep, summed_in_parts
 from mpistrat.optimizers.gradients import (
     agree_on_gradients,
     check_gradients,
@@ -21,19 +22,17 @@ from mpistrat.optimizers.gradients import (
     listed,
     owner_among,
     prepare_sum,
-    settled_beside,
     split_pairs,
     sum_over_replicas,
     variables_in,
 )
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.slots import PreparedStep, PreparedSteps, Slots, zero_slot
-from mpistrat.optimizers.update import Rule, Step, Target, UpdateAll, gradient_factor
+from mpistrat.optimizers.update import Rule, Target, UpdateAll
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.system.text import brief, small_values
-from mpistrat.tracing.spans import span
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
@@ -87,6 +86,9 @@ class Optimizer(Trackable, abc.ABC):
     (array([-0.5, -0.5]), array([0.5, 0.5]))
     """
 
+    sharded_slots = False
+    """Whether each rank keeps the slots of a part of every mirrored variable."""
+
     def __init__(
         self,
         learning_rate: float | Callable[[int], float],
@@ -137,6 +139,8 @@ class Optimizer(Trackable, abc.ABC):
                 raise ValueError(f"{kind}: global_clipnorm must be above 0, not {clipnorm}.")
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise TypeError(f"{kind}: loss_scale must be a LossScale, not {self.loss_scale!r}.")
+        if not isinstance(self.sharded_slots, bool):
+            raise TypeError(f"{kind}: sharded_slots must be a bool, not {self.sharded_slots!r}.")
 
     def _format_parameters(self, names: Iterable[str]) -> list[str]:
         """Return the parameters that are given, as the ranks compare them."""
@@ -150,7 +154,8 @@ class Optimizer(Trackable, abc.ABC):
     def __repr__(self) -> str:
         given = ((name, getattr(self, name)) for name in self._constant_parameters)
         parameters = [f"learning_rate={brief(self.learning_rate)}"]
-        parameters += [f"{name}={brief(each)}" for name, each in given if each is not None]
+        shown = [(name, each) for name, each in given if each is not None and each is not False]
+        parameters += [f"{name}={brief(each)}" for name, each in shown]
         done = small_values(self.iterations._storage)
         parameters += [] if done is None else [f"iterations={done}"]
         return f"<{type(self).__name__} {' '.join(parameters)}>"
@@ -223,6 +228,7 @@ class Optimizer(Trackable, abc.ABC):
         call.include(rate, f"with the learning rate {rate}")
         parameters = self._agreed_parameters()
         settled: list[Any]
+        late: list[int] = []
         if known is not None:
             if known.parameters != parameters:
                 known.reduction = prepare_sum(call, gradients, variables, parameters)
@@ -230,21 +236,17 @@ class Optimizer(Trackable, abc.ABC):
             # They are read in this step alone.
             settled = known.reduction.all_reduce(call, gradients, lends=True)
         elif summed:
-            settled = sum_over_replicas(call, gradients, variables, parameters)
-            self._prepared.keep(call, strategy, gradients, variables, self.iterations, parameters)
+            late = summed_in_parts(call, self, gradients, variables)
+            settled = sum_over_replicas(call, gradients, variables, parameters, late)
+            holders = map(self._slots.holder, variables)
+            self._prepared.keep(
+                call, strategy, gradients, variables, self.iterations, parameters, holders
+            )
         else:
             settled = agree_on_gradients(call, gradients, variables, parameters)
-        return functools.partial(
-            self._apply,
-            strategy=strategy,
-            known=known,
-            gradients=settled,
-            variables=variables,
-            rate=rate,
-            number=number,
-            scale=scale,
-            are_own=summed,
-        )
+        return AgreedStep(
+            self, strategy, known, settled, variables, late, rate, number, scale, summed
+        ).take
 
     def _known_step(self, strategy: Any, pairs: Any) -> tuple[PreparedStep | None, list[Any]]:
         """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients."""
@@ -292,51 +294,6 @@ class Optimizer(Trackable, abc.ABC):
             return float(rate)
         return as_finite(f"{type(self).__name__}: learning_rate({step})", rate(step), 0)
 
-    def _apply(
-        self,
-        strategy: Any,
-        known: PreparedStep | None,
-        gradients: list[Any],
-        variables: Sequence[Variable],
-        rate: float,
-        number: int,
-        scale: float,
-        are_own: bool,
-    ) -> None:
-        """Take one step, the same on all ranks."""
-        rule, constants = self._rule, self._constants(rate, number)
-        update_all = None if known is None else self._update_of_all(known, rule)
-        if update_all is None:
-            pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
-            # All slots come first: a restore that waits for them may refuse one.
-            targets = self._targets([variable for _, variable in pairs])
-            written = [] if are_own else [span for target in targets for span in target.spans]
-            gradients = settled_beside(pairs, written)
-        factor = gradient_factor(
-            gradients,
-            scale,
-            self.global_clipnorm,
-            must_be_finite=self.loss_scale is not None,
-        )
-        # Not by extended.update, which takes the strategy's own: plain variables may be here too.
-        with (
-            context.entered(context.Frame(context.Kind.UPDATE, strategy)),
-            span("optimizer", f"{type(self).__name__} update"),
-        ):
-            if factor is not None:
-                keep = 1 - rate * (self.weight_decay or 0)
-                step = Step(constants, keep, factor)
-                if update_all is not None:
-                    update_all(step, gradients)
-                else:
-                    each = zip(gradients, pairs, targets, strict=True)
-                    for gradient, (_, variable), target in each:
-                        rule.update(step, target, variable._own(gradient))
-                iterations = self.iterations._storage if known is None else known.iterations
-                iterations += 1
-            if self.loss_scale is not None:
-                self.loss_scale._adjust(is_finite=factor is not None)
-
     def _update_of_all(self, known: PreparedStep, rule: Rule) -> UpdateAll | None:
         """Return what updates the variables of a step at once, ``None`` where nothing can."""
         if rule not in known.updates:
@@ -375,7 +332,10 @@ class Optimizer(Trackable, abc.ABC):
 
     def _deferred_slots(self) -> Mapping[str, Callable[[Variable], Variable]]:
         """Return what makes the slots, by name."""
-        return {name: functools.partial(zero_slot, name=name) for name in self._rule.kernel.slots}
+        return {
+            name: functools.partial(zero_slot, name=name, is_sharded=self.sharded_slots)
+            for name in self._rule.kernel.slots
+        }
 
     def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
         """Add a child, which is the slot `name` of the variable `of` where this is given."""
@@ -390,6 +350,7 @@ class Optimizer(Trackable, abc.ABC):
         if target is None:
             for name in names:
                 if self._slots.find(variable, name) is None:
-                    self._attach_child(name, zero_slot(variable, name), of=variable)
+                    slot = zero_slot(variable, name, self.sharded_slots)
+                    self._attach_child(name, slot, of=variable)
             target = self._slots.target(variable, names)
         return target

@@ -62,13 +62,16 @@ class SGD(Optimizer):
     nesterov : bool
     weight_decay, global_clipnorm, loss_scale
         See `Optimizer`.
+    sharded_slots : bool
+        Whether each rank updates a part of every mirrored variable, and keeps the slots of that
+        part alone (ZeRO, stage 1). Checkpoints hold whole slots either way.
 
     Raises
     ------
     TypeError
         If a parameter has another type.
     ValueError
-        For a value out of range, or `nesterov` without momentum.
+        For a value out of range, or `nesterov` or `sharded_slots` without momentum.
 
     Examples
     --------
@@ -87,6 +90,7 @@ class SGD(Optimizer):
         weight_decay: float | None = None,
         global_clipnorm: float | None = None,
         loss_scale: LossScale | None = None,
+        sharded_slots: bool = False,
     ) -> None:
         super().__init__(
             learning_rate,
@@ -95,6 +99,7 @@ class SGD(Optimizer):
             loss_scale,
             momentum=momentum,
             nesterov=nesterov,
+            sharded_slots=sharded_slots,
         )
 
     def _check_parameters(self) -> None:
@@ -103,6 +108,11 @@ class SGD(Optimizer):
             raise ValueError(f"SGD: momentum must be in [0, 1), not {self.momentum}.")
         if self.nesterov and self.momentum == 0:
             raise ValueError("SGD: nesterov=True needs a momentum above 0.")
+        if self.sharded_slots and self.momentum == 0:
+            raise ValueError(
+                "SGD: sharded_slots=True divides the slots among the ranks, but without momentum "
+                "there are none. Give a momentum above 0, or leave sharded_slots out."
+            )
 
     @property
     def _rule(self) -> Rule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,14 @@ from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.optimizers.gradients import prepare_sum
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype
 from mpistrat.strategies.one_replica import default_strategy
-from mpistrat.variables import ShardedVariable, Variable
+from mpistrat.variables import (
+    DividedElements,
+    FlatShardedVariable,
+    MirroredVariable,
+    ShardedVariable,
+    Variable,
+)
+from mpistrat.variables.initial import InitialValue
 
 __all__ = ["PreparedStep", "PreparedSteps", "Slots", "zero_slot"]
 
@@ -56,9 +63,17 @@ class Slots:
     def target(self, variable: Variable, names: tuple[str, ...]) -> Target:
         """Return the memory of `variable` and of its slots `names`, which exist."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
-        slots = [entry.slots[name]._storage for name in names]
-        target = entry.targets[names] = Target(variable._storage, slots)
+        weight, slots = variable._storage, [entry.slots[name] for name in names]
+        if slots and isinstance(slots[0], FlatShardedVariable):
+            weight = slots[0]._own(weight)
+        target = entry.targets[names] = Target(weight, [slot._storage for slot in slots])
         return target
+
+    def holder(self, variable: Variable) -> Variable:
+        """Return the variable that knows which part of `variable` this rank updates."""
+        entry = self._entries.get(id(variable))
+        slots = () if entry is None else entry.slots.values()
+        return next((slot for slot in slots if isinstance(slot, DividedElements)), variable)
 
     def known_target(self, variable: Variable, names: tuple[str, ...]) -> Target | None:
         """Return what `target` has returned before, ``None`` where it has not."""
@@ -70,12 +85,16 @@ class Slots:
         self._entries.setdefault(id(variable), _Entry(variable)).slots[name] = slot
 
 
-def zero_slot(variable: Variable, name: str) -> Variable:
+def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variable:
     """Return a new slot: zeros, colocated with `variable`, float32 for the halves."""
-    # **Collective** for the variable of a strategy.
+    # **Collective** for the variable of a strategy. `is_sharded` divides a mirrored variable's.
     owner = default_strategy() if variable.strategy is None else variable.strategy
+    name, dtype = f"{variable.name}/{name}", slot_dtype(variable.dtype)
     with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
-        return variable._zeros(f"{variable.name}/{name}", slot_dtype(variable.dtype))
+        if is_sharded and isinstance(variable, MirroredVariable):
+            zeros = InitialValue.zeros(variable.shape, dtype, 1)
+            return FlatShardedVariable(zeros, trainable=False, name=name)
+        return variable._zeros(name, dtype)
 
 
 @dataclass
@@ -117,10 +136,11 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         variables: Sequence[Variable],
         counter: Variable,
         parameters: str,
+        holders: Iterable[Variable],
     ) -> None:
         """Prepare later steps like this one, where they need no check of the gradients."""
         # Only what is compiled for the host updates all variables at once, and whole gradients.
-        if any(isinstance(variable, ShardedVariable) for variable in variables):
+        if any(isinstance(variable, ShardedVariable | DividedElements) for variable in holders):
             return
         storages = [variable._storage for variable in variables]
         if any(type(each) is not np.ndarray for each in (*gradients, *storages)):

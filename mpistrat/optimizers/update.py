@@ -14,11 +14,11 @@ import numpy as np
 
 from mpistrat.arrays import (
     Array,
-    address_of,
     addresses_function,
     elementwise_kernel,
     is_on_host,
     namespace_of,
+    span_of,
 )
 from mpistrat.comm.wire import is_narrow
 from mpistrat.native import find_library
@@ -100,17 +100,25 @@ class Target:
         self.slots = slots
         self.flat_weight, *self.flat_slots = map(_flat_real, (weight, *slots))
         self.compute_dtype = _compute_dtype(self.flat_weight.dtype)
+        self._chunks: dict[tuple[int, int], Target] = {}
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, int]]:
         """Where the memory of each begins and ends."""
-        arrays = (self.weight, *self.slots)
-        return [(address_of(each), address_of(each) + each.nbytes) for each in arrays]
+        return [span_of(each) for each in (self.weight, *self.slots)]
 
     @functools.cached_property
     def memory(self) -> _Memory:
         """Of this target alone, on the host."""
         return _Memory([self])
+
+    def chunk(self, begin: int, stop: int) -> Target:
+        """Return a part of a target of 1-d arrays, which is kept."""
+        found = self._chunks.get((begin, stop))
+        if found is None:
+            slots = [slot[begin:stop] for slot in self.slots]
+            found = self._chunks[begin, stop] = Target(self.weight[begin:stop], slots)
+        return found
 
 
 class _Memory:

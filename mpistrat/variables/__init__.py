@@ -1,12 +1,16 @@
 """Variables: mirrored, SyncOnRead, and plain ones outside every strategy."""
 
+from mpistrat.variables.divided import DividedElements
 from mpistrat.variables.drift import check_replicas_agree, variables_to_compare
+from mpistrat.variables.flat_sharded import FlatShardedVariable
 from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
 from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.variable import Variable, container_of
 from mpistrat.variables.writes import can_cast
 
 __all__ = [
+    "DividedElements",
+    "FlatShardedVariable",
     "MirroredVariable",
     "ShardedVariable",
     "SyncOnReadVariable",

@@ -191,6 +191,12 @@ class ShardedVariable(WrittenTogether, kind="sharded"):
     def _written(self) -> ShardedVariable:
         return self
 
+    @property
+    def _own_elements(self) -> range:
+        """Which elements of the flat value this rank holds."""
+        rows, size = self._partition.ranges[self._collectives.rank], math.prod(self.shape[1:])
+        return range(rows.start * size, rows.stop * size)
+
     def _own(self, value: Any) -> Any:
         rows = self.row_range
         if not isinstance(value, IndexedSlices):
@@ -229,14 +235,15 @@ class ShardedVariable(WrittenTogether, kind="sharded"):
         return dataclasses.replace(self._target, shape=self._storage.shape)
 
     def _pieces_for_root(self, num_bytes: int = BYTES_PER_PIECE) -> Iterator[np.ndarray | None]:
-        """Yield the rows in their order, some at a time, on rank 0. **Collective**."""
-        size_of_row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        """Yield the elements in their order, some at a time, on rank 0. **Collective**."""
+        num_rows = self._partition.num_rows
+        size_of_row = self.size * self.dtype.itemsize // max(num_rows, 1)
         step = max(1, num_bytes // max(size_of_row, 1))
-        for rows in cut(len(self), step):
+        for rows in cut(num_rows, step):
             with self._collectives.call("save of sharded variable", self.name) as call:
                 call.agree(rows.start)
                 piece = collect_rows(call, self._partition, self._storage, rows)
-            yield piece
+            yield None if piece is None else piece.reshape(-1)
 
     def _save_value(self) -> Array | None:
         """Return all rows on rank 0, ``None`` elsewhere. **Collective**."""
@@ -245,17 +252,17 @@ class ShardedVariable(WrittenTogether, kind="sharded"):
         begin = 0
         for piece in self._pieces_for_root():
             if whole is not None and piece is not None:
-                whole[begin : begin + len(piece)] = piece
-                begin += len(piece)
+                whole.reshape(-1)[begin : begin + piece.size] = piece
+                begin += piece.size
         return whole
 
     def _load_value(self, array: np.ndarray) -> None:
         ASSIGN.apply(self._storage, self._own(ASSIGN.checked(self._target, array)))
 
     def _load_piece(self, start: int, piece: np.ndarray) -> None:
-        size_of_row = math.prod(self.shape[1:])
-        begin, end = (each * size_of_row for each in _bounds(self.row_range))
-        first, last = max(start, begin), min(start + piece.size, end)
+        own = self._own_elements
+        begin = own.start
+        first, last = max(start, begin), min(start + piece.size, own.stop)
         if first < last:
             flat = self._storage.reshape(-1)
             flat[first - begin : last - begin] = place(
@@ -269,10 +276,6 @@ class ShardedVariable(WrittenTogether, kind="sharded"):
             f"aggregation={self.aggregation.name} in {self._partition.num_parts} parts, rows "
             f"{rows.start}:{rows.stop} on {self._target.device}>"
         )
-
-
-def _bounds(rows: range) -> tuple[int, int]:
-    return rows.start, rows.stop
 
 
 def _partition(shape: tuple[int, ...], num_parts: int, num_ranks: int) -> Partition:

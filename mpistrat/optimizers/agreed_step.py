@@ -1,0 +1,132 @@
+"""One step of an optimizer on which the ranks have agreed, and how each takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mpistrat import context
+from mpistrat.arrays import span_of
+from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.optimizers.gradients import settled_beside
+from mpistrat.optimizers.part_updates import PartUpdate, can_be_summed_in_parts, share_parts
+from mpistrat.optimizers.slots import PreparedStep
+from mpistrat.optimizers.update import Step, Target, gradient_factor
+from mpistrat.tracing.spans import span
+from mpistrat.values import IndexedSlices
+from mpistrat.variables import DividedElements, Variable
+
+if TYPE_CHECKING:
+    from mpistrat.optimizers.optimizer import Optimizer
+
+__all__ = ["AgreedStep", "summed_in_parts"]
+
+
+def summed_in_parts(
+    call: CollectiveCall,
+    optimizer: Optimizer,
+    gradients: Sequence[Any],
+    variables: Sequence[Variable],
+) -> list[int]:
+    """Return the positions of gradients of which each rank sums its part while it updates it."""
+    # All that decides is equal on all ranks, or agreed on next. To clip them takes all of them.
+    if optimizer.global_clipnorm is not None or optimizer.loss_scale is not None:
+        return []
+    return [
+        position
+        for position, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+        if gradient is not None
+        and not isinstance(gradient, IndexedSlices)
+        and isinstance(optimizer._slots.holder(variable), DividedElements)
+        and can_be_summed_in_parts(call, variable)
+    ]
+
+
+@dataclass(frozen=True)
+class AgreedStep:
+    """A step, the same on all ranks."""
+
+    optimizer: Optimizer
+    strategy: Any
+    known: PreparedStep | None
+    gradients: list[Any]
+    """Summed over replicas, but those that are `late`."""
+    variables: Sequence[Variable]
+    late: Collection[int]
+    """The positions of gradients that each rank sums in parts."""
+    rate: float
+    number: int
+    """Of the step, from 0."""
+    scale: float
+    """What the gradients have been multiplied by."""
+    are_own: bool
+    """Whether the summed gradients are memory of nobody else."""
+
+    def take(self) -> None:
+        """Update the variables. **Collective** where ranks update parts of them."""
+        optimizer, known = self.optimizer, self.known
+        rule, constants = optimizer._rule, optimizer._constants(self.rate, self.number)
+        update_all = None if known is None else optimizer._update_of_all(known, rule)
+        gradients, updates = self.gradients, []
+        if update_all is None:
+            updates = self._updates()
+            gradients = [each.gradient for each in updates]
+        factor = gradient_factor(
+            gradients,
+            self.scale,
+            optimizer.global_clipnorm,
+            must_be_finite=optimizer.loss_scale is not None,
+        )
+        kind = type(optimizer).__name__
+        # Not by extended.update, which takes the strategy's own: plain variables may be here too.
+        with (
+            context.entered(context.Frame(context.Kind.UPDATE, self.strategy)),
+            span("optimizer", f"{kind} update"),
+        ):
+            if factor is not None:
+                keep = 1 - self.rate * (optimizer.weight_decay or 0)
+                step = Step(constants, keep, factor)
+                if update_all is not None:
+                    update_all(step, gradients)
+                for each in updates:
+                    if not each.is_late:
+                        rule.update(step, each.target, each.holder._own(each.gradient))
+                parts = [each for each in updates if isinstance(each.holder, DividedElements)]
+                if parts:
+                    share_parts(self.strategy.extended._collectives, kind, rule, step, parts)
+                iterations = optimizer.iterations._storage if known is None else known.iterations
+                iterations += 1
+            if optimizer.loss_scale is not None:
+                optimizer.loss_scale._adjust(is_finite=factor is not None)
+
+    def _updates(self) -> list[PartUpdate]:
+        """Return what is to be done with each variable that has a gradient."""
+        optimizer = self.optimizer
+        each = enumerate(zip(self.gradients, self.variables, strict=True))
+        positions = [position for position, (gradient, _) in each if gradient is not None]
+        variables = [self.variables[position] for position in positions]
+        # All slots come first: a restore that waits for them may refuse one.
+        targets = optimizer._targets(variables)
+        given = [(self.gradients[position], self.variables[position]) for position in positions]
+        settled = settled_beside(given, self._written(targets))
+        return [
+            PartUpdate(
+                variable,
+                optimizer._slots.holder(variable),
+                target,
+                gradient,
+                is_late=position in self.late,
+            )
+            for position, variable, target, gradient in zip(
+                positions, variables, targets, settled, strict=True
+            )
+        ]
+
+    def _written(self, targets: Sequence[Target]) -> list[tuple[int, int]]:
+        """Return where memory lies that gradients may share with what the step changes."""
+        if self.are_own and not self.late:
+            return []
+        # Of a variable that is updated in parts all of it is written to, by what other ranks send.
+        wholes = [span_of(self.variables[position]._storage) for position in self.late]
+        return wholes + [span for target in targets for span in target.spans]

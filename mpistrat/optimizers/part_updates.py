@@ -1,0 +1,134 @@
+"""Steps of which each rank takes a part, for every mirrored variable.
+
+Stage 1 of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", 2020): a rank keeps the slots of its part alone, and gets the weights of the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, host_view, is_on_host, namespace_of, native, place
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.comm.selection import choose_reducer
+from mpistrat.comm.shared_reducer import SharedMemoryReducer
+from mpistrat.optimizers.update import Rule, Step, Target
+from mpistrat.options import ReduceOp
+from mpistrat.values import IndexedSlices
+from mpistrat.variables import Variable
+
+__all__ = ["PartUpdate", "can_be_summed_in_parts", "share_parts"]
+
+_MIN_BYTES = 2**20
+"""Smaller gradients are summed together, on all ranks, as for mirrored slots."""
+
+
+def can_be_summed_in_parts(call: CollectiveCall, variable: Variable) -> bool:
+    """Return whether each rank can sum its part of the gradient of `variable`, equal on all."""
+    return _reducer(call, variable) is not None
+
+
+def _reducer(call: CollectiveCall, variable: Variable) -> SharedMemoryReducer | None:
+    """Return the reducer that can sum the gradient of `variable` part by part, if there is one."""
+    num_bytes = variable._storage.nbytes
+    if num_bytes < _MIN_BYTES or not is_on_host(variable._storage):
+        return None
+    if call.options.wire_dtype is not None:
+        return None
+    transport = call.channel.transport
+    reducer, _ = choose_reducer(transport, call.options, ReduceOp.SUM, variable.dtype, num_bytes)
+    return reducer if isinstance(reducer, SharedMemoryReducer) else None
+
+
+@dataclass(frozen=True)
+class PartUpdate:
+    """What a step has done, or is to do, with this rank's part of one variable."""
+
+    variable: Variable
+    holder: Any
+    """Knows which part this rank updates: one of the slots, or the variable itself."""
+    target: Target
+    gradient: Any
+    """In C order on its device, or coalesced slices, equal on all ranks."""
+    is_late: bool
+    """Whether it has not been summed yet, and the part has not been updated."""
+
+
+def share_parts(
+    collectives: Collectives, kind: str, rule: Rule, step: Step, updates: Sequence[PartUpdate]
+) -> None:
+    """Give all ranks the weights that each rank has updated. **Collective**."""
+    with collectives.call(f"{kind}: weights") as call:
+        call.agree()
+        with call.moving():
+            for each in updates:
+                if each.is_late:
+                    _update_with_others(call, rule, step, each)
+            _gather([each for each in updates if not each.is_late], call)
+        call.show_received([each.variable._storage for each in updates])
+
+
+def _update_with_others(call: CollectiveCall, rule: Rule, step: Step, each: PartUpdate) -> None:
+    """Sum a gradient, update the weights and share them, chunk by chunk. **Collective**."""
+    reducer, target = _reducer(call, each.variable), each.target
+    assert reducer is not None
+    ranges = each.holder.elements_of_ranks
+    first = ranges[call.channel.rank].start
+
+    def update(begin: int, sums: np.ndarray) -> None:
+        chunk = target.chunk(begin - first, begin - first + sums.size)
+        rule.update(step, chunk, sums)
+        np.copyto(sums, chunk.weight)
+
+    call.note_moved(each.gradient.nbytes, "SharedMemoryReducer")
+    starts = [0, *[each.stop for each in ranges]]
+    reducer.reduce_parts(each.gradient, starts, update, each.variable._storage)
+
+
+def _gather(updates: Sequence[PartUpdate], call: CollectiveCall) -> None:
+    """Bring the weights that ranks have updated to all of them. **Collective**."""
+    by_dtype = sorted(updates, key=lambda each: each.variable.dtype.char)
+    for _, group in itertools.groupby(by_dtype, key=lambda each: each.variable.dtype):
+        parts = [(each.variable, _places(each)) for each in group]
+        own = [_part_on_host(variable, places[call.channel.rank]) for variable, places in parts]
+        joined = np.concatenate(own)
+        size = call.channel.size
+        counts = [sum(_length(places[rank]) for _, places in parts) for rank in range(size)]
+        call.note_moved(joined.nbytes, "all_gather")
+        gathered = call.channel.transport.all_gather(joined, counts)
+        begin = 0
+        for rank in range(size):
+            for variable, places in parts:
+                stop = begin + _length(places[rank])
+                values = place(gathered[begin:stop], variable._target.device)
+                flat = variable._storage.reshape(-1)
+                flat[_index(flat, places[rank])] = values
+                begin = stop
+
+
+def _places(each: PartUpdate) -> list[Any]:
+    """Return, for each rank, which elements of the flat variable it has updated."""
+    ranges = each.holder.elements_of_ranks
+    if not isinstance(each.gradient, IndexedSlices):
+        return [slice(of_rank.start, of_rank.stop) for of_rank in ranges]
+    touched = host_view(each.holder.elements_of(each.gradient))
+    bounds = np.searchsorted(touched, [0, *[of_rank.stop for of_rank in ranges]])
+    return [touched[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def _length(places: Any) -> int:
+    return places.stop - places.start if isinstance(places, slice) else len(places)
+
+
+def _part_on_host(variable: Variable, places: Any) -> np.ndarray:
+    flat = variable._storage.reshape(-1)
+    return native(host_view(flat[_index(flat, places)]))
+
+
+def _index(flat: Array, places: Any) -> Any:
+    return places if isinstance(places, slice) else namespace_of(flat).asarray(places)
