@@ -137,7 +137,7 @@ def is_constant(value: Any) -> bool:
 def format_value(value: Any) -> str:
     """Return the signature of a parameter, the same for 1, 1.0 and ``np.float64(1)``."""
     # Dataclasses, such as schedules, are compared by their fields, other objects by their type.
-    if _is_real_scalar(value):
+    if _is_real_scalar(value) and not isinstance(value, bool):
         return str(float(value))
-    is_shown = value is None or isinstance(value, str) or dataclasses.is_dataclass(value)
+    is_shown = value is None or isinstance(value, str | bool) or dataclasses.is_dataclass(value)
     return repr(value) if is_shown else type(value).__name__

@@ -119,7 +119,7 @@ def test_a_gradient_that_is_memory_of_a_weight(strategy, rank, size):
             momentum = SGD(0.1, momentum=0.5, sharded_slots=is_sharded)
         for _ in range(3):
             pairs = [(second.value(), first), (first.value().T, second)]
-            strategy.run(lambda pairs=pairs: momentum.apply_gradients(pairs))
+            strategy.run(momentum.apply_gradients, args=(pairs,))
         results.append(as_bytes(first.value()) + as_bytes(second.value()))
     assert results[0] == results[1]
 
