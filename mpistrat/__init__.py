@@ -35,6 +35,7 @@ from mpistrat.options import (
 )
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import (
+    CentralStorageStrategy,
     MPIStrategy,
     MultiStepContext,
     OneDeviceStrategy,
@@ -53,6 +54,7 @@ from mpistrat.variables import ShardedVariable, Variable
 from mpistrat.version import __version__
 
 __all__ = [
+    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointManager",
     "CommunicationImplementation",

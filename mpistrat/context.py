@@ -28,6 +28,7 @@ __all__ = [
     "entered",
     "mode_for",
     "require_cross_replica",
+    "result_in_update_context",
     "set_base",
 ]
 
@@ -227,21 +228,24 @@ def call_in_update_context(
     channel = strategy.extended._collectives.channel
     channel.ledger.updates += 1
     try:
-        return _call(strategy, what, fn, first, args, dict(kwargs or {}), group)
+        result = result_in_update_context(strategy, what, fn, first, args, dict(kwargs or {}))
     except BaseException as error:
         channel.note_failure(error, failure_site(error.__traceback__))
         raise
+    if not group:
+        return (result,)
+    return mirror(result) if strategy.extended._distributes_variables else result
 
 
-def _call(
+def result_in_update_context(
     strategy: Any,
     what: str,
     fn: Callable[..., Any],
     first: tuple[Any, ...],
     args: Sequence[Any],
-    kwargs: dict[str, Any],
-    group: bool,
+    kwargs: Mapping[str, Any],
 ) -> Any:
+    """Return what `call_in_update_context` calls, on this rank alone, and note nothing."""
     if not isinstance(args, list | tuple):
         raise ValueError(f"{what}: args must be a list or tuple, not {args!r}.")
     leaves, _ = nests.flatten((list(args), kwargs))
@@ -253,7 +257,4 @@ def _call(
     local_args = [nests.map_nest(unwrap_mirrored, each) for each in args]
     local_kwargs = {name: nests.map_nest(unwrap_mirrored, each) for name, each in kwargs.items()}
     with entered(Frame(Kind.UPDATE, strategy)), span("update", what):
-        result = fn(*first, *local_args, **local_kwargs)
-    if not group:
-        return (result,)
-    return mirror(result) if strategy.extended._distributes_variables else result
+        return fn(*first, *local_args, **local_kwargs)

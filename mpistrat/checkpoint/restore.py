@@ -196,10 +196,10 @@ def restore(
             call.agree("values of variables")
             sent = {n: each for n, each in variables.items() if n not in file.in_place}
             load_variables(call, values, sent)
-        with collectives.common_outcome(_WHAT, path):
-            file.load_in_place()
         for variable in fresh.values():
             variable._load_value(np.zeros(variable.shape, variable.dtype))
+        with collectives.common_outcome(_WHAT, path):  # no rank reads what others still load
+            file.load_in_place()
         attach_slots(slots, made)
         restoration.take(tree, {**variables, **fresh})
         restoration.wait_for_children("", root)

@@ -44,7 +44,7 @@ from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.options import VariableSynchronization
 from mpistrat.sharding import cut
-from mpistrat.variables import ShardedVariable, Variable
+from mpistrat.variables import CentralVariable, ShardedVariable, Variable
 
 __all__ = ["SharedFile", "Values", "broadcast_array", "load_variables", "open_together"]
 
@@ -186,7 +186,7 @@ class SharedFile:
             variable = self.in_place[name]
             try:
                 begin = self._blocks[name].offset + _bytes_before(variable)
-                read_at(handle, begin, variable._storage)
+                read_at(handle, begin, variable._own_storage)
             except OSError as reason:
                 raise CheckpointError(
                     f"The checkpoint {self.path} was whole a moment ago, but {name} cannot be read "
@@ -373,17 +373,22 @@ def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
 def _has_bytes_of_file(variable: Variable) -> bool:
     """Return whether the memory of `variable` is to hold the bytes of the file."""
     is_whole = variable.synchronization is not VariableSynchronization.ON_READ
-    return is_whole and is_on_host(variable._storage) and not isinstance(variable, ShardedVariable)
+    return is_whole and is_on_host(variable._storage) and not _is_divided(variable)
 
 
 def _has_rows_of_file(variable: Variable) -> bool:
     """Return whether the memory of `variable` is to hold some rows of the file."""
-    return isinstance(variable, ShardedVariable) and is_on_host(variable._storage)
+    return _is_divided(variable) and is_on_host(variable._storage)
+
+
+def _is_divided(variable: Variable) -> bool:
+    """Return whether each rank fills a part of it."""
+    return isinstance(variable, ShardedVariable | CentralVariable)
 
 
 def _bytes_before(variable: Variable) -> int:
     """Return how many bytes of the whole lie before those that this rank holds."""
-    if not isinstance(variable, ShardedVariable):
+    if not isinstance(variable, ShardedVariable | CentralVariable):
         return 0
     return variable._own_elements.start * variable.dtype.itemsize
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import ctypes
 import functools
 import mmap
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrat.comm.node_file import share_memory_file
 from mpistrat.native import native_library
 from mpistrat.system.cpu import own_cores
 
@@ -92,8 +91,6 @@ _ROUND_SEQUENCE_BYTES = 2 * _ROUND_BYTES + _PAGE
 _BACKGROUND_START = _ROUND_SEQUENCE_BYTES + _PAGE + 2 * _HALF_BYTES
 _ARENA_START = -(-(_BACKGROUND_START + _PAGE + 2 * _HALF_BYTES) // _PAGE) * _PAGE
 _BYTES_PER_RANK = _ARENA_START + _ARENA_BYTES
-_TOKEN_BYTES = 16
-
 
 _PATIENCE = 6
 """Where the C structure has the patience."""
@@ -155,26 +152,12 @@ class NodeMemory:
     def open(cls, comm: MPI.Comm) -> NodeMemory | None:
         """Return memory that all ranks of `comm`, on one node, share, if any. **Collective**."""
         library = native_library()
-        made = None
-        num_bytes = _BYTES_PER_RANK * comm.size
-        if comm.rank == 0 and library is not None:
-            with contextlib.suppress(OSError, AttributeError):  # Linux has memfd_create
-                made = _MemoryFile.new(num_bytes)
-        # Another rank may see another /proc, as in a container: the token proves the file.
-        place: tuple[str, bytes] | None = comm.bcast(made and (made.path, made.token))
-        memory = None
-        if place is not None and library is not None:
-            with contextlib.suppress(OSError, ValueError):
-                memory = _mapped(*place, num_bytes)
-        seen = comm.allgather((memory is not None, own_cores()))
-        if made is not None:
-            made.close()
-        is_shared = all(is_mapped for is_mapped, _ in seen)  # on all ranks, or on none
-        if not is_shared or memory is None or library is None:
+        is_known = comm.allgather(library is not None)
+        memory = share_memory_file(comm, _BYTES_PER_RANK * comm.size) if all(is_known) else None
+        if memory is None or library is None:
             return None
-        memory[:_TOKEN_BYTES] = 0
-        comm.Barrier()
-        cores = frozenset[int]().union(*(cores for _, cores in seen))
+        seen = comm.allgather(own_cores())
+        cores = frozenset[int]().union(*seen)
         return cls(memory, comm.rank, comm.size, library, comm.size > len(cores))
 
     def wait_busily(self, is_busy: bool) -> None:
@@ -186,33 +169,3 @@ class NodeMemory:
         """Return a view of a part of the memory."""
         start = address - self._base
         return self._memory[start : start + num_bytes]
-
-
-class _MemoryFile:
-    """The file behind the memory, open as long as other ranks may map it."""
-
-    def __init__(self, handle: int, token: bytes) -> None:
-        self._handle = handle
-        self.path = f"/proc/{os.getpid()}/fd/{handle}"
-        self.token = token
-
-    @classmethod
-    def new(cls, num_bytes: int) -> _MemoryFile:
-        made = cls(os.memfd_create("mpistrat"), os.urandom(_TOKEN_BYTES))
-        os.truncate(made._handle, num_bytes)
-        os.pwrite(made._handle, made.token, 0)
-        return made
-
-    def close(self) -> None:
-        os.close(self._handle)
-
-
-def _mapped(path: str, token: bytes, num_bytes: int) -> np.ndarray | None:
-    """Return the memory behind `path`, ``None`` if that is another file here."""
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if os.fstat(handle).st_size != num_bytes or os.pread(handle, len(token), 0) != token:
-            return None
-        return np.frombuffer(mmap.mmap(handle, num_bytes), np.uint8)
-    finally:
-        os.close(handle)

@@ -92,11 +92,14 @@ class AgreedStep:
                 for each in updates:
                     if not each.is_late:
                         rule.update(step, each.target, each.holder._own(each.gradient))
+                iterations = optimizer.iterations
+                memory = iterations._own_storage if known is None else known.iterations
+                memory += 1
                 parts = [each for each in updates if isinstance(each.holder, DividedElements)]
                 if parts:
                     share_parts(self.strategy.extended._collectives, kind, rule, step, parts)
-                iterations = optimizer.iterations._storage if known is None else known.iterations
-                iterations += 1
+                elif known is None:
+                    iterations._settle()
             if optimizer.loss_scale is not None:
                 optimizer.loss_scale._adjust(is_finite=factor is not None)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arguments import as_array, span_outside
-from mpistrat.arrays import Array, Device, address_of, host_view, is_on_host, namespace_of, place
+from mpistrat.arrays import Array, address_of, host_view, is_on_host, namespace_of, place
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.nested import all_reduce_nest
 from mpistrat.collectives.prepared import PreparedReduction
@@ -36,8 +36,6 @@ __all__ = [
     "sum_over_replicas",
     "variables_in",
 ]
-
-_HOST = Device("cpu")
 
 
 def listed(values: Any) -> Any:
@@ -267,7 +265,7 @@ def settled_beside(
         if type(gradient) is np.ndarray and type(variable._storage) is np.ndarray:
             settled.append(_unshared(gradient, spans))
             continue
-        device = _HOST if variable.strategy is None else variable.strategy.extended.device
+        device = variable._target.device
         if isinstance(gradient, IndexedSlices):
             values, indices = place(gradient.values, device), place(gradient.indices, device)
             settled.append(_coalesced(IndexedSlices(values, indices, gradient.dense_shape)))

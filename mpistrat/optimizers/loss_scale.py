@@ -12,6 +12,7 @@ from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
+from mpistrat.variables.initial import InitialValue
 
 __all__ = ["LossScale"]
 
@@ -90,7 +91,7 @@ class LossScale(Trackable):
 
     def _make(self, name: str, value: np.generic) -> Variable:
         variable = Variable(
-            value,
+            InitialValue.replicated(value),
             trainable=False,
             name=f"loss_scale/{name}",
             aggregation=VariableAggregation.ONLY_FIRST_REPLICA,

@@ -114,9 +114,11 @@ class ExponentialMovingAverage(Trackable):
             if self._slots.find(variable, _SLOT) is None:
                 self._attach_child(_SLOT, _first_average(variable), of=variable)
         for variable in variables:
-            average = self.average(variable)._storage
+            kept = self.average(variable)
+            average, value = kept._own_storage, variable._own_storage
             # Equal on all ranks to the bit, because the variables are.
-            average += (1 - decay) * (variable._storage.astype(average.dtype) - average)
+            average += (1 - decay) * (value.astype(average.dtype) - average)
+            kept._settle()
 
     def average(self, variable: Variable) -> Variable:
         """Return the average of `variable`. Local.
@@ -148,7 +150,8 @@ class ExponentialMovingAverage(Trackable):
 
 def _first_average(variable: Variable) -> Variable:
     average = zero_slot(variable, _SLOT)
-    average._storage[...] = variable._storage
+    average._own_storage[...] = variable._own_storage
+    average._settle()
     return average
 
 

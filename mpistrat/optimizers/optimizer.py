@@ -35,6 +35,7 @@ from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.system.text import brief, small_values
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
+from mpistrat.variables.initial import InitialValue
 
 __all__ = ["Optimizer"]
 
@@ -114,7 +115,7 @@ class Optimizer(Trackable, abc.ABC):
             self._check_parameters()
             call.agree(*self._format_parameters(parameters))
         self.iterations = Variable(
-            np.int64(0),
+            InitialValue.replicated(np.int64(0)),
             trainable=False,
             name="iterations",
             aggregation=VariableAggregation.ONLY_FIRST_REPLICA,

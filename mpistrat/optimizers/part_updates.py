@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, host_view, is_on_host, namespace_of, native, place
+from mpistrat.arrays import Array, address_of, host_view, is_on_host, namespace_of, native, place
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.comm.selection import choose_reducer
 from mpistrat.comm.shared_reducer import SharedMemoryReducer
 from mpistrat.optimizers.update import Rule, Step, Target
 from mpistrat.options import ReduceOp
 from mpistrat.values import IndexedSlices
-from mpistrat.variables import Variable
+from mpistrat.variables import CentralVariable, Variable
 
 __all__ = ["PartUpdate", "can_be_summed_in_parts", "share_parts"]
 
@@ -35,17 +35,22 @@ def can_be_summed_in_parts(call: CollectiveCall, variable: Variable) -> bool:
 
 def _reducer(call: CollectiveCall, variable: Variable) -> SharedMemoryReducer | None:
     """Return the reducer that can sum the gradient of `variable` part by part, if there is one."""
-    num_bytes = variable._storage.nbytes
-    if num_bytes < _MIN_BYTES or not is_on_host(variable._storage):
+    num_bytes, options = variable._storage.nbytes, call.options
+    is_large = num_bytes >= _MIN_BYTES or _stage_of(variable) is not None
+    if not is_large or not is_on_host(variable._storage) or options.wire_dtype is not None:
         return None
-    if call.options.wire_dtype is not None:
-        return None
+    # As for a large message: MPI is not faster on gradients that are there already.
+    asked = max(num_bytes, _MIN_BYTES)
     transport = call.channel.transport
-    reducer, _ = choose_reducer(transport, call.options, ReduceOp.SUM, variable.dtype, num_bytes)
+    reducer, _ = choose_reducer(transport, options, ReduceOp.SUM, variable.dtype, asked)
     return reducer if isinstance(reducer, SharedMemoryReducer) else None
 
 
-@dataclass(frozen=True)
+def _stage_of(variable: Variable) -> list[np.ndarray] | None:
+    return variable.stage if isinstance(variable, CentralVariable) else None
+
+
+@dataclass(frozen=True, eq=False)
 class PartUpdate:
     """What a step has done, or is to do, with this rank's part of one variable."""
 
@@ -58,36 +63,84 @@ class PartUpdate:
     is_late: bool
     """Whether it has not been summed yet, and the part has not been updated."""
 
+    @property
+    def is_central(self) -> bool:
+        """Whether all ranks see what each has updated."""
+        return isinstance(self.variable, CentralVariable)
+
+    @property
+    def own(self) -> range:
+        """The elements of the flat variable that this rank updates."""
+        own: range = self.holder._own_elements
+        return own
+
 
 def share_parts(
     collectives: Collectives, kind: str, rule: Rule, step: Step, updates: Sequence[PartUpdate]
 ) -> None:
     """Give all ranks the weights that each rank has updated. **Collective**."""
+    late = [each for each in updates if each.is_late]
+    staged = [each for each in late if _stage_of(each.variable) is not None]
+    for each in staged:
+        _fill_stage(each, collectives.rank)
     with collectives.call(f"{kind}: weights") as call:
         call.agree()
         with call.moving():
-            for each in updates:
-                if each.is_late:
+            for each in late:
+                if each in staged:
+                    _update_from_stage(rule, step, each)
+                else:
                     _update_with_others(call, rule, step, each)
-            _gather([each for each in updates if not each.is_late], call)
+            _gather([each for each in updates if not each.is_late and not each.is_central], call)
         call.show_received([each.variable._storage for each in updates])
+        if any(each.is_central for each in updates):
+            call.agree("updated")
+    for each in updates:
+        if isinstance(each.variable, CentralVariable):
+            each.variable._note_written()
+
+
+def _fill_stage(each: PartUpdate, rank: int) -> None:
+    """Bring a gradient to this rank's buffer, unless it lies there."""
+    stage = _stage_of(each.variable)
+    assert stage is not None
+    if address_of(stage[rank]) != address_of(each.gradient):
+        np.copyto(stage[rank], each.gradient.reshape(-1))
+
+
+_CHUNK = 2**15
+"""Elements. The sum of a chunk stays in a core's own cache until it is used."""
+
+
+def _update_from_stage(rule: Rule, step: Step, each: PartUpdate) -> None:
+    """Sum this rank's part of the gradients in the buffers of all ranks, and update it."""
+    stage, own = _stage_of(each.variable), each.own
+    assert stage is not None
+    sums = np.empty(min(_CHUNK, len(own)), each.variable.dtype)
+    for begin in range(own.start, own.stop, _CHUNK):
+        stop = min(begin + _CHUNK, own.stop)
+        first, *others = (of_rank[begin:stop] for of_rank in stage)
+        total = sums[: stop - begin] if others else first
+        for number, of_rank in enumerate(others):
+            np.add(total if number else first, of_rank, out=total)
+        rule.update(step, each.target.chunk(begin - own.start, stop - own.start), total)
 
 
 def _update_with_others(call: CollectiveCall, rule: Rule, step: Step, each: PartUpdate) -> None:
     """Sum a gradient, update the weights and share them, chunk by chunk. **Collective**."""
-    reducer, target = _reducer(call, each.variable), each.target
+    reducer, own = _reducer(call, each.variable), each.own
     assert reducer is not None
-    ranges = each.holder.elements_of_ranks
-    first = ranges[call.channel.rank].start
 
     def update(begin: int, sums: np.ndarray) -> None:
-        chunk = target.chunk(begin - first, begin - first + sums.size)
+        chunk = each.target.chunk(begin - own.start, begin - own.start + sums.size)
         rule.update(step, chunk, sums)
-        np.copyto(sums, chunk.weight)
+        if not each.is_central:
+            np.copyto(sums, chunk.weight)
 
     call.note_moved(each.gradient.nbytes, "SharedMemoryReducer")
-    starts = [0, *[each.stop for each in ranges]]
-    reducer.reduce_parts(each.gradient, starts, update, each.variable._storage)
+    starts = [0, *[of_rank.stop for of_rank in each.holder.elements_of_ranks]]
+    target = None if each.is_central else each.variable._storage
+    reducer.reduce_parts(each.gradient, starts, update, target)
 
 
 def _gather(updates: Sequence[PartUpdate], call: CollectiveCall) -> None:

@@ -63,17 +63,17 @@ class Slots:
     def target(self, variable: Variable, names: tuple[str, ...]) -> Target:
         """Return the memory of `variable` and of its slots `names`, which exist."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
-        weight, slots = variable._storage, [entry.slots[name] for name in names]
+        weight, slots = variable._own_storage, [entry.slots[name] for name in names]
         if slots and isinstance(slots[0], FlatShardedVariable):
             weight = slots[0]._own(weight)
-        target = entry.targets[names] = Target(weight, [slot._storage for slot in slots])
+        target = entry.targets[names] = Target(weight, [slot._own_storage for slot in slots])
         return target
 
     def holder(self, variable: Variable) -> Variable:
         """Return the variable that knows which part of `variable` this rank updates."""
         entry = self._entries.get(id(variable))
-        slots = () if entry is None else entry.slots.values()
-        return next((slot for slot in slots if isinstance(slot, DividedElements)), variable)
+        slots = () if entry is None else (variable, *entry.slots.values())
+        return next((each for each in slots if isinstance(each, DividedElements)), variable)
 
     def known_target(self, variable: Variable, names: tuple[str, ...]) -> Target | None:
         """Return what `target` has returned before, ``None`` where it has not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpistrat import context
 from mpistrat.options import ReduceOp
 from mpistrat.replica import ReplicaContext
+from mpistrat.strategies.central import CentralStorageStrategy
 from mpistrat.strategies.cluster import print_on_chief
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import MultiStepContext
@@ -17,6 +18,7 @@ from mpistrat.strategies.one_replica import (
 from mpistrat.strategies.strategy import Strategy
 
 __all__ = [
+    "CentralStorageStrategy",
     "MPIStrategy",
     "MultiStepContext",
     "OneDeviceStrategy",

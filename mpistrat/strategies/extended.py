@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpistrat import context, nests
 from mpistrat.arrays import host_view
 from mpistrat.collectives.collectives import Collectives
@@ -65,6 +67,7 @@ class StrategyExtended(ExtendedV1):
     >>> [mean] = extended.batch_reduce_to("mean", [(ones, weight)])  # many values in one message
     >>> extended.update(weight, lambda variable, value: variable.assign(value), (mean,))
     Mirrored(array([1., 1.]))
+    >>> [gradient] = extended.gradient_buffers([weight])
     >>> extended.assert_replicas_agree([weight])
     >>> extended.variable_created_in_scope(weight)
     True
@@ -76,6 +79,8 @@ class StrategyExtended(ExtendedV1):
     _is_default = False
     _distributes_variables = True
     _container: Any
+    _kind_of_variables = "mirrored"
+    """Of those that are written together and not cut."""
     _variable_partitioner: Callable[..., Any] | None = None
     """What is asked into how many parts a variable is cut."""
 
@@ -246,6 +251,32 @@ class StrategyExtended(ExtendedV1):
         self._check_is_ours("update", var)
         what = f"update of variable {var.name!r}"
         return call_in_update_context(self._container, what, fn, (var,), args, kwargs, group)
+
+    def gradient_buffers(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+        """Return memory for the gradients of this replica, one array for each of `variables`.
+
+        Under `CentralStorageStrategy` a gradient that `apply_gradients` gets in its buffer is not
+        copied; the buffers are the same ones in later calls with these variables. Under other
+        strategies they are ordinary arrays. **Collective** the first time, then **Local**.
+
+        Parameters
+        ----------
+        variables : sequence of Variable
+
+        Returns
+        -------
+        list of array
+            On the host, of the variables' shapes and dtypes, writable. A step of an optimizer
+            leaves anything in them.
+
+        Raises
+        ------
+        ContextError
+            For a variable of another strategy.
+        """
+        for variable in variables:
+            self._check_is_ours("gradient_buffers", variable)
+        return [np.zeros(each.shape, each.dtype) for each in variables]
 
     def assert_replicas_agree(self, variables: object) -> None:
         """Make sure that mirrored variables still hold the same bytes on every rank.

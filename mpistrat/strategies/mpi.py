@@ -113,6 +113,8 @@ class MPIStrategy(Strategy):
     >>> strategy.close()
     """
 
+    _extended_class: type[StrategyExtended] = StrategyExtended
+
     def __init__(
         self,
         comm: MPI.Intracomm | None = None,
@@ -121,12 +123,13 @@ class MPIStrategy(Strategy):
         variable_partitioner: Callable[..., Sequence[int]] | None = None,
     ) -> None:
         prepare_device(device)
+        kind = type(self).__name__
         comm = communicator(comm)
         channel = open_channel(comm, _opening_limit_s(communication_options))
         options = CommunicationOptions()
         if communication_options is not None:
             options = communication_options
-        with AllOrNone(channel, "MPIStrategy"):
+        with AllOrNone(channel, kind):
             if not isinstance(options, CommunicationOptions):
                 raise TypeError(
                     f"communication_options must be CommunicationOptions, not {options!r}."
@@ -154,20 +157,21 @@ class MPIStrategy(Strategy):
 
                 inject_from_environment(channel)
         world = open_world(comm)
-        with AllOrNone(channel, "MPIStrategy"):
+        with AllOrNone(channel, kind):
+            self._check_world(world)
             offer = make_offer(device, world.local_rank)
             if offer is None:
                 check_options(options, DeviceCapabilities(Device("cpu")))
         capabilities = _open_devices(channel, world, offer, chosen)
         if capabilities.some_have_devices:
-            with AllOrNone(channel, "MPIStrategy"):
+            with AllOrNone(channel, kind):
                 check_options(options, capabilities)
         num_mates = len(world.ranks_of_node)
         if num_mates > world.num_cores and world.local_rank == 0 and not chosen.oversubscribe:
             _warn_of_shared_cores(num_mates, world.num_cores)
         if comm.size > 1:
             _warn_of_missing_kernels()
-        super().__init__(StrategyExtended(Collectives(channel, capabilities, options)))
+        super().__init__(self._extended_class(Collectives(channel, capabilities, options)))
         self.extended._variable_partitioner = variable_partitioner
         self._cluster_resolver = ClusterResolver(
             task_id=world.rank,
@@ -178,13 +182,17 @@ class MPIStrategy(Strategy):
         )
         self._library = library_version()
         _logger.info(
-            "MPIStrategy: size %d, nodes %d, launcher %s, device %s, %s",
+            "%s: size %d, nodes %d, launcher %s, device %s, %s",
+            kind,
             world.size,
             len(world.hosts),
             world.launcher.name,
             self.extended.device,
             self._library,
         )
+
+    def _check_world(self, world: World) -> None:
+        """Refuse ranks on which the strategy cannot run."""
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -195,7 +203,8 @@ class MPIStrategy(Strategy):
         num_nodes = len(self._cluster_resolver.hosts)
         nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
         return (
-            f"<MPIStrategy rank {self.rank} of {self.size} on {self.extended.device}, {nodes}, "
+            f"<{type(self).__name__} rank {self.rank} of {self.size} on {self.extended.device}, "
+            f"{nodes}, "
             f"{self._library.partition(',')[0].replace(' Version:', '')}>"
         )
 

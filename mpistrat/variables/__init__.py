@@ -1,5 +1,6 @@
 """Variables: mirrored, SyncOnRead, and plain ones outside every strategy."""
 
+from mpistrat.variables.central import CentralVariable, take_node_memory
 from mpistrat.variables.divided import DividedElements
 from mpistrat.variables.drift import check_replicas_agree, variables_to_compare
 from mpistrat.variables.flat_sharded import FlatShardedVariable
@@ -9,6 +10,7 @@ from mpistrat.variables.variable import Variable, container_of
 from mpistrat.variables.writes import can_cast
 
 __all__ = [
+    "CentralVariable",
     "DividedElements",
     "FlatShardedVariable",
     "MirroredVariable",
@@ -18,5 +20,6 @@ __all__ = [
     "can_cast",
     "check_replicas_agree",
     "container_of",
+    "take_node_memory",
     "variables_to_compare",
 ]

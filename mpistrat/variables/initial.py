@@ -39,6 +39,10 @@ class InitialValue:
         """What the partitioner wants."""
         self._is_decided = False
         """Whether there is nothing to ask a partitioner."""
+        self.is_zero = False
+        """Whether fresh memory has it already."""
+        self.is_replicated = False
+        """Whether each rank needs it in memory of its own, whatever the strategy."""
         try:
             if shape is not None:
                 self.shape = tuple(as_integer("shape", each, 0) for each in shape)
@@ -62,7 +66,14 @@ class InitialValue:
             return np.zeros(partition_shape, dtype)
 
         made = cls(zeros, shape, dtype)
-        made.num_parts, made._is_decided = num_parts, True
+        made.num_parts, made._is_decided, made.is_zero = num_parts, True, True
+        return made
+
+    @classmethod
+    def replicated(cls, given: Any) -> InitialValue:
+        """Return the value of a counter, which all ranks change alike without a message."""
+        made = cls(given, None, None)
+        made.is_replicated = True
         return made
 
     def is_cut_by(self, partitioner: Callable[..., Any] | None) -> bool:

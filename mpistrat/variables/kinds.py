@@ -32,9 +32,11 @@ class WrittenTogether(Variable):
         if kind is context.Kind.UPDATE:
             self._write_locally(write, value)
         elif kind is context.Kind.CROSS_REPLICA:
-            write.apply(self._storage, self._agreed(write, value))
+            write.apply(self._own_storage, self._agreed(write, value))
+            self._settle()
         else:
-            write.apply(self._storage, self._merged(write, value))
+            write.apply(self._own_storage, self._merged(write, value))
+            self._settle()
 
     def _merge(self, call: CollectiveCall, write: Write, value: Any) -> Any:
         """Return what the replicas' checked values amount to here. **Collective**."""

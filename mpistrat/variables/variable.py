@@ -136,8 +136,10 @@ class Variable(RowWrites, RowReads):
                 cls = Variable._kinds["on_read"]
             elif initial.is_cut_by(partitioner):
                 cls = Variable._kinds["sharded"]
-            else:
+            elif initial.is_replicated:
                 cls = Variable._kinds["mirrored"]
+            else:
+                cls = Variable._kinds[frame.strategy.extended._kind_of_variables]
         self = object.__new__(cls)
         self._initial = initial
         return self
@@ -169,13 +171,14 @@ class Variable(RowWrites, RowReads):
         self._num_parts = initial.num_parts
         with collectives.call("Variable", self._name) as call:
             value, whole_shape = self._begin(call, initial)
-        self._storage = place(value, collectives.device)
+        device = self._home(collectives)
+        self._storage = place(value, device)
         note_given_name(self._strategy, self._name)
         self._target = Target(
             self._name,
             whole_shape,
             value.dtype,
-            collectives.device,
+            device,
             aggregation,
             self._strategy is not None and not on_read,
         )
@@ -188,6 +191,10 @@ class Variable(RowWrites, RowReads):
         value = initial.whole(self._name)
         return call.broadcast(value, self._checked_modes(value.dtype)), value.shape
 
+    def _home(self, collectives: Collectives) -> Device:
+        """Return where the storage is to lie."""
+        return collectives.device
+
     def _checked_modes(self, dtype: np.dtype) -> tuple[object, ...]:
         """Return what the ranks must agree on besides shape and dtype."""
         check_modes(self._name, self._synchronization_given, self._aggregation, dtype)
@@ -196,6 +203,22 @@ class Variable(RowWrites, RowReads):
     @property
     def _component(self) -> Array:
         return self._storage
+
+    @property
+    def _own_storage(self) -> Array:
+        """The memory that this rank updates in place."""
+        return self._storage
+
+    @property
+    def storage(self) -> Array:
+        """The memory of the local component itself, writable. Local.
+
+        Nothing compares what is written there: replicas that write different values drift apart.
+        """
+        return self._storage
+
+    def _settle(self) -> None:
+        """Do what is needed once this rank has updated its `_own_storage`."""
 
     @property
     def name(self) -> str:

@@ -1,0 +1,179 @@
+"""CentralStorageStrategy: one storage of each variable for all ranks of a node."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat import context
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.objects import broadcast_object
+from mpistrat.mpi.world import World
+from mpistrat.options import CommunicationOptions
+from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.strategies.mpi import MPIStrategy
+from mpistrat.strategies.reductions import format_device
+from mpistrat.values import mirror
+from mpistrat.variables import CentralVariable, Variable, take_node_memory
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["CentralStorageStrategy"]
+
+_ALIGNMENT = 64
+
+
+class CentralExtended(StrategyExtended):
+    """Keeps variables in memory that all ranks of the node share."""
+
+    _kind_of_variables = "central"
+
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__(collectives)
+        self._central: weakref.WeakValueDictionary[int, CentralVariable] = (
+            weakref.WeakValueDictionary()
+        )
+        """What `close` takes the memory from."""
+
+    def _copied_for(self, container: Any) -> StrategyExtended:
+        twin = super()._copied_for(container)
+        assert isinstance(twin, CentralExtended)
+        twin._central = weakref.WeakValueDictionary()
+        return twin
+
+    def _note_central(self, variable: CentralVariable) -> None:
+        """Have `close` take the memory of `variable`."""
+        self._central[id(variable)] = variable
+
+    def _close(self) -> None:
+        super()._close()
+        for variable in list(self._central.values()):
+            variable._lose_storage()
+        self._central.clear()
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The one device string where variables live: the host memory of the node. Local."""
+        return (format_device(0, "cpu", 0),)
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(var, *args, **kwargs)`` once, on rank 0, and return its result on all ranks.
+
+        **Collective**. The result travels as pickle between the ranks of the job, and an error is
+        everyone's. A SyncOnRead variable is updated on each rank: see `StrategyExtended.update`.
+        """
+        if not isinstance(var, CentralVariable) or var.strategy is not self._container:
+            return super().update(var, fn, args, kwargs, group)
+        context.require_cross_replica(self._container, "update")
+        what = f"update of variable {var.name!r}"
+        collectives, result = self._collectives, None
+        collectives.channel.ledger.updates += 1
+        with collectives.all_or_none("update", var.name):
+            if collectives.rank == 0:
+                result = context.result_in_update_context(
+                    self._container, what, fn, (var,), args, dict(kwargs or {})
+                )
+        var._note_written()
+        if collectives.size > 1:
+            result = broadcast_object(collectives, "update", result, 0)
+        return mirror(result) if group else (result,)
+
+    def gradient_buffers(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+        """Return memory for the gradients of this replica: see `StrategyExtended`."""
+        given = list(variables)
+        for variable in given:
+            self._check_is_ours("gradient_buffers", variable)
+        central = [each for each in given if isinstance(each, CentralVariable)]
+        missing = [each for each in central if each.stage is None]
+        if missing:
+            self._make_stages(missing)
+        rank, buffers = self._collectives.rank, []
+        for variable in given:
+            if isinstance(variable, CentralVariable) and variable.stage is not None:
+                buffers.append(variable.stage[rank].reshape(variable.shape))
+            else:
+                buffers.append(np.zeros(variable.shape, variable.dtype))
+        return buffers
+
+    def _make_stages(self, variables: Sequence[CentralVariable]) -> None:
+        """Give each of `variables` a buffer on every rank. **Collective**."""
+        lengths = [each._storage.nbytes for each in variables]
+        padded = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
+        size, num_bytes = self._collectives.size, sum(padded)
+        with self._collectives.call("gradient_buffers") as call:
+            call.agree(*((each.name, str(each.dtype), each.shape) for each in variables))
+            memory = take_node_memory(call, size * num_bytes, "A set of gradient buffers")
+        begin = 0
+        for variable, length, step in zip(variables, lengths, padded, strict=True):
+            starts = [of_rank * num_bytes + begin for of_rank in range(size)]
+            variable._set_stage([memory[start : start + length] for start in starts])
+            begin += step
+
+
+class CentralStorageStrategy(MPIStrategy):
+    """Synchronous data parallelism on one node, with one storage of each variable for all ranks.
+
+    Each rank owns a replica, as under `MPIStrategy`. Variables and the slots of optimizers lie in
+    memory that all ranks share, and each rank updates 1/N of their elements: that takes less
+    memory and less time. `Variable.value` is a view of it.
+
+    **Collective** over `comm`. Starts MPI if the program has not.
+
+    Parameters
+    ----------
+    comm, device, communication_options
+        See `MPIStrategy`. With GPUs, variables are in host memory, and `value` copies them to the
+        device once after each write.
+
+    Raises
+    ------
+    ValueError
+        If the ranks run on several nodes, on every rank. Making a variable raises it where its
+        memory cannot be had.
+    LaunchError, TypeError
+        As for `MPIStrategy`.
+
+    Examples
+    --------
+    >>> central = ms.CentralStorageStrategy()
+    >>> with central.scope():
+    ...     weight, adam = ms.Variable(np.zeros((2, 3))), ms.optimizers.Adam(0.5)
+    >>> [gradient] = central.extended.gradient_buffers([weight])
+    >>> def step():
+    ...     gradient[...] = 1.0
+    ...     adam.apply_gradients([(gradient, weight)])
+    >>> central.run(step)
+    >>> weight.value().sum().round(3)
+    np.float64(-3.0)
+    >>> central.close()
+    """
+
+    _extended_class = CentralExtended
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        device: str = "auto",
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        super().__init__(comm, device, communication_options)
+
+    def _check_world(self, world: World) -> None:
+        if len(world.ranks_of_node) < world.size:
+            raise ValueError(
+                f"CentralStorageStrategy keeps variables in the memory of one node, but its "
+                f"{world.size} ranks run on {len(world.hosts)}: {', '.join(world.hosts)}. Use "
+                "MPIStrategy, or give a comm of the ranks of one node, such as "
+                "MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)."
+            )
