@@ -50,6 +50,7 @@ __all__ = [
     "pinned_empty",
     "place",
     "profiler_marks",
+    "span_of",
     "synchronize",
 ]
 

@@ -31,10 +31,11 @@ SURFACE = {
         rank size local_rank is_chief barrier broadcast_object gather_objects
     """,
     ms.MPIStrategy: "",
+    ms.CentralStorageStrategy: "",
     ms.OneDeviceStrategy: "",
     ms.StrategyExtended: """
         assert_replicas_agree batch_reduce_to broadcast_to call_for_each_replica
-        colocate_vars_with device dump_flight_record experimental_between_graph
+        colocate_vars_with device dump_flight_record experimental_between_graph gradient_buffers
         experimental_make_numpy_dataset experimental_require_static_shapes
         experimental_run_steps_on_iterator experimental_should_init non_slot_devices
         parameter_devices read_var reduce_to should_checkpoint should_save_summary update
@@ -58,7 +59,8 @@ SURFACE = {
     ms.Variable: """
         aggregation assign assign_add assign_sub batch_scatter_update dtype lookup name ndim numpy
         part read_value row_range scatter_add scatter_div scatter_max scatter_min scatter_mul
-        scatter_sub scatter_update shape size strategy synchronization trainable value values
+        scatter_sub scatter_update shape size storage strategy synchronization trainable value
+        values
     """,
     ms.ShardedVariable: "devices row_ranges",
     partitioners.Partitioner: "",
@@ -106,7 +108,8 @@ SURFACE = {
     ms.PreemptionCheckpointHandler: "EXIT_CODE close save_checkpoint_if_preempted",
     # Training
     optimizers.Optimizer: """
-        apply_gradients global_clipnorm iterations learning_rate loss_scale slot weight_decay
+        apply_gradients global_clipnorm iterations learning_rate loss_scale sharded_slots slot
+        weight_decay
     """,
     optimizers.SGD: "momentum nesterov",
     optimizers.Adam: "beta_1 beta_2 epsilon",
@@ -187,6 +190,8 @@ def held(tmp_path_factory):
     objects += [fixed, partitioners.MinSizePartitioner(), partitioners.MaxSizePartitioner(1)]
     with ms.MPIStrategy(variable_partitioner=fixed).scope():
         objects += [ms.Variable(np.ones((4, 2)))]
+    central = ms.CentralStorageStrategy()
+    objects += [central, central.extended]
     return objects
 
 

@@ -29,15 +29,15 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 247,
-    "lines": 48_750,
+    "files": 262,
+    "lines": 51_500,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 18,
-    "exported names": 1_072,
+    "exported names": 1_110,
     "circles of files": 0,
     "circles of folders": 0,
-    "step: files": 15,
+    "step: files": 16,
     "step: changes of file": 40,
     "restore: files": 31,
     "restore: agreement rounds": 6,

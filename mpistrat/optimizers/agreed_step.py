@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat import context
 from mpistrat.arrays import span_of
@@ -17,15 +17,12 @@ from mpistrat.tracing.spans import span
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import DividedElements, Variable
 
-if TYPE_CHECKING:
-    from mpistrat.optimizers.optimizer import Optimizer
-
 __all__ = ["AgreedStep", "summed_in_parts"]
 
 
 def summed_in_parts(
     call: CollectiveCall,
-    optimizer: Optimizer,
+    optimizer: Any,
     gradients: Sequence[Any],
     variables: Sequence[Variable],
 ) -> list[int]:
@@ -47,7 +44,8 @@ def summed_in_parts(
 class AgreedStep:
     """A step, the same on all ranks."""
 
-    optimizer: Optimizer
+    optimizer: Any
+    """An `Optimizer`, which this file cannot name: it is made of steps."""
     strategy: Any
     known: PreparedStep | None
     gradients: list[Any]
@@ -104,7 +102,7 @@ class AgreedStep:
                 optimizer.loss_scale._adjust(is_finite=factor is not None)
 
     def _updates(self) -> list[PartUpdate]:
-        """Return what is to be done with each variable that has a gradient."""
+        """Return what to do with each variable that has a gradient."""
         optimizer = self.optimizer
         each = enumerate(zip(self.gradients, self.variables, strict=True))
         positions = [position for position, (gradient, _) in each if gradient is not None]

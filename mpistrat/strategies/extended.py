@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,14 +21,12 @@ from mpistrat.errors import ContextError
 from mpistrat.failures import flight_dumps, logs
 from mpistrat.options import (
     CommunicationOptions,
-    InputContext,
-    InputOptions,
     ReduceOp,
     ReduceOpLike,
-    ValueContext,
 )
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended_v1 import ExtendedV1
+from mpistrat.strategies.inputs import InputDistribution
 from mpistrat.strategies.reductions import (
     Destination,
     local_components,
@@ -38,16 +35,16 @@ from mpistrat.strategies.reductions import (
 )
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import DistributedValues, PerReplica, localize, per_replica
+from mpistrat.values import localize, per_replica
 from mpistrat.variables import Variable, check_replicas_agree, container_of, variables_to_compare
 
 if TYPE_CHECKING:
-    from mpistrat.data import Dataset, DistributedDataset
+    pass
 
 __all__ = ["StrategyExtended"]
 
 
-class StrategyExtended(ExtendedV1):
+class StrategyExtended(InputDistribution, ExtendedV1):
     """The part of a strategy for libraries: optimizers, metrics, layers, checkpoints.
 
     Parameters
@@ -391,41 +388,3 @@ class StrategyExtended(ExtendedV1):
         `value` itself where it belongs to none that still exists.
         """
         return container_of(value)
-
-    def _local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return a tuple with this rank's component of `value`."""
-        return value.values if isinstance(value, Variable) else (localize(value),)
-
-    def _distribute_dataset(
-        self, dataset: Dataset, options: InputOptions | None
-    ) -> DistributedDataset:
-        """Split each global batch over replicas. **Collective**."""
-        from mpistrat.data.distributed import distribute  # programs without data need none of it
-
-        context.require_cross_replica(self._container, "experimental_distribute_dataset")
-        return self._owned(distribute(dataset, options, self._collectives, self.device))
-
-    def _distribute_from_function(
-        self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
-    ) -> DistributedDataset:
-        """Make one distributed data set of each rank's own. **Collective**."""
-        from mpistrat.data.distributed import distribute_from_function
-
-        context.require_cross_replica(self._container, "distribute_datasets_from_function")
-        made = distribute_from_function(dataset_fn, options, self._collectives, self.device)
-        return self._owned(made)
-
-    def _owned(self, dataset: DistributedDataset) -> DistributedDataset:
-        dataset.strategy = self._container
-        check, owner = context.require_cross_replica, self._container
-        dataset._check_context = functools.partial(check, owner, "next(iterator)")
-        return dataset
-
-    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Return ``value_fn(context)`` with each leaf as a `PerReplica`."""
-        nest = value_fn(ValueContext(self._collectives.rank, self._collectives.size))
-        return nests.map_nest(_as_per_replica, nest)
-
-
-def _as_per_replica(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, DistributedValues | Variable | None) else PerReplica(leaf)

@@ -109,7 +109,7 @@ doubled = weights * 2
 weights.assign(None)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 weights.scatter_add(np.ones(3))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 weights.name = "other"  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
-weights.storage  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+weights.memory  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 ms.Variable(0.0, synchronization="ON_READ")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ms.Variable(0.0, aggregation=ms.ReduceOp.SUM)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
