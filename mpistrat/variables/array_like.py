@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from typing import Any, NoReturn, SupportsIndex
@@ -30,6 +31,16 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions. Local."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements. Local."""
+        return math.prod(self.shape)
 
     @abstractmethod
     def value(self) -> Array:

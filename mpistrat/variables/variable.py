@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -235,16 +234,6 @@ class Variable(RowWrites, RowReads):
         """Dtype of the value. Local."""
         dtype: np.dtype = self._target.dtype
         return dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions. Local."""
-        return len(self._target.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements. Local."""
-        return math.prod(self._target.shape)
 
     @property
     def trainable(self) -> bool:
