@@ -16,6 +16,7 @@ from mpistrat.optimizers.gradients import prepare_sum
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.variables import (
+    CentralVariable,
     DividedElements,
     FlatShardedVariable,
     MirroredVariable,
@@ -91,7 +92,8 @@ def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variab
     owner = default_strategy() if variable.strategy is None else variable.strategy
     name, dtype = f"{variable.name}/{name}", slot_dtype(variable.dtype)
     with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
-        if is_sharded and isinstance(variable, MirroredVariable):
+        is_central = isinstance(variable, CentralVariable)  # whose slots are shared already
+        if is_sharded and isinstance(variable, MirroredVariable) and not is_central:
             zeros = InitialValue.zeros(variable.shape, dtype, 1)
             return FlatShardedVariable(zeros, trainable=False, name=name)
         return variable._zeros(name, dtype)

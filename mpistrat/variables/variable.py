@@ -181,7 +181,7 @@ class Variable(RowWrites, RowReads):
             aggregation,
             self._strategy is not None and not on_read,
         )
-        _by_storage[id(self._storage)] = self
+        _by_storage[id(_memory_of(self._storage))] = self
 
     def _begin(
         self, call: CollectiveCall, initial: InitialValue
@@ -387,6 +387,12 @@ class Variable(RowWrites, RowReads):
         ]
         rows += [] if values is None else [("local component", values)]
         return html_table(f"{type(self).__name__} {self.name!r}", rows)
+
+
+def _memory_of(storage: Array) -> Any:
+    """Return what views of `storage` have as their base."""
+    base = getattr(storage, "base", None)
+    return storage if base is None else base
 
 
 def container_of(value: Any) -> Any:

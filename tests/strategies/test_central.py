@@ -1,0 +1,469 @@
+"""CentralStorageStrategy: one storage of each variable, with the meanings of mirrored ones."""
+
+import copy
+import gc
+import os
+
+import h5py
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.errors import ContextError, EpochMismatchError, LaunchError
+from mpistrat.sharding import part_lengths
+from tests.helpers import as_bytes, result_of, triangle
+
+A = ms.VariableAggregation
+ON_READ = ms.VariableSynchronization.ON_READ
+
+
+@pytest.fixture
+def central():
+    strategy = ms.CentralStorageStrategy(device="cpu")
+    yield strategy
+    strategy.close()
+
+
+def make(strategy, value, **modes):
+    with strategy.scope():
+        return ms.Variable(value, **modes)
+
+
+# Where things are
+
+
+def test_replicas_and_devices(central, size):
+    assert central.num_replicas_in_sync == size
+    assert len(central.extended.worker_devices) == size
+    (device,) = central.extended.parameter_devices
+    assert device.endswith("device:CPU:0")
+    with pytest.warns(DeprecationWarning, match="non_slot_devices"):
+        assert central.extended.non_slot_devices([]) == (device,)
+    assert repr(central).startswith("<CentralStorageStrategy rank ")
+
+
+def test_one_storage_for_all_ranks(central, rank, size):
+    variable = make(central, np.zeros(4 * size), name="weight")
+    assert isinstance(variable, ms.Variable)
+    assert len(variable.values) == 1
+    assert variable.value().base is not None
+    assert not variable.value().flags.writeable
+    kept = variable.value()
+    variable.storage[rank] = rank + 1.0
+    central.barrier()
+    assert kept[:size].tolist() == [each + 1.0 for each in range(size)]
+    assert len(variable.part) == len(variable.row_range) == 4 * size
+    assert variable.lookup([size - 1]).tolist() == [size]
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (3, 5), (2, 1, 7)], ids=str)
+@pytest.mark.parametrize("dtype", ["f8", "f4", "f2", "c16", "i4", "u1", "?"])
+def test_shapes_and_dtypes(central, shape, dtype):
+    value = (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2).astype(dtype)
+    variable = make(central, value)
+    assert variable.dtype == dtype
+    assert variable.shape == shape
+    assert as_bytes(variable.value()) == as_bytes(value) == as_bytes(variable.numpy())
+    with central.scope():
+        variable.assign(np.zeros(shape, dtype))
+    assert not variable.numpy().any()
+
+
+def test_the_value_of_rank_0_counts(central, rank):
+    assert make(central, rank + 7.0).numpy() == 7.0
+
+
+def test_made_inside_of_run(central):
+    made = []
+    central.run(lambda: made.append(ms.Variable(np.ones(3))))
+    assert made[0].strategy is central
+    assert type(made[0]).__name__ == "CentralVariable"
+
+
+def test_initial_values_that_are_made_in_parts(central):
+    def rows(partition_shape, partition_offset):
+        assert tuple(partition_offset) == (0, 0)
+        return np.full(partition_shape, 2.0)
+
+    assert make(central, rows, shape=(5, 2), dtype="f4").numpy().tolist() == [[2.0, 2.0]] * 5
+
+
+# Writes
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (A.SUM, lambda size: triangle(size + 1)),
+        (A.MEAN, lambda size: triangle(size + 1) / size),
+        (A.ONLY_FIRST_REPLICA, lambda size: 1),
+    ],
+    ids=str,
+)
+def test_writes_in_replica_context(central, rank, size, aggregation, expected):
+    variable = make(central, np.full(5, 10.0), aggregation=aggregation)
+    central.run(lambda: variable.assign_add(np.full(5, rank + 1.0)))
+    assert variable.numpy().tolist() == [10 + expected(size)] * 5
+    central.run(lambda: variable.assign(np.full(5, rank + 1.0)))
+    assert variable.numpy().tolist() == [expected(size)] * 5
+    central.run(lambda: variable.assign_sub(np.full(5, rank + 1.0)))
+    assert variable.numpy().tolist() == [0] * 5
+
+
+def test_a_number_in_replica_context(central, size):
+    variable = make(central, 0.0, aggregation=A.SUM)
+    central.run(lambda: variable.assign(5.0))
+    assert variable.numpy() == 5 * size
+
+
+def test_writes_that_are_refused(central, rank, others, size):
+    variable = make(central, np.ones(3))
+    with pytest.raises(ValueError, match="aggregation"):
+        central.run(lambda: variable.assign(np.zeros(3)))
+    with central.scope():
+        with pytest.raises(ValueError, match="PerReplica"):
+            variable.assign_add(ms.PerReplica(np.ones(3)))
+        with pytest.raises(ValueError, match="shape"):
+            variable.assign(np.ones(4))
+        assert variable.numpy().tolist() == [1, 1, 1]
+        with pytest.raises(EpochMismatchError if others else ValueError):
+            variable.assign(np.ones(3 if others else 4))
+        assert variable.numpy().tolist() == [1, 1, 1]
+
+
+def test_writes_in_cross_replica_context(central, size):
+    variable = make(central, np.full(3, 10.0), aggregation=A.SUM)
+    with central.scope():
+        assert variable.assign_add(np.ones(3)).tolist() == [11] * 3
+        assert variable.assign_add(np.ones(3), read_value=False) is None
+    variable.assign_sub(np.full(3, 2.0))  # outside of the scope too
+    assert variable.numpy().tolist() == [10] * 3
+
+
+def test_snapshots_and_views(central):
+    variable = make(central, np.zeros(3))
+    kept, snapshot = variable.value(), variable.read_value()
+    variable.assign(np.ones(3))
+    assert kept.tolist() == [1, 1, 1]
+    assert snapshot.tolist() == [0, 0, 0]
+
+
+def test_nobody_reads_half_of_a_write(central, rank, size):
+    variable = make(central, np.zeros(200_003), aggregation=A.SUM)
+    for number in range(20):
+        variable.assign(np.full(200_003, float(number)))
+        assert (variable.value() == number).all()
+        central.barrier()
+        central.run(lambda: variable.assign_add(np.ones(200_003)))
+        assert (variable.value() == number + size).all()
+        central.barrier()
+
+
+def test_scatters_are_those_of_mirrored_variables(central, strategy, rank):
+    results = []
+    for owner in (strategy, central):
+        variable = make(owner, np.ones((5, 3)), aggregation=A.SUM)
+        rows = ms.IndexedSlices(np.full((3, 3), rank + 0.1), [4, 0, 4])
+        owner.run(variable.scatter_add, args=(rows,))
+        owner.run(variable.scatter_mul, args=(rows,))
+        with owner.scope():
+            with pytest.raises(IndexError):
+                variable.scatter_add(ms.IndexedSlices(np.ones((1, 3)), [5]))
+            other = ms.Variable(np.ones((5, 3)))
+            other.scatter_max(ms.IndexedSlices(np.full((1, 3), 3.0), [0]))
+            other.scatter_update(ms.IndexedSlices(np.full((1, 3), 7.0), [2]))
+            other.batch_scatter_update(ms.IndexedSlices(np.zeros((5, 1)), [[1]] * 5))
+        results.append(as_bytes(variable.numpy()) + as_bytes(other.numpy()))
+    assert results[0] == results[1]
+
+
+def test_on_read_variables_stay_on_each_rank(central, rank, size):
+    variable = make(central, 0.0, synchronization=ON_READ, aggregation=A.SUM)
+    assert not variable.trainable
+    central.run(lambda: variable.assign_add(rank + 1.0))
+    assert result_of(central, variable.value) == rank + 1
+    with central.scope():
+        assert variable.value() == triangle(size + 1)
+
+
+# Update, reduce, inputs
+
+
+def test_update_calls_the_function_once(central, rank, size):
+    variable, calls = make(central, np.full(3, 10.0)), []
+
+    def change(var, amount):
+        calls.append(rank)
+        assert len(var.part) == 3
+        var.assign_add(np.full(3, amount))
+        return {"rank": rank, "sum": var.numpy().sum()}
+
+    result = central.extended.update(variable, change, args=(2.0,))
+    assert calls == ([0] if rank == 0 else [])
+    assert result["rank"].values == (0,)
+    assert result["sum"].values == (36.0,)
+    assert variable.numpy().tolist() == [12] * 3
+    (alone,) = central.extended.update(variable, change, args=(1.0,), group=False)
+    assert alone == {"rank": 0, "sum": 39.0}
+
+
+def test_an_error_of_update_is_everyones(central, rank):
+    variable = make(central, np.ones(3))
+
+    def fail(var):
+        raise ZeroDivisionError("no luck")
+
+    with pytest.raises(ZeroDivisionError, match="no luck"):
+        central.extended.update(variable, fail)
+    assert variable.assign_add(np.ones(3)).tolist() == [2, 2, 2]
+    with pytest.raises(ValueError, match="PerReplica"):
+        central.extended.update(variable, fail, args=(ms.PerReplica(1.0),))
+
+
+def test_reductions(central, rank, size):
+    assert central.reduce("sum", ms.PerReplica(rank + 1.0)) == triangle(size + 1)
+    ragged = ms.PerReplica(np.full(rank + 1, float(rank)))
+    expected = sum(each * (each + 1) for each in range(size)) / triangle(size + 1)
+    np.testing.assert_allclose(central.reduce("mean", ragged, axis=0), expected)
+    with pytest.raises(ValueError, match="destinations"):
+        central.extended.broadcast_to(np.ones(2), None)
+    assert central.extended.reduce_to("sum", ms.PerReplica(1.0), "cpu:0") == size
+    variable = make(central, 2.0)
+    assert central.reduce("mean", variable) == 2.0
+    with pytest.raises(ValueError, match="mirrored"):
+        central.reduce("sum", variable)
+
+
+def test_data_sets(central, rank, size):
+    batches = central.experimental_distribute_dataset(ms.data.Dataset.range(10).batch(4))
+    lengths = [len(batch.values[0]) for batch in batches]
+    assert [sum(central.gather_objects(each)) for each in lengths] == [4, 4, 2]
+    options = ms.InputOptions(experimental_replication_mode=ms.InputReplicationMode.PER_REPLICA)
+    with pytest.raises(NotImplementedError):
+        central.experimental_distribute_dataset(ms.data.Dataset.range(10).batch(4), options)
+
+
+def test_facts(central, rank):
+    assert central.extended.should_checkpoint == (rank == 0)
+    assert central.extended.experimental_should_init
+    assert central.extended.experimental_between_graph
+    variable = make(central, np.zeros(3))
+    assert central.extended.value_container(variable.value()) is variable
+    assert central.extended.variable_created_in_scope(variable)
+    with pytest.raises((ValueError, LaunchError)):
+        ms.CentralStorageStrategy(device="gpu:99")
+
+
+# Training
+
+
+def train(strategy, optimizer, rank, uses_buffers=False):
+    shapes = [((600, 700), "f4"), ((), "f8"), ((3,), "f4"), ((0, 2), "f4"), ((9,), "f2")]
+    with strategy.scope():
+        variables = [
+            ms.Variable(np.full(shape, 1, dtype), name=f"v{number}")
+            for number, (shape, dtype) in enumerate(shapes)
+        ]
+        made = optimizer()
+        average = ms.optimizers.ExponentialMovingAverage(0.5)
+    rng = np.random.default_rng(rank)
+    buffers = strategy.extended.gradient_buffers(variables)
+    for number in range(4):
+        gradients = [rng.normal(size=each.shape).astype(each.dtype) for each in variables]
+        if uses_buffers and (number != 2 or rank):  # rank 0 does without them once
+            for buffer, gradient in zip(buffers, gradients, strict=True):
+                buffer[...] = gradient
+            gradients = buffers
+        if number == 3:
+            rows = rng.normal(size=(2, 700)).astype("f4")
+            gradients[0] = ms.IndexedSlices(rows, np.array([7, rank]))
+        pairs = list(zip(gradients, variables, strict=True))
+        strategy.run(made.apply_gradients, args=(pairs,))
+        with strategy.scope():
+            average.apply(variables)
+    names = made._rule.kernel.slots
+    slots = [made.slot(each, name) for each in variables for name in names]
+    slots += [average.average(each) for each in variables]
+    return [as_bytes(each.numpy()) for each in (*variables, *slots, made.iterations)]
+
+
+OPTIMIZERS = {
+    "sgd": lambda: ms.optimizers.SGD(0.1),
+    "adam": lambda: ms.optimizers.Adam(0.1, weight_decay=0.1),
+    "clipped": lambda: ms.optimizers.Adam(0.1, global_clipnorm=0.5),
+    "sharded": lambda: ms.optimizers.SGD(0.1, momentum=0.9, sharded_slots=True),
+    "scaled": lambda: ms.optimizers.SGD(
+        0.1, momentum=0.5, loss_scale=ms.optimizers.LossScale(8.0, growth_interval=2)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The loss scale")
+@pytest.mark.parametrize("uses_buffers", [False, True], ids=["arrays", "buffers"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_steps_are_those_of_mirrored_variables(central, strategy, rank, optimizer, uses_buffers):
+    make_one = OPTIMIZERS[optimizer]
+    expected = train(strategy, make_one, rank)
+    assert train(central, make_one, rank, uses_buffers) == expected
+
+
+def test_gradients_are_summed(central, rank, size):
+    variable = make(central, np.ones(3))
+    with central.scope():
+        sgd = ms.optimizers.SGD(0.5)
+    gradient = np.full(3, rank + 1.0)
+    central.run(sgd.apply_gradients, args=([(gradient, variable)],))
+    assert variable.numpy().tolist() == [1 - 0.5 * triangle(size + 1)] * 3
+
+
+def test_gradient_buffers(central, strategy, rank):
+    first, second = make(central, np.zeros((3, 2), "f4")), make(central, 1.0)
+    buffers = central.extended.gradient_buffers([first, second])
+    assert [(each.shape, each.dtype) for each in buffers] == [((3, 2), "f4"), ((), "f8")]
+    buffers[0][...] = rank
+    (again,) = central.extended.gradient_buffers([first])
+    assert np.shares_memory(again, buffers[0])
+    assert (again == rank).all()
+    plain = strategy.extended.gradient_buffers([make(strategy, np.zeros(3))])
+    assert plain[0].flags.writeable
+    with pytest.raises(ContextError):
+        central.extended.gradient_buffers([make(strategy, np.zeros(3))])
+
+
+def test_accumulators_metrics_and_layers(central, strategy, rank):
+    results = []
+    for owner in (strategy, central):
+        with owner.scope():
+            weight, adam = ms.Variable(np.ones((4, 3))), ms.optimizers.Adam(0.1)
+            accumulator = ms.optimizers.GradientAccumulator([weight])
+            norm, mean = ms.layers.BatchNorm(3, dtype="f8"), ms.metrics.Mean()
+
+        def step(weight=weight, adam=adam, accumulator=accumulator, norm=norm, mean=mean):
+            for number in range(2):
+                y, _ = norm.forward(np.full((4, 3), rank + number + np.arange(3.0)))
+                accumulator.add([(y + rank, weight)])
+                mean.update_state(y)
+            accumulator.apply(adam)
+
+        owner.run(step)
+        with owner.scope():
+            kept = [weight, norm.gamma, norm.moving_mean]
+            results.append([as_bytes(each.numpy()) for each in kept] + [float(mean.result())])
+    assert results[0] == results[1]
+
+
+# Files, copies, the end
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["serial", "parallel"])
+def test_files_are_those_of_mirrored_variables(
+    central, strategy, shared_tmp_path, rank, size, parallel
+):
+    path = shared_tmp_path / "run.h5"
+    value = np.arange(700_001, dtype=np.float32)
+
+    def checkpoint(owner, start):
+        with owner.scope():
+            weight, small = ms.Variable(start, name="weight"), ms.Variable(start[:3].copy())
+            adam = ms.optimizers.Adam(0.1)
+        return weight, small, adam, ms.Checkpoint(weight=weight, small=small, adam=adam)
+
+    for writer, reading in [(central, strategy), (strategy, central), (central, central)]:
+        weight, small, adam, source = checkpoint(writer, value)
+        gradient = np.ones(value.size, np.float32)
+        writer.run(adam.apply_gradients, args=([(gradient, weight), (gradient[:3], small)],))
+        source.write(path, parallel=parallel)
+        if rank == 0:
+            with h5py.File(path) as file:
+                assert file["variables/weight"].shape == value.shape
+        other, tiny, restored, target = checkpoint(reading, np.zeros_like(value))
+        target.restore(path).assert_consumed()
+        assert as_bytes(other.value()) == as_bytes(weight.value())
+        assert as_bytes(tiny.value()) == as_bytes(small.value())
+        slot = restored.slot(other, "second_moment")
+        assert as_bytes(slot.value()) == as_bytes(adam.slot(weight, "second_moment").value())
+    plain = ms.Variable(np.zeros_like(value))
+    ms.Checkpoint(weight=plain).restore(path).expect_partial()
+    assert as_bytes(plain.value()) == as_bytes(other.value())
+
+
+def test_a_manager_saves_in_the_background(central, shared_tmp_path, rank):
+    weight = make(central, np.arange(300_000.0))
+    with central.scope():
+        manager = ms.CheckpointManager(
+            ms.Checkpoint(weight=weight), shared_tmp_path / "runs", asynchronous=True
+        )
+        manager.save()
+        weight.assign(np.zeros(300_000))
+        manager.wait()
+        ms.Checkpoint(weight=weight).restore(manager.latest_checkpoint)
+    assert weight.numpy()[-1] == 299_999
+
+
+def test_a_copy_has_its_own_storage(central):
+    weight = make(central, np.zeros(5))
+    twin = copy.deepcopy(weight)
+    twin.assign(np.ones(5))
+    assert weight.numpy().tolist() == [0] * 5
+    assert twin.value().tolist() == [1] * 5
+
+
+def test_ranks_that_disagree(central, rank, others):
+    with pytest.raises(EpochMismatchError, match=r"\(3,\)(.|\n)*\(4,\)"):
+        make(central, np.zeros(3 if others else 4), name="weight")
+
+
+def test_a_bad_mode_on_one_rank(central, others):
+    with pytest.raises(EpochMismatchError if others else ValueError, match="VariableAggregation"):
+        make(central, np.zeros(3), aggregation=A.SUM if others else "sum")
+
+
+def test_what_is_closed_raises(central):
+    other = ms.CentralStorageStrategy(device="cpu")
+    weight = make(other, np.zeros(5))
+    other.close()
+    other.close()
+    for use in (weight.value, weight.numpy, lambda: weight.storage, lambda: weight.assign(0.0)):
+        with pytest.raises(RuntimeError, match=r"CentralStorageStrategy.*close"):
+            use()
+
+
+def test_what_is_dropped_leaves_nothing(central):
+    def count():
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            mappings = sum("memfd:mpistrat" in line for line in maps)
+        return mappings, len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for _ in range(20):
+        weight = make(central, np.ones(1000))
+        central.extended.gradient_buffers([weight])
+        del weight
+    assert count() == before
+
+
+def test_memory_that_cannot_be_had(central, rank, size, monkeypatch):
+    if size == 1:
+        pytest.skip("one rank needs no shared memory")
+
+    def refuse(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    if rank == size - 1:
+        monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(ValueError, match=r"8000 bytes.*MPIStrategy"):
+        make(central, np.zeros(1000))
+    monkeypatch.undo()
+    assert make(central, np.zeros(1000)).size == 1000
+
+
+def test_a_communicator_of_some_ranks(rank, size):
+    comm = MPI.COMM_WORLD.Split(rank % 2)
+    strategy = ms.CentralStorageStrategy(comm, device="cpu")
+    weight = make(strategy, 0.0, aggregation=A.SUM)
+    strategy.run(lambda: weight.assign(1.0))
+    assert weight.numpy() == part_lengths(size, 2)[rank % 2]
+    strategy.close()
+    comm.Free()
