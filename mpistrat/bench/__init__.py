@@ -9,6 +9,7 @@ from mpistrat.bench import (
     process_groups,
     reductions,
     step,
+    storage,
 )
 
 __all__ = ["BENCHMARKS", "BEST"]
@@ -24,6 +25,7 @@ BENCHMARKS = {
         optimizers.BENCHMARK,
         overlap.BENCHMARK,
         step.BENCHMARK,
+        storage.BENCHMARK,
         process_groups.BENCHMARK,
     )
 }

@@ -26,7 +26,7 @@ __all__ = ["COMMAND"]
 
 _NAMES = (
     *("agreement", "allreduce", "checkpoint", "data", "gradients", "optimizers"),
-    *("overlap", "step", "torch"),
+    *("overlap", "step", "storage", "torch"),
 )
 
 
