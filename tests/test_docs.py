@@ -86,10 +86,11 @@ def test_the_code_of_each_page_runs(ranks, digits, tmp_path):  # noqa: F811
 
 @pytest.mark.launches
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_the_simulations_run_where_rows_do_not_divide(ranks, tmp_path):
+@pytest.mark.parametrize("name", ["simulations", "sharding", "central-storage"])
+def test_pages_run_where_rows_do_not_divide(name, ranks, tmp_path):
     page = tmp_path / "page.py"
-    page.write_text(pages_with_code()["docs/guide/simulations.md"])
-    done = launch.run(["-W", "error", page], ranks, limit_s=60)
+    page.write_text(pages_with_code()[f"docs/guide/{name}.md"])
+    done = launch.run(["-W", "error", page], ranks, limit_s=60, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
