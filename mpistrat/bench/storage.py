@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpistrat.bench.benchmark import (
     RESULTS,
@@ -25,6 +24,7 @@ from mpistrat.bench.measure import take_turns
 from mpistrat.bench.networks import NUM_PARAMETERS, SHAPES, random_arrays
 from mpistrat.checkpoint import Checkpoint
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.mpi.world import open_world
 from mpistrat.optimizers import Adam
 from mpistrat.partitioners import FixedShardsPartitioner
 from mpistrat.strategies import CentralStorageStrategy, MPIStrategy, Strategy
@@ -148,7 +148,7 @@ def _measure_lookup(strategy: Strategy, num_samples: int) -> Row:
 
 def _raw_lookup(own: np.ndarray, starts: np.ndarray, ids: np.ndarray) -> Callable[[], np.ndarray]:
     """Return what a program of mpi4py does, with nothing checked."""
-    comm = MPI.COMM_WORLD
+    comm = open_world(None).comm
     size, width = comm.size, own.shape[1]
 
     def look_up() -> np.ndarray:

@@ -210,10 +210,7 @@ class Variable(RowWrites, RowReads):
 
     @property
     def storage(self) -> Array:
-        """The memory of the local component itself, writable. Local.
-
-        Nothing compares what is written there: replicas that write different values drift apart.
-        """
+        """The memory of the local component, writable: replicas may drift apart there. Local."""
         return self._storage
 
     def _settle(self) -> None:
@@ -391,8 +388,7 @@ class Variable(RowWrites, RowReads):
 
 def _memory_of(storage: Array) -> Any:
     """Return what views of `storage` have as their base."""
-    base = getattr(storage, "base", None)
-    return storage if base is None else base
+    return storage if storage.base is None else storage.base
 
 
 def container_of(value: Any) -> Any:

@@ -99,7 +99,7 @@ def test_initial_values_that_are_made_in_parts(central):
         (A.MEAN, lambda size: triangle(size + 1) / size),
         (A.ONLY_FIRST_REPLICA, lambda size: 1),
     ],
-    ids=str,
+    ids=["sum", "mean", "first"],
 )
 def test_writes_in_replica_context(central, rank, size, aggregation, expected):
     variable = make(central, np.full(5, 10.0), aggregation=aggregation)
