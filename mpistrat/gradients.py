@@ -72,7 +72,7 @@ def all_reduce_pullback(reduce_op: ReduceOpLike, value: Any, result: Any, gradie
     >>> gradient = strategy.run(step, args=(np.ones(2),))
     """
     replica = _current("all_reduce_pullback")
-    with replica.strategy.extended._collectives.call("all_reduce_pullback") as call:
+    with replica.strategy.extended._replicas.call("all_reduce_pullback") as call:
         op = ReduceOp.parse(reduce_op)
         (values, results, gradients), structure = _flattened(call.kind, value, result, gradient)
         signature = nests.signature(structure)
@@ -125,7 +125,7 @@ def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
     (PerReplica(2), PerReplica(3))
     """
     replica = _current("all_gather_pullback")
-    with replica.strategy.extended._collectives.call("all_gather_pullback") as call:
+    with replica.strategy.extended._replicas.call("all_gather_pullback") as call:
         (values, gradients), structure = _flattened(call.kind, value, gradient)
         signature = nests.signature(structure)
         pulled = pull_back_all_gather(call, values, axis, gradients, signature)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, overload
@@ -10,22 +9,19 @@ from typing import Any, overload
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arrays import Array
-from mpistrat.collectives.all_reduce import all_reduce
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.collectives.nested import PendingReduction, start_all_reduce_nest
+from mpistrat.collectives.group_collectives import GroupCollectives
 from mpistrat.collectives.objects import barrier, broadcast_object, gather_objects
-from mpistrat.collectives.replica_moves import ReplicaMoves
 from mpistrat.errors import ContextError, warn_deprecated
-from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
-from mpistrat.system.callsite import call_site, failure_site
+from mpistrat.layout import Layout
+from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import DistributedValues, Number, T, localize, per_replica
+from mpistrat.values import DistributedValues, T, localize, per_replica
 
-__all__ = ["ReplicaContext"]
+__all__ = ["ReplicaContext", "ShardGroup"]
 
 
-class ReplicaContext(ReplicaMoves):
+class ReplicaContext(GroupCollectives):
     """The view that one replica has of its strategy, inside `Strategy.run`.
 
     Got by `mpistrat.get_replica_context()`. As a context manager it makes itself current.
@@ -34,7 +30,7 @@ class ReplicaContext(ReplicaMoves):
     ----------
     strategy : Strategy
     replica_id_in_sync_group : int, optional
-        The rank, which is also the default.
+        That of this rank's replica, which is also the default.
 
     Raises
     ------
@@ -67,11 +63,9 @@ class ReplicaContext(ReplicaMoves):
         self._strategy = strategy
         self._entered: list[AbstractContextManager[None]] = []
         if replica_id_in_sync_group is not None:
-            rank = self._collectives.rank
-            if replica_id_in_sync_group != rank:
-                raise ValueError(
-                    f"This rank owns replica {rank}, not {replica_id_in_sync_group!r}."
-                )
+            own = strategy.extended._layout.replica_id
+            if replica_id_in_sync_group != own:
+                raise ValueError(f"This rank owns replica {own}, not {replica_id_in_sync_group!r}.")
 
     def __enter__(self) -> ReplicaContext:
         current = context.current()
@@ -96,9 +90,9 @@ class ReplicaContext(ReplicaMoves):
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """Number of this replica: its rank. Local."""
+        """Number of this replica: its rank, where a replica is one rank. Local."""
         self._check()
-        return self._collectives.rank
+        return self._layout.replica_id
 
     def rng(self, *key: int) -> np.random.Generator:
         """Return a generator of random numbers that depend on `key` and this replica alone. Local.
@@ -125,13 +119,22 @@ class ReplicaContext(ReplicaMoves):
         self._check()
         from mpistrat.data.random import replica_rng
 
-        return replica_rng(key, self._collectives.rank)
+        return replica_rng(key, self._layout.replica_id)
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas that reduce together: the number of ranks. Local."""
+        """Number of replicas that reduce together. Local."""
         self._check()
-        return self._collectives.size
+        return self._layout.num_replicas
+
+    @property
+    def shards(self) -> ShardGroup:
+        """The ranks that compute this replica together, and their collectives. Local.
+
+        One, unless the strategy was made with `ranks_per_replica`.
+        """
+        self._check()
+        return ShardGroup(self)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -183,7 +186,7 @@ class ReplicaContext(ReplicaMoves):
             If this replica context is not the current one.
         """
         self._check()
-        channel = self._collectives.channel
+        channel = self._strategy.extended._collectives.channel
         channel.ledger.merge_calls += 1
         wrap = per_replica if self._strategy.extended._distributes_variables else _unchanged
         args = [wrap(each) for each in args]
@@ -197,149 +200,30 @@ class ReplicaContext(ReplicaMoves):
                 raise
         return localize(result)
 
-    @overload
-    def all_reduce(
-        self,
-        reduce_op: ReduceOpLike,
-        value: Number,
-        options: CommunicationOptions | None = None,
-        out: None = None,
-    ) -> np.number[Any]: ...
-
-    @overload
-    def all_reduce(
-        self,
-        reduce_op: ReduceOpLike,
-        value: Array,
-        options: CommunicationOptions | None = None,
-        out: Array | None = None,
-    ) -> Array: ...
-
-    @overload
-    def all_reduce(
-        self,
-        reduce_op: ReduceOpLike,
-        value: T,
-        options: CommunicationOptions | None = None,
-        out: T | None = None,
-    ) -> T: ...
-
-    def all_reduce(
-        self,
-        reduce_op: ReduceOpLike,
-        value: Any,
-        options: CommunicationOptions | None = None,
-        out: Any = None,
-    ) -> Any:
-        """Reduce `value` over replicas; every replica gets the result.
-
-        **Collective**, with the same reduction, structure, shapes and dtypes on every replica.
-
-        Parameters
-        ----------
-        reduce_op : ReduceOp or str
-        value : nest of arrays, numbers, IndexedSlices and PyTorch tensors
-            Small arrays travel together. `IndexedSlices` are concatenated in rank order. Tensors
-            come back attached to the graph, which can be differentiated once. The backward pass
-            is collective too: every replica runs it, through the same calls in the same order.
-        options : CommunicationOptions, optional
-        out : nest of arrays, optional
-            Where the results go: arrays of their shapes and dtypes, or `value` itself, which is
-            fastest for large arrays. Ranks may differ in it. Not for tensors and IndexedSlices.
-
-        Returns
-        -------
-        nest
-            `out`, or as `value`, on the same device. MEAN of integers is float64.
-
-        Raises
-        ------
-        ContextError
-            If this replica context is not the current one.
-        ValueError, TypeError
-            For a bad argument, such as an `out` that the result does not fit.
-        EpochError
-            If the replicas disagree.
-        """
-        self._check()
-        return all_reduce(self._collectives, reduce_op, value, options, out)
-
-    @overload
-    def start_all_reduce(
-        self, reduce_op: ReduceOpLike, value: Number, options: CommunicationOptions | None = None
-    ) -> PendingReduction[np.number[Any]]: ...
-
-    @overload
-    def start_all_reduce(
-        self, reduce_op: ReduceOpLike, value: Array, options: CommunicationOptions | None = None
-    ) -> PendingReduction[Array]: ...
-
-    @overload
-    def start_all_reduce(
-        self, reduce_op: ReduceOpLike, value: T, options: CommunicationOptions | None = None
-    ) -> PendingReduction[T]: ...
-
-    def start_all_reduce(
-        self,
-        reduce_op: ReduceOpLike,
-        value: Any,
-        options: CommunicationOptions | None = None,
-    ) -> PendingReduction[Any]:
-        """Begin `all_reduce`, and return at once.
-
-        **Collective**: every replica makes the call. Several reductions may be under way, other
-        collectives may come between, and handles may be waited for in any order.
-
-        Parameters
-        ----------
-        reduce_op, value, options
-            As for `all_reduce`. Arrays are copied, so they may be written to at once. PyTorch
-            tensors, such as the ``.grad`` of a parameter, are reduced in place: ``wait()`` writes
-            to them and returns them. They must have no ``requires_grad``. `IndexedSlices` are
-            reduced before this returns, and with the options `deterministic` and `wire_dtype`
-            everything is.
-
-        Returns
-        -------
-        PendingReduction
-            Its ``wait()`` gives the result. To drop it without is an error, which the next
-            collective of this rank raises.
-
-        Raises
-        ------
-        ContextError, ValueError, TypeError, EpochError, NotImplementedError
-            As `all_reduce`, the last for tensors with ``requires_grad``.
-        """
-        self._check()
-        with self._collectives.call("start_all_reduce", options=options) as call:
-            op, nest = ReduceOp.parse(reduce_op), localize(value)
-            end = start_all_reduce_nest(call, op, nest)
-            when_dropped = functools.partial(call.channel.close_for_dropped, call_site())
-        return PendingReduction(end, when_dropped)
-
     def barrier(self) -> None:
-        """Return when every replica has made this call. **Collective**."""
+        """Return when every rank of every replica has made this call. **Collective**."""
         self._check("barrier")
-        barrier(self._collectives)
+        barrier(self._strategy.extended._collectives)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Return a copy of the object of replica `root`, which all name. **Collective**."""
         self._check("broadcast_object")
-        return broadcast_object(self._collectives, "broadcast_object", obj, root)
+        return broadcast_object(self._strategy.extended._replicas, "broadcast_object", obj, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return copies of the objects of all replicas, in order. **Collective**."""
         self._check("gather_objects")
-        return gather_objects(self._collectives, "all_gather_object", obj)
+        return gather_objects(self._strategy.extended._replicas, "all_gather_object", obj)
 
     def _group(self) -> Collectives:
         self._check()
-        return self._collectives
+        replicas: Collectives = self._strategy.extended._replicas
+        return replicas
 
     @property
-    def _collectives(self) -> Collectives:
-        collectives: Collectives = self._strategy.extended._collectives
-        return collectives
+    def _layout(self) -> Layout:
+        layout: Layout = self._strategy.extended._layout
+        return layout
 
     def _check(self, twin: str | None = None) -> None:
         # `twin` is the method of the strategy that does the same in cross-replica context.
@@ -354,6 +238,53 @@ class ReplicaContext(ReplicaMoves):
             f"This ReplicaContext belongs to a function given to run of {self._strategy!r}, but "
             f"it is used in {here}. Ask mpistrat.get_replica_context() for the current one inside "
             f"strategy.run; inside a merge_fn {instead}."
+        )
+
+
+class ShardGroup(GroupCollectives):
+    """The ranks of one replica, as `ReplicaContext.shards`.
+
+    It has the collectives of `ReplicaContext` that reduce and move arrays, with the same rules; a
+    "replica" is then a rank of this one, and its number `index`. The group has a sequence of its
+    own: its order among collectives of the replicas is not compared. The loss is the sum of the
+    losses of its ranks, so one that all of them compute alike is divided by `count`.
+
+    Examples
+    --------
+    >>> def step(x):
+    ...     shards = ms.get_replica_context().shards
+    ...     mine = shards.scatter(x)  # 1 of count parts
+    ...     whole = shards.all_gather(mine, axis=0)
+    ...     return shards.index, shards.count, shards.all_reduce("mean", whole)
+    >>> strategy.run(step, args=(np.ones(2),))
+    (PerReplica(0), PerReplica(1), PerReplica(array([1., 1.])))
+    """
+
+    def __init__(self, replica: ReplicaContext) -> None:
+        self._replica = replica
+
+    @property
+    def index(self) -> int:
+        """Which of the ranks of the replica this one is. Local."""
+        self._replica._check()
+        return self._replica._layout.shard
+
+    @property
+    def count(self) -> int:
+        """How many ranks the replica has. Local."""
+        self._replica._check()
+        return self._replica._layout.ranks_per_replica
+
+    def _group(self) -> Collectives:
+        self._replica._check()
+        shards: Collectives = self._replica._strategy.extended._shards
+        return shards
+
+    def __repr__(self) -> str:
+        layout = self._replica._layout
+        return (
+            f"<ShardGroup shard {layout.shard} of {layout.ranks_per_replica} of replica "
+            f"{layout.replica_id}>"
         )
 
 

@@ -366,7 +366,7 @@ def _raise_for_all(channel: Channel, report: dict[str, Any], own: Exception | No
     if own is not None:
         return
     rank, first = next((r, each) for r, each in enumerate(reports) if "error" in each)
-    text = f"{first['text']} (on rank {rank} of {channel.size})"
+    text = f"{first['text']} (on {channel.place(rank)})"
     error = _rebuilt(first["error"], text)
     vars(error)["_caused_elsewhere"] = True
     raise error

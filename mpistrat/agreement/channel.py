@@ -20,23 +20,21 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.agreement.closing import ClosableChannel
 from mpistrat.agreement.departures import (
     Departure,
     Departures,
     Overlap,
     Peers,
     departure_error,
-    fork_error,
-    repeated_error,
     timeout_error,
 )
-from mpistrat.agreement.ledger import Ledger, Outcome, Status, call_name, disagreement_error
+from mpistrat.agreement.ledger import Ledger, Outcome, Status, call_name
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
 from mpistrat.errors import ContextError, EpochError
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import call_site
-from mpistrat.system.text import rank_list
 from mpistrat.tracing.flight_recorder import FlightRecord
 
 __all__ = ["Channel"]
@@ -54,13 +52,15 @@ _CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
 """Module names are found faster than members of their classes, at each collective."""
 
 
-class Channel:
+class Channel(ClosableChannel):
     """The agreement of the ranks of one transport."""
 
     def __init__(self, transport: Transport, timeout_s: float | None) -> None:
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
+        self.ranks: Sequence[int] = range(transport.size)
+        self.num_ranks_of_all = transport.size
         self.timeout_s = timeout_s
         """How long to wait for missing ranks, where a call gives no limit itself."""
         self.ledger = Ledger()
@@ -93,7 +93,7 @@ class Channel:
         """Called with `closed`, whenever a collective has ended with it."""
         self.peers: Peers | None = None
         """The other ranks on the side channel, where there is one."""
-        self.departures = Departures()
+        self.departures = Departures(self.ranks)
         """Other ranks that come to no further collective."""
         self.stuck_at: str | None = None
         """Where this rank stopped waiting in a round, which is still open."""
@@ -103,6 +103,8 @@ class Channel:
         """The collective in which this rank waits for others, and since when."""
         self.thread = threading.get_ident()
         """Identifier of the thread that has waited in a collective last."""
+        self.groups: dict[object, Any] = {}
+        """Channels of some of these ranks, which end with this one."""
         self.pool = transport.pool
         self.private_pool = Pool()
         """Memory for results that no other rank maps, unlike `pool`, which is the transport's."""
@@ -129,22 +131,6 @@ class Channel:
         """End the collective that `enter` began."""
         self.inside = None
         self.lock.release()
-
-    def check_open(self, owner: int | None = None) -> None:
-        """Raise the error that closed this channel, if one did, as strategy `owner` gets it."""
-        if self.closed is not None:
-            own, self.departures.unreported = self.departures.unreported, None
-            if own is not None and self.peers is not None:
-                self.peers.report_departure(own, at_once=False)
-            if not isinstance(self.closed, EpochError):  # freed
-                raise type(self.closed)(str(self.closed)) from None
-            raise repeated_error(self.closed, self.closed_by, owner) from None
-
-    def check_complete(self, what: str) -> None:
-        """Raise if a rank has left that the collective `what` needs."""
-        if self.closed is None:
-            self.closed = self.departures.error(what)
-        self.check_open()
 
     def start_round(self, status: Status, digest: int) -> None:
         """Bring `status` and `digest` to the next round."""
@@ -211,19 +197,6 @@ class Channel:
             self.stuck_at = call_site()
             return
         self.leave_interrupted(f"wait for {what}", error)
-
-    def leave_interrupted(self, what: str, error: BaseException) -> None:
-        """Close the channel, as `error` has interrupted this rank alone in `what`."""
-        what = f"{what} at {call_site()} was interrupted by {type(error).__name__}"
-        # After other exceptions the rank will end soon.
-        self.leave_alone(f"The {what}", f"its {what}" if isinstance(error, Exception) else "")
-
-    def leave_alone(self, what: str, reported: str) -> None:
-        """Close the channel, and have waiting ranks learn what is `reported`, if anything."""
-        self.stuck_at = call_site()
-        self.closed = EpochError(f"{what} on rank {self.rank} of {self.size}.")
-        if self.peers is not None and reported:
-            self.peers.report_departure(Departure("left", reported))
 
     def _wait(self, signature: object, timeout_s: float | None) -> None:
         """Wait for late ranks."""
@@ -293,7 +266,7 @@ class Channel:
             if not who and self._departed:
                 return None  # this rank came late itself, after the others had given up
             who = who or "Some ranks"  # all have come just now
-            return timeout_error(who, table, what, site, waited_s, self.rank, self.size)
+            return timeout_error(who, table, what, site, waited_s, self.place())
 
         self._leave(departure, error, site, is_last)
 
@@ -319,8 +292,8 @@ class Channel:
             site = call_site()
             missing, table = self._missing_ranks(site)
             _logger.warning(
-                "%s of %d has waited for %.0f s in %s at %s. %s did not come yet:\n%s",
-                *(rank_list([self.rank]), self.size, waited_s, what, site),
+                "%s has waited for %.0f s in %s at %s. %s did not come yet:\n%s",
+                *(self.place(), waited_s, what, site),
                 *(missing or "Some ranks", table),
             )
 
@@ -350,13 +323,6 @@ class Channel:
         place = {"rank": self.rank, "size": self.size, "next_number": self.ledger.sequence}
         return place | self.ledger.as_json() | {"closed": self.closed and str(self.closed)}
 
-    def disagreement(self, reports: Sequence[dict[str, Any]]) -> EpochError:
-        """Close the channel, and return the error to raise for the `reports` of all ranks."""
-        # After each round with `Outcome.MIXED`, every rank makes exactly one `exchange` of its
-        # report, whatever it was about to do, so that they always meet.
-        self.closed = disagreement_error(reports, self.rank)
-        return self.closed
-
     def free(self) -> None:
         """Free the communicator, and all that belongs to the channel. **Collective**."""
         self.closed = RuntimeError("Every strategy on this communicator was closed.")
@@ -366,35 +332,3 @@ class Channel:
         # What refers to this object in a circle would keep the memory until a garbage collection.
         self.on_free = self.peers = None
         self.transport.close()
-
-    def note_end(self, owner: int) -> None:
-        """Call `on_failure` if the agreement of the ranks has ended, in a call of `owner`."""
-        if isinstance(self.closed, EpochError):
-            self.closed_by = owner if self.closed_by is None else self.closed_by
-            if self.on_failure is not None:
-                self.on_failure(self.closed)
-
-    def close_for_dropped(self, site: str) -> None:
-        """Close the channel, as the handle of a reduction was dropped."""
-        if self.closed is not None:
-            return  # it may well be the consequence
-        what = f"The handle that start_all_reduce at {site} returned was dropped without wait()"
-        remedy = "Keep it, and call wait() on every rank."
-        # There may be no further collective to raise it.
-        _logger.error("%s. %s", what, remedy)
-        # Reported by the next collective: a destructor may run where nothing can be sent.
-        self.departures.unreported = Departure("left", what)
-        self.closed = EpochError(f"{what} on rank {self.rank} of {self.size}. {remedy}")
-
-    def close_in_fork(self) -> None:
-        """Let this process, which is a fork of a rank, make no collectives."""
-        # The rank will overwrite the shared memory of results that the program holds here too.
-        self.pool.leave_shared_memory()
-        self.closed = fork_error(self.rank, self.size)
-
-    def note_failure(self, error: BaseException, site: str) -> None:
-        """Record that a replica or merge function raised on this rank."""
-        self.ledger.failures += 1
-        self.ledger.last_failure = f"{type(error).__name__} at {site}"
-        if self.peers is not None:
-            self.peers.report_failure()

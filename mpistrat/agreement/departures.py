@@ -94,7 +94,9 @@ class Failure(NamedTuple):
 class Departures:
     """What a rank knows of other ranks that have left or failed, noted from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Sequence[int] = ()) -> None:
+        self.ranks = ranks
+        """What messages call the ranks of the channel."""
         self.found: dict[int, Departure] = {}
         """Of each rank that will never come."""
         self.failures: dict[int, Failure] = {}
@@ -116,7 +118,11 @@ class Departures:
     def error(self, where: str) -> EpochError | None:
         """Return the error of this rank, which is `where`, if another one has left."""
         with self._lock:
-            return departure_error(self.found, where) if self.found else None
+            found = {self._name(rank): each for rank, each in self.found.items()}
+            return departure_error(found, where) if found else None
+
+    def _name(self, rank: int) -> int:
+        return self.ranks[rank] if self.ranks else rank
 
     def lost(self) -> dict[int, str]:
         """Return the ranks whose processes have died, each with what is known of it."""
@@ -131,7 +137,7 @@ class Departures:
         """Return the ranks that cannot come to collective `number` as after `failures` failures."""
         # The counts only rise, and ranks with different ones do not agree.
         return {
-            rank: Departure("failed", each.what)
+            self._name(rank): Departure("failed", each.what)
             for rank, each in self.failures.items()
             if each.number < number and each.failures > failures
         }
@@ -160,12 +166,12 @@ def departure_error(departures: Mapping[int, Departure], where: str) -> EpochErr
 
 
 def timeout_error(
-    who: str, table: str, what: str, site: str, waited_s: float, rank: int, size: int
+    who: str, table: str, what: str, site: str, waited_s: float, place: str
 ) -> EpochTimeoutError:
-    """Return the error of `rank`, which has waited for `who`; `table` says where all ranks are."""
+    """Return the error of a rank that has waited for `who`; `table` says where all ranks are."""
     return EpochTimeoutError(
-        f"{who} did not come to {what} at {site} within the timeout of {waited_s:g} s, as rank "
-        f"{rank} of {size} did:\n{table}\n"
+        f"{who} did not come to {what} at {site} within the timeout of {waited_s:g} s, as "
+        f"{place} did:\n{table}\n"
         "This call is collective: every rank must make it. Look for a rank that skips it, or raise "
         "timeout_seconds if one is only slow."
     )

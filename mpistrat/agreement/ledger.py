@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -101,11 +101,15 @@ _COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures")
 _CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
 
 
-def disagreement_error(reports: Sequence[dict[str, Any]], rank: int) -> EpochError:
-    """Return the error of `rank` for the `Channel.report` of each rank."""
-    guilty = [each for each, report in enumerate(reports) if report["cause"]]
-    ended = [each for each, report in enumerate(reports) if report["ended"]]
-    table = _describe_disagreement(reports)
+def disagreement_error(
+    reports: Sequence[dict[str, Any]], rank: int, ranks: Sequence[int] | None = None
+) -> EpochError:
+    """Return the error of `rank` for the `Channel.report` of each rank, called as in `ranks`."""
+    names = range(len(reports)) if ranks is None else ranks
+    by_name = dict(zip(names, reports, strict=True))
+    guilty = [each for each, report in by_name.items() if report["cause"]]
+    ended = [each for each, report in by_name.items() if report["ended"]]
+    table = _describe_disagreement(by_name)
     error: EpochError
     if ended:
         error = EpochError(
@@ -117,26 +121,26 @@ def disagreement_error(reports: Sequence[dict[str, Any]], rank: int) -> EpochErr
             "Every rank must make the same collective calls in the same order, with the same "
             "op, dtype, shape, structure and name."
         )
-    error._caused_elsewhere = bool(guilty) and rank not in guilty
+    error._caused_elsewhere = bool(guilty) and names[rank] not in guilty
     return error
 
 
-def _describe_disagreement(reports: Sequence[dict[str, Any]]) -> str:
+def _describe_disagreement(reports: Mapping[int, dict[str, Any]]) -> str:
     """Return the table of which ranks are where, for the `Channel.report` of each, and a remedy."""
-    counters_differ = len({_counters(report) for report in reports}) > 1
-    has_runs = any(any(_counters(report)[1:]) for report in reports)  # torch has none
+    counters_differ = len({_counters(report) for report in reports.values()}) > 1
+    has_runs = any(any(_counters(report)[1:]) for report in reports.values())  # torch has none
     groups: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
+    for rank, report in reports.items():
         groups.setdefault(_line(report, counters_differ, has_runs), []).append(rank)
     lines = [f"  {rank_list(ranks)}: {line}" for line, ranks in groups.items()]
     return "\n".join(lines + _remedy(reports))
 
 
-def _remedy(reports: Sequence[dict[str, Any]]) -> list[str]:
+def _remedy(reports: Mapping[int, dict[str, Any]]) -> list[str]:
     """Return a line about a call that only some ranks make, as under ``if rank == 0``."""
     places: dict[str, list[int]] = {}
     calls: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
+    for rank, report in reports.items():
         if "failed" in report or report["cause"] or report["last_failure"]:
             return []
         call = _CALL.match(report["what"])

@@ -196,7 +196,7 @@ class Checkpoint(Trackable):
         except (TypeError, ValueError) as error:  # which `write` raises too
             return html_table(f"{self!r} cannot be saved: {error}", [])
         rows: list[tuple[object, ...]] = [
-            (path, variable.dtype, variable.shape, type(variable).__name__)
+            (path, variable.dtype, variable.full_shape, type(variable).__name__)
             for path, variable in tree.variables.items()
         ]
         rows += [(path, "", "", type(each).__name__) for path, each in tree.stateful.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -36,9 +37,15 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ContextError
 from mpistrat.system.text import rank_list
 from mpistrat.trackable import Trackable
-from mpistrat.variables import MirroredVariable, ShardedVariable, SyncOnReadVariable, Variable
+from mpistrat.variables import (
+    MirroredVariable,
+    ShardedVariable,
+    SplitVariable,
+    SyncOnReadVariable,
+    Variable,
+)
 from mpistrat.variables.kinds import WrittenTogether
-from mpistrat.variables.sharded import BYTES_PER_PIECE
+from mpistrat.variables.whole import BYTES_PER_PIECE, SavedInPieces
 
 _logger = logging.getLogger("mpistrat")
 
@@ -80,7 +87,7 @@ class StateCollector:
         self._of_replicas: dict[str, SplitState] = {}
         """What each `PerReplicaState` has on this rank, by path."""
         if tree.stateful:
-            assign_replicas(tree.stateful.values(), self.collectives.rank, self.collectives.size)
+            assign_replicas(tree.stateful.values(), self.collectives.layout)
         of_ranks = self.collectives.on_all(lambda: self._check(root), what, self.path)
         if any(each[0] != of_ranks[0][0] for each in of_ranks):
             _refuse_differing(self.collectives, what, self.path, tree)
@@ -131,11 +138,10 @@ class StateCollector:
     def header(self, step: int, created_s: float | None = None) -> Header:
         """Return the attributes of the root group."""
         created = "" if created_s is None else Header.timestamp(created_s)
-        transport = self.collectives.channel.transport
         return Header(
             step=step,
-            num_replicas=transport.size,
-            mpi_library=transport.library,
+            num_replicas=self.collectives.layout.num_replicas,
+            mpi_library=self.collectives.channel.transport.library,
             created=created,
         )
 
@@ -145,8 +151,8 @@ class StateCollector:
         One variable at a time comes to rank 0, so drop each item before the next one.
         """
         for name, variable in self._tree.variables.items():
-            if isinstance(variable, ShardedVariable) and self._keeps_rows(variable):
-                yield _item_of_rows(name, variable, self._is_parallel)
+            if isinstance(variable, SavedInPieces) and self._keeps_parts(variable):
+                yield _item_of_parts(name, variable, self._is_parallel)
             else:
                 yield _item_of(name, variable)
         for name, state in self._states.items():
@@ -160,9 +166,10 @@ class StateCollector:
                     items += self._items_of_state(name, state)
             yield from items
 
-    def _keeps_rows(self, variable: ShardedVariable) -> bool:
-        """Return whether rank 0 need not have all rows of a variable at once."""
-        return self._keeps_shards and variable.size * variable.dtype.itemsize > BYTES_PER_PIECE
+    def _keeps_parts(self, variable: Variable) -> bool:
+        """Return whether rank 0 need not have all parts of a variable at once."""
+        num_bytes = math.prod(variable.full_shape) * variable.dtype.itemsize
+        return self._keeps_shards and num_bytes > BYTES_PER_PIECE
 
     def _items_of_state(self, name: str, state: SplitState) -> Iterator[Item]:
         rest, arrays = state
@@ -200,7 +207,7 @@ def _item_of(name: str, variable: Variable) -> Item:
     """Bring the values of one variable to rank 0. **Collective**."""
     value = variable._save_value()
     life = BufferLifetime.LONG if value is variable._storage else BufferLifetime.BRIEF
-    if isinstance(variable, MirroredVariable):
+    if isinstance(variable, MirroredVariable) and not isinstance(variable, SavedInPieces):
         life = BufferLifetime.EVERYWHERE
     return replace(_described(name, variable, value), life=life)
 
@@ -215,11 +222,13 @@ def _described(name: str, variable: Variable, value: Array | None) -> Item:
     )
 
 
-def _item_of_rows(name: str, variable: ShardedVariable, is_parallel: bool) -> Item:
+def _item_of_parts(name: str, variable: Any, is_parallel: bool) -> Item:
     """Return an item whose values each rank writes, or which come to rank 0 in pieces."""
-    blank = np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
+    blank = np.broadcast_to(np.zeros((), variable.dtype), variable.full_shape)
     item = _described(name, variable, blank)
-    if is_parallel:
+    if is_parallel and isinstance(variable, SplitVariable):
+        return replace(item, tensor=_OwnBlock(variable))
+    if is_parallel and isinstance(variable, ShardedVariable):
         return replace(item, tensor=_OwnRows(variable))
     return replace(item, pieces=variable._pieces_for_root())
 
@@ -245,6 +254,30 @@ class _OwnRows:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self._variable.numpy()
+
+
+class _OwnBlock:
+    """The part of a split variable as `ShardedWriting` takes it, from the first replica."""
+
+    is_view = True
+    is_here = True
+
+    def __init__(self, variable: SplitVariable) -> None:
+        self._variable = variable
+        self.shape, self.dtype = variable.full_shape, variable.dtype
+        self.size = math.prod(self.shape)
+        self.tensor_dtype = variable.dtype.name
+        self.num_ranks = len(variable._split.parts)
+        self.mesh = str(variable._split.parts)
+
+    def shards(self) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield the part of this rank, and where it lies."""
+        if self._variable.strategy.extended._layout.replica_id == 0:
+            own = host_view(self._variable.part)
+            yield Box(self._variable._split.own_offset, own.shape), own
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        raise NotImplementedError  # no rank has all of it
 
 
 def _is_mirrored(stateful: object) -> bool:

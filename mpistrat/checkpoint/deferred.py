@@ -14,6 +14,7 @@ from mpistrat.checkpoint.replica_state import PerReplicaState, assign_replicas
 from mpistrat.checkpoint.state_json import join_state
 from mpistrat.checkpoint.tensors import Box, LoadedShard, TensorState
 from mpistrat.errors import CheckpointError, CheckpointMismatchError
+from mpistrat.layout import Layout
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
 
@@ -57,7 +58,7 @@ def check_shapes(path: str, tree: Tree, stored: dict[str, Shape], state: Mapping
 
 def _of_variables(tree: Tree, stored: dict[str, Shape]) -> Iterator[str]:
     for name, variable in tree.variables.items():
-        own = variable.shape, variable.dtype
+        own = variable.full_shape, variable.dtype
         if name in stored and stored[name] != own:
             yield _difference(name, stored[name], own)
 
@@ -229,8 +230,8 @@ class Restoration:
 
     path: str
     """The file, for messages."""
-    replica: tuple[int, int]
-    """Number of this replica, and of all."""
+    layout: Layout
+    """Which replica of how many this is."""
     arrays: dict[str, np.ndarray]
     """Values by path that no object has taken yet."""
     state: dict[str, Any]
@@ -248,7 +249,7 @@ class Restoration:
 
     def loading(self, tree: Tree) -> StateLoading:
         """Return what fills the stateful objects of `tree` that the file has."""
-        assign_replicas(tree.stateful.values(), *self.replica)
+        assign_replicas(tree.stateful.values(), self.layout)
         objects = {path: each for path, each in tree.stateful.items() if path in self.state}
         return StateLoading(self.path, objects, self._state_of)
 

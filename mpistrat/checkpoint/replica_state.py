@@ -12,6 +12,7 @@ from mpistrat.arrays import host_copy
 from mpistrat.checkpoint.object_graph import Stateful, split_object, state_adapter
 from mpistrat.checkpoint.state_json import SplitState, dump_json, join_state, load_json
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.layout import Layout
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 __all__ = ["PerReplicaState", "assign_replicas", "gather_states"]
@@ -144,11 +145,11 @@ class _VariableState:
         return repr(self._variable)
 
 
-def assign_replicas(stateful: Iterable[object], replica_id: int, num_replicas: int) -> None:
+def assign_replicas(stateful: Iterable[object], layout: Layout) -> None:
     """Let each `PerReplicaState` know which replica this is."""
     for each in stateful:
         if isinstance(each, PerReplicaState):
-            each._assign(replica_id, num_replicas)
+            each._assign(layout.replica_id, layout.num_replicas)
 
 
 def gather_states(
@@ -157,19 +158,27 @@ def gather_states(
     """Return on rank 0 what makes the state of all replicas from their parts. **Collective**."""
     rest, arrays = own_state
     heads = [[key, array.shape, array.dtype.str] for key, array in arrays.items()]
-    own = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values()]
+    # The ranks of one replica share its state, and the first of them sends it.
+    layout = collectives.layout
+    senders = layout.ranks_of_shard(0)
+    sent = arrays.values() if layout.shard == 0 else ()
+    own = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in sent]
     with collectives.call(what, name) as call:
         of_ranks = call.exchange([dump_json(rest), heads])
-        num_bytes = [sum(_num_bytes(*head[1:]) for head in heads) for _, heads in of_ranks]
+        num_bytes = [
+            sum(_num_bytes(*head[1:]) for head in heads) if rank in senders else 0
+            for rank, (_, heads) in enumerate(of_ranks)
+        ]
         data = np.concatenate([np.empty(0, np.uint8), *own])
         gathered = collectives.channel.transport.gather(data, num_bytes, 0)
-    return None if gathered is None else functools.partial(_join_all, of_ranks, gathered)
+    of_replicas = [of_ranks[rank] for rank in senders]
+    return None if gathered is None else functools.partial(_join_all, of_replicas, gathered)
 
 
-def _join_all(of_ranks: Sequence[Any], gathered: np.ndarray) -> dict[str, Any]:
+def _join_all(of_replicas: Sequence[Any], gathered: np.ndarray) -> dict[str, Any]:
     """Return what `PerReplicaState.load_state_dict` takes."""
     states, begin = [], 0
-    for text, heads_of_rank in of_ranks:
+    for text, heads_of_rank in of_replicas:
         found = {}
         for key, shape, dtype in heads_of_rank:
             end = begin + _num_bytes(shape, dtype)

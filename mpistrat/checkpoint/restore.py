@@ -118,7 +118,7 @@ def check_nothing_missing(path: str, tree: Tree, stored: set[str]) -> None:
 
 def _missing(tree: Tree, present: set[str]) -> list[str]:
     lines = [
-        f"{path} ({describe(variable.shape, variable.dtype)})"
+        f"{path} ({describe(variable.full_shape, variable.dtype)})"
         for path, variable in tree.variables.items()
         if path not in present
     ]
@@ -162,7 +162,8 @@ def restore(
     tree = walk(root._checkpoint_children())
     collectives = collectives_for(tree, _WHAT)
     path = agree_on_path(collectives, _WHAT, path)
-    assign_replicas(tree.stateful.values(), collectives.rank, collectives.size)
+    layout = collectives.layout
+    assign_replicas(tree.stateful.values(), layout)
     with open_together(collectives, _WHAT, path) as file:
         state, shapes = file.state, file.shapes
         slots = deferred_slots(tree)
@@ -184,7 +185,7 @@ def restore(
         others = {name: shape for name, shape in shapes.items() if name not in here}
         restoration = Restoration(
             path,
-            (collectives.rank, collectives.size),
+            layout,
             _broadcast(collectives, path, values, others),
             state,
             read_shards=file.read_shards,
@@ -197,7 +198,7 @@ def restore(
             sent = {n: each for n, each in variables.items() if n not in file.in_place}
             load_variables(call, values, sent)
         for variable in fresh.values():
-            variable._load_value(np.zeros(variable.shape, variable.dtype))
+            variable._load_value(np.zeros(variable.full_shape, variable.dtype))
         with collectives.common_outcome(_WHAT, path):  # no rank reads what others still load
             file.load_in_place()
         attach_slots(slots, made)

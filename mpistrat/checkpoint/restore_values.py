@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import socket
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -20,9 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arrays import is_on_host, pieces
+from mpistrat.arrays import pieces
 from mpistrat.checkpoint.deferred import Shape, shapes_as_json, shapes_from_json
 from mpistrat.checkpoint.digests import check_digest
+from mpistrat.checkpoint.own_parts import has_bytes_of_file, has_part_of_file, read_own
 from mpistrat.checkpoint.ranks import WorkDivision, divide_work, this_worker
 from mpistrat.checkpoint.raw_io import (
     BYTES_PER_PIECE,
@@ -42,9 +44,8 @@ from mpistrat.checkpoint.state_json import marked, unmarked
 from mpistrat.checkpoint.tensors import Box, LoadedShard
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
-from mpistrat.options import VariableSynchronization
 from mpistrat.sharding import cut
-from mpistrat.variables import CentralVariable, ShardedVariable, Variable
+from mpistrat.variables import Variable
 
 __all__ = ["SharedFile", "Values", "broadcast_array", "load_variables", "open_together"]
 
@@ -142,13 +143,13 @@ class SharedFile:
             self.in_place = {
                 name: variable
                 for name, variable in variables.items()
-                if name in self._blocks and name not in self.shards and _has_bytes_of_file(variable)
+                if name in self._blocks and name not in self.shards and has_bytes_of_file(variable)
             }
         if self._is_seen_by_all:
             self.in_place |= {
                 name: variable
                 for name, variable in variables.items()
-                if name in self._blocks and _has_rows_of_file(variable)
+                if name in self._blocks and has_part_of_file(variable)
             }
 
     def read_shards(self, path: str) -> dict[str, LoadedShard]:
@@ -185,8 +186,9 @@ class SharedFile:
         def load(name: str) -> None:
             variable = self.in_place[name]
             try:
-                begin = self._blocks[name].offset + _bytes_before(variable)
-                read_at(handle, begin, variable._own_storage)
+                block = self._blocks[name]
+                extent = Extent(block.offset, block.num_bytes, variable.dtype.itemsize)
+                read_own(handle, extent, variable)
             except OSError as reason:
                 raise CheckpointError(
                     f"The checkpoint {self.path} was whole a moment ago, but {name} cannot be read "
@@ -354,7 +356,7 @@ def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) 
         if values.owner(name) != owner:
             continue
         array = values.arrays.get(name)
-        if array is not None or _has_bytes_of_file(variable):
+        if array is not None or has_bytes_of_file(variable):
             memory = variable._storage if array is None else array
             yield from map(_Piece, pieces(memory, BYTES_PER_PIECE))
         else:
@@ -363,34 +365,11 @@ def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) 
 
 def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
     """Yield pieces in temporary memory, which each next piece uses again."""
-    size = int(np.prod(variable.shape))
+    size = math.prod(variable.full_shape)
     memory = np.empty(min(size, _length(variable.dtype)), variable.dtype)
     for each in cut(size, _length(variable.dtype)):
         piece = memory[: each.stop - each.start]
         yield _Piece(piece, functools.partial(variable._load_piece, each.start, piece))
-
-
-def _has_bytes_of_file(variable: Variable) -> bool:
-    """Return whether the memory of `variable` is to hold the bytes of the file."""
-    is_whole = variable.synchronization is not VariableSynchronization.ON_READ
-    return is_whole and is_on_host(variable._storage) and not _is_divided(variable)
-
-
-def _has_rows_of_file(variable: Variable) -> bool:
-    """Return whether the memory of `variable` is to hold some rows of the file."""
-    return _is_divided(variable) and is_on_host(variable._storage)
-
-
-def _is_divided(variable: Variable) -> bool:
-    """Return whether each rank fills a part of it."""
-    return isinstance(variable, ShardedVariable | CentralVariable)
-
-
-def _bytes_before(variable: Variable) -> int:
-    """Return how many bytes of the whole lie before those that this rank holds."""
-    if not isinstance(variable, ShardedVariable | CentralVariable):
-        return 0
-    return variable._own_elements.start * variable.dtype.itemsize
 
 
 def _length(dtype: np.dtype) -> int:

@@ -73,7 +73,7 @@ def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) ->
     for number, (array, target) in enumerate(zip(arrays, targets, strict=True)):
         path = nests.paths_of(structure)[number]
         what = f"out{f' at {path!r}' if path else ''}"
-        rank = f"on rank {call.channel.rank} of {call.channel.size}"
+        rank = f"on {call.channel.place()}"
         _check(call.kind, what, rank, op, array, target)
     direct = targets if _can_reduce_into(arrays, targets) else None
     results = call.all_reduce(op, arrays, nests.signature(structure), out=direct)

@@ -26,6 +26,7 @@ from mpistrat.comm.pack_plan import GatherPlan
 from mpistrat.comm.packing import describe_function, placed_like
 from mpistrat.comm.selection import check_options
 from mpistrat.comm.transport import SoloTransport
+from mpistrat.layout import Layout
 from mpistrat.options import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ class CollectiveCall(Call):
         self.reduction: PreparedReduction | None = None
         """What `all_reduce` has done last."""
         self._collectives = collectives
+
+    @property
+    def layout(self) -> Layout:
+        """Which replicas the ranks of the call make up."""
+        return self._collectives.layout
 
     def agree(self, *details: object) -> None:
         """Make sure that the options can be honoured, then agree. **Collective**."""
@@ -204,10 +210,17 @@ class Collectives:
     """The collectives of one group of ranks; `options` are for calls that bring none."""
 
     def __init__(
-        self, channel: Channel, capabilities: DeviceCapabilities, options: CommunicationOptions
+        self,
+        channel: Channel,
+        capabilities: DeviceCapabilities,
+        options: CommunicationOptions,
+        layout: Layout | None = None,
+        is_part: bool = False,
     ) -> None:
         check_options(options, capabilities)
         self.channel = channel
+        self.layout = Layout(channel.size, channel.rank) if layout is None else layout
+        """Which replicas these ranks make up."""
         self.capabilities = capabilities
         self.device = capabilities.device
         self.options = options
@@ -227,7 +240,7 @@ class Collectives:
         """What this rank does when it is closed, before other ranks return."""
         channel.users.add(self)
         self._unclosed: weakref.finalize[[int, int], Any] | None = None
-        if channel.on_free is not None:
+        if channel.on_free is not None and not is_part:  # of what is closed as a whole
             self._unclosed = weakref.finalize(self, _warn_unclosed, self.rank, self.size)
             self._unclosed.atexit = False
         # Strategies are made collectively, so their numbers on the channel are equal on all ranks.

@@ -61,13 +61,13 @@ def axis_of(call: CollectiveCall, name: str, axis: int, array: Array) -> int:
     ndim, shape = len(array.shape), tuple(array.shape)
     if ndim == 0:
         raise ValueError(
-            f"{call.kind} divides arrays along an axis, but the value is 0-d on rank "
-            f"{call.channel.rank} of {call.channel.size}. Give it an axis, as in array[None]."
+            f"{call.kind} divides arrays along an axis, but the value is 0-d on "
+            f"{call.channel.place()}. Give it an axis, as in array[None]."
         )
     if not -ndim <= axis < ndim:
         raise ValueError(
-            f"{call.kind}: {name} {axis} is out of range for the array of shape {shape} on rank "
-            f"{call.channel.rank} of {call.channel.size}. Use an axis in [{-ndim}, {ndim - 1}]."
+            f"{call.kind}: {name} {axis} is out of range for the array of shape {shape} on "
+            f"{call.channel.place()}. Use an axis in [{-ndim}, {ndim - 1}]."
         )
     return axis % ndim
 

@@ -108,10 +108,10 @@ def leaf_arrays(
             path = nests.paths_of(structure)[number]
             where = f"the leaf {path!r}" if path else "the value"
             raise TypeError(
-                f"{call.kind}: {where} is None on rank {call.channel.rank} of "
-                f"{call.channel.size}, which is not taken as zero. Give zeros of the shape that "
-                "the other ranks have, such as zeros_like(parameter) for a parameter without a "
-                "gradient, or leave it out on every rank."
+                f"{call.kind}: {where} is None on {call.channel.place()}, which is not taken as "
+                "zero. Give zeros of the shape that the other ranks have, such as "
+                "zeros_like(parameter) for a parameter without a gradient, or leave it out on every "
+                "rank."
             )
     return [as_array(call.kind, leaf) for leaf in leaves if not isinstance(leaf, IndexedSlices)]
 

@@ -24,6 +24,7 @@ from mpistrat.data.order import ENDLESS, UNKNOWN
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.spec import ArraySpec
 from mpistrat.errors import DataError
+from mpistrat.layout import Layout
 from mpistrat.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def distribute(
     policy = dataset._auto_shard_policy
     check_same(pipeline, policy, collectives, kind)
     with collectives.all_or_none(kind):
-        rank_dataset = _rank_dataset(pipeline, policy, collectives.size, collectives.rank)
+        rank_dataset = _rank_dataset(pipeline, policy, collectives.layout)
     return DistributedDataset(rank_dataset, _target(options, device), collectives)
 
 
@@ -60,7 +61,8 @@ def distribute_from_function(
     device: Device,
 ) -> DistributedDataset:
     """Give each rank the data set that `dataset_fn` returns there. **Collective**."""
-    size, rank = collectives.size, collectives.rank
+    layout = collectives.layout
+    size, rank = layout.num_replicas, layout.replica_id
     kind = "distribute_datasets_from_function"
     with collectives.call(kind) as call:
         options = _checked_options(options)
@@ -72,7 +74,9 @@ def distribute_from_function(
         pipeline = dataclasses.replace(pipeline, branch=rank)
         own = [pipeline.length, _is_certain(pipeline), order_digest(pipeline)]
         own_spec = pipeline.found_spec
-    of_ranks = collectives.gather_json(own, kind)
+    gathered = collectives.gather_json(own, kind)
+    _check_same_in_replicas(gathered, layout, kind)
+    of_ranks = [gathered[first] for first in layout.ranks_of_shard(0)]
     lengths = [length for length, _, _ in of_ranks]
     # One rank whose pass never ends is enough: then none ends, and the ranks need not ask.
     surely_endless = any(length == ENDLESS and certain for length, certain, _ in of_ranks)
@@ -106,8 +110,9 @@ def _checked_pipeline(dataset: Any, kind: str) -> Pipeline:
     return dataset._pipeline
 
 
-def _rank_dataset(pipeline: Pipeline, policy: AutoShardPolicy, size: int, rank: int) -> RankDataset:
-    """Return the part of `rank`, once all ranks are known to have the same pipeline."""
+def _rank_dataset(pipeline: Pipeline, policy: AutoShardPolicy, layout: Layout) -> RankDataset:
+    """Return the part of this rank's replica, once all ranks have the same pipeline."""
+    size, rank = layout.num_replicas, layout.replica_id
     # Here, where an error reaches all ranks, and not with the first element.
     found_spec = pipeline.found_spec
     batch = pipeline.batch
@@ -152,6 +157,18 @@ def _next_together(collectives: Collectives) -> NextElement:
             return element, any(call.exchange(element is not None))
 
     return next_element
+
+
+def _check_same_in_replicas(of_ranks: list[Any], layout: Layout, kind: str) -> None:
+    """Refuse data sets that differ between the ranks of one replica."""
+    for rank, own in enumerate(of_ranks):
+        first = rank - layout.shard_of(rank)
+        if own != of_ranks[first]:
+            raise DataError(
+                f"{kind}: ranks {first} and {rank} compute replica {layout.replica_of(rank)} "
+                "together, but their data sets differ in length or order. Make them by the "
+                "numbers in the InputContext alone."
+            )
 
 
 def _longest(lengths: list[int]) -> int:

@@ -9,10 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.agreement.channel import Channel
+from mpistrat.agreement.groups import GroupChannel
+from mpistrat.comm.transport import SoloTransport
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.flight_dumps import on_channel_failure, on_end_of_job
@@ -30,7 +32,7 @@ from mpistrat.settings import settings_at_the_end
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["open_channel", "open_last_channel"]
+__all__ = ["open_channel", "open_group", "open_last_channel"]
 
 _POLL_S = 0.0002
 _LONG_POLL_S = 0.002
@@ -107,20 +109,50 @@ def _connected(rendezvous: Rendezvous, timeout_s: float | None, comm: MPI.Intrac
 
     rendezvous.check()
     channel = Channel(MpiTransport(rendezvous.comm), timeout_s)
+    _watch(channel, forget_attached(comm, "channel"))
+    forward_over(channel)
+    register_channel(channel, MPI.Is_finalized, world_size())
+    return channel
+
+
+def open_group(parent: Channel, key: tuple[str, int], ranks: Sequence[int]) -> Channel:
+    """Return the channel of those `ranks` of `parent`, known by `key`. **Collective** there."""
+    # Every rank is in one group, and all groups have as many ranks.
+    known: Channel | None = parent.groups.get(key)
+    if known is not None and known.closed is None:
+        return known
+    forget = functools.partial(parent.groups.pop, key, None)
+    if len(ranks) == 1:
+        channel = GroupChannel(SoloTransport(), None, parent, ranks)
+        channel.on_free = forget
+    else:
+        from mpi4py import MPI
+
+        from mpistrat.comm.mpi_transport import MpiTransport
+
+        of_all: Any = parent.transport
+        comm = of_all.comm.Split(ranks[0], parent.rank)
+        channel = GroupChannel(MpiTransport(comm), parent.timeout_s, parent, ranks)
+        _watch(channel, forget)
+        channel.checks = parent.checks
+        register_channel(channel, MPI.Is_finalized, world_size())
+    parent.groups[key] = channel
+    return channel
+
+
+def _watch(channel: Channel, forget: Callable[[], object]) -> None:
+    """Connect `channel` to all that watches it, until it is freed. **Collective**."""
     channel.on_failure = on_channel_failure
     if channel.size > 1:
         handlers = {"log": take_lines, "end": _note_end_of_job}
         _connect_peers(
             channel, {ask: functools.partial(do, channel) for ask, do in handlers.items()}
         )
-    forward_over(channel)
-    register_channel(channel, MPI.Is_finalized, world_size())
     start_watchdog(channel)
-    channel.on_free = functools.partial(_disconnect, channel, forget_attached(comm, "channel"))
-    return channel
+    channel.on_free = functools.partial(_disconnect, channel, forget)
 
 
-def _disconnect(channel: Channel, forget: Callable[[], None]) -> None:
+def _disconnect(channel: Channel, forget: Callable[[], object]) -> None:
     """Remove `channel` from all that watches it. **Collective**."""
     process.channels.remove(channel)
     forget()

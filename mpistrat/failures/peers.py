@@ -219,20 +219,21 @@ class MonitorClient(Peers):
         return self._describe(site, found)
 
     def _describe(self, site: str, found: Mapping[int, _Answer]) -> tuple[str, str]:
+        names = self._channel.names
         missing = [rank for rank, each in found.items() if not self.waits_here(each)]
         lines: dict[str, list[int]] = {f"waiting here at {site}": [self._channel.rank]}
         for rank in sorted(found, key=lambda rank: rank not in missing):
             lines.setdefault(_describe_rank_state(found[rank]), []).append(rank)
         # Those that are missing come first.
         ordered = sorted(lines.items(), key=lambda item: not set(item[1]) & set(missing))
-        who = rank_list(missing).capitalize() if missing else ""
-        return who, "\n".join(f"  {rank_list(ranks)}: {line}" for line, ranks in ordered)
+        who = rank_list(names(missing)).capitalize() if missing else ""
+        return who, "\n".join(f"  {rank_list(names(ranks))}: {line}" for line, ranks in ordered)
 
     def describe_lost(self) -> str:
         """Return a table of the ranks whose data will never come, empty without any."""
         found = self.ask_all(self.others())
         return "\n".join(
-            f"  {rank_list([rank])}: {_describe_rank_state(each)}"
+            f"  {rank_list(self._channel.names([rank]))}: {_describe_rank_state(each)}"
             for rank, each in found.items()
             if each["state"] in _NEVER_COMES
         )
@@ -290,7 +291,8 @@ class MonitorClient(Peers):
             if self._channel.is_moving_data():
                 if self._is_first_to_report():
                     verb = "is" if departure.act == "ended" else f"{departure.act}:"
-                    logs.print_last(f"{rank_list([rank])} {verb} {departure.what}.")
+                    who = rank_list(self._channel.names([rank]))
+                    logs.print_last(f"{who} {verb} {departure.what}.")
                 os._exit(1)
 
         _later(settings_at_the_end().exit_grace_s, end_if_blocked)
@@ -349,7 +351,8 @@ def _describe_rank_state(found: _Answer) -> str:
         return f"{state.value} at {found['site']}"
     if state is RankState.ELSEWHERE:
         what, site = found["what"], found["site"]
-        return f"{state.value}: in {what} at {site}, with other ranks, for {found['for_s']:.0f} s"
+        where = f"{what} at {site}, for {found['for_s']:.0f} s"
+        return f"{state.value}: it waits in a collective of other ranks, {where}"
     if state is RankState.LATE:
         path = ", called from ".join(reversed(found["stack"])) or found["site"]
         return f"{state.value}: computing for {found['for_s']:.0f} s, now at {path}"

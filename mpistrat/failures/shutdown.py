@@ -267,9 +267,12 @@ def _explain_abort(channels: Sequence[Channel]) -> None:
         print_line(f"interrupted while ranks were still at work:\n{table}")
     for channel in parted:
         if channel.closed is not None:
-            who, why = rank_list([channel.rank]), str(channel.closed).split("\n")[0].rstrip(":")
+            who, why = (
+                rank_list(channel.names([channel.rank])),
+                str(channel.closed).split("\n")[0].rstrip(":"),
+            )
             lost = channel.departures.lost().items()
-            why += "".join(f" ({rank_list([each])}: {what})" for each, what in lost)
+            why += "".join(f" ({rank_list(channel.names([each]))}: {what})" for each, what in lost)
             print_line(
                 f"{who} left the program and ends the job, because of an earlier error. {why}"
             )

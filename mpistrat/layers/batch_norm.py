@@ -213,7 +213,7 @@ class BatchNorm(Trackable):
         what = f"BatchNorm.forward of {self.name!r}"
         if owner is None or context.mode_for(owner, what) is not context.Kind.CROSS_REPLICA:
             return self._checked("forward", x), own
-        with owner.extended._collectives.call("BatchNorm.forward", self.name) as call:
+        with owner.extended._replicas.call("BatchNorm.forward", self.name) as call:
             x = self._checked("forward", x)
             return x, call.all_reduce(ReduceOp.MEAN, own)
 
@@ -294,7 +294,7 @@ class BatchNorm(Trackable):
                 f"needs the replica context of {owner!r}. Call it inside a function given to "
                 "strategy.run; only training=False works elsewhere."
             )
-        collectives: Collectives = replica.strategy.extended._collectives
+        collectives: Collectives = replica.strategy.extended._replicas
         return collectives
 
     def __repr__(self) -> str:

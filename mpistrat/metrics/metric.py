@@ -125,7 +125,7 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
         if strategy is not None:
             context.mode_for(strategy, f"The metric {self.name!r}")
             kind = f"{type(self).__name__}.result"
-            with strategy.extended._collectives.call(kind, self.name) as call:
+            with strategy.extended._replicas.call(kind, self.name) as call:
                 reduced = call.all_reduce(ReduceOp.SUM, list(sums.values()))
             sums = dict(zip(sums, reduced, strict=True))
         return self._compute({what: np.float64(host_copy(array)) for what, array in sums.items()})

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from mpistrat import context
 from mpistrat.arrays import namespace_of, place
 from mpistrat.optimizers.gradients import (
@@ -28,6 +26,7 @@ from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.trackable import Trackable
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import Variable
+from mpistrat.variables.initial import InitialValue
 
 __all__ = ["GradientAccumulator"]
 
@@ -118,7 +117,7 @@ class GradientAccumulator(Trackable):
         with owner.extended._collectives.call(type(self).__name__) as call:
             check_variables(call.kind, given)
             check_owners(call.kind, owner, given)
-            call.agree(*((each.name, str(each.dtype), each.shape) for each in given))
+            call.agree(*((each.name, str(each.dtype), each.full_shape) for each in given))
         self._variables = tuple(given)
         with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
             self._sums = [_new_sum(variable) for variable in self._variables]
@@ -235,7 +234,7 @@ class GradientAccumulator(Trackable):
         """Return the reduced sums for `method`, once `check` has accepted its arguments."""
         kind = f"{type(self).__name__}.{method}"
         context.mode_for(self._owner, f"The {type(self).__name__}")
-        with self._owner.extended._collectives.call(kind) as call:
+        with self._owner.extended._replicas.call(kind) as call:
             check(kind)
             counts = self._counts.num_gradients
             if not any(counts):
@@ -323,7 +322,7 @@ def _owner_of(variables: Any) -> Any:
 def _new_sum(variable: Variable) -> Variable:
     """Return the sum for `variable`, under its name, which errors about gradients show."""
     return Variable(
-        np.zeros(variable.shape, slot_dtype(variable.dtype)),
+        InitialValue.zeros(variable.full_shape, slot_dtype(variable.dtype), 1, variable.split_axis),
         name=variable.name,
         synchronization=VariableSynchronization.ON_READ,
         aggregation=VariableAggregation.SUM,

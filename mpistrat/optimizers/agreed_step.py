@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from mpistrat import context
 from mpistrat.arrays import span_of
@@ -13,6 +15,7 @@ from mpistrat.optimizers.gradients import settled_beside
 from mpistrat.optimizers.part_updates import PartUpdate, can_be_summed_in_parts, share_parts
 from mpistrat.optimizers.slots import PreparedStep
 from mpistrat.optimizers.update import Step, Target, gradient_factor
+from mpistrat.options import ReduceOp
 from mpistrat.tracing.spans import span
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import DividedElements, Variable
@@ -66,16 +69,20 @@ class AgreedStep:
         optimizer, known = self.optimizer, self.known
         rule, constants = optimizer._rule, optimizer._constants(self.rate, self.number)
         update_all = None if known is None else optimizer._update_of_all(known, rule)
-        gradients, updates = self.gradients, []
+        gradients, variables, updates = self.gradients, self.variables, []
         if update_all is None:
             updates = self._updates()
             gradients = [each.gradient for each in updates]
-        factor = gradient_factor(
-            gradients,
-            self.scale,
-            optimizer.global_clipnorm,
-            must_be_finite=optimizer.loss_scale is not None,
-        )
+            variables = [each.variable for each in updates]
+        factor: float | None = 1 / self.scale
+        if optimizer.global_clipnorm is not None or optimizer.loss_scale is not None:
+            factor = gradient_factor(
+                gradients,
+                self.scale,
+                optimizer.global_clipnorm,
+                must_be_finite=optimizer.loss_scale is not None,
+                sum_over_shards=self._sum_over_shards(variables),
+            )
         kind = type(optimizer).__name__
         # Not by extended.update, which takes the strategy's own: plain variables may be here too.
         with (
@@ -100,6 +107,23 @@ class AgreedStep:
                     iterations._settle()
             if optimizer.loss_scale is not None:
                 optimizer.loss_scale._adjust(is_finite=factor is not None)
+
+    def _sum_over_shards(self, variables: Sequence[Variable]) -> Callable[[list[float]], float]:
+        """Return what adds up numbers for `variables` over the ranks of a replica."""
+        extended = self.strategy.extended
+        if extended._layout.ranks_per_replica == 1:
+            return sum
+
+        def total(numbers: list[float]) -> float:
+            # What all ranks of the replica have alike counts once.
+            pairs = zip(numbers, variables, strict=True)
+            is_first = extended._layout.shard == 0
+            own = sum(each for each, var in pairs if is_first or var.split_axis is not None)
+            with extended._shards.call(f"{type(self.optimizer).__name__}: norm") as call:
+                (reduced,) = call.all_reduce(ReduceOp.SUM, [np.float64(own)])
+            return float(reduced)
+
+        return total
 
     def _updates(self) -> list[PartUpdate]:
         """Return what to do with each variable that has a gradient."""

@@ -108,7 +108,8 @@ class ExponentialMovingAverage(Trackable):
             check_owners(kind, strategy, variables)
             decay = self._current_decay()
             call.agree(
-                f"decay={decay}", *((each.name, str(each.dtype), each.shape) for each in variables)
+                f"decay={decay}",
+                *((each.name, str(each.dtype), each.full_shape) for each in variables),
             )
         for variable in variables:
             if self._slots.find(variable, _SLOT) is None:

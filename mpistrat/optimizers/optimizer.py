@@ -27,7 +27,13 @@ from mpistrat.optimizers.gradients import (
     variables_in,
 )
 from mpistrat.optimizers.loss_scale import LossScale
-from mpistrat.optimizers.slots import PreparedStep, PreparedSteps, Slots, zero_slot
+from mpistrat.optimizers.slots import (
+    PreparedStep,
+    PreparedSteps,
+    Slots,
+    check_can_shard_slots,
+    zero_slot,
+)
 from mpistrat.optimizers.update import Rule, Target, UpdateAll
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
@@ -142,6 +148,8 @@ class Optimizer(Trackable, abc.ABC):
             raise TypeError(f"{kind}: loss_scale must be a LossScale, not {self.loss_scale!r}.")
         if not isinstance(self.sharded_slots, bool):
             raise TypeError(f"{kind}: sharded_slots must be a bool, not {self.sharded_slots!r}.")
+        if self.sharded_slots:
+            check_can_shard_slots(kind, get_strategy())
 
     def _format_parameters(self, names: Iterable[str]) -> list[str]:
         """Return the parameters that are given, as the ranks compare them."""
@@ -207,7 +215,7 @@ class Optimizer(Trackable, abc.ABC):
         ours = frame is not None and frame.strategy is strategy
         is_replica = frame is not None and ours and frame.replica_context is not None
         summed = is_replica and not skip_gradients_aggregation
-        with extended._collectives.call(f"{type(self).__name__}.apply_gradients") as call:
+        with extended._replicas.call(f"{type(self).__name__}.apply_gradients") as call:
             step = self._agreed_step(call, strategy, pairs, summed)
         step()
 

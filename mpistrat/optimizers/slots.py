@@ -25,7 +25,7 @@ from mpistrat.variables import (
 )
 from mpistrat.variables.initial import InitialValue
 
-__all__ = ["PreparedStep", "PreparedSteps", "Slots", "zero_slot"]
+__all__ = ["PreparedStep", "PreparedSteps", "Slots", "check_can_shard_slots", "zero_slot"]
 
 
 @dataclass
@@ -86,6 +86,16 @@ class Slots:
         self._entries.setdefault(id(variable), _Entry(variable)).slots[name] = slot
 
 
+def check_can_shard_slots(what: str, strategy: Any) -> None:
+    """Refuse to divide slots over ranks that are replicas together."""
+    num_ranks = strategy.extended._layout.ranks_per_replica
+    if num_ranks > 1:
+        raise NotImplementedError(
+            f"{what}: sharded_slots divides slots over replicas of one rank, but a replica of "
+            f"{strategy!r} has {num_ranks}. Leave it out: slots of split variables are split too."
+        )
+
+
 def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variable:
     """Return a new slot: zeros, colocated with `variable`, float32 for the halves."""
     # **Collective** for the variable of a strategy. `is_sharded` divides a mirrored variable's.
@@ -94,6 +104,7 @@ def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variab
     with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
         is_central = isinstance(variable, CentralVariable)  # whose slots are shared already
         if is_sharded and isinstance(variable, MirroredVariable) and not is_central:
+            check_can_shard_slots(name, owner)
             zeros = InitialValue.zeros(variable.shape, dtype, 1)
             return FlatShardedVariable(zeros, trainable=False, name=name)
         return variable._zeros(name, dtype)

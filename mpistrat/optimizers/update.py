@@ -282,14 +282,17 @@ def _kernel(kernel: Kernel) -> Any:
 
 
 def gradient_factor(
-    gradients: Sequence[Any], scale: float, clipnorm: float | None, must_be_finite: bool
+    gradients: Sequence[Any],
+    scale: float,
+    clipnorm: float | None,
+    must_be_finite: bool,
+    sum_over_shards: Callable[[list[float]], float] = sum,
 ) -> float | None:
     """Return what to multiply gradients by, ``None`` where they must be finite and are not."""
     # The loss has been multiplied by `scale`. Without it, their norm may be `clipnorm`.
-    # The summed gradients are equal on all ranks, so the ranks need not agree on the result.
-    if clipnorm is None and not must_be_finite:
-        return 1 / scale
-    norm = _global_norm(gradients) / scale
+    # The summed gradients are equal on all replicas, so these need not agree on the result. The
+    # ranks of one replica have different ones, whose sums of squares `sum_over_shards` adds up.
+    norm = math.sqrt(sum_over_shards(_sums_of_squares(gradients))) / scale
     if must_be_finite and not math.isfinite(norm):
         return None
     if clipnorm is None or norm <= clipnorm:
@@ -298,15 +301,15 @@ def gradient_factor(
     return clipnorm / norm / scale
 
 
-def _global_norm(gradients: Sequence[Any]) -> float:
-    """Return the Euclidean norm of all elements together, not finite if one is not."""
+def _sums_of_squares(gradients: Sequence[Any]) -> list[float]:
+    """Return the sum of the squares of each gradient, not finite if an element is not."""
     # `IndexedSlices` are coalesced, so that no row counts as two.
-    total = 0.0
+    sums = []
     for gradient in gradients:
         array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
         sum_of_squares = _host_sum_of_squares if is_on_host(array) else _device_sum_of_squares
-        total += sum_of_squares(array)
-    return math.sqrt(total)
+        sums.append(sum_of_squares(array))
+    return sums
 
 
 def _host_sum_of_squares(array: np.ndarray) -> float:

@@ -14,6 +14,7 @@ from mpistrat.collectives.objects import broadcast_object
 from mpistrat.mpi.world import World
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.strategies.reductions import format_device
 from mpistrat.values import mirror
@@ -32,8 +33,8 @@ class CentralExtended(StrategyExtended):
 
     _kind_of_variables = "central"
 
-    def __init__(self, collectives: Collectives) -> None:
-        super().__init__(collectives)
+    def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
+        super().__init__(collectives, groups)
         self._central: weakref.WeakValueDictionary[int, CentralVariable] = (
             weakref.WeakValueDictionary()
         )

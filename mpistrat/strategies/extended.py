@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from mpistrat.collectives.nested import all_gather_nest
 from mpistrat.context import call_in_update_context
 from mpistrat.errors import ContextError
 from mpistrat.failures import flight_dumps, logs
+from mpistrat.layout import Layout
 from mpistrat.options import (
     CommunicationOptions,
     ReduceOp,
@@ -26,6 +27,7 @@ from mpistrat.options import (
 )
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended_v1 import ExtendedV1
+from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.inputs import InputDistribution
 from mpistrat.strategies.reductions import (
     Destination,
@@ -38,9 +40,6 @@ from mpistrat.tracing.spans import span
 from mpistrat.values import localize, per_replica
 from mpistrat.variables import Variable, check_replicas_agree, container_of, variables_to_compare
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["StrategyExtended"]
 
 
@@ -50,7 +49,9 @@ class StrategyExtended(InputDistribution, ExtendedV1):
     Parameters
     ----------
     collectives : Collectives
-        How the replicas communicate; a world of one has its own.
+        How all ranks communicate; a world of one has its own.
+    groups : RankGroups, optional
+        How the replicas do, and the ranks of one; by default each rank is a replica.
 
     Examples
     --------
@@ -81,9 +82,19 @@ class StrategyExtended(InputDistribution, ExtendedV1):
     _variable_partitioner: Callable[..., Any] | None = None
     """What is asked into how many parts a variable is cut."""
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
+        self._set_ranks(collectives, groups or RankGroups.of_one_rank(collectives))
         self._variable_numbers = itertools.count()
+
+    def _set_ranks(self, collectives: Collectives, groups: RankGroups) -> None:
+        self._collectives, self._groups = collectives, groups
+        # On the way of every step: attributes of their own.
+        self._replicas, self._shards = groups.replicas, groups.shards
+
+    @property
+    def _layout(self) -> Layout:
+        """Which replica and which shard of it this rank is."""
+        return self._collectives.layout
 
     def _copied_for(self, container: Any) -> StrategyExtended:
         """Return a copy for another strategy on the same ranks."""
@@ -91,7 +102,8 @@ class StrategyExtended(InputDistribution, ExtendedV1):
         twin = copy.copy(self)
         twin._container = container
         if not old.is_closed:
-            twin._collectives = Collectives(old.channel, old.capabilities, old.options)
+            ranks = Collectives(old.channel, old.capabilities, old.options, old.layout)
+            twin._set_ranks(ranks, self._groups.copied(ranks))
         twin._variable_numbers = itertools.count()
         return twin
 
@@ -101,12 +113,12 @@ class StrategyExtended(InputDistribution, ExtendedV1):
             return
         context.require_cross_replica(self._container, "close")
         logs.flush()  # while rank 0 is there to print for all
-        self._collectives.close(
-            RuntimeError(
-                f"{self._container!r} was closed by close() and cannot be used any more. Close a "
-                "strategy after its last use, or make another one."
-            )
+        error = RuntimeError(
+            f"{self._container!r} was closed by close() and cannot be used any more. Close a "
+            "strategy after its last use, or make another one."
         )
+        self._groups.close(error)
+        self._collectives.close(error)
 
     def _require_scope(self, what: str) -> None:
         """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`."""
@@ -132,9 +144,7 @@ class StrategyExtended(InputDistribution, ExtendedV1):
         channel = self._collectives.channel
         channel.ledger.runs += 1
         local_args = [localize(each) for each in args]
-        local_kwargs = {}
-        if kwargs:
-            local_kwargs = {name: localize(each) for name, each in kwargs.items()}
+        local_kwargs = {name: localize(kwargs[name]) for name in kwargs} if kwargs else {}
         # Not `with ReplicaContext(...)`, which would check once more what was checked above.
         replica = ReplicaContext(self._container)
         frame = context.Frame(context.Kind.REPLICA, self._container, replica)
@@ -152,13 +162,13 @@ class StrategyExtended(InputDistribution, ExtendedV1):
     def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
         context.require_cross_replica(self._container, "reduce")
-        with self._collectives.call("reduce") as call:
+        with self._replicas.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
 
     def _gather(self, value: Any, axis: int) -> Any:
         """Concatenate `value` in host memory: see `Strategy.gather`. **Collective**."""
         context.require_cross_replica(self._container, "gather")
-        with self._collectives.call("gather") as call:
+        with self._replicas.call("gather") as call:
             gathered = all_gather_nest(call, local_components(value), axis)
         return nests.map_nest(host_view, gathered)
 
@@ -208,7 +218,7 @@ class StrategyExtended(InputDistribution, ExtendedV1):
     ) -> list[Any]:
         """Reduce each value of `pairs` to its destination; `kind` names the public method."""
         context.require_cross_replica(self._container, kind)
-        with self._collectives.call(kind, options=options) as call:
+        with self._replicas.call(kind, options=options) as call:
             op = ReduceOp.parse(reduce_op)
             return reduce_pairs(call, op, list(pairs), self._container)
 

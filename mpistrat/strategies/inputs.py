@@ -59,7 +59,8 @@ class InputDistribution:
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Return ``value_fn(context)`` with each leaf as a `PerReplica`."""
-        nest = value_fn(ValueContext(self._collectives.rank, self._collectives.size))
+        layout = self._collectives.layout
+        nest = value_fn(ValueContext(layout.replica_id, layout.num_replicas))
         return nests.map_nest(_as_per_replica, nest)
 
 

@@ -1,4 +1,4 @@
-"""MPIStrategy: one replica on each MPI rank."""
+"""MPIStrategy: replicas on MPI ranks, each on one or on several."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpistrat.agreement.call import AllOrNone
+from mpistrat.arguments import as_integer
 from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.selection import check_options
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.connect import open_channel
+from mpistrat.layout import Layout
 from mpistrat.mpi.world import (
     World,
     communicator,
@@ -35,6 +37,7 @@ from mpistrat.strategies.devices import (
     prepare_device,
 )
 from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.strategies.groups import open_groups
 from mpistrat.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ _logger = logging.getLogger("mpistrat")
 
 
 class MPIStrategy(Strategy):
-    """Synchronous data parallelism over MPI: each rank owns one replica.
+    """Synchronous data parallelism over MPI: each rank owns one replica, or a shard of one.
 
     **Collective** over `comm`. Starts MPI if the program has not.
 
@@ -65,6 +68,10 @@ class MPIStrategy(Strategy):
     variable_partitioner : callable, optional
         Called with shape and dtype of each mirrored variable that has axes, as those of
         `mpistrat.partitioners`. Where it wants several parts, an `ms.ShardedVariable` is made.
+    ranks_per_replica : int
+        How many consecutive ranks compute one replica together: model parallelism. It divides the
+        number of ranks, and rank = replica x `ranks_per_replica` + shard. See
+        `ReplicaContext.shards`, and the argument `split_axis` of `Variable`.
 
     Raises
     ------
@@ -73,6 +80,8 @@ class MPIStrategy(Strategy):
         on one GPU, or ranks run different versions of the package.
     TypeError, ValueError
         For a bad argument or setting, on every rank.
+    NotImplementedError
+        For a `variable_partitioner` where a replica spans several ranks.
 
     Examples
     --------
@@ -121,6 +130,7 @@ class MPIStrategy(Strategy):
         device: str = "auto",
         communication_options: CommunicationOptions | None = None,
         variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        ranks_per_replica: int = 1,
     ) -> None:
         prepare_device(device)
         kind = type(self).__name__
@@ -138,6 +148,16 @@ class MPIStrategy(Strategy):
                 raise TypeError(
                     "variable_partitioner must be callable, as those of mpistrat.partitioners are, "
                     f"not {variable_partitioner!r}."
+                )
+            layout = Layout.divided(
+                comm.size, comm.rank, as_integer("ranks_per_replica", ranks_per_replica)
+            )
+            num_shards = layout.ranks_per_replica
+            if num_shards > 1 and variable_partitioner is not None:
+                raise NotImplementedError(
+                    f"variable_partitioner cuts variables over all ranks, which ranks_per_replica="
+                    f"{num_shards} divides into replicas. Leave one of them out, or cut variables "
+                    "over the ranks of a replica: ms.Variable(..., split_axis=0)."
                 )
             chosen = settings()
             channel.timeout_s = chosen.timeout_s
@@ -157,7 +177,7 @@ class MPIStrategy(Strategy):
 
                 inject_from_environment(channel)
         world = open_world(comm)
-        with AllOrNone(channel, kind):
+        with AllOrNone(channel, kind, _described(layout)):
             self._check_world(world)
             offer = make_offer(device, world.local_rank)
             if offer is None:
@@ -171,7 +191,8 @@ class MPIStrategy(Strategy):
             _warn_of_shared_cores(num_mates, world.num_cores)
         if comm.size > 1:
             _warn_of_missing_kernels()
-        super().__init__(self._extended_class(Collectives(channel, capabilities, options)))
+        ranks = Collectives(channel, capabilities, options, layout)
+        super().__init__(self._extended_class(ranks, open_groups(ranks)))
         self.extended._variable_partitioner = variable_partitioner
         self._cluster_resolver = ClusterResolver(
             task_id=world.rank,
@@ -202,11 +223,24 @@ class MPIStrategy(Strategy):
     def __repr__(self) -> str:
         num_nodes = len(self._cluster_resolver.hosts)
         nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+        layout = self.extended._layout
+        part = ""
+        if layout.ranks_per_replica > 1:
+            part = (
+                f", replica {layout.replica_id} of {layout.num_replicas}, shard {layout.shard} of "
+                f"{layout.ranks_per_replica},"
+            )
         return (
-            f"<{type(self).__name__} rank {self.rank} of {self.size} on {self.extended.device}, "
-            f"{nodes}, "
+            f"<{type(self).__name__} rank {self.rank} of {self.size}{part} on "
+            f"{self.extended.device}, {nodes}, "
             f"{self._library.partition(',')[0].replace(' Version:', '')}>"
         )
+
+
+def _described(layout: Layout) -> str | None:
+    """Return what the ranks must have been told alike."""
+    num_ranks = layout.ranks_per_replica
+    return None if num_ranks == 1 else f"{num_ranks} ranks per replica"
 
 
 def _open_devices(

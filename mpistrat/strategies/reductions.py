@@ -15,6 +15,7 @@ from mpistrat.arrays import Array, Device, host_view, is_array, namespace_of, pl
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.nested import all_reduce_nest, leaf_arrays, reduce_over_axes
 from mpistrat.comm.wire import result_dtype, wire_dtype
+from mpistrat.layout import Layout
 from mpistrat.options import ReduceOp
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, localize, mirror
 from mpistrat.variables import MirroredVariable, Variable
@@ -76,7 +77,8 @@ def format_device(task: int, kind: str, index: int) -> str:
 def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> Place | None:
     """Return the place that a device string names, ``None`` for where the replicas are."""
     if isinstance(destination, str):
-        return _named_place(call, destination, strategy.extended.device)
+        extended = strategy.extended
+        return _named_place(call, destination, extended.device, extended._layout.num_ranks)
     if destination is None:
         raise ValueError(
             f"{call.kind}: destinations is None. Give a variable, a distributed value, an array "
@@ -95,8 +97,8 @@ def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> 
     )
 
 
-def _named_place(call: CollectiveCall, text: str, device: Device) -> Place:
-    where = parse_place(text, call.channel.size)
+def _named_place(call: CollectiveCall, text: str, device: Device, num_tasks: int) -> Place:
+    where = parse_place(text, num_tasks)
     if (where.kind, where.index) not in (("cpu", 0), (device.kind, device.index)):
         choices = " or ".join(sorted({'"cpu:0"', f'"{device}"'}))
         raise ValueError(
@@ -205,22 +207,24 @@ def reduce_pairs(
             leaf_arrays(call, *nests.flatten(each.rest))
     together = [each.rest for each, task in zip(components, one_task, strict=True) if task is None]
     reduced = iter(all_reduce_nest(call, op, together))
-    results = []
+    results, layout = [], strategy.extended._layout
     for each, task, where in zip(components, one_task, places, strict=True):
-        rest = next(reduced) if task is None else _reduce_to_task(call, op, each.rest, task)
-        if task is None or task == call.channel.rank:
+        rest = next(reduced) if task is None else _reduce_to_task(call, op, each.rest, task, layout)
+        if task is None or task == layout.rank:
             results.append(_delivered(each.joined(rest), where))
         else:
             results.append(None)
     return results
 
 
-def _reduce_to_task(call: CollectiveCall, op: ReduceOp, nest: Any, task: int) -> Any:
+def _reduce_to_task(
+    call: CollectiveCall, op: ReduceOp, nest: Any, task: int, layout: Layout
+) -> Any:
     leaves, structure = nests.flatten(nest)
     if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
         return all_reduce_nest(call, op, nest)
     arrays = leaf_arrays(call, leaves, structure)
-    reduced = call.reduce(op, arrays, task, nests.signature(structure))
+    reduced = call.reduce(op, arrays, layout.replica_of(task), nests.signature(structure))
     return None if reduced is None else nests.unflatten(structure, reduced)
 
 

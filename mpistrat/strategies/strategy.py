@@ -17,6 +17,7 @@ from mpistrat.options import InputOptions, InputReplicationMode, ReduceOpLike, R
 from mpistrat.strategies.cluster import ClusterMember
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import InputIterator
+from mpistrat.strategies.logical_devices import LogicalDevices
 from mpistrat.values import DistributedValues, Number, PerReplica, T
 from mpistrat.variables import Variable
 
@@ -32,7 +33,7 @@ __all__ = ["Strategy"]
 ValueT = TypeVar("ValueT", bound="np.ndarray | Number")
 
 
-class Strategy(ClusterMember):
+class Strategy(LogicalDevices, ClusterMember):
     """State and computation distributed over replicas.
 
     Make one of its subclasses: `MPIStrategy`, or `OneDeviceStrategy` for one replica without
@@ -56,7 +57,7 @@ class Strategy(ClusterMember):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose gradients are reduced together. Local."""
-        return self._extended._collectives.size
+        return self._extended._collectives.layout.num_replicas
 
     def close(self) -> None:
         """Free communicators, descriptors, threads and shared memory that no other strategy uses.

@@ -136,7 +136,7 @@ def _drift(
         lines = [f"  {rank_list(ranks)}: {text}" for text, ranks in groups]
     else:
         what = f"The replicas of the tensor {path!r}, {texts[0]}, have drifted apart:"
-        lines = lines_of_groups([table[path][1] for table in tables])
+        lines = lines_of_groups(dict(enumerate(table[path][1] for table in tables)))
         lines += _difference(call, tensors[path])
     lines.append(f"Other tensors that differ: {len(differing) - 1}.")
     return ReplicaDriftError(

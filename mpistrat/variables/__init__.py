@@ -6,6 +6,7 @@ from mpistrat.variables.drift import check_replicas_agree, variables_to_compare
 from mpistrat.variables.flat_sharded import FlatShardedVariable
 from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
 from mpistrat.variables.sharded import ShardedVariable
+from mpistrat.variables.split import SplitVariable
 from mpistrat.variables.variable import Variable, container_of
 from mpistrat.variables.writes import can_cast
 
@@ -15,6 +16,7 @@ __all__ = [
     "FlatShardedVariable",
     "MirroredVariable",
     "ShardedVariable",
+    "SplitVariable",
     "SyncOnReadVariable",
     "Variable",
     "can_cast",

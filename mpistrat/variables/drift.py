@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -78,17 +78,24 @@ def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -
     """Make sure that every replica holds the same bytes. **Collective**."""
     components = [each.values[0] for each in variables.values()]
     digests = np.array([digest_of(each) for each in components], np.uint64)
-    # The largest digest is the smallest one too where all are equal.
-    pairs = np.stack([digests, ~digests])
-    signature = tuple(
-        (path, str(each.dtype), tuple(each.shape))
-        for path, each in zip(variables, components, strict=True)
-    )
+    # The largest digest is the smallest one too where all are equal. The ranks of a replica hold
+    # different parts of a split variable, so each shard has a column; zeros change no maximum.
+    layout = call.layout
+    pairs = np.zeros((2, len(variables), layout.ranks_per_replica), np.uint64)
+    for number, variable in enumerate(variables.values()):
+        columns = layout.shard if variable.split_axis is not None else slice(None)
+        pairs[0, number, columns], pairs[1, number, columns] = digests[number], ~digests[number]
+    signature = tuple((path, str(each.dtype), each.full_shape) for path, each in variables.items())
     (largest,) = call.all_reduce(ReduceOp.MAX, [pairs], signature)
-    differing = np.flatnonzero(largest[0] != ~largest[1]).tolist()
+    differs = largest[0] != ~largest[1]
+    differing = np.flatnonzero(differs.any(axis=1)).tolist()
     if differing:
-        path = list(variables)[differing[0]]
-        raise _drift(call, path, variables[path], digests[differing[0]], len(differing))
+        first = differing[0]
+        path = list(variables)[first]
+        ranks: Sequence[int] = range(layout.num_ranks)
+        if variables[path].split_axis is not None:
+            ranks = layout.ranks_of_shard(int(differs[first].argmax()))
+        raise _drift(call, path, variables[path], digests[first], ranks, len(differing))
 
 
 def digest_of(array: Array) -> int:
@@ -109,25 +116,30 @@ def _value_bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _drift(
-    call: CollectiveCall, path: str, variable: Variable, digest: Any, num_differing: int
+    call: CollectiveCall,
+    path: str,
+    variable: Variable,
+    digest: Any,
+    ranks: Sequence[int],
+    num_differing: int,
 ) -> ReplicaDriftError:
-    """Return the error that says which ranks hold the same. **Collective**."""
+    """Return the error that says which of `ranks` hold the same. **Collective**."""
     (digests,) = call.all_gather([np.array([digest])], 0)
-    lines = lines_of_groups(digests.tolist())
+    lines = lines_of_groups({rank: digests.tolist()[rank] for rank in ranks})
     place = f" at {path!r}" if path not in ("", variable.name) else ""
     lines.append(f"Other variables that differ: {num_differing - 1}.")
     return ReplicaDriftError(
         f"The replicas of the variable {variable.name!r}{place}, {variable.dtype} of the shape "
-        f"{variable.shape}, have drifted apart:\n"
+        f"{variable.full_shape}, have drifted apart:\n"
         + "\n".join(lines)
         + " Writes in update context must be the same on every rank. To go on, assign one value "
         "to all or restore a checkpoint."
     )
 
 
-def lines_of_groups(digests: Sequence[object]) -> list[str]:
+def lines_of_groups(digests: Mapping[int, object]) -> list[str]:
     """Return which ranks hold one value, and which others, from the digest of each rank."""
-    groups = ranks_by_value(enumerate(digests))
+    groups = ranks_by_value(digests.items())
     largest_first = sorted(groups.values(), key=len, reverse=True)
     lines = [f"  {rank_list(ranks)}: another value" for ranks in largest_first[:_MAX_GROUPS]]
     lines[0] = f"  {rank_list(largest_first[0])}: one value"

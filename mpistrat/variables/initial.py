@@ -27,12 +27,17 @@ class InitialValue:
     """
 
     def __init__(
-        self, given: Any, shape: Sequence[int] | None, dtype: npt.DTypeLike | None
+        self,
+        given: Any,
+        shape: Sequence[int] | None,
+        dtype: npt.DTypeLike | None,
+        split_axis: Any = None,
     ) -> None:
         self._error: Exception | None = None
         self._part: Callable[..., Any] | None = None
         self._value: Any = None
         self._dtype = dtype
+        self._split_axis = split_axis
         self.shape: tuple[int, ...] | None = None
         """What the program says, or the value."""
         self.num_parts = 1
@@ -59,13 +64,19 @@ class InitialValue:
             self._error = error
 
     @classmethod
-    def zeros(cls, shape: Sequence[int], dtype: npt.DTypeLike, num_parts: int) -> InitialValue:
+    def zeros(
+        cls,
+        shape: Sequence[int],
+        dtype: npt.DTypeLike,
+        num_parts: int,
+        split_axis: int | None = None,
+    ) -> InitialValue:
         """Return zeros, in parts like another variable."""
 
         def zeros(partition_shape: Sequence[int], partition_offset: Sequence[int]) -> np.ndarray:
             return np.zeros(partition_shape, dtype)
 
-        made = cls(zeros, shape, dtype)
+        made = cls(zeros, shape, dtype, split_axis)
         made.num_parts, made._is_decided, made.is_zero = num_parts, True, True
         return made
 
@@ -78,20 +89,47 @@ class InitialValue:
 
     def is_cut_by(self, partitioner: Callable[..., Any] | None) -> bool:
         """Return whether the variable is to be in parts, as `partitioner` says."""
-        if self._error is not None or self._is_decided or partitioner is None:
+        if self._error is not None or self._is_decided or partitioner is None or self.is_split:
             return self.num_parts > 1
         try:
-            shape, dtype = self.shape, self._dtype
-            if self._part is None:
-                array = self._value.detach() if is_tensor(self._value) else self._value
-                shape = tuple(np.shape(array))
-                dtype = np.asarray(array).dtype if dtype is None else dtype
+            shape, dtype = self._known_shape(), self._dtype
+            if dtype is None:
+                dtype = np.asarray(_detached(self._value)).dtype
             if not shape:
                 return False
             self.num_parts = _checked(partitioner(shape, np.dtype(dtype)), shape)
         except Exception as error:
             self._error = error
         return self.num_parts > 1
+
+    def _known_shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole."""
+        if self._part is not None and self.shape is not None:
+            return self.shape
+        return tuple(np.shape(_detached(self._value)))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each rank of a replica is to hold a part."""
+        return self._split_axis is not None
+
+    def split_axis(self, name: str) -> int | None:
+        """Return the axis that it is split along, ``None`` where it is not."""
+        if self._split_axis is None:
+            return None
+        self.check()
+        axis = as_integer("split_axis", self._split_axis)
+        shape = self._known_shape()
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(
+                f"split_axis {axis} is out of range for the variable {name!r} of shape {shape}. "
+                + (
+                    f"Use an axis in [{-len(shape)}, {len(shape) - 1}]."
+                    if shape
+                    else "It has none."
+                )
+            )
+        return axis % len(shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -115,10 +153,13 @@ class InitialValue:
 
     def rows(self, name: str, rows: range) -> np.ndarray:
         """Return these rows of what is made in parts; there is at least one."""
-        assert self._part is not None
         assert self.shape is not None
         shape = (len(rows), *self.shape[1:])
-        offset = (rows.start, *[0] * (len(shape) - 1))
+        return self.part(name, shape, (rows.start, *[0] * (len(shape) - 1)))
+
+    def part(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> np.ndarray:
+        """Return a part, which is not empty, of what is made in parts."""
+        assert self._part is not None
         part = self._part(partition_shape=shape, partition_offset=offset)
         array = numeric(name, part, self._dtype)
         _check_shape(name, array, shape)
@@ -128,6 +169,10 @@ class InitialValue:
         """Raise what has gone wrong."""
         if self._error is not None:
             raise self._error
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if is_tensor(value) else value
 
 
 def _takes_part(function: Callable[..., Any]) -> bool:

@@ -43,7 +43,7 @@ class WrittenTogether(Variable):
         return write.merged(call, self._target, value)
 
     def _agreed(self, write: Write, value: Any) -> Any:
-        with self._collectives.call(f"Variable.{write.how}", self.name) as call:
+        with self._collectives_of_writes.call(f"Variable.{write.how}", self.name) as call:
             if isinstance(value, PerReplica):
                 raise ValueError(
                     f"{write.how} of the {self._adjective} variable {self.name!r} in cross-replica "
@@ -55,7 +55,7 @@ class WrittenTogether(Variable):
         return self._own(checked)
 
     def _merged(self, write: Write, value: Any) -> Any:
-        with self._collectives.call(f"Variable.{write.how}", self.name) as call:
+        with self.strategy.extended._replicas.call(f"Variable.{write.how}", self.name) as call:
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(
                     f"{write.how} of the {self._adjective} variable {self.name!r} in replica "
@@ -69,6 +69,11 @@ class WrittenTogether(Variable):
     def _collectives(self) -> Collectives:
         collectives: Collectives = self.strategy.extended._collectives
         return collectives
+
+    @property
+    def _collectives_of_writes(self) -> Collectives:
+        """Those of the ranks that give the same value in cross-replica context."""
+        return self._collectives
 
 
 class MirroredVariable(WrittenTogether, kind="mirrored"):
@@ -98,7 +103,7 @@ class SyncOnReadVariable(Variable, kind="on_read"):
         """
         if self._kind() is not context.Kind.CROSS_REPLICA:
             return super().value()
-        with self._collectives.call("read of SyncOnRead variable", self.name) as call:
+        with self._replicas.call("read of SyncOnRead variable", self.name) as call:
             self._check_can_aggregate("read")
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 return call.broadcast(self._storage)
@@ -110,7 +115,7 @@ class SyncOnReadVariable(Variable, kind="on_read"):
             self._check_is_dense(write)
             self._write_locally(write, value)
             return
-        with self._collectives.call(f"Variable.{write.how}", self.name) as call:
+        with self._collectives_of_writes.call(f"Variable.{write.how}", self.name) as call:
             self._check_is_dense(write)
             if isinstance(value, PerReplica):
                 raise ValueError(
@@ -138,7 +143,8 @@ class SyncOnReadVariable(Variable, kind="on_read"):
         """Return this replica's component of the one value `array`."""
         if self.aggregation is not VariableAggregation.SUM:
             return array
-        size, rank = self._collectives.size, self._collectives.rank
+        layout = self._collectives.layout
+        size, replica_id = layout.num_replicas, layout.replica_id
         if self.dtype.kind == "b":
             raise ValueError(f"The bool variable {self.name!r} cannot be divided under SUM.")
         if self.dtype.kind not in "iu":
@@ -148,7 +154,7 @@ class SyncOnReadVariable(Variable, kind="on_read"):
         wide = array.astype("i8" if self.dtype.kind == "i" else "u8")
         replicas = wide.dtype.type(size)
         # The first replicas hold one more, so that the sum is exact.
-        share: Array = wide // replicas + (rank < wide % replicas)
+        share: Array = wide // replicas + (replica_id < wide % replicas)
         return share.astype(self.dtype)
 
     def _kind(self) -> context.Kind:
@@ -167,14 +173,27 @@ class SyncOnReadVariable(Variable, kind="on_read"):
         collectives: Collectives = self.strategy.extended._collectives
         return collectives
 
+    @property
+    def _replicas(self) -> Collectives:
+        replicas: Collectives = self.strategy.extended._replicas
+        return replicas
+
+    @property
+    def _collectives_of_writes(self) -> Collectives:
+        """Those of the ranks that give the same value in cross-replica context."""
+        return self._collectives
+
     def _save_value(self) -> Array | None:
         """Return the aggregated value on rank 0, ``None`` elsewhere. **Collective**."""
-        is_root = self._collectives.rank == 0
+        return self._aggregated(self._collectives.rank == 0)
+
+    def _aggregated(self, is_wanted: bool) -> Array | None:
+        """Return the aggregate where it `is_wanted`, on the first replica. **Collective**."""
         is_first = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
-        value = self._storage if is_root else None
-        with self._collectives.call(_SAVE, self.name) as call:
+        value = self._storage if is_wanted else None
+        with self._replicas.call(_SAVE, self.name) as call:
             self._check_can_aggregate("checkpoint")
-            if is_root and not is_first:
+            if is_wanted and not is_first:
                 value = namespace_of(self._storage).empty_like(self._storage)
             call.agree(str(self.dtype), self.shape)
         if not is_first:
@@ -182,10 +201,10 @@ class SyncOnReadVariable(Variable, kind="on_read"):
         return value
 
     def _reduce_to(self, value: Array | None) -> None:
-        """Write the components' aggregate to `value`, which is there on rank 0. **Collective**."""
+        """Write the components' aggregate to `value`, where it is there. **Collective**."""
         begin = 0
         for piece in pieces(self._storage, _BYTES_REDUCED_AT_ONCE):
-            with self._collectives.call(_SAVE, self.name) as call:
+            with self._replicas.call(_SAVE, self.name) as call:
                 reduced = call.reduce(ReduceOp[self.aggregation.name], [piece], 0)
             if value is not None and reduced is not None:
                 value.reshape(-1)[begin : begin + piece.size] = reduced[0]

@@ -28,15 +28,13 @@ from mpistrat.variables.routing import (
     send_rows,
 )
 from mpistrat.variables.scatter import SliceWrite
+from mpistrat.variables.whole import SavedInPieces
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
-__all__ = ["BYTES_PER_PIECE", "ShardedVariable"]
-
-BYTES_PER_PIECE = 2**22
-"""Of the rows that come to rank 0 at once."""
+__all__ = ["ShardedVariable"]
 
 
-class ShardedVariable(WrittenTogether, kind="sharded"):
+class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
     """A variable whose rows are divided among the ranks.
 
     A strategy with a `variable_partitioner` makes it. Part k lies on rank k; the first parts hold
@@ -234,27 +232,15 @@ class ShardedVariable(WrittenTogether, kind="sharded"):
     def _target_of_part(self) -> Any:
         return dataclasses.replace(self._target, shape=self._storage.shape)
 
-    def _pieces_for_root(self, num_bytes: int = BYTES_PER_PIECE) -> Iterator[np.ndarray | None]:
+    def _pieces_for_root(self) -> Iterator[np.ndarray | None]:
         """Yield the elements in their order, some at a time, on rank 0. **Collective**."""
         num_rows = self._partition.num_rows
-        size_of_row = self.size * self.dtype.itemsize // max(num_rows, 1)
-        step = max(1, num_bytes // max(size_of_row, 1))
+        step = max(1, self._elements_per_piece // max(self.size // max(num_rows, 1), 1))
         for rows in cut(num_rows, step):
             with self._collectives.call("save of sharded variable", self.name) as call:
                 call.agree(rows.start)
                 piece = collect_rows(call, self._partition, self._storage, rows)
             yield None if piece is None else piece.reshape(-1)
-
-    def _save_value(self) -> Array | None:
-        """Return all rows on rank 0, ``None`` elsewhere. **Collective**."""
-        is_root = self._collectives.rank == 0
-        whole = np.empty(self.shape, self.dtype) if is_root else None
-        begin = 0
-        for piece in self._pieces_for_root():
-            if whole is not None and piece is not None:
-                whole.reshape(-1)[begin : begin + piece.size] = piece
-                begin += piece.size
-        return whole
 
     def _load_value(self, array: np.ndarray) -> None:
         ASSIGN.apply(self._storage, self._own(ASSIGN.checked(self._target, array)))

@@ -13,12 +13,12 @@ from mpistrat import context
 from mpistrat.arrays import Array, Device, host_copy, place
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.options import VariableAggregation, VariableSynchronization
-from mpistrat.system.text import html_table, readable_size, small_values
 from mpistrat.values import DistributedValues, container_of_component
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.lookup import RowReads, read_only
 from mpistrat.variables.names import default_name, note_given_name
 from mpistrat.variables.scatter import RowWrites
+from mpistrat.variables.shown import ShownVariable
 from mpistrat.variables.writes import (
     ASSIGN,
     ASSIGN_ADD,
@@ -37,7 +37,7 @@ _HOST = Device("cpu")
 _by_storage: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 
 
-class Variable(RowWrites, RowReads):
+class Variable(ShownVariable, RowWrites, RowReads):
     """A named array that a program writes in place, distributed by the strategy in scope.
 
     In a strategy's scope this makes a *mirrored* variable, or a *SyncOnRead* variable where
@@ -62,7 +62,11 @@ class Variable(RowWrites, RowReads):
     shape : sequence of int, optional
         That of the initial value. Where it is given, a callable may take the keywords
         ``partition_shape`` and ``partition_offset``: it is then called for the part that this rank
-        holds, which is all of a variable that is not sharded.
+        holds, which is all of a variable that is neither sharded nor split.
+    split_axis : int, optional
+        Along it each of the `ranks_per_replica` ranks of a replica holds a part, the first ones
+        one place longer: `shape`, values, gradients and slots are of this rank's part, and
+        `full_shape` is of the whole, as are the initial value and files. Parts may be empty.
 
     Raises
     ------
@@ -122,23 +126,26 @@ class Variable(RowWrites, RowReads):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
         shape: Sequence[int] | None = None,
+        split_axis: int | None = None,
     ) -> Variable:
         """Choose the kind of variable that the context and `synchronization` ask for."""
         frame = context.current()
         if isinstance(initial_value, InitialValue):
             initial = initial_value
         else:
-            initial = InitialValue(initial_value, shape, dtype)
+            initial = InitialValue(initial_value, shape, dtype, split_axis)
         if cls is Variable and frame is not None and frame.strategy.extended._distributes_variables:
             partitioner = frame.strategy.extended._variable_partitioner
             if synchronization is VariableSynchronization.ON_READ:
-                cls = Variable._kinds["on_read"]
+                cls = Variable._kinds["split_on_read" if initial.is_split else "on_read"]
             elif initial.is_cut_by(partitioner):
                 cls = Variable._kinds["sharded"]
             elif initial.is_replicated:
                 cls = Variable._kinds["mirrored"]
             else:
-                cls = Variable._kinds[frame.strategy.extended._kind_of_variables]
+                kind = frame.strategy.extended._kind_of_variables
+                is_split = initial.is_split and kind == "mirrored"
+                cls = Variable._kinds["split" if is_split else kind]
         self = object.__new__(cls)
         self._initial = initial
         return self
@@ -152,6 +159,7 @@ class Variable(RowWrites, RowReads):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
         shape: Sequence[int] | None = None,
+        split_axis: int | None = None,
     ) -> None:
         frame = context.current()
         distributed = frame is not None and frame.strategy.extended._distributes_variables
@@ -169,6 +177,7 @@ class Variable(RowWrites, RowReads):
         initial: InitialValue = vars(self).pop("_initial")
         self._num_parts = initial.num_parts
         with collectives.call("Variable", self._name) as call:
+            self._split_axis = initial.split_axis(self._name)
             value, whole_shape = self._begin(call, initial)
         device = self._home(collectives)
         self._storage = place(value, device)
@@ -197,7 +206,8 @@ class Variable(RowWrites, RowReads):
     def _checked_modes(self, dtype: np.dtype) -> tuple[object, ...]:
         """Return what the ranks must agree on besides shape and dtype."""
         check_modes(self._name, self._synchronization_given, self._aggregation, dtype)
-        return (self._synchronization_given.name, self._aggregation.name, self._trainable)
+        split = () if self._split_axis is None else (f"split along axis {self._split_axis}",)
+        return (self._synchronization_given.name, self._aggregation.name, self._trainable, *split)
 
     @property
     def _component(self) -> Array:
@@ -223,8 +233,20 @@ class Variable(RowWrites, RowReads):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the value, equal on all ranks. Local."""
-        return self._target.shape
+        """Shape of the value, equal on all ranks but where it is split. Local."""
+        shape: tuple[int, ...] = self._target.shape
+        return shape
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the whole, of which a split variable's `shape` is this rank's part. Local."""
+        shape: tuple[int, ...] = self._target.shape
+        return shape
+
+    @property
+    def split_axis(self) -> int | None:
+        """Along which axis each rank of a replica holds a part, ``None`` where all. Local."""
+        return self._split_axis
 
     @property
     def dtype(self) -> np.dtype:
@@ -361,29 +383,6 @@ class Variable(RowWrites, RowReads):
         _by_storage[id(twin._storage)] = twin
         memo[id(self)] = twin
         return twin
-
-    def __repr__(self) -> str:
-        values = small_values(self._storage)
-        return (
-            f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype} "
-            f"aggregation={self.aggregation.name} on {self._target.device}"
-            + ("" if values is None else f", local component {values}")
-            + ">"
-        )
-
-    def _repr_html_(self) -> str:
-        values = small_values(self._storage)
-        rows = [
-            ("shape", self.shape),
-            ("dtype", self.dtype),
-            ("size", readable_size(self._storage.nbytes)),
-            ("device", self._target.device),
-            ("synchronization", self.synchronization.name),
-            ("aggregation", self.aggregation.name),
-            ("trainable", self.trainable),
-        ]
-        rows += [] if values is None else [("local component", values)]
-        return html_table(f"{type(self).__name__} {self.name!r}", rows)
 
 
 def _memory_of(storage: Array) -> Any:

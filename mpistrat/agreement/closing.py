@@ -1,0 +1,133 @@
+"""Closing of a channel: the errors after which its ranks agree on nothing more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mpistrat.agreement.departures import (
+    Departure,
+    Departures,
+    Peers,
+    fork_error,
+    repeated_error,
+)
+from mpistrat.agreement.ledger import Ledger, disagreement_error
+from mpistrat.comm.pool import Pool
+from mpistrat.errors import EpochError
+from mpistrat.system.callsite import call_site
+
+__all__ = ["ClosableChannel"]
+
+_logger = logging.getLogger("mpistrat")
+
+
+class ClosableChannel:
+    """The part of `Channel` that ends the agreement of its ranks."""
+
+    rank: int
+    size: int
+    ranks: Sequence[int]
+    """What messages call its ranks: their numbers among all ranks of the strategy."""
+    num_ranks_of_all: int
+    """How many ranks these numbers are of."""
+    ledger: Ledger
+    pool: Pool
+    departures: Departures
+    peers: Peers | None
+    stuck_at: str | None
+    closed: RuntimeError | None
+    closed_by: int | None
+    on_failure: Any
+    groups: dict[object, Any]
+
+    def place(self, rank: int | None = None) -> str:
+        """Return what messages call `rank`, by default this one."""
+        number = self.ranks[self.rank if rank is None else rank]
+        return f"rank {number} of {self.num_ranks_of_all}"
+
+    def names(self, ranks: Iterable[int]) -> list[int]:
+        """Return what messages call these ranks."""
+        return [self.ranks[rank] for rank in ranks]
+
+    def check_open(self, owner: int | None = None) -> None:
+        """Raise the error that closed this channel, if one did, as strategy `owner` gets it."""
+        if self.closed is not None:
+            own, self.departures.unreported = self.departures.unreported, None
+            if own is not None and self.peers is not None:
+                self.peers.report_departure(own, at_once=False)
+            if not isinstance(self.closed, EpochError):  # freed
+                raise type(self.closed)(str(self.closed)) from None
+            raise repeated_error(self.closed, self.closed_by, owner) from None
+
+    def check_complete(self, what: str) -> None:
+        """Raise if a rank has left that the collective `what` needs."""
+        if self.closed is None:
+            self.closed = self.departures.error(what)
+        self.check_open()
+
+    def leave_interrupted(self, what: str, error: BaseException) -> None:
+        """Close the channel, as `error` has interrupted this rank alone in `what`."""
+        what = f"{what} at {call_site()} was interrupted by {type(error).__name__}"
+        # After other exceptions the rank will end soon.
+        self.leave_alone(f"The {what}", f"its {what}" if isinstance(error, Exception) else "")
+
+    def leave_alone(self, what: str, reported: str) -> None:
+        """Close the channel, and have waiting ranks learn what is `reported`, if anything."""
+        self.stuck_at = call_site()
+        self.closed = EpochError(f"{what} on {self.place()}.")
+        if self.peers is not None and reported:
+            self.peers.report_departure(Departure("left", reported))
+
+    def disagreement(self, reports: Sequence[dict[str, Any]]) -> EpochError:
+        """Close the channel, and return the error to raise for the `reports` of all ranks."""
+        # After each round with `Outcome.MIXED`, every rank makes exactly one `exchange` of its
+        # report, whatever it was about to do, so that they always meet.
+        self.closed = disagreement_error(reports, self.rank, self.ranks)
+        return self.closed
+
+    def note_end(self, owner: int) -> None:
+        """Call `on_failure` if the agreement of the ranks has ended, in a call of `owner`."""
+        if isinstance(self.closed, EpochError):
+            self.closed_by = owner if self.closed_by is None else self.closed_by
+            if self.on_failure is not None:
+                self.on_failure(self.closed)
+            for group in list(self.groups.values()):
+                group.close_beside(self.closed)
+
+    def close_for_dropped(self, site: str) -> None:
+        """Close the channel, as the handle of a reduction was dropped."""
+        if self.closed is not None:
+            return  # it may well be the consequence
+        what = f"The handle that start_all_reduce at {site} returned was dropped without wait()"
+        remedy = "Keep it, and call wait() on every rank."
+        # There may be no further collective to raise it.
+        _logger.error("%s. %s", what, remedy)
+        # Reported by the next collective: a destructor may run where nothing can be sent.
+        self.departures.unreported = Departure("left", what)
+        self.closed = EpochError(f"{what} on {self.place()}. {remedy}")
+
+    def close_in_fork(self) -> None:
+        """Let this process, which is a fork of a rank, make no collectives."""
+        # The rank will overwrite the shared memory of results that the program holds here too.
+        self.pool.leave_shared_memory()
+        self.closed = fork_error(self.rank, self.size)
+
+    def note_failure(self, error: BaseException, site: str) -> None:
+        """Record that a replica or merge function raised on this rank."""
+        self.ledger.failures += 1
+        self.ledger.last_failure = f"{type(error).__name__} at {site}"
+        if self.peers is not None:
+            self.peers.report_failure()
+        for group in list(self.groups.values()):
+            if group.peers is not None:
+                group.peers.report_failure()
+
+    def close_beside(self, error: EpochError) -> None:
+        """Close the channel, as another one of these ranks has ended with `error`."""
+        if self.closed is None:
+            self.closed = error
+            if self.peers is not None:
+                what = str(error).split("\n")[0].rstrip(":")
+                self.peers.report_departure(Departure("left", f"its strategy has ended: {what}"))

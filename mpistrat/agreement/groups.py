@@ -1,0 +1,75 @@
+"""Groups: channels of some ranks of another channel, each with a sequence of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpistrat.agreement.channel import Channel
+from mpistrat.agreement.ledger import Ledger
+from mpistrat.comm.transport import Transport
+from mpistrat.errors import EpochError
+
+__all__ = ["GroupChannel"]
+
+
+class GroupChannel(Channel):
+    """The channel of some `ranks` of `parent`, whose counters it shares.
+
+    When the agreement ends on one of them it ends on all that belong together, so that no rank
+    waits in one group for ranks that have failed in another.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        timeout_s: float | None,
+        parent: Channel,
+        ranks: Sequence[int],
+    ) -> None:
+        super().__init__(transport, timeout_s)
+        self.parent = parent
+        self.ranks = self.departures.ranks = ranks
+        self.num_ranks_of_all = parent.size
+        self.ledger = _GroupLedger(parent.ledger)
+        self.checks = parent.checks
+
+    def note_end(self, owner: int) -> None:
+        """Close what belongs together, if the agreement has ended in a call of `owner`."""
+        super().note_end(owner)
+        if isinstance(self.closed, EpochError):
+            for channel in (self.parent, *self.parent.groups.values()):
+                channel.close_beside(self.closed)
+
+
+class _GroupLedger(Ledger):
+    """Counters of a group: its own collectives, and what its ranks do on the `parent`."""
+
+    def __init__(self, parent: Ledger) -> None:
+        self._parent = parent
+        self.sequence = 0
+        self._mixed = ((), 0)
+
+    @property
+    def runs(self) -> int:  # type: ignore[override]
+        """Calls of `Strategy.run` begun."""
+        return self._parent.runs
+
+    @property
+    def merge_calls(self) -> int:  # type: ignore[override]
+        """Calls of `ReplicaContext.merge_call` begun."""
+        return self._parent.merge_calls
+
+    @property
+    def updates(self) -> int:  # type: ignore[override]
+        """Calls of `StrategyExtended.update` begun."""
+        return self._parent.updates
+
+    @property
+    def failures(self) -> int:  # type: ignore[override]
+        """Functions passed to those three that raised."""
+        return self._parent.failures
+
+    @property
+    def last_failure(self) -> str:  # type: ignore[override]
+        """The error of the last of them, and where."""
+        return self._parent.last_failure
