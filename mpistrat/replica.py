@@ -18,7 +18,7 @@ from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, T, localize, per_replica
 
-__all__ = ["ReplicaContext", "ShardGroup"]
+__all__ = ["ReplicaContext"]
 
 
 class ReplicaContext(GroupCollectives):
@@ -245,9 +245,9 @@ class ShardGroup(GroupCollectives):
     """The ranks of one replica, as `ReplicaContext.shards`.
 
     It has the collectives of `ReplicaContext` that reduce and move arrays, with the same rules; a
-    "replica" is then a rank of this one, and its number `index`. The group has a sequence of its
-    own: its order among collectives of the replicas is not compared. The loss is the sum of the
-    losses of its ranks, so one that all of them compute alike is divided by `count`.
+    "replica" is then a rank of this one, and its number `index`. The group has its own
+    sequence: its order among collectives of the replicas is not compared. The loss is the sum of
+    the losses of its ranks, so one that all of them compute alike is divided by `count`.
 
     Examples
     --------

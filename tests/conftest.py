@@ -24,6 +24,7 @@ collect_ignore = outside_mpiexec(
     "test_github.py",
     "test_import.py",
     "test_layers.py",
+    "test_layout.py",
     "test_nests.py",
     "test_options.py",
     "test_packaging.py",

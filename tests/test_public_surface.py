@@ -16,6 +16,7 @@ from mpistrat.checkpoint.restore import RestoreStatus
 from mpistrat.collectives.nested import PendingReduction
 from mpistrat.data.iterators import ElementIterator, Optional
 from mpistrat.optimizers import schedules
+from mpistrat.replica import ShardGroup
 from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended_v1 import InputIterator
 
@@ -26,6 +27,8 @@ SURFACE = {
         experimental_distribute_dataset experimental_distribute_datasets_from_function
         experimental_distribute_values_from_function experimental_local_results
         experimental_make_numpy_dataset experimental_run extended gather group
+        experimental_assign_to_logical_device experimental_replicate_to_logical_devices
+        experimental_split_to_logical_devices
         make_dataset_iterator make_input_fn_iterator num_replicas_in_sync reduce run scope unwrap
         update_config_proto
         rank size local_rank is_chief barrier broadcast_object gather_objects
@@ -44,7 +47,11 @@ SURFACE = {
     ms.ReplicaContext: """
         all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object
         devices merge_call num_replicas_in_sync reduce_scatter replica_id_in_sync_group rng scan
-        scatter shift start_all_reduce strategy
+        scatter shards shift start_all_reduce strategy
+    """,
+    ShardGroup: """
+        all_gather all_reduce all_to_all broadcast count index reduce_scatter scan scatter shift
+        start_all_reduce
     """,
     ms.MultiStepContext: """
         last_step_outputs non_tensor_outputs set_last_step_output set_non_tensor_output
@@ -57,10 +64,10 @@ SURFACE = {
     ms.Mirrored: "",
     ms.IndexedSlices: "dense_shape indices values",
     ms.Variable: """
-        aggregation assign assign_add assign_sub batch_scatter_update dtype lookup name ndim numpy
-        part read_value row_range scatter_add scatter_div scatter_max scatter_min scatter_mul
-        scatter_sub scatter_update shape size storage strategy synchronization trainable value
-        values
+        aggregation assign assign_add assign_sub batch_scatter_update dtype full_shape lookup name
+        ndim numpy part read_value row_range scatter_add scatter_div scatter_max scatter_min
+        scatter_mul scatter_sub scatter_update shape size split_axis storage strategy
+        synchronization trainable value values
     """,
     ms.ShardedVariable: "devices row_ranges",
     partitioners.Partitioner: "",
@@ -157,7 +164,8 @@ def held(tmp_path_factory):
     values = np.ones(4, np.float32)
     strategy, default = ms.OneDeviceStrategy(), ms.get_strategy()
     objects = [strategy, strategy.extended, strategy.cluster_resolver, default, default.extended]
-    objects += [ms.get_replica_context(), ms.MultiStepContext(strategy)]
+    replica = ms.get_replica_context()
+    objects += [replica, replica.shards, ms.MultiStepContext(strategy)]
     objects += [ms.DistributedValues(values), ms.PerReplica(values), ms.Mirrored(values)]
     objects += [ms.IndexedSlices([1.0], [0]), ms.CommunicationOptions(), ms.InputOptions()]
     objects += [ms.RunOptions(), ms.InputContext(), ms.ValueContext(), ms.Variable(values)]

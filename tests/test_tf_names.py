@@ -29,7 +29,8 @@ SEEDS = {
         __init__ extended num_replicas_in_sync cluster_resolver scope run reduce gather
         experimental_local_results experimental_distribute_dataset
         distribute_datasets_from_function experimental_distribute_values_from_function __copy__
-        __deepcopy__
+        __deepcopy__ experimental_split_to_logical_devices experimental_assign_to_logical_device
+        experimental_replicate_to_logical_devices
     """,
     "Strategy, version 1 and deprecated": """
         unwrap experimental_run make_dataset_iterator make_input_fn_iterator

@@ -129,5 +129,7 @@ class ClosableChannel:
         if self.closed is None:
             self.closed = error
             if self.peers is not None:
-                what = str(error).split("\n")[0].rstrip(":")
-                self.peers.report_departure(Departure("left", f"its strategy has ended: {what}"))
+                table = str(error).replace("\n", "\n    ")
+                departure = Departure("left", f"its strategy has ended:\n    {table}")
+                # Soon: a rank that ends because of the error says so in its last round.
+                self.peers.report_departure(departure, at_once=False)

@@ -1,4 +1,4 @@
-"""Groups: channels of some ranks of another channel, each with a sequence of its own."""
+"""Groups: channels of some ranks of another channel, each with its own sequence."""
 
 from __future__ import annotations
 

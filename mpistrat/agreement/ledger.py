@@ -121,7 +121,9 @@ def disagreement_error(
             "Every rank must make the same collective calls in the same order, with the same "
             "op, dtype, shape, structure and name."
         )
-    error._caused_elsewhere = bool(guilty) and names[rank] not in guilty
+    # A rank that has failed may say that others did first, in another group of ranks.
+    has_failed = any(by_name[each].get("failed") for each in ended)
+    error._caused_elsewhere = names[rank] not in guilty and (bool(guilty) or has_failed)
     return error
 
 

@@ -117,8 +117,9 @@ def pull_back_all_gather(
         for rank, (_, given) in enumerate(lengths):
             if given != total:
                 raise ValueError(
-                    f"{call.kind}: the gradient on rank {rank} has the length {given} along axis "
-                    f"{axis}, but the values of all replicas have {total} together."
+                    f"{call.kind}: the gradient on {call.channel.place(rank)} has the length "
+                    f"{given} along axis {axis}, but the values of all replicas have {total} "
+                    "together."
                 )
         starts.append(sum(own for own, _ in lengths[: call.channel.rank]))
     totals = call.all_reduce(ReduceOp.SUM, gradients)

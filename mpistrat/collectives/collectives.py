@@ -158,7 +158,7 @@ class CollectiveCall(Call):
             shapes_of_ranks = self.channel.exchange([np.shape(array) for array in arrays])
         plans = [GatherPlan(shapes, axis) for shapes in zip(*shapes_of_ranks, strict=True)]
         for plan in plans:
-            plan.check(self.kind)
+            plan.check(self.kind, self.channel.place)
         with self.moving():
             hosts = [native(np.moveaxis(host_view(array), axis, 0)).reshape(-1) for array in arrays]
             self.note_moved(sum(host.nbytes for host in hosts), "all_gather")

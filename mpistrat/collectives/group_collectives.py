@@ -1,4 +1,4 @@
-"""Collectives of a group as programs call them: all-reduce beside those that move parts."""
+"""Collectives of a group as programs call them: all-reduce, and those that move parts."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class AllToAll(Move):
             shapes_of_ranks = call.channel.exchange([np.shape(array) for array in arrays])
         shapes_of_leaves = [list(map(tuple, each)) for each in zip(*shapes_of_ranks, strict=True)]
         for shapes, (_, concat) in zip(shapes_of_leaves, axes, strict=True):
-            GatherPlan(shapes, concat).check(call.kind)
+            GatherPlan(shapes, concat).check(call.kind, call.channel.place)
         rank, size = call.channel.rank, call.channel.size
         for array, shapes, (split, concat) in zip(arrays, shapes_of_leaves, axes, strict=True):
             incoming = [

@@ -110,8 +110,8 @@ def leaf_arrays(
             raise TypeError(
                 f"{call.kind}: {where} is None on {call.channel.place()}, which is not taken as "
                 "zero. Give zeros of the shape that the other ranks have, such as "
-                "zeros_like(parameter) for a parameter without a gradient, or leave it out on every "
-                "rank."
+                "zeros_like(parameter) for a parameter without a gradient, or leave it out on all "
+                "of them."
             )
     return [as_array(call.kind, leaf) for leaf in leaves if not isinstance(leaf, IndexedSlices)]
 

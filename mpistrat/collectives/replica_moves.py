@@ -331,12 +331,11 @@ def _dense_arrays(
 
 def _as_root(call: CollectiveCall, nest: Any, move: Broadcast | Scatter, device: Device) -> Any:
     """Return `nest`, or zeros like that of the root where it is ``None``. **Collective**."""
-    rank, size = call.channel.rank, call.channel.size
-    is_root = rank == move.root
+    is_root = call.channel.rank == move.root
     if nest is None and is_root:
         raise TypeError(
-            f"{call.kind}: the value is None on the root, rank {rank} of {size}. Give what the "
-            "others shall get."
+            f"{call.kind}: the value is None on the root, {call.channel.place()}. Give what "
+            "the others shall get."
         )
     own = None if nest is None else _describe(call, nest, move)
     skeleton = _skeleton(call.kind, nest) if is_root else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,24 +153,24 @@ class GatherPlan:
     """By rank."""
     axis: int
 
-    def check(self, kind: str) -> None:
-        """Refuse shapes that do not concatenate, in the collective `kind`."""
-        shapes, axis, size = self.shapes, self.axis, len(self.shapes)
+    def check(self, kind: str, place: Callable[[int], str]) -> None:
+        """Refuse shapes that do not concatenate, in `kind`; `place` is what ranks are called."""
+        shapes, axis = self.shapes, self.axis
         for rank, shape in enumerate(shapes):
             if not shape:
                 raise ValueError(
-                    f"{kind}: the value on rank {rank} of {size} is 0-d and has no axis to "
+                    f"{kind}: the value on {place(rank)} is 0-d and has no axis to "
                     "concatenate along. Give it one, for example with numpy.reshape(value, (1,))."
                 )
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(
                     f"{kind}: axis {axis} is out of range for the array of shape {tuple(shape)} on "
-                    f"rank {rank} of {size}. Use an axis in [{-len(shape)}, {len(shape) - 1}]."
+                    f"{place(rank)}. Use an axis in [{-len(shape)}, {len(shape) - 1}]."
                 )
             if _trailing(shape, axis) != _trailing(shapes[0], axis):
                 raise ValueError(
                     f"{kind}: arrays may differ along axis {axis} only, but the shape is "
-                    f"{tuple(shapes[0])} on rank 0 and {tuple(shape)} on rank {rank} of {size}."
+                    f"{tuple(shapes[0])} on {place(0)} and {tuple(shape)} on {place(rank)}."
                 )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mpistrat.agreement.channel import Channel
+from mpistrat.agreement.groups import GroupChannel
 from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.comm.device_reducers import DeviceCapabilities
@@ -31,7 +32,8 @@ class RankGroups:
     @classmethod
     def of_one_rank(cls, ranks: Collectives) -> RankGroups:
         """Return those where each rank is a replica."""
-        return cls(ranks, _alone(Channel(SoloTransport(), None), ranks.device, ranks.options))
+        channel = GroupChannel(SoloTransport(), None, ranks.channel, [ranks.rank])
+        return cls(ranks, _alone(channel, ranks.device, ranks.options))
 
     def copied(self, ranks: Collectives) -> RankGroups:
         """Return collectives for another strategy of the same `ranks`."""

@@ -238,7 +238,7 @@ class MPIStrategy(Strategy):
 
 
 def _described(layout: Layout) -> str | None:
-    """Return what the ranks must have been told alike."""
+    """Return what the arguments of all ranks must agree on."""
     num_ranks = layout.ranks_per_replica
     return None if num_ranks == 1 else f"{num_ranks} ranks per replica"
 

@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.sharding import cut, part_lengths
 
-__all__ = ["AxisSplit", "Slab"]
+__all__ = ["AxisSplit"]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mpistrat.variables.variable import Variable
 from mpistrat.variables.whole import SavedInPieces
 from mpistrat.variables.writes import ASSIGN, Target
 
-__all__ = ["SplitSyncOnReadVariable", "SplitVariable"]
+__all__ = ["SplitVariable"]
 
 
 class _SplitParts(SavedInPieces):

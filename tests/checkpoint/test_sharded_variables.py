@@ -11,7 +11,7 @@ import mpistrat as ms
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.partitioners import FixedShardsPartitioner
-from mpistrat.variables.sharded import BYTES_PER_PIECE
+from mpistrat.variables.whole import BYTES_PER_PIECE
 from tests.helpers import as_bytes
 
 LARGE = (BYTES_PER_PIECE // 64 + 1013, 32)
