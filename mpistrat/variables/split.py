@@ -39,14 +39,21 @@ class _SplitParts(SavedInPieces):
             if own.size and not initial.is_zero:
                 own = initial.part(self._name, own.shape, self._split.own_offset)
             call.agree((dtype_name(own.dtype), shape), self._checked_modes(own.dtype))
-            if not initial.is_zero and layout.num_replicas > 1:
-                with extended._replicas.call("Variable", self._name) as among:
-                    own = among.broadcast(own)
+            if not initial.is_zero:
+                own = self._of_first_replica(call, own)
         else:
             whole = initial.whole(self._name)
             self._split = AxisSplit(whole.shape, axis, layout.ranks_per_replica, layout.shard)
             own = self._split.cut_own(call.broadcast(whole, self._checked_modes(whole.dtype)))
         return np.array(own, order="C"), own.shape
+
+    def _of_first_replica(self, call: CollectiveCall, own: np.ndarray) -> np.ndarray:
+        """Return the part that the first replica has made. **Collective**."""
+        extended = self.strategy.extended
+        if extended._replicas is extended._collectives:
+            return call.broadcast(own)
+        with extended._replicas.call(call.kind, self._name) as among_replicas:
+            return among_replicas.broadcast(own)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
