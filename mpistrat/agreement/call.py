@@ -180,7 +180,7 @@ class Call:
         """Return the error to raise where the ranks do not agree on it. **Collective**."""
         channel = self.channel
         report = channel.report(self.format_signature(*signature[3:]), call_site())
-        return channel.disagreement(channel.exchange(report))
+        return channel.disagreement(channel.exchange_reports(report))
 
     def resume(self, entry: FlightEntry | None, is_moving: bool) -> None:
         """Take over what `RepeatedReduction` has begun in place of this call, to end it."""
@@ -282,7 +282,8 @@ class Call:
         finally:
             self.end(entry, State.REFUSED)
         if outcome is not Outcome.ALL_REFUSE:
-            channel.disagreement(channel.exchange(channel.report(what, site, cause=True)))
+            report = channel.report(what, site, cause=True)
+            channel.disagreement(channel.exchange_reports(report))
 
 
 class CommonOutcome:
@@ -360,7 +361,7 @@ class AllOrNone(CommonOutcome):
 
 
 def _raise_for_all(channel: Channel, report: dict[str, Any], own: Exception | None) -> None:
-    reports = channel.exchange(report)
+    reports = channel.exchange_reports(report)
     if any(each.get("verdict") != report["verdict"] for each in reports):
         raise channel.disagreement(reports)
     if own is not None:

@@ -47,6 +47,8 @@ _VALUES = struct.Struct("=4Q")
 _SECOND_LIMIT_S = 5.0
 """How long a rank waits beyond its limit for a round to which all ranks have come."""
 
+_POLL_S = 0.0002
+
 _ALL_EQUAL = 2
 _CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
 """Module names are found faster than members of their classes, at each collective."""
@@ -310,6 +312,37 @@ class Channel(ClosableChannel):
         joined = self.transport.all_gather(own, lengths.tolist()).tobytes()
         ends = np.cumsum(lengths).tolist()
         return [json.loads(joined[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+
+    def start_exchange(self, value: Any) -> Callable[[], list[Any] | None]:
+        """Begin an exchange; the function returned gives ``None`` until all values are there."""
+        own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        transport, counts = self.transport, [1] * self.size
+        poll = transport.start_all_gather(np.array([own.size], np.int64), counts)
+        lengths: list[int] | None = None
+
+        def values() -> list[Any] | None:
+            nonlocal lengths, poll
+            found = poll()
+            if found is None:
+                return None
+            if lengths is None:
+                lengths = found.tolist()
+                poll = transport.start_all_gather(own, lengths)
+                return values()
+            ends, joined = np.cumsum(lengths).tolist(), found.tobytes()
+            return [json.loads(joined[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+
+        return values
+
+    def exchange_reports(self, report: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the report of every rank after a round with `Outcome.MIXED`. **Collective**."""
+        # A rank that ends is in the last rounds of several channels, of different ranks each. It
+        # may wait in none of them for ranks that wait for it in another.
+        poll = self.start_exchange(report)
+        with self.transport.occupancy:
+            while (reports := poll()) is None:
+                time.sleep(_POLL_S)
+        return reports
 
     def report(
         self, what: str, site: str, *, ended: bool = False, cause: bool = False

@@ -41,6 +41,8 @@ class ClosableChannel:
     closed_by: int | None
     on_failure: Any
     groups: dict[object, Any]
+    ended_beside = False
+    """Whether the agreement has ended because that of another group of its ranks has."""
 
     def place(self, rank: int | None = None) -> str:
         """Return what messages call `rank`, by default this one."""
@@ -118,16 +120,15 @@ class ClosableChannel:
         """Record that a replica or merge function raised on this rank."""
         self.ledger.failures += 1
         self.ledger.last_failure = f"{type(error).__name__} at {site}"
-        if self.peers is not None:
-            self.peers.report_failure()
-        for group in list(self.groups.values()):
-            if group.peers is not None:
-                group.peers.report_failure()
+        for channel in (self, *self.groups.values()):
+            # Where the channel has ended with another one, the others learn why.
+            if channel.peers is not None and not channel.ended_beside:
+                channel.peers.report_failure()
 
     def close_beside(self, error: EpochError) -> None:
         """Close the channel, as another one of these ranks has ended with `error`."""
         if self.closed is None:
-            self.closed = error
+            self.closed, self.ended_beside = error, True
             if self.peers is not None:
                 table = str(error).replace("\n", "\n    ")
                 departure = Departure("left", f"its strategy has ended:\n    {table}")

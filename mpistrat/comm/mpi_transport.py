@@ -246,6 +246,15 @@ class MpiTransport:
             self._collect(self.comm.Allgatherv, part, counts, gathered)
         return gathered
 
+    def start_all_gather(
+        self, part: np.ndarray, counts: Sequence[int]
+    ) -> Callable[[], np.ndarray | None]:
+        """Begin to gather short parts. **Collective**, with the same of all ranks."""
+        gathered = np.empty(sum(counts), part.dtype)
+        goal = _as_parts(gathered, counts)
+        request = self.comm.Iallgatherv([_as_bytes(part), MPI.BYTE], goal)
+        return lambda: gathered if request.Test() else None
+
     def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
         """Return the parts of all ranks on `root`, one behind the other. **Collective**."""
         gathered = np.empty(sum(counts), part.dtype) if self.rank == root else None

@@ -181,6 +181,11 @@ class Transport(Protocol):
     def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return the 1-d parts of all ranks, of `counts` elements each, one behind the other."""
 
+    def start_all_gather(
+        self, part: np.ndarray, counts: Sequence[int]
+    ) -> Callable[[], np.ndarray | None]:
+        """Begin to gather short parts; the function returned gives ``None`` until all are there."""
+
     def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
         """Do `all_gather` for `root` alone; ``None`` on the other ranks."""
 
@@ -277,6 +282,12 @@ class SoloTransport:
     def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return a copy of `part`."""
         return np.array(part)
+
+    def start_all_gather(
+        self, part: np.ndarray, counts: Sequence[int]
+    ) -> Callable[[], np.ndarray | None]:
+        """Return what returns a copy of `part`."""
+        return lambda: np.array(part)
 
     def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
         """Return a copy of `part`."""

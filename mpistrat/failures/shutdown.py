@@ -209,6 +209,8 @@ class _LastRound:
         self._report = report
         self._is_done = False
         self._is_begun = False
+        self._exchange: Callable[[], list[Any] | None] | None = None
+        """Polls for the reports of all ranks, after a round in which they differ."""
 
     def is_done(self) -> bool:
         """Return whether every rank of the channel is known to have ended."""
@@ -220,13 +222,19 @@ class _LastRound:
                 self.channel.closed = self.channel.departures.error("the end of the program")
             self.is_stuck = True
             return False
-        if not self.channel.round_is_done():
+        if self._exchange is None:
+            if not self.channel.round_is_done():
+                return False
+            if self.channel.all_ended_well():
+                self._is_done = True
+                return True
+            # Ranks in different states make one exchange, as after every mixed round.
+            self._exchange = self.channel.start_exchange(self._report)
+        reports = self._exchange()
+        if reports is None:
             return False
-        if self.channel.all_ended_well():
-            self._is_done = True
-            return True
-        # Ranks in different states make one exchange, as after every mixed round.
-        for rank, report in enumerate(self.channel.exchange(self._report)):
+        self._exchange = None
+        for rank, report in enumerate(reports):
             if report["ended"]:
                 self.reports[rank] = report
         self._is_done = self.channel.all_ended()

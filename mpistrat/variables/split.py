@@ -53,7 +53,8 @@ class _SplitParts(SavedInPieces):
         if extended._replicas is extended._collectives:
             return call.broadcast(own)
         with extended._replicas.call(call.kind, self._name) as among_replicas:
-            return among_replicas.broadcast(own)
+            part: np.ndarray = among_replicas.broadcast(own)
+            return part
 
     @property
     def full_shape(self) -> tuple[int, ...]:
