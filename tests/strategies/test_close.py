@@ -134,9 +134,10 @@ def test_others_on_the_communicator_go_on_and_the_last_one_frees(comm, size):
     assert all(now <= then for now, then in zip(after, before, strict=True))
 
 
-def use_and_close(comm):
-    strategy = ms.MPIStrategy(comm)
+def use_and_close(comm, per_replica=1):
+    strategy = ms.MPIStrategy(comm, ranks_per_replica=per_replica)
     kept = use(strategy)
+    strategy.run(lambda: ms.get_replica_context().shards.all_reduce("sum", np.ones(2**15)))
     strategy.close()
     return kept
 
@@ -157,6 +158,35 @@ def test_nothing_grows(comm, size):
         time.sleep(0.01)
     assert held() == before
     assert variable.numpy().shape == (2**15,)
+
+
+@needs_quiet
+def test_replicas_over_several_ranks_leave_nothing(comm, size):
+    use_and_close(comm, size)
+    gc.collect()
+    before = held()
+    for _ in range(ROUNDS):
+        duplicate = comm.Dup()
+        use_and_close(duplicate, size)
+        duplicate.Free()
+    gc.collect()
+    ended = time.monotonic() + 5
+    while held() != before and time.monotonic() < ended:
+        time.sleep(0.01)
+    assert held() == before
+
+
+def test_groups_are_freed_with_their_last_strategy(comm, size):
+    plain = ms.MPIStrategy(comm)
+    first, second = (ms.MPIStrategy(comm, ranks_per_replica=size) for _ in range(2))
+    groups = plain.extended._collectives.channel.groups
+    assert len(groups) == (2 if size > 1 else 0)
+    first.close()
+    assert len(groups) == (2 if size > 1 else 0)
+    second.close()
+    assert not groups
+    assert all_reduce(plain).values[0] == size
+    plain.close()
 
 
 def test_results_outlive_the_memory_they_lie_in(comm, size):

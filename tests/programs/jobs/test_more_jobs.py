@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
+import mpistrat as ms
 from mpistrat.testing import launch
 from tests import ROOT
 
@@ -167,3 +168,60 @@ def test_inference_writes_the_same_on_any_number_of_ranks(tmp_path):
     on_grid = np.abs(spots[:, :2] - 8 * np.round(spots[:, :2] / 8)) <= 1
     assert on_grid.all()
     assert sorted(path.name for path in output.parent.iterdir()) == ["1.h5", "3.h5"]
+
+
+class TestTensorParallel:
+    def serial(self, data, num_hidden, batch_size, num_epochs):
+        """Return the weights of the whole network, trained by NumPy alone."""
+        rng = np.random.default_rng(0)
+        first = (rng.standard_normal((64, num_hidden)) / 8).astype(np.float32)
+        second = rng.standard_normal((num_hidden, 10)) / np.sqrt(num_hidden)
+        values = [first, np.zeros(num_hidden), second.astype(np.float32), np.zeros(10)]
+        values = [each.astype(float) for each in values]
+        momenta = [np.zeros_like(each) for each in values]
+        fields = ("train/image", "train/label")
+        dataset = ms.data.Dataset.from_hdf5(data, fields=fields).shuffle(seed=0).batch(batch_size)
+        batches = (batch for number in range(num_epochs) for batch in passes(dataset, number))
+        for image, label in batches:
+            w1, b1, w2, b2 = values
+            x = image.reshape(-1, 64) / 16
+            hidden = np.tanh(x @ w1 + b1)
+            odds = np.exp(hidden @ w2 + b2)
+            error = (odds / odds.sum(axis=1, keepdims=True) - np.eye(10)[label]) / len(x)
+            inner = (error @ w2.T) * (1 - hidden**2)
+            gradients = [x.T @ inner, inner.sum(axis=0), hidden.T @ error, error.sum(axis=0)]
+            for value, gradient, momentum in zip(values, gradients, momenta, strict=True):
+                momentum *= 0.9
+                momentum -= 0.1 * gradient
+                value += momentum
+        return values
+
+    def test_any_division_learns_what_the_whole_network_does(self, digits, tmp_path):
+        expected = self.serial(digits, num_hidden=33, batch_size=300, num_epochs=2)
+        output = tmp_path / "model.h5"
+        options = ("--data", digits, "--output", output, "--hidden", 33, "--batch-size", 300)
+        for ranks, per_replica in ((1, 1), (2, 1), (2, 2), (4, 2)):
+            text = run_job(
+                "tensor_parallel.py",
+                *options,
+                "--epochs",
+                2,
+                "--ranks-per-replica",
+                per_replica,
+                ranks=ranks,
+            )
+            assert text.count("epoch ") == 2
+            assert 0.5 < last_number(text) < 2
+            names = ("first", "first_bias", "second", "second_bias")
+            for name, value in zip(names, expected, strict=True):
+                found = variable(output, f"model/{name}")
+                np.testing.assert_allclose(found, value, atol=1e-4, err_msg=name)
+
+
+def passes(dataset, number):
+    """Return the batches of one pass of a shuffled data set."""
+    strategy = ms.OneDeviceStrategy()
+    batches = strategy.experimental_distribute_dataset(dataset)
+    for _ in range(number):
+        next(iter(batches))
+    return [tuple(each.values[0] for each in batch) for batch in batches]
