@@ -12,13 +12,13 @@ from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator, Position
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.sources import ArraySource, GeneratorSource, RangeSource
-from mpistrat.data.transformations import Transformations
+from mpistrat.data.combinations import Combinations
 from mpistrat.options import AutoShardPolicy
 
 __all__ = ["Dataset"]
 
 
-class Dataset(Transformations):
+class Dataset(Combinations):
     """Examples, or batches of them, in a fixed order.
 
     Each transformation returns a new data set and leaves this one as it is. Nothing is read
