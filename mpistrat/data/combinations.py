@@ -11,13 +11,14 @@ from mpistrat import nests
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.data.combining import Concatenated, Zipped
 from mpistrat.data.filtering import Filtered
-from mpistrat.data.order import Source
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.sampling import Mixed, SampleBatches, Sampled, Weights, checked_weights
 from mpistrat.data.selecting import Indices, SelectBatches, Selected
 from mpistrat.data.sources import CountSource
+from mpistrat.data.streams import view_or_stream
 from mpistrat.data.transformations import Transformations
 from mpistrat.data.transforms import Enumerate, Repeat
+from mpistrat.data.views import View
 from mpistrat.data.windows import Windowed
 from mpistrat.options import AutoShardPolicy
 
@@ -61,7 +62,7 @@ class Combinations(Transformations):
         if not leaves:
             raise ValueError("zip needs at least one data set, but the nest is empty.")
         children = [_unbatched("zip", leaf) for leaf in leaves]
-        return cls(Pipeline(Zipped(structure, children)), _policy_of(leaves))
+        return cls(Pipeline(view_or_stream(Zipped(structure, children))), _policy_of(leaves))
 
     @classmethod
     def sample_from_datasets(
@@ -116,7 +117,7 @@ class Combinations(Transformations):
         stops = as_bool("stop_on_empty", stop_on_empty)
         view = Mixed(children, weights, as_integer("seed", seed, 0), stops)
         _check_specs(view)
-        return cls(Pipeline(view), _policy_of(datasets))
+        return cls(Pipeline(view_or_stream(view)), _policy_of(datasets))
 
     def concatenate(self, other: Transformations) -> Self:
         """Return the elements of this data set, then those of `other`. Local.
@@ -223,7 +224,8 @@ class Combinations(Transformations):
             raise ValueError(
                 "filter is evaluated once for all repetitions: call it before repeat, not after it."
             )
-        _check_finite("filter", pipeline)
+        if not pipeline.source.is_stream:
+            _check_finite("filter", pipeline)
         return self._from(Filtered(pipeline, fn, fields))
 
     def window(
@@ -328,8 +330,8 @@ class Combinations(Transformations):
             return self._then(SampleBatches(found))
         return self._from(Sampled(self._pipeline, found))
 
-    def _from(self, source: Source) -> Self:
-        return type(self)(Pipeline(source), self._auto_shard_policy)
+    def _from(self, view: View) -> Self:
+        return type(self)(Pipeline(view_or_stream(view)), self._auto_shard_policy)
 
 
 def _unbatched(name: str, dataset: Any) -> Pipeline:

@@ -99,6 +99,11 @@ class Zipped(View):
         """Return the nest of all columns."""
         return nests.unflatten(self._structure, columns)
 
+    def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
+        """Yield nests of one element of each data set."""
+        for leaves in zip(*elements, strict=False):
+            yield nests.unflatten(self._structure, leaves)
+
 
 class Concatenated(View):
     """The elements of several data sets, one after the other."""
@@ -196,6 +201,10 @@ class Concatenated(View):
             items = children[owner].at(own, key) if rows is None else rows.start + rows.step * own
             parts.append(Part(owner, items, places))
         return parts
+
+    def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
+        """Yield the elements of each data set."""
+        return itertools.chain.from_iterable(elements)
 
 
 def permutes_rows(pipeline: Pipeline) -> bool:

@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mpistrat.arguments import as_integer
+from mpistrat.arguments import as_bool, as_integer
 from mpistrat.data.fingerprint import position_layout
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator, Position
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.sources import ArraySource, GeneratorSource, RangeSource
 from mpistrat.data.combinations import Combinations
+from mpistrat.data.user_source import UserSource, refuse_lazy_arrays
 from mpistrat.options import AutoShardPolicy
 
 __all__ = ["Dataset"]
@@ -26,7 +27,8 @@ class Dataset(Combinations):
     from 0. The default strategy distributes nothing and hands out the data set itself, so it has
     a position to be saved, as a `DistributedDataset` has.
 
-    Make one with `from_hdf5`, `from_arrays`, `from_generator` or `range`.
+    Make one with `from_hdf5`, `from_arrays`, `from_source`, `from_generator` or `range`, or of
+    others with `zip` or `sample_from_datasets`.
 
     Examples
     --------
@@ -93,10 +95,56 @@ class Dataset(Combinations):
 
         Raises
         ------
+        TypeError
+            For data sets of h5py, and arrays of zarr, dask and xarray, which would be read whole
+            on every rank: use `from_hdf5` or `from_source`.
         DataError
             If there is no array, one is 0-d or masked, or lengths differ.
         """
+        refuse_lazy_arrays(nest)
         return cls(Pipeline(ArraySource(nest)))
+
+    @classmethod
+    def from_source(cls, source: Any, thread_safe: bool = True) -> Dataset:
+        """Return the examples of any object with a length and examples by number. Local.
+
+        For example a zarr or dask array, a table of a data base, or a folder of files. Each rank
+        reads the examples of its slices, ahead of their use and in threads. All ranks need a
+        source of the same examples.
+
+        Parameters
+        ----------
+        source : object
+            With ``__len__``, and either ``__getitem__(number)``, which returns one example, or
+            ``read(numbers)``, which takes an int64 array and returns the nest of arrays stacked.
+            Optional attributes: `chunk_rows`, an integer or the first row of each chunk, tells
+            which examples are read together best: then each chunk is read whole, in one call, and
+            about once in a shuffled pass. `element_spec` is the nest of `ArraySpec` of an example,
+            with ``None`` for lengths that differ; without it all examples have the shapes and
+            dtypes of the first one.
+        thread_safe : bool
+            Whether several threads may call `source` at a time. Otherwise one does.
+
+        Raises
+        ------
+        TypeError
+            If `source` has not these methods.
+        DataError
+            While iterating, if an example does not fit the spec.
+
+        Examples
+        --------
+        >>> class Squares:
+        ...     chunk_rows = 4
+        ...     def __len__(self):
+        ...         return 10
+        ...     def read(self, numbers):
+        ...         return {"x": numbers, "y": numbers**2}
+        >>> squares = ms.data.Dataset.from_source(Squares())
+        >>> next(iter(squares.batch(3)))["y"].tolist()
+        [0, 1, 4]
+        """
+        return cls(Pipeline(UserSource(source, as_bool("thread_safe", thread_safe))))
 
     @classmethod
     def from_generator(cls, fn: Callable[[], Iterable[Any]], element_spec: Any) -> Dataset:

@@ -33,6 +33,7 @@ class Filtered(View):
     # Shuffles before it do not change which elements these are, only their order.
 
     name = "filter"
+    is_fixed = True
 
     def __init__(self, child: Pipeline, fn: Callable[..., Any], fields: Any) -> None:
         super().__init__([child])
@@ -93,10 +94,22 @@ class Filtered(View):
         with closing((fewer or pipeline).fixed_elements(part.start)) as elements:
             for place in range(len(kept)):
                 element = next(elements)
-                if fields is not None and fewer is None:
-                    element = tuple(_field(element, each) for each in _as_tuple(fields))
+                if fewer is None:
+                    element = self._seen(element)
                 kept[place] = self._is_kept(element, part.start + place)
         return kept
+
+    def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
+        """Yield the elements for which the function is true."""
+        for number, element in enumerate(elements[0]):
+            if self._is_kept(self._seen(element), number):
+                yield element
+
+    def _seen(self, element: Any) -> Any:
+        """Return what the function gets of `element`."""
+        if self._fields is None:
+            return element
+        return tuple(_field(element, each) for each in _as_tuple(self._fields))
 
     @property
     def _unshuffled(self) -> Pipeline:

@@ -222,7 +222,11 @@ class Pipeline:
 
     def fixed_elements(self, start: int) -> Generator[Any, None, None]:
         """Return the elements of every pass from `start` on, in which nothing may be random."""
-        return self._elements(PassStream((0,), self.branch, is_fixed=True), start, 1, 0, _unchanged)
+        return self.stream_elements(PassStream((0,), self.branch, is_fixed=True), start)
+
+    def stream_elements(self, stream: PassStream, start: int = 0) -> Generator[Any, None, None]:
+        """Return the elements of the pass of `stream` from `start` on."""
+        return self._elements(stream, start, 1, 0, _unchanged)
 
     def _elements(
         self, stream: PassStream, start: int, size: int, rank: int, prepare: Prepare

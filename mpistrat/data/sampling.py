@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,6 +156,8 @@ class SampleBatches(Reordering):
         yield upstream.at(self.weights.draws(key)[start:], key, {})
 
 
+_NOTHING = object()
+
 _BLOCK = 2**14
 """So many choices between data sets are drawn at a time."""
 
@@ -263,6 +266,22 @@ class Mixed(View):
             choices, within = self._choices[each], numbers[mine] - firsts[each]
             owners[mine], positions[mine] = choices.owners[within], choices.numbers[within]
         return owners, positions
+
+    def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
+        """Yield the elements of the data sets that are chosen."""
+        left = self._weights.copy()
+        for number in itertools.count():
+            if not left.any():
+                return
+            for owner in _choose(left, _uniform(self._seed, (_CHOICES, number), _BLOCK)).tolist():
+                element = next(elements[owner], _NOTHING)
+                if element is not _NOTHING:
+                    yield element
+                    continue
+                if self._stops:
+                    return
+                left[owner] = 0
+                break
 
     @property
     def file_starts(self) -> np.ndarray:

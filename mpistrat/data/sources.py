@@ -205,9 +205,14 @@ class GeneratorSource(PlainSource):
     def _stream(self) -> Iterator[Block]:
         for number, element in enumerate(self._new_iterator()):
             item = np.empty(1, object)
-            item[0] = Example(self._checked(element, number))
-            item[0].number = number
+            item[0] = self.example(element, number)
             yield item
+
+    def example(self, element: Any, number: int) -> Example:
+        """Return `element` as an item, if it fits the spec."""
+        example = Example(self._checked(element, number))
+        example.number = number
+        return example
 
     def _new_iterator(self) -> Iterator[Any]:
         elements = self._fn()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.data.order import Transformation
@@ -18,6 +19,25 @@ if TYPE_CHECKING:
 __all__ = ["Transformations"]
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _refuse_buffer_size(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate `shuffle` so that the argument of tf.data raises an error that says what to do."""
+
+    @functools.wraps(method)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if "buffer_size" in kwargs:
+            raise TypeError(
+                "shuffle has no buffer_size: all elements are mixed, and files are read by chunks. "
+                "Write shuffle(seed=0), with window=... only to mix fewer at a time."
+            )
+        return method(*args, **kwargs)
+
+    return checked
+
+
 class Transformations:
     """The methods of `Dataset` that return another data set."""
 
@@ -27,6 +47,7 @@ class Transformations:
         self._pipeline = pipeline
         self._auto_shard_policy = auto_shard_policy
 
+    @_refuse_buffer_size
     def shuffle(
         self, seed: int, reshuffle_each_iteration: bool = True, window: int | None = None
     ) -> Self:
@@ -55,7 +76,7 @@ class Transformations:
         Raises
         ------
         TypeError, ValueError
-            If `seed` is no integer of at least 0, `window` none of at least 1, or
+            For `buffer_size`, which tf.data needs; if `seed` is no integer of at least 0, `window` none of at least 1, or
             `reshuffle_each_iteration` no bool.
         """
         window = None if window is None else as_integer("window", window, 1)

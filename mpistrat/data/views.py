@@ -51,6 +51,8 @@ class View:
 
     is_stream = False
     is_in_order = True
+    is_fixed = False
+    """Whether it is found once for all passes what an example is."""
     is_steady: bool
     name: str
     """The method of `Dataset` that makes it."""
@@ -84,13 +86,15 @@ class View:
     @property
     def order_entries(self) -> list[str]:
         """What decides the order of each data set, and how they are put together."""
+        return [self.described, *self.child_entries]
+
+    @property
+    def child_entries(self) -> list[str]:
+        """What decides the order of each data set."""
         return [
-            self.described,
-            *(
-                f"{entry} in data set {number} of {self.name}"
-                for number, child in enumerate(self.children)
-                for entry in child.order_entries
-            ),
+            f"{entry} in data set {number} of {self.name}"
+            for number, child in enumerate(self.children)
+            for entry in child.order_entries
         ]
 
     @property
@@ -174,6 +178,10 @@ class View:
         """Return the nest of columns of a block, made of those of its parts."""
         places = [part.places for part in parts]
         return columns[0] if places[0] is None else scattered(num_examples, places, columns)
+
+    def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
+        """Yield the examples, made of those of the data sets, one after the other."""
+        raise NotImplementedError
 
 
 def count_from(start: int) -> Iterator[Block]:

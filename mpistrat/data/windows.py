@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -106,6 +106,22 @@ class Windowed(View):
         steps = np.arange(self._size) * self._dilation
         positions = self._first_elements(numbers)[:, None] + steps
         return [Part(0, children[0].at(positions.ravel(), key))]
+
+    def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
+        """Yield the windows of elements that come one after the other."""
+        waiting: list[Any] = []
+        skipped = 0
+        for element in elements[0]:
+            if skipped:
+                skipped -= 1
+                continue
+            waiting.append(element)
+            if len(waiting) == self._span:
+                flat = [nests.flatten(each) for each in waiting[:: self._dilation]]
+                columns = zip(*(leaves for leaves, _ in flat), strict=True)
+                yield nests.unflatten(flat[0][1], map(np.stack, columns))
+                skipped = max(self._stride - self._span, 0)
+                del waiting[: self._stride]
 
     def joined(self, num_examples: int, parts: Sequence[Part], columns: Sequence[Any]) -> Any:
         """Return the columns with the elements of a window along a dimension of their own."""
