@@ -44,6 +44,8 @@ class Part:
     """As the order of that data set has them."""
     places: np.ndarray | None = None
     """Where they belong in the block; ``None`` for all of it."""
+    run_length: int = 1
+    """Each item stands for so many, itself the first."""
 
 
 class View:
@@ -196,26 +198,34 @@ class Child:
 
     def __init__(self, pipeline: Pipeline, window_rows: int, stream: PassStream) -> None:
         self._order = pipeline.order
-        self._reader = pipeline.open(max(window_rows, pipeline.window_rows), stream)
+        self._reader: Any = pipeline.open(max(window_rows, pipeline.window_rows), stream)
         self._maker = pipeline.maker(self._reader, stream)
         self._known: KnownPasses = {}
         self.lookahead_rows = self._reader.lookahead_rows
+        has_maps = pipeline.num_maps > 0
+        self._reads_runs = not has_maps and getattr(self._reader, "reads_runs", False)
 
     def at(self, positions: np.ndarray, key: PassKey) -> Block:
         """Return the items at `positions` of the pass `key`."""
         return self._order.at(positions, key, self._known)
 
-    def expect(self, items: Block, key: PassKey) -> None:
-        """Note that `items` are going to be read in the pass `key`."""
-        if self.lookahead_rows:
-            self._enter(key)
-            self._reader.expect(items)
-
-    def read(self, items: Block, key: PassKey) -> Any:
-        """Return the nest of columns of `items`, mapped, in the pass `key`."""
+    def expect(self, part: Part, key: PassKey) -> None:
+        """Note that the items of `part` are going to be read in the pass `key`."""
+        if not self.lookahead_rows:
+            return
         self._enter(key)
+        if part.run_length > 1 and self._reads_runs:
+            self._reader.expect_runs(part.items, part.run_length)
+        else:
+            self._reader.expect(_expanded(part))
+
+    def read(self, part: Part, key: PassKey) -> Any:
+        """Return the nest of columns of the items of `part`, mapped, in the pass `key`."""
+        self._enter(key)
+        if part.run_length > 1 and self._reads_runs and len(part.items):
+            return self._reader.read_runs(part.items, part.run_length)
         self._maker.enter(key)
-        return self._maker.columns(items)
+        return self._maker.columns(_expanded(part))
 
     def _enter(self, key: PassKey) -> None:
         if isinstance(self._reader, ViewReader):
@@ -224,6 +234,14 @@ class Child:
     def close(self) -> None:
         """Release files and memory."""
         self._reader.close()
+
+
+def _expanded(part: Part) -> Block:
+    """Return all items of `part`."""
+    if part.run_length == 1:
+        return part.items
+    items: Block = (part.items[:, None] + np.arange(part.run_length)).ravel()
+    return items
 
 
 class ViewReader:
@@ -251,7 +269,7 @@ class ViewReader:
         """Note that the examples `block` are going to be read, after those noted before."""
         for key, numbers, _ in self._passes(block):
             for part in self._view.parts(numbers, key, self._children):
-                self._children[part.child].expect(part.items, key)
+                self._children[part.child].expect(part, key)
 
     def read(self, block: Block) -> Any:
         """Return the examples `block`, as a nest of columns."""
@@ -259,7 +277,7 @@ class ViewReader:
         nests_of_passes = []
         for key, numbers, _ in passes:
             parts = self._view.parts(numbers, key, self._children)
-            columns = [self._children[part.child].read(part.items, key) for part in parts]
+            columns = [self._children[part.child].read(part, key) for part in parts]
             nests_of_passes.append(self._view.joined(len(numbers), parts, columns))
         if len(passes) == 1:
             return nests_of_passes[0]

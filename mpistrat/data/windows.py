@@ -103,8 +103,11 @@ class Windowed(View):
 
     def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
         """Return the elements of all windows, one window after the other."""
-        steps = np.arange(self._size) * self._dilation
-        positions = self._first_elements(numbers)[:, None] + steps
+        firsts = self._first_elements(numbers)
+        rows = self.children[0].order.rows
+        if rows is not None and rows.step * self._dilation == 1:
+            return [Part(0, firsts + rows.start, run_length=self._size)]
+        positions = firsts[:, None] + np.arange(self._size) * self._dilation
         return [Part(0, children[0].at(positions.ravel(), key))]
 
     def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
