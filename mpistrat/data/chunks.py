@@ -53,9 +53,15 @@ class ChunkLayout:
     def of_numbers(self, numbers: np.ndarray) -> ChunkLayout:
         """Return the chunks of the examples `numbers`, in any order and more than once."""
         chunks = np.searchsorted(self.starts, self._places(numbers), "right") - 1
-        order = np.argsort(chunks, kind="stable")
+        are_sorted = (chunks[1:] >= chunks[:-1]).all()
         counts = np.bincount(chunks, minlength=len(self.starts) - 1)
-        return replace(self, starts=_distinct(np.cumsum([0, *counts])), order=order)
+        # Whole chunks come to memory, whatever is used of them.
+        num_rows = int(np.diff(self.starts)[counts > 0].sum())
+        return ChunkLayout(
+            _distinct(np.cumsum([0, *counts])),
+            -(-self.bytes_per_row * num_rows // max(len(numbers), 1)),
+            None if are_sorted else np.argsort(chunks, kind="stable"),
+        )
 
     def _places(self, numbers: np.ndarray) -> np.ndarray:
         if self.order is None:

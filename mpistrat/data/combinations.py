@@ -217,9 +217,7 @@ class Combinations(Transformations):
             raise TypeError(f"filter needs a function, not {fn!r}.")
         pipeline = self._pipeline
         if pipeline.batch is not None:
-            raise ValueError(
-                "filter chooses single elements: call it before batch, not after it."
-            )
+            raise ValueError("filter chooses single elements: call it before batch, not after it.")
         if any(isinstance(each, Repeat) and each.count != 1 for each in pipeline.transformations):
             raise ValueError(
                 "filter is evaluated once for all repetitions: call it before repeat, not after it."
@@ -262,12 +260,10 @@ class Combinations(Transformations):
         >>> [window.tolist() for window in windows]
         [[0, 1, 2], [2, 3, 4], [4, 5, 6]]
         """
-        sizes = [
-            as_integer(name, value, 1, maximum=2**31)
-            for name, value in (("size", size), ("stride", stride), ("dilation", dilation))
-        ]
+        size, stride = as_integer("size", size, 1), as_integer("stride", stride, 1)
+        dilation = as_integer("dilation", dilation, 1)
         across = as_bool("across_files", across_files)
-        return self._from(Windowed(_unbatched("window", self), *sizes, across))
+        return self._from(Windowed(_unbatched("window", self), size, stride, dilation, across))
 
     def enumerate(self, start: int = 0) -> Self:
         """Return pairs of a number and an element. Local.

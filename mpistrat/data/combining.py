@@ -112,6 +112,7 @@ class Concatenated(View):
     # wherever the shuffles of a data set have put it.
 
     name = "concatenate"
+    needs_one_spec = True
 
     def __init__(self, children: Sequence[Pipeline]) -> None:
         super().__init__(children)
@@ -142,7 +143,8 @@ class Concatenated(View):
     @property
     def file_starts(self) -> np.ndarray:
         """Where a data set or one of its files begins."""
-        starts = [position_borders(child) + s for child, s in zip(self.children, self._starts)]
+        pairs = zip(self.children, self._starts, strict=False)
+        starts = [position_borders(child) + start for child, start in pairs]
         if self.is_of_files:
             starts.append(np.array(self._starts[1:-1], np.int64))
         return np.unique(np.concatenate(starts)).astype(np.int64)
@@ -238,7 +240,8 @@ def _has_order(pipeline: Pipeline) -> bool:
 
 def common_spec(name: str, children: Sequence[Pipeline]) -> Any:
     """Return the spec of elements of any of `children`, ``None`` where dimensions differ."""
-    known = [(n, spec) for n, child in enumerate(children) if (spec := child.found_spec) is not None]
+    found = enumerate(child.found_spec for child in children)
+    known = [(number, spec) for number, spec in found if spec is not None]
     if not known:
         return None
     first, spec = known[0]
@@ -260,13 +263,10 @@ def _united(spec: Any, other: Any) -> Any:
     pairs = list(zip(leaves, others, strict=False))
     if structure != other_structure or not all(itertools.starmap(_fit_together, pairs)):
         return None
-    return nests.unflatten(
-        structure,
-        [
-            ArraySpec([x if x == y else None for x, y in zip(a.shape, b.shape, strict=True)], a.dtype)
-            for a, b in pairs
-        ],
-    )
+    shapes = [zip(a.shape, b.shape, strict=True) for a, b in pairs]
+    united = [[x if x == y else None for x, y in shape] for shape in shapes]
+    dtypes = [leaf.dtype for leaf in leaves]
+    return nests.unflatten(structure, map(ArraySpec, united, dtypes))
 
 
 def _fit_together(a: ArraySpec, b: ArraySpec) -> bool:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpistrat.arguments import as_bool, as_integer
+from mpistrat.data.combinations import Combinations
 from mpistrat.data.fingerprint import position_layout
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator, Position
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.sources import ArraySource, GeneratorSource, RangeSource
-from mpistrat.data.combinations import Combinations
 from mpistrat.data.user_source import UserSource, refuse_lazy_arrays
 from mpistrat.options import AutoShardPolicy
 

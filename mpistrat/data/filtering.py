@@ -18,7 +18,14 @@ from mpistrat.data.fingerprint import check_same
 from mpistrat.data.order import Block, PassKey, function_name
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.shuffle import Shuffle
-from mpistrat.data.views import Child, Part, View, borders_between, position_borders, position_layout
+from mpistrat.data.views import (
+    Child,
+    Part,
+    View,
+    borders_between,
+    position_borders,
+    position_layout,
+)
 from mpistrat.options import AutoShardPolicy
 
 if TYPE_CHECKING:

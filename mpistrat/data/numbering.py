@@ -43,8 +43,8 @@ class Numbering:
                 self._later += [count] * is_repeat
                 continue
             # After a shuffle, examples that are left out leave the numbers of the others alone.
-            is_in_order = is_in_order and not isinstance(each, Batch) and (
-                is_repeat or _keeps_order(each)
+            is_in_order = (
+                is_in_order and not isinstance(each, Batch) and (is_repeat or _keeps_order(each))
             )
             if is_repeat:
                 self._steps.append((each, span))

@@ -115,7 +115,8 @@ class Order:
             while len(known) >= _MAX_KNOWN_PASSES:
                 del known[next(iter(known))]
             known[depth, key] = found
-        return found[positions]
+        items: Block = found[positions]
+        return items
 
     def then(self, transformation: Transformation) -> Order:
         """Return the order with one more transformation."""
@@ -172,9 +173,7 @@ class Transformation(Protocol):
     ) -> Iterator[Block]:
         """Return the items of the pass `key`, without the first `start`."""
 
-    def at(
-        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
-    ) -> Block:
+    def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
         """Return the items at `positions` of the pass `key`."""
 
 
@@ -245,11 +244,20 @@ class Source(Protocol):
 class PlainSource:
     """A source that stands on no other data set: what most of these have in common."""
 
-    is_read = is_in_order = is_steady = True
+    is_in_order = is_steady = True
     is_stream = is_of_files = False
     num_maps = 0
     num_examples: int
-    layout: ChunkLayout | None
+
+    @property
+    def is_read(self) -> bool:
+        """Yes: it is in memory."""
+        return True
+
+    @property
+    def layout(self) -> ChunkLayout | None:
+        """None: rows cost the same in any order."""
+        return None
 
     @property
     def file_starts(self) -> np.ndarray:

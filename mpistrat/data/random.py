@@ -8,7 +8,7 @@ example gets.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -71,7 +71,7 @@ class MapScope:
     def __init__(
         self,
         make_rng: Callable[[Any], np.random.Generator],
-        items: Sequence[Any],
+        items: Iterable[Any],
         is_batch: bool,
     ) -> None:
         self._make_rng = make_rng

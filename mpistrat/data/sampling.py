@@ -52,14 +52,17 @@ def _uniform(seed: int, key: tuple[int, ...], count: int) -> np.ndarray:
     """Return `count` numbers in [0, 1)."""
     # Raw bits are the one stream that NumPy promises not to change between versions.
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)).random_raw(count)
-    return (bits >> np.uint64(11)) * 2.0**-53
+    uniform: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
+    return uniform
 
 
 def _choose(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
     """Return indices of `weights`, each as often as its weight says."""
     sums = np.cumsum(weights)
     last = int(np.flatnonzero(weights)[-1])  # rounding may lead beyond
-    return np.minimum(np.searchsorted(sums, uniform * sums[-1], "right"), last)
+    found = np.searchsorted(sums, uniform * sums[-1], "right")
+    chosen: np.ndarray = np.minimum(found, last)
+    return chosen
 
 
 class Weights:
@@ -182,6 +185,7 @@ class Mixed(View):
     # The choices are those of the seed alone, so that the length is the same in each pass.
 
     name = "sample_from_datasets"
+    needs_one_spec = True
 
     def __init__(
         self, children: Sequence[Pipeline], weights: np.ndarray, seed: int, stop_on_empty: bool

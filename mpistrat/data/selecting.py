@@ -14,7 +14,14 @@ from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import Block, Order, PassKey
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.transforms import Reordering
-from mpistrat.data.views import Child, Part, View, borders_between, position_borders, position_layout
+from mpistrat.data.views import (
+    Child,
+    Part,
+    View,
+    borders_between,
+    position_borders,
+    position_layout,
+)
 from mpistrat.system.text import brief
 
 __all__ = ["Indices", "SelectBatches", "Selected"]
@@ -25,7 +32,7 @@ class Indices:
 
     def __init__(self, indices: Any) -> None:
         array = np.asarray(indices)
-        if array.dtype.kind not in "iub" and array.size or array.ndim != 1:
+        if (array.dtype.kind not in "iub" and array.size) or array.ndim != 1:
             raise TypeError(
                 "select needs a sequence of integers, or a mask of bools, with one dimension, not "
                 f"{brief(indices)} of dtype {array.dtype} and shape {array.shape}."

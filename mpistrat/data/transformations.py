@@ -76,8 +76,8 @@ class Transformations:
         Raises
         ------
         TypeError, ValueError
-            For `buffer_size`, which tf.data needs; if `seed` is no integer of at least 0, `window` none of at least 1, or
-            `reshuffle_each_iteration` no bool.
+            If `seed` is no integer of at least 0, `window` none of at least 1, or
+            `reshuffle_each_iteration` no bool; and for `buffer_size`, an argument of tf.data.
         """
         window = None if window is None else as_integer("window", window, 1)
         reshuffles = as_bool("reshuffle_each_iteration", reshuffle_each_iteration)

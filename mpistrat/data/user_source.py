@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -48,8 +48,8 @@ def refuse_lazy_arrays(nest: Any) -> None:
             if package in _READERS:
                 raise TypeError(
                     f"from_arrays would read the whole {package} object {leaf!r} on every rank. "
-                    f"Use {_READERS[package]}, which reads what a rank needs; or numpy.asarray(...) "
-                    "where it shall be in memory."
+                    f"Use {_READERS[package]}, which reads what a rank needs, or "
+                    "numpy.asarray(...) where it shall be in memory."
                 )
 
 
@@ -85,7 +85,7 @@ class UserSource(PlainSource):
         return [f"chunks of at most {self.layout.rows_per_chunk} examples"]
 
     @cached_property
-    def is_read(self) -> bool:  # type: ignore[override]
+    def is_read(self) -> bool:
         """Whether the spec was given or found."""
         return hasattr(self._source, "element_spec") or "element_spec" in vars(self)
 
@@ -104,7 +104,7 @@ class UserSource(PlainSource):
         return nests.unflatten(structure, [spec_of(leaf[0]) for leaf in leaves])
 
     @cached_property
-    def layout(self) -> ChunkLayout | None:  # type: ignore[override]
+    def layout(self) -> ChunkLayout | None:
         """The chunks that the object tells in its attribute `chunk_rows`."""
         rows = getattr(self._source, "chunk_rows", None)
         if rows is None:
@@ -122,7 +122,7 @@ class UserSource(PlainSource):
     def bytes_per_example(self) -> int:
         """Size of one example, as far as its spec tells."""
         leaves = nests.flatten(self.element_spec)[0] if self.num_examples else []
-        sizes = [leaf.dtype.itemsize * int(np.prod(leaf._known_shape)) for leaf in leaves]
+        sizes: list[int] = [leaf.dtype.itemsize * math.prod(leaf._known_shape) for leaf in leaves]
         return max(sum(sizes), 1)
 
     def open(self, window_rows: int, stream: PassStream) -> UserReader:
@@ -186,8 +186,8 @@ class UserSource(PlainSource):
     def _misfit(self, array: np.ndarray, spec: ArraySpec, numbers: np.ndarray) -> DataError:
         return DataError(
             f"{self.kind}: examples {_span(numbers)} have the shape {array.shape} and the dtype "
-            f"{array.dtype}, but the first one is {spec}. Give the source an attribute element_spec "
-            "with None for lengths that differ."
+            f"{array.dtype}, but the first one is {spec}. Give the source an attribute "
+            "element_spec with None for lengths that differ."
         )
 
 
@@ -255,10 +255,10 @@ class UserReader:
             if (piece[:count] != block[:count]).any():
                 continue
             nest = future.result()
-            parts.append((block[:count], nests.map_nest(lambda a, n=count: a[:n], nest)))
+            parts.append((block[:count], _rows(nest, slice(count))))
             if count < len(piece):
                 rest: Future[Any] = Future()
-                rest.set_result(nests.map_nest(lambda a, n=count: a[n:], nest))
+                rest.set_result(_rows(nest, slice(count, None)))
                 self._announced.appendleft((piece[count:], rest))
             block = block[count:]
         flat = [nests.flatten(nest) for _, nest in parts]
@@ -321,6 +321,10 @@ class UserReader:
         if self._pool is not None and os.getpid() == self._pid:
             pool = self._pool
             clean_up(lambda: pool.shutdown(cancel_futures=True))
+
+
+def _rows(nest: Any, part: slice) -> Any:
+    return nests.map_nest(lambda column: column[part], nest)
 
 
 def _empty_column(spec: ArraySpec) -> np.ndarray:

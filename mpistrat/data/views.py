@@ -30,7 +30,16 @@ from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassStream
 from mpistrat.system.threads import clean_up
 
-__all__ = ["Child", "Part", "View", "borders_between", "count_from", "no_fixed_files", "position_borders", "position_layout", "scattered"]
+__all__ = [
+    "Child",
+    "Part",
+    "View",
+    "borders_between",
+    "count_from",
+    "no_fixed_files",
+    "position_borders",
+    "position_layout",
+]
 
 _ENDLESS_BLOCK = 2**12
 
@@ -55,6 +64,8 @@ class View:
     is_in_order = True
     is_fixed = False
     """Whether it is found once for all passes what an example is."""
+    needs_one_spec = False
+    """Whether the elements of all data sets must have one spec."""
     is_steady: bool
     name: str
     """The method of `Dataset` that makes it."""
@@ -170,6 +181,8 @@ class View:
 
     def open(self, window_rows: int, stream: PassStream) -> Reader:
         """Return a reader with a reader of each data set."""
+        if self.needs_one_spec:
+            _ = self.element_spec  # or raises
         return ViewReader(self, window_rows, stream)
 
     def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
@@ -307,7 +320,8 @@ def scattered(
 ) -> Any:
     """Return one nest of columns, with each of `columns` at its places."""
     flat = [nests.flatten(nest) for nest in columns]
-    leaves = [_scattered(num_examples, places, each) for each in zip(*(f[0] for f in flat))]
+    by_leaf = zip(*(leaves for leaves, _ in flat), strict=True)
+    leaves = [_scattered(num_examples, places, each) for each in by_leaf]
     return nests.unflatten(flat[0][1], leaves)
 
 

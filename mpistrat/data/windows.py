@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
+from mpistrat.data import shuffle
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import ENDLESS, PassKey
 from mpistrat.data.pipeline import Pipeline
@@ -19,9 +20,9 @@ from mpistrat.errors import DataError
 
 __all__ = ["Windowed"]
 
-_SPANS_PER_PIECE = 8
-"""Neighbouring chunks are shuffled together where a window would be a large part of one, because
-a window at the end needs the chunk after it too."""
+_MERGED, _MIN_PIECES = 8, 24
+"""Up to so many neighbouring chunks are shuffled together, because windows at the end need the
+chunk after it too; but not so many that fewer pieces than that are mixed."""
 
 
 class Windowed(View):
@@ -82,7 +83,8 @@ class Windowed(View):
         if len(starts) == 1:
             return numbers * self._stride
         files = np.searchsorted(firsts, numbers, "right") - 1
-        return starts[files] + (numbers - firsts[files]) * self._stride
+        found: np.ndarray = starts[files] + (numbers - firsts[files]) * self._stride
+        return found
 
     @property
     def file_starts(self) -> np.ndarray:
@@ -95,11 +97,12 @@ class Windowed(View):
         layout = position_layout(self.children[0], key)
         if layout is None:
             return None
-        layout = layout.merged(_SPANS_PER_PIECE * self._span)
+        most = layout.rows_in(shuffle.WINDOW_BYTES) // _MIN_PIECES
+        layout = layout.merged(min(_MERGED * max(layout.rows_per_chunk, self._span), most))
         found = layout.of_numbers(self._first_elements(np.arange(self.num_examples)))
         # Each element is in memory once, and a window needs those behind its chunk too.
         new = min(self._stride, self._span) * layout.bytes_per_row
-        return dataclasses.replace(found, bytes_per_row=new + new // _SPANS_PER_PIECE)
+        return dataclasses.replace(found, bytes_per_row=new + new // _MERGED)
 
     def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
         """Return the elements of all windows, one window after the other."""

@@ -3,12 +3,11 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat import nests
-from mpistrat.data import ArraySpec, Dataset, example_rng
+from mpistrat.data import ArraySpec, Dataset
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.sources import RangeSource
@@ -82,9 +81,7 @@ STEPS = st.one_of(
     st.tuples(SIZES, SIZES, SIZES).map(
         lambda p: ("window", lambda d: d.window(*p, across_files=True), lambda e: windows(e, *p))
     ),
-    COUNTS.map(
-        lambda n: ("enumerate", lambda d: d.enumerate(n), lambda e: list(enumerate(e, n)))
-    ),
+    COUNTS.map(lambda n: ("enumerate", lambda d: d.enumerate(n), lambda e: list(enumerate(e, n)))),
     st.just(
         (
             "filter",
@@ -97,7 +94,7 @@ STEPS = st.one_of(
         (
             "zip",
             lambda d: Dataset.zip((d, d.skip(1))),
-            lambda e: list(zip(e, e[1:], strict=False)),
+            lambda e: list(itertools.pairwise(e)),
         )
     ),
     st.lists(st.integers(-4, 3), max_size=6).map(
@@ -134,9 +131,9 @@ def compose(source, steps, pass_number):
         try:
             following = apply(dataset)
             found = elements_of(following, pass_number)
-        except ValueError as refused:
-            assert name == "filter", refused
-            assert {"shuffle", "repeat", "sample"} & set(names), refused
+        except ValueError:  # where other steps before it leave no fixed set of elements
+            if name != "filter" or not {"shuffle", "repeat", "sample"} & set(names):
+                raise
             continue
         names.append(name)
         if model is not None:
@@ -164,13 +161,13 @@ def global_batches(dataset, size, pass_number=0, start=0):
     return batches
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(list(SOURCES)), DEPTH, st.integers(0, 2))
 def test_elements_are_those_of_the_model(source, steps, pass_number):
     compose(source, steps, pass_number)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(DEPTH, st.integers(0, 1))
 def test_generators_have_the_elements_of_rows(steps, pass_number):
     steps = [step for step in steps if step[0] not in ("select", "sample", "filter")]
@@ -179,7 +176,7 @@ def test_generators_have_the_elements_of_rows(steps, pass_number):
     assert streamed == of_rows
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(list(SOURCES)), DEPTH, st.integers(1, 5), st.integers(0, 1))
 def test_global_batches_are_the_same_at_any_number_of_ranks(source, steps, batch_size, number):
     dataset, elements = compose(source, steps, number)
@@ -192,7 +189,8 @@ def test_global_batches_are_the_same_at_any_number_of_ranks(source, steps, batch
             for leaf in range(len(expected[0]))
         ]
         flat = [nests.flatten(e)[0] for e in dataset._pipeline.elements(number)]
-        assert columns == [[np.asarray(leaf).tolist() for leaf in column] for column in zip(*flat, strict=True)]
+        rows = [[np.asarray(leaf).tolist() for leaf in example] for example in flat]
+        assert columns == [list(column) for column in zip(*rows, strict=True)]
     for size in (2, 3, 4):
         assert global_batches(batched, size, number) == expected
         start = len(expected) * size // 5

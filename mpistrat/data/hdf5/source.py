@@ -108,7 +108,7 @@ class Hdf5Source(PlainSource):
         return nests.unflatten(self.catalog.structure, specs)
 
     @property
-    def num_examples(self) -> int:
+    def num_examples(self) -> int:  # type: ignore[override]
         """The rows of all files together."""
         return int(self.catalog.offsets[-1])
 
