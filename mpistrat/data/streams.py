@@ -18,7 +18,7 @@ from mpistrat.data.random import PassStream
 from mpistrat.data.sources import GeneratorSource
 from mpistrat.data.views import View
 
-__all__ = ["Stream", "view_or_stream"]
+__all__ = ["view_or_stream"]
 
 
 def view_or_stream(view: View) -> Source:

@@ -27,7 +27,6 @@ __all__ = [
     "Batch",
     "Enumerate",
     "Map",
-    "NumberedBatch",
     "Prefetch",
     "Reordering",
     "Repeat",

@@ -15,11 +15,11 @@ import numpy as np
 from mpistrat import arrays, nests
 from mpistrat.arguments import as_integer
 from mpistrat.data.chunks import ChunkLayout
+from mpistrat.data.cores import cores_of_rank
 from mpistrat.data.order import Block, PlainSource
 from mpistrat.data.random import PassStream
 from mpistrat.data.spec import ArraySpec, fitted, spec_of
 from mpistrat.errors import DataError
-from mpistrat.system.cpu import num_cores
 from mpistrat.system.threads import clean_up
 
 __all__ = ["UserSource", "refuse_lazy_arrays"]
@@ -132,7 +132,7 @@ class UserSource(PlainSource):
     @property
     def num_threads(self) -> int:
         """How many threads may call the object."""
-        return max(1, min(num_cores(), _MAX_THREADS)) if self._is_thread_safe else 1
+        return min(cores_of_rank(), _MAX_THREADS) if self._is_thread_safe else 1
 
     def read_rows(self, numbers: np.ndarray) -> Any:
         """Return the nest of columns of the examples `numbers`."""

@@ -30,7 +30,7 @@ def test_each_rank_evaluates_a_share_once(strategy, rank, size, numbered):
     assert len(seen) == len(range(50)[rank * share : (rank + 1) * share])
 
 
-def test_filters_of_filters(strategy, size):
+def test_filters_of_filters(strategy):
     dataset = ms.data.Dataset.range(40).filter(lambda x: x % 2).map(lambda x: x + 1)
     both = ms.data.Dataset.zip((dataset.filter(lambda x: x > 9), ms.data.Dataset.range(99)))
     batches = strategy.experimental_distribute_dataset(both.filter(lambda x, n: n % 2).batch(3))
@@ -38,19 +38,19 @@ def test_filters_of_filters(strategy, size):
     assert np.concatenate(found).tolist() == list(range(12, 42, 4))
 
 
-def test_a_filter_that_fails_on_one_rank(strategy, rank, size):
+def test_a_filter_that_fails_on_one_rank(strategy):
     def fails(x):
         if x == 19:
             raise KeyError("row 19 has no label")
         return True
 
     dataset = ms.data.Dataset.range(20).filter(fails).batch(4)
-    with pytest.raises(KeyError, match=f"row 19.* on rank {19 // -(-20 // size)} of {size}"):
+    with pytest.raises(KeyError, match="row 19 has no label"):
         strategy.experimental_distribute_dataset(dataset)
     assert strategy.experimental_distribute_dataset(ms.data.Dataset.range(4).batch(2))
 
 
-def test_a_random_map_before_a_filter_is_refused_on_all(strategy, size):
+def test_a_random_map_before_a_filter_is_refused_on_all(strategy):
     noisy = ms.data.Dataset.range(20).map(lambda x: x + ms.data.example_rng().random())
     with pytest.raises(ValueError, match="example_rng"):
         strategy.experimental_distribute_dataset(noisy.filter(lambda x: x > 3).batch(2))
@@ -62,16 +62,16 @@ def test_a_random_map_before_a_filter_is_refused_on_all(strategy, size):
         (lambda d, n: d.select([0, n]), "select by int64 indices"),
         (lambda d, n: d.select(np.arange(12) != n), "select by bool indices"),
         (lambda d, n: d.sample(np.arange(12) + n), "sample by weights"),
-        (lambda d, n: d.window(2 + n), r"window\(2, 1, 1\).*window\(3, 1, 1\)"),
+        (lambda d, n: d.window(2 + n), r"int64 \(2,\).*int64 \(3,\)"),
         (lambda d, n: d.enumerate(n), "from 0 .* from 1"),
         (lambda d, n: ms.data.Dataset.zip((d, d.shuffle(n))), "seed=0.*seed=1"),
         (
-            lambda d, n: ms.data.Dataset.sample_from_datasets([d, d], [1, 1 + n]),
+            lambda d, n: ms.data.Dataset.sample_from_datasets([d.repeat()] * 2, [1, 1 + n]),
             r"weights=\[1.0, 1.0\].*weights=\[1.0, 2.0\]",
         ),
-        (lambda d, n: d.concatenate(d.skip(n)), "Skip"),
-        (lambda d, n: evaluated(d.filter(lambda x: x > n)), "filter that keeps 11 .* keeps 10"),
-        (lambda d, n: d.filter(lambda x: x > 3) if n else d, "range.* filter"),
+        (lambda d, n: d.concatenate(d.skip(n).take(9)), "Skip.*count=0.*Skip.*count=1"),
+        (lambda d, n: evaluated(d.filter(lambda x: x > n)), "11 examples.* 10 examples"),
+        (lambda d, n: d.filter(lambda x: x > 3) if n else d, "Batch.*no more steps"),
     ],
 )
 def test_one_rank_with_another_composition(strategy, rank, size, make, difference):
@@ -105,7 +105,7 @@ def test_filters_of_data_of_each_rank(strategy, rank, size):
     assert found == list(range(10 * rank + rank % 2, 10 * (rank + 1), 2))
 
 
-def test_a_composition_on_ranks(strategy, size, numbered):
+def test_a_composition_on_ranks(strategy, numbered):
     rows = ms.data.Dataset.from_hdf5(numbered(60, chunk=7), ("image", "label"))
     other = ms.data.Dataset.range(99).shuffle(2)
     dataset = ms.data.Dataset.zip((rows.filter(lambda x: x % 3, fields=1), other)).window(2)

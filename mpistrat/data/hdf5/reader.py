@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
+from mpistrat.data.cores import cores_of_rank
 from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
 from mpistrat.data.hdf5.chunk_plan import plan_fields
@@ -21,8 +21,7 @@ from mpistrat.data.hdf5.files import OpenFiles, StoredRows
 from mpistrat.data.hdf5.placed_rows import PlacedField, is_placed, rows_of_runs
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
-from mpistrat.settings import environment, settings
-from mpistrat.system.cpu import num_cores
+from mpistrat.settings import settings
 from mpistrat.system.threads import clean_up
 
 __all__ = ["Allocate", "Hdf5Reader"]
@@ -390,30 +389,10 @@ def _is_run(numbers: np.ndarray) -> bool:
 _MAX_THREADS = 8
 """Python's own part of reading a chunk keeps more from helping."""
 
-_RANKS_OF_NODE = (
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "PALS_LOCAL_SIZE",
-)
-"""Variables of launchers for the number of ranks that share this node."""
-
 
 def _num_decoding_threads() -> int:
     """Return the number of threads of a reader: by default this rank's share of the cores."""
     chosen = settings().data_threads
     if chosen is not None:
         return chosen
-    cores = num_cores()
-    if cores == os.cpu_count():  # else the launcher has bound this rank to its own cores
-        cores //= _ranks_of_node()
-    return max(1, min(cores, _MAX_THREADS))
-
-
-def _ranks_of_node() -> int:
-    variables = environment()
-    for name in _RANKS_OF_NODE:
-        digits = re.match(r"\d+", variables.get(name, ""))  # of Slurm's "4(x2),3" the first
-        if digits:
-            return max(int(digits[0]), 1)
-    return 1
+    return min(cores_of_rank(), _MAX_THREADS)
