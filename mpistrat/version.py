@@ -15,7 +15,7 @@ def _built_version() -> str:
 
 __version__ = _built_version()
 
-ORDER_VERSION = 3
+ORDER_VERSION = 4
 """Raised whenever an unchanged data set gets another order, so that old positions are refused."""
 
 CHECKPOINT_FORMAT_VERSION = 2

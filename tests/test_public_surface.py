@@ -98,8 +98,9 @@ SURFACE = {
     data.ArraySpec: "dtype shape",
     data.AutoShardPolicy: "AUTO DATA FILE OFF",
     data.Dataset: """
-        batch cardinality element_spec from_arrays from_generator from_hdf5 load_state_dict map
-        prefetch range repeat shard shuffle skip state_dict take with_options
+        batch cardinality concatenate element_spec enumerate filter from_arrays from_generator
+        from_hdf5 from_source load_state_dict map prefetch range repeat sample
+        sample_from_datasets select shard shuffle skip state_dict take window with_options zip
     """,
     data.DistributedDataset: "cardinality element_spec load_state_dict state_dict strategy",
     ElementIterator: "close get_next get_next_as_optional",

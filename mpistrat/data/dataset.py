@@ -1,4 +1,4 @@
-"""Data set of the public API: a lazy pipeline of transformations."""
+"""Data set of the public API: its sources, iteration and position."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpistrat.arguments import as_bool, as_integer
+from mpistrat.data.combinations import Combinations
 from mpistrat.data.fingerprint import position_layout
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator, Position
-from mpistrat.data.order import Transformation
 from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.sources import ArraySource, GeneratorSource, RangeSource
-from mpistrat.data.transforms import Batch, Map, Prefetch, Repeat, Shard, Skip, Take
+from mpistrat.data.user_source import UserSource, refuse_lazy_arrays
 from mpistrat.options import AutoShardPolicy
 
 __all__ = ["Dataset"]
 
 
-class Dataset:
+class Dataset(Combinations):
     """Examples, or batches of them, in a fixed order.
 
     Each transformation returns a new data set and leaves this one as it is. Nothing is read
@@ -28,7 +27,8 @@ class Dataset:
     from 0. The default strategy distributes nothing and hands out the data set itself, so it has
     a position to be saved, as a `DistributedDataset` has.
 
-    Make one with `from_hdf5`, `from_arrays`, `from_generator` or `range`.
+    Make one with `from_hdf5`, `from_arrays`, `from_source`, `from_generator` or `range`, or of
+    others with `zip` or `sample_from_datasets`.
 
     Examples
     --------
@@ -57,8 +57,7 @@ class Dataset:
     def __init__(
         self, pipeline: Pipeline, auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
     ) -> None:
-        self._pipeline = pipeline
-        self._auto_shard_policy = auto_shard_policy
+        super().__init__(pipeline, auto_shard_policy)
         self._position = Position()
 
     @classmethod
@@ -96,10 +95,56 @@ class Dataset:
 
         Raises
         ------
+        TypeError
+            For data sets of h5py, and arrays of zarr, dask and xarray, which would be read whole
+            on every rank: use `from_hdf5` or `from_source`.
         DataError
             If there is no array, one is 0-d or masked, or lengths differ.
         """
+        refuse_lazy_arrays(nest)
         return cls(Pipeline(ArraySource(nest)))
+
+    @classmethod
+    def from_source(cls, source: Any, thread_safe: bool = True) -> Dataset:
+        """Return the examples of any object with a length and examples by number. Local.
+
+        For example a zarr or dask array, a table of a data base, or a folder of files. Each rank
+        reads the examples of its slices, ahead of their use and in threads. All ranks need a
+        source of the same examples.
+
+        Parameters
+        ----------
+        source : object
+            With ``__len__``, and either ``__getitem__(number)``, which returns one example, or
+            ``read(numbers)``, which takes an int64 array and returns the nest of arrays stacked.
+            Optional attributes: `chunk_rows`, an integer or the first row of each chunk, tells
+            which examples are read together best: then each chunk is read whole, in one call, and
+            about once in a shuffled pass. `element_spec` is the nest of `ArraySpec` of an example,
+            with ``None`` for lengths that differ; without it all examples have the shapes and
+            dtypes of the first one.
+        thread_safe : bool
+            Whether several threads may call `source` at a time. Otherwise one does.
+
+        Raises
+        ------
+        TypeError
+            If `source` has not these methods.
+        DataError
+            While iterating, if an example does not fit the spec.
+
+        Examples
+        --------
+        >>> class Squares:
+        ...     chunk_rows = 4
+        ...     def __len__(self):
+        ...         return 10
+        ...     def read(self, numbers):
+        ...         return {"x": numbers, "y": numbers**2}
+        >>> squares = ms.data.Dataset.from_source(Squares())
+        >>> next(iter(squares.batch(3)))["y"].tolist()
+        [0, 1, 4]
+        """
+        return cls(Pipeline(UserSource(source, as_bool("thread_safe", thread_safe))))
 
     @classmethod
     def from_generator(cls, fn: Callable[[], Iterable[Any]], element_spec: Any) -> Dataset:
@@ -130,147 +175,6 @@ class Dataset:
     def range(cls, n: int) -> Dataset:
         """Return the integers 0 to `n` - 1, as int64. Local."""
         return cls(Pipeline(RangeSource(as_integer("n", n, 0, maximum=2**63 - 1))))
-
-    def shuffle(
-        self, seed: int, reshuffle_each_iteration: bool = True, window: int | None = None
-    ) -> Dataset:
-        """Return the elements in random order. Local.
-
-        The order depends on the files, `seed`, the pass and the batch size alone.
-
-        A pass over files interleaves L partitions of the chunks: each fills a fixed part of every
-        batch. On N ranks, a chunk is decoded about once over the whole job where N divides L, up
-        to twice on average where N is smaller otherwise, and about N / L times where N is larger.
-        L is at most an eighth of the number of chunks (half of it up to 4 partitions), half the
-        number of chunks in the window, the batch size, and one for every 64 examples. The chunks
-        are those of the field with the largest rows; longer chunks of another field are decoded
-        by every rank that needs a row of one.
-
-        Parameters
-        ----------
-        seed : int
-        reshuffle_each_iteration : bool
-            Whether each pass, and each repetition within it, has its own order.
-        window : int, optional
-            How many elements are mixed at a time. ``None``: for files as many as need about
-            100 MB, else all. The chunks of files come in random order whatever the window;
-            other elements stay within their window.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If `seed` is no integer of at least 0, `window` none of at least 1, or
-            `reshuffle_each_iteration` no bool.
-        """
-        window = None if window is None else as_integer("window", window, 1)
-        reshuffles = as_bool("reshuffle_each_iteration", reshuffle_each_iteration)
-        return self._then(Shuffle(as_integer("seed", seed, 0), reshuffles, window))
-
-    def batch(self, global_batch_size: int, drop_remainder: bool = False) -> Dataset:
-        """Return the elements in batches: arrays with one more dimension in front. Local.
-
-        Batches can be batched again, for example for several steps at a time. The batches of the
-        last call are the global ones, which ranks divide. The batches within one must be equally
-        long, so let all calls but the last drop the remainder.
-
-        Parameters
-        ----------
-        global_batch_size : int
-            Elements in a batch, over all replicas together.
-        drop_remainder : bool
-            Whether a last batch that is shorter is left out.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If `global_batch_size` is no integer of at least 1, or `drop_remainder` no bool.
-        DataError
-            While iterating, if a batch would hold batches of different lengths.
-        """
-        batch_size = as_integer("global_batch_size", global_batch_size, 1)
-        return self._then(Batch(batch_size, as_bool("drop_remainder", drop_remainder)))
-
-    def map(self, fn: Callable[..., Any], seed: int = 0) -> Dataset:
-        """Return `fn` of each element. Local.
-
-        Before `batch`, `fn` gets one example; after it, this rank's slice of the batch, which
-        may have the length 0. A tuple is passed as several arguments. `fn` must be pure: how
-        often and in which order it is called is not defined. Random numbers it takes from
-        `mpistrat.data.example_rng`, so that they depend on the example and not on the rank.
-
-        Where `fn` comes before `batch`, all examples get the dtype of the first one of the data
-        set, as it is without shuffling, whatever the number of ranks; strings are at least as wide
-        as those of the source.
-
-        Parameters
-        ----------
-        fn : callable
-        seed : int
-            Of `example_rng` and `example_rngs` in `fn`.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If `fn` is not callable, or `seed` no integer of at least 0.
-        DataError
-            While iterating, if the results for a batch do not stack, or do not fit the dtype of
-            the first one.
-        """
-        if not callable(fn):
-            raise TypeError(f"map needs a function, not {fn!r}.")
-        return self._then(Map(fn, as_integer("seed", seed, 0)))
-
-    def repeat(self, count: int | None = None) -> Dataset:
-        """Return the elements `count` times over; endlessly for ``None`` or -1. Local."""
-        if count is not None:
-            count = as_integer("count", count, -1)
-        return self._then(Repeat(None if count == -1 else count))
-
-    def take(self, n: int) -> Dataset:
-        """Return the first `n` elements. Local."""
-        return self._then(Take(as_integer("n", n, 0)))
-
-    def skip(self, n: int) -> Dataset:
-        """Return the elements after the first `n`. Local."""
-        return self._then(Skip(as_integer("n", n, 0)))
-
-    def shard(self, num_shards: int, index: int) -> Dataset:
-        """Return every `num_shards`-th element, from element `index` on. Local.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If ``0 <= index < num_shards`` does not hold for two integers.
-        """
-        num_shards, index = as_integer("num_shards", num_shards, 1), as_integer("index", index, 0)
-        if index >= num_shards:
-            raise ValueError(f"index must be less than num_shards={num_shards}, not {index}.")
-        return self._then(Shard(num_shards, index))
-
-    def prefetch(self, n: int) -> Dataset:
-        """Return the same elements, of which a thread prepares up to `n` ahead. Local.
-
-        Wherever it stands, it is the elements at the end that are prepared. Functions given to
-        `map` run in that thread.
-        """
-        return self._then(Prefetch(as_integer("n", n, 1)))
-
-    def with_options(self, *, auto_shard_policy: AutoShardPolicy) -> Dataset:
-        """Return the same elements, to be divided among ranks in another way. Local.
-
-        Raises
-        ------
-        TypeError
-            If `auto_shard_policy` is no `AutoShardPolicy`.
-        """
-        if not isinstance(auto_shard_policy, AutoShardPolicy):
-            raise TypeError(
-                f"auto_shard_policy must be an AutoShardPolicy, not {auto_shard_policy!r}."
-            )
-        return Dataset(self._pipeline, auto_shard_policy)
-
-    def _then(self, transformation: Transformation) -> Dataset:
-        return Dataset(self._pipeline.then(transformation), self._auto_shard_policy)
 
     @property
     def element_spec(self) -> Any:

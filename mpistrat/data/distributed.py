@@ -18,6 +18,7 @@ from mpistrat.data.distributed_dataset import (
     RankDataset,
     RankPipeline,
 )
+from mpistrat.data.filtering import evaluate_filters
 from mpistrat.data.fingerprint import check_same, digest, order_digest
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.order import ENDLESS, UNKNOWN
@@ -48,6 +49,7 @@ def distribute(
         pipeline = _checked_pipeline(dataset, kind)
         call.agree()
     policy = dataset._auto_shard_policy
+    evaluate_filters(pipeline, policy, collectives, kind)
     check_same(pipeline, policy, collectives, kind)
     with collectives.all_or_none(kind):
         rank_dataset = _rank_dataset(pipeline, policy, collectives.layout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -11,10 +13,11 @@ import numpy as np
 
 from mpistrat import nests, pytorch
 from mpistrat.arrays import host_view, is_array, is_number
-from mpistrat.data.order import Block, Reader
+from mpistrat.data.numbering import Numbering
+from mpistrat.data.order import Block, PassKey, Reader
 from mpistrat.data.random import MapScope, PassStream
 from mpistrat.data.spec import ArraySpec, fitted
-from mpistrat.data.transforms import Map
+from mpistrat.data.transforms import Enumerate, Map
 from mpistrat.errors import DataError
 
 __all__ = ["ElementMaker", "examples_to_read"]
@@ -33,6 +36,7 @@ def examples_to_read(items: Block, part: slice, level: int) -> Block:
 
 def _items_to_read(items: Block, part: slice, level: int) -> Block:
     # The shape of batches shows only in one of them, also to a rank that gets none.
+    items = np.asarray(items)
     mine = items[part]
     return mine if len(mine) or level == 1 else items[:1]
 
@@ -44,10 +48,9 @@ class ElementMaker:
     ----------
     reader : Reader
         Of the source.
-    maps : sequence of sequences of Map
-        Those of examples, of batches, of batches of batches, and so on.
-    batch_sizes : sequence of int
-        How many examples are in a batch, how many batches in a batch of batches, and so on.
+    maps : sequence of sequences of pairs of Map or Enumerate, and Numbering
+        Those of examples, of batches, of batches of batches, and so on, each with the numbers of
+        its examples.
     spec_of_level : callable
         Gives the nest of `ArraySpec` of what was batched this many times.
     stream : PassStream
@@ -57,45 +60,56 @@ class ElementMaker:
     def __init__(
         self,
         reader: Reader,
-        maps: Sequence[Sequence[Map]],
-        batch_sizes: Sequence[int],
+        maps: Sequence[Sequence[tuple[Map | Enumerate, Numbering]]],
         spec_of_level: Callable[[int], Any],
         stream: PassStream,
     ) -> None:
         self._reader = reader
-        numbers = iter(range(sum(map(len, maps))))
-        self._maps = [[(next(numbers), each) for each in level] for level in maps]
-        self._batch_sizes = batch_sizes
+        numbers = itertools.count()
+        self._maps = [
+            [(next(numbers) if isinstance(each[0], Map) else 0, *each) for each in level]
+            for level in maps
+        ]
         self._spec_of_level = spec_of_level
         self._stream = stream
 
-    def examples(self, block: Block, position: int) -> Iterator[Any]:
-        """Yield the example of each item of `block`, the first at `position` of the pass."""
-        for start in range(0, len(block), _READ_AHEAD):
-            rows = _rows(self._reader.read(block[start : start + _READ_AHEAD]))
-            for number, example in enumerate(rows, position + start):
-                yield self._mapped(0, example, (number,))
+    def enter(self, key: PassKey) -> None:
+        """Make elements of the pass `key` from now on."""
+        if key != self._stream.key:
+            self._stream = dataclasses.replace(self._stream, key=key)
 
-    def batch(self, items: Block, part: slice, number: int, level: int = 1) -> Any:
-        """Return ``items[part]`` of batch `number`, stacked to arrays; only these are read.
+    def examples(self, block: Block) -> Iterator[Any]:
+        """Yield the example of each item of `block`."""
+        for start in range(0, len(block), _READ_AHEAD):
+            part = block[start : start + _READ_AHEAD]
+            for number, example in enumerate(_rows(self._reader.read(part))):
+                yield self._mapped(0, example, part[number : number + 1])
+
+    def columns(self, items: Block) -> Any:
+        """Return the examples `items`, stacked to arrays."""
+        if self._maps[0]:
+            return _stack(self.examples(items), self._spec_of_level(0))
+        return self._reader.read(items)
+
+    def batch(self, items: Block, part: slice, level: int = 1) -> Any:
+        """Return ``items[part]`` of a batch, stacked to arrays; only these are read.
 
         Each item is an example where `level` is 1, else one that was batched `level` - 1 times.
         """
+        numbers = getattr(items, "numbers", ())
+        items = np.asarray(items)
         mine = items[part]
-        first = number * self._batch_sizes[level - 1] + part.indices(len(items))[0]
         if level > 1:
-            nest = self._batches(items, part, first, level)
-        elif self._maps[0]:
-            nest = _stack(self.examples(mine, first), self._spec_of_level(0))
-        elif items.dtype == object and not len(mine):
+            nest = self._batches(items, part, level)
+        elif items.dtype == object and not len(mine) and not self._maps[0]:
             # Items that are examples cost nothing to look at, and know their shapes best.
             nest = nests.map_nest(lambda leaf: leaf[:0], self._reader.read(items[:1]))
         else:
-            nest = self._reader.read(mine)
-        return self._mapped(level, nest, range(first, first + len(mine)))
+            nest = self.columns(mine)
+        return self._mapped(level, nest, mine, numbers)
 
-    def _batches(self, items: Block, part: slice, first: int, level: int) -> Any:
-        """Return the batches ``items[part]``, the first one with number `first`, stacked."""
+    def _batches(self, items: Block, part: slice, level: int) -> Any:
+        """Return the batches ``items[part]``, stacked."""
         lengths = sorted({len(item) for item in items})
         if len(lengths) > 1:
             raise DataError(
@@ -109,19 +123,31 @@ class ElementMaker:
             nest = nests.map_nest(lambda a: a.reshape(len(read), *lengths, *a.shape[1:]), nest)
         else:
             whole = slice(None)
-            batches = (self.batch(each, whole, n, level - 1) for n, each in enumerate(read, first))
+            batches = (self.batch(each, whole, level - 1) for each in read)
             nest = _stack(batches, self._spec_of_level(level - 1))
         num_mine = len(items[part])
         return nest if num_mine else nests.map_nest(lambda a: a[:0], nest)
 
-    def _mapped(self, level: int, element: Any, positions: Sequence[int]) -> Any:
-        """Return `element`, batched `level` times, after its maps."""
-        for number, each in self._maps[level]:
-            make_rng = partial(self._stream.generator, each.seed, number)
-            element = MapScope(make_rng, positions, is_batch=level > 0).run(each.fn, element)
+    def _mapped(
+        self, level: int, element: Any, items: Block, numbers: Sequence[int] = ()
+    ) -> Any:
+        """Return `element`, made of `items` and batched `level` times, after its maps."""
+        for number, each, numbering in self._maps[level]:
+            if isinstance(each, Enumerate):
+                number, *numbers = numbers or (each.start,)
+                element = (np.asarray(number, np.int64), element)
+                continue
+            make_rng = partial(self._generator, each.seed, number, numbering)
+            element = MapScope(make_rng, items, is_batch=level > 0).run(each.fn, element)
             if pytorch.is_loaded():
                 element = nests.map_nest(_as_array, element)
         return element
+
+    def _generator(
+        self, seed: int, map_number: int, numbering: Numbering, item: Any
+    ) -> np.random.Generator:
+        number, repetitions = numbering(item)
+        return self._stream.generator(seed, map_number, number, repetitions)
 
 
 def _as_array(leaf: Any) -> Any:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.data.order import ENDLESS, UNKNOWN
-from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.pipeline import Pipeline, numbered_steps
 from mpistrat.data.spec import describe
-from mpistrat.data.transforms import Prefetch, SameOrder
+from mpistrat.data.transforms import Prefetch
 from mpistrat.errors import DataError
 from mpistrat.options import AutoShardPolicy
 from mpistrat.system.text import rank_list, ranks_by_value
@@ -26,21 +25,19 @@ __all__ = ["check_same", "digest", "order_digest", "position_layout"]
 def _fingerprint(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
     """Return all that must be the same on all ranks, one thing an entry."""
     # What arrays, files and generators contain, and what functions do, is not compared.
+    spec = pipeline.source.element_spec
     return [
         pipeline.source.kind,
-        f"examples of {describe(pipeline.source.element_spec)}",
+        "no examples" if spec is None else f"examples of {describe(spec)}",
         str(AutoShardPolicy.DATA if policy is AutoShardPolicy.AUTO else policy),
-        *_order(pipeline),
-        *_numbered(each for each in pipeline.transformations if not isinstance(each, Prefetch)),
+        *pipeline.source_entries,
+        *numbered_steps(e for e in pipeline.transformations if not isinstance(e, Prefetch)),
     ]
 
 
 def order_digest(pipeline: Pipeline) -> str:
     """Return a digest of what decides the order of examples, at any number of ranks."""
-    reordering = _numbered(
-        each for each in pipeline.transformations if not isinstance(each, SameOrder)
-    )
-    return digest([f"version {ORDER_VERSION}", *_order(pipeline), *reordering])
+    return digest([f"version {ORDER_VERSION}", *pipeline.order_entries])
 
 
 def position_layout(pipeline: Pipeline) -> dict[str, Any]:
@@ -53,17 +50,6 @@ def position_layout(pipeline: Pipeline) -> dict[str, Any]:
 def digest(entries: Sequence[str]) -> str:
     """Return 16 hexadecimal digits that stand for `entries`."""
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
-
-
-def _order(pipeline: Pipeline) -> list[str]:
-    """Return the number of examples, and what else of the source decides their order."""
-    number = pipeline.source.num_examples
-    count = {ENDLESS: "endless", UNKNOWN: "unknown"}.get(number, str(number))
-    return [f"{count} examples", *pipeline.source.order_entries]
-
-
-def _numbered(transformations: Iterable[Any]) -> list[str]:
-    return [f"{each!r} as step {number}" for number, each in enumerate(transformations, 1)]
 
 
 _MAX_SHOWN = 4

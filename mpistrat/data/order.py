@@ -16,19 +16,26 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mpistrat.data.chunks import ChunkLayout
+from mpistrat.data.random import PassKey, PassStream
+
 __all__ = [
-    "CHUNK_OVERHEAD_BYTES",
     "ENDLESS",
     "UNKNOWN",
     "Block",
-    "ChunkLayout",
+    "Example",
+    "KnownPasses",
     "Order",
     "PassKey",
+    "PlainSource",
     "Reader",
     "Source",
     "Transformation",
+    "blocks_of_range",
     "function_name",
+    "moved_items",
     "skip_items",
+    "span_of",
 ]
 
 ENDLESS = -1
@@ -36,15 +43,6 @@ UNKNOWN = -2
 
 Block = np.ndarray
 """A one-dimensional array of items: int64 numbers of examples, or objects."""
-
-PassKey = tuple[int, ...]
-"""The number of the pass, then of each repetition within it."""
-
-CHUNK_OVERHEAD_BYTES = 2048
-"""What a chunk in memory needs besides its rows, which counts where chunks are tiny."""
-
-_ROW_OVERHEAD_BYTES = 24
-"""What a row of a window needs besides: its number, a random number and its position."""
 
 _BLOCK_LENGTH = 2**16
 
@@ -67,27 +65,99 @@ class Order:
     @property
     def rows(self) -> range | None:
         """The items as a range of row numbers, where the order is as simple as that."""
-        if self.source.num_examples == UNKNOWN:
+        if self.source.num_examples < 0 or not self.source.is_in_order:
             return None
         rows: range | None = range(self.source.num_examples)
         for each in self.transformations:
             rows = None if rows is None else each.rows(rows)
         return rows
 
+    @property
+    def span(self) -> int:
+        """All items are less than this number, which each repetition adds to its items."""
+        span = span_of(self.source)
+        for each in self.transformations:
+            span *= each.num_repetitions or 1
+        return span
+
     def blocks(self, key: PassKey, batch_size: int | None, start: int = 0) -> Iterator[Block]:
         """Return the items of the pass `key`, without the first `start`."""
         # A shuffle may use `batch_size`, the global one that its items will be grouped by.
         rows = self.rows
         if rows is not None:
-            return _blocks_of_range(rows[start:])
+            return blocks_of_range(rows[start:])
         if not self.transformations:
-            return skip_items(self.source.stream(), start)
-        upstream = Order(self.source, self.transformations[:-1])
-        return self.transformations[-1].blocks(upstream, key, batch_size, start)
+            return self.source.blocks(key, batch_size, start)
+        return self.transformations[-1].blocks(self._upstream, key, batch_size, start)
+
+    @cached_property
+    def _upstream(self) -> Order:
+        return Order(self.source, self.transformations[:-1])
+
+    def at(self, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
+        """Return the items at `positions` of the pass `key`; `known` keeps what was computed."""
+        rows = self.rows
+        if rows is not None:
+            return rows.start + rows.step * positions
+        if self.transformations:
+            return self.transformations[-1].at(self._upstream, positions, key, known)
+        if self.source.num_examples == ENDLESS and self.source.is_in_order:
+            return positions
+        return self.found_at(positions, key, known)
+
+    def found_at(self, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
+        """Return the items at `positions` of the pass `key`, of which all up to there are made."""
+        depth = len(self.transformations)
+        found = known.get((depth, key))
+        count = int(positions.max(initial=-1)) + 1
+        if found is None or len(found) < count:
+            found = _extended(found, self.blocks, key, count if self.length == ENDLESS else None)
+            while len(known) >= _MAX_KNOWN_PASSES:
+                del known[next(iter(known))]
+            known[depth, key] = found
+        items: Block = found[positions]
+        return items
+
+    def then(self, transformation: Transformation) -> Order:
+        """Return the order with one more transformation."""
+        return Order(self.source, (*self.transformations, transformation))
+
+
+def _extended(
+    found: Block | None,
+    blocks: Callable[[PassKey, int | None, int], Iterator[Block]],
+    key: PassKey,
+    count: int | None,
+) -> Block:
+    """Return the items `found` and those after them, `count` at least, or all."""
+    parts = [] if found is None else [found]
+    start = num_found = sum(map(len, parts))
+    for block in blocks(key, None, start):
+        parts.append(block)
+        num_found += len(block)
+        # Twice as many as were there, so that growing takes little time in all.
+        if count is not None and num_found >= max(count, 2 * start):
+            break
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+KnownPasses = dict[tuple[int, PassKey], Block]
+"""The items of whole passes, by the number of transformations and the key."""
+
+_MAX_KNOWN_PASSES = 4
+_MAX_KNOWN_SPAN = 2**48
+
+
+def span_of(source: Source) -> int:
+    """Return a number that is greater than every item of `source`."""
+    return source.num_examples if source.num_examples >= 0 else _MAX_KNOWN_SPAN
 
 
 class Transformation(Protocol):
     """A transformation of the order."""
+
+    num_repetitions: int | None
+    """How often all items come again, each time greater by the span; ``None``: endlessly."""
 
     def length(self, num_items: int) -> int:
         """Return how many items leave where `num_items`, `ENDLESS` or `UNKNOWN` enter."""
@@ -95,30 +165,16 @@ class Transformation(Protocol):
     def rows(self, rows: range) -> range | None:
         """Return the rows that leave where `rows` enter; ``None`` if they form no range."""
 
+    def renumbered(self, number: int) -> int:
+        """Return the number among those that leave of the example that enters with `number`."""
+
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
         """Return the items of the pass `key`, without the first `start`."""
 
-
-@dataclass(frozen=True)
-class ChunkLayout:
-    """The rows that are read and decoded together."""
-
-    starts: np.ndarray
-    """First row of each chunk, ascending, and at the end the number of rows."""
-    bytes_per_row: int
-    """Size of one decoded example, all fields together."""
-
-    @cached_property
-    def rows_per_chunk(self) -> int:
-        """Length of the longest chunk."""
-        return int(np.diff(self.starts).max(initial=1))
-
-    def rows_in(self, num_bytes: int) -> int:
-        """Return how many rows a window of `num_bytes` of memory holds."""
-        overhead = _ROW_OVERHEAD_BYTES + CHUNK_OVERHEAD_BYTES // self.rows_per_chunk
-        return num_bytes // (self.bytes_per_row + overhead)
+    def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
+        """Return the items at `positions` of the pass `key`."""
 
 
 class Source(Protocol):
@@ -130,11 +186,14 @@ class Source(Protocol):
 
     @property
     def num_examples(self) -> int:
-        """Number of examples, or `UNKNOWN`."""
+        """Number of examples, `ENDLESS` or `UNKNOWN`."""
 
     @property
     def layout(self) -> ChunkLayout | None:
         """The chunks, or ``None`` where rows cost the same in any order."""
+
+    def layout_of(self, key: PassKey) -> ChunkLayout | None:
+        """Return the chunks in the pass `key`."""
 
     @property
     def kind(self) -> str:
@@ -144,11 +203,83 @@ class Source(Protocol):
     def order_entries(self) -> list[str]:
         """What decides the order besides the number of examples, as texts that ranks compare."""
 
-    def stream(self) -> Iterator[Block]:
-        """Return the items where their number is `UNKNOWN`."""
+    @property
+    def file_starts(self) -> np.ndarray:
+        """The numbers of the first examples of all files but the first."""
 
-    def open(self, window_rows: int) -> Reader:
+    @property
+    def is_read(self) -> bool:
+        """Whether its length and spec are known without opening a file or calling a function."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether its items are examples, which come when they come."""
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the items of a pass are 0, 1, 2 and so on."""
+
+    @property
+    def is_of_files(self) -> bool:
+        """Whether its examples lie in files."""
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a number stands for the same example in each pass, random maps aside."""
+
+    @property
+    def num_maps(self) -> int:
+        """How many maps there are within it."""
+
+    def only(self, fields: tuple[Any, ...]) -> Source | None:
+        """Return the source of tuples of some fields; ``None`` if that would read no less."""
+
+    def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`."""
+
+    def open(self, window_rows: int, stream: PassStream) -> Reader:
         """Return a reader that expects rows in disorder within windows of this length."""
+
+
+class PlainSource:
+    """A source that stands on no other data set: what most of these have in common."""
+
+    is_in_order = is_steady = True
+    is_stream = is_of_files = False
+    num_maps = 0
+    num_examples: int
+
+    @property
+    def is_read(self) -> bool:
+        """Yes: it is in memory."""
+        return True
+
+    @property
+    def layout(self) -> ChunkLayout | None:
+        """None: rows cost the same in any order."""
+        return None
+
+    @property
+    def file_starts(self) -> np.ndarray:
+        """None: there is one file, or nothing like it."""
+        return np.empty(0, np.int64)
+
+    @property
+    def order_entries(self) -> list[str]:
+        """Nothing: the number of examples decides."""
+        return []
+
+    def layout_of(self, key: PassKey) -> ChunkLayout | None:
+        """Return the chunks, which are those of every pass."""
+        return self.layout
+
+    def only(self, fields: tuple[Any, ...]) -> Source | None:
+        """Return ``None``: an example costs the same whatever is used of it."""
+        return None
+
+    def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
+        """Return the numbers of the examples from `start` on."""
+        return blocks_of_range(range(self.num_examples)[start:])
 
 
 class Reader(Protocol):
@@ -168,7 +299,28 @@ class Reader(Protocol):
         """Release files and memory."""
 
 
-def _blocks_of_range(rows: range) -> Iterator[Block]:
+class Example(list[Any]):
+    """An item that is an example itself: the list of its arrays, with its number."""
+
+    number = 0
+
+
+def moved_items(block: Block, offset: int) -> Block:
+    """Return the items of a later repetition, whose numbers are greater by `offset`."""
+    if block.dtype != object:
+        return block + offset
+    moved = np.empty_like(block)
+    for place, item in enumerate(block):
+        if isinstance(item, Example):
+            moved[place] = Example(item)
+            moved[place].number = item.number + offset
+        else:
+            moved[place] = moved_items(item, offset)
+    return moved
+
+
+def blocks_of_range(rows: range) -> Iterator[Block]:
+    """Return the numbers of `rows`, many at a time."""
     for start in range(0, len(rows), _BLOCK_LENGTH):
         part = rows[start : start + _BLOCK_LENGTH]
         yield np.arange(part.start, part.stop, part.step, dtype=np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrat import sharding
 from mpistrat.data.elements import ElementMaker, examples_to_read
+from mpistrat.data.numbering import Numbering
 from mpistrat.data.order import (
     ENDLESS,
     UNKNOWN,
@@ -22,15 +23,16 @@ from mpistrat.data.order import (
     Reader,
     Source,
     Transformation,
+    span_of,
 )
 from mpistrat.data.random import PassStream
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import batched, open_batch, spec_of, with_room_for_text
-from mpistrat.data.transforms import Batch, Map, Prefetch
+from mpistrat.data.transforms import Batch, Enumerate, Map, Prefetch, SameOrder
 from mpistrat.errors import DataError
 from mpistrat.system.threads import in_background
 
-__all__ = ["Pipeline", "Prepare"]
+__all__ = ["Pipeline", "Prepare", "numbered_steps"]
 
 Prepare = Callable[[Any], Any]
 """Takes a batch in host memory, and may begin to copy it to a device."""
@@ -50,6 +52,11 @@ def _as_call(transformation: Transformation) -> str:
     return f"{name.lower()}({', '.join(given)})"
 
 
+def numbered_steps(transformations: Iterable[Transformation]) -> list[str]:
+    """Return each as a text that ranks compare."""
+    return [f"{each!r} as step {number}" for number, each in enumerate(transformations, 1)]
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """A source and the transformations applied to it, in order."""
@@ -62,12 +69,47 @@ class Pipeline:
     """What `_spec` has found."""
 
     def __str__(self) -> str:
-        calls = [repr(self.source), *map(_as_call, self.transformations)]
-        if not getattr(self.source, "is_read", True):  # files are not opened for this
-            return ".".join(calls)
+        if not self.source.is_read:  # files are not opened for this
+            return self.calls
         length = {ENDLESS: "endless", UNKNOWN: "unknown length"}.get(self.length, str(self.length))
         unit = "" if self.length < 0 else " examples" if self.batch is None else " batches"
-        return f"{'.'.join(calls)}, {length}{unit}"
+        return f"{self.calls}, {length}{unit}"
+
+    @property
+    def calls(self) -> str:
+        """The calls that make it, as the user writes them."""
+        return ".".join([repr(self.source), *map(_as_call, self.transformations)])
+
+    @property
+    def kind(self) -> str:
+        """The methods that say what its elements are, with the functions they were given."""
+        same = [each for each in self.transformations if isinstance(each, SameOrder)]
+        others = [_as_call(each) for each in same if not isinstance(each, Prefetch)]
+        return ".".join([self.source.kind, *others])
+
+    @property
+    def order(self) -> Order:
+        """The order of its elements."""
+        return Order(self.source, self.transformations)
+
+    @property
+    def source_entries(self) -> list[str]:
+        """The number of examples, and what else of the source decides their order, as texts."""
+        number = self.source.num_examples
+        count = {ENDLESS: "endless", UNKNOWN: "unknown"}.get(number, str(number))
+        return [f"{count} examples", *self.source.order_entries]
+
+    @property
+    def order_entries(self) -> list[str]:
+        """What decides the order of its elements, as texts that ranks compare."""
+        steps = [each for each in self.transformations if not isinstance(each, SameOrder)]
+        return [*self.source_entries, *numbered_steps(steps)]
+
+    def only(self, fields: tuple[Any, ...]) -> Pipeline | None:
+        """Return the data set of tuples of some fields; ``None`` if that would read no less."""
+        has_maps = any(isinstance(each, Map) for each in self.transformations)
+        source = None if has_maps else self.source.only(fields)
+        return None if source is None else Pipeline(source, self.transformations, self.branch)
 
     def then(self, transformation: Transformation) -> Pipeline:
         """Return the pipeline with one more transformation."""
@@ -105,7 +147,7 @@ class Pipeline:
     @property
     def length(self) -> int:
         """Number of elements of a pass, `ENDLESS` or `UNKNOWN`."""
-        return Order(self.source, self.transformations).length
+        return self.order.length
 
     @property
     def element_spec(self) -> Any:
@@ -132,7 +174,7 @@ class Pipeline:
 
     def _found_spec(self, level: int) -> Any:
         """Return the spec of what was batched `level` times, found by trying where it has maps."""
-        has_maps = any(isinstance(each, Map) for each in self._levels[level])
+        has_maps = any(isinstance(each, Map | Enumerate) for each in self._levels[level])
         if not has_maps and level == 0:
             return self.source.element_spec
         below = self._spec(level - 1) if level else None
@@ -140,13 +182,14 @@ class Pipeline:
             batch = self._batches[level - 1]
             length = batch.batch_size if batch.drop_remainder else None
             return None if below is None else batched(below, length)
-        with closing(self.source.open(0)) as reader:
-            maker, first = self._maker(reader, 0), self._first_items(level)
+        stream = PassStream((0,), self.branch)
+        with closing(self.open(0, stream)) as reader:
+            maker, first = self.maker(reader, stream), self._first_items(level)
             if not len(first):
                 return None
             if level:
-                return open_batch(spec_of(maker.batch(first, slice(1), 0, level)), level)
-            (example,) = maker.examples(first, 0)
+                return open_batch(spec_of(maker.batch(first, slice(1), level)), level)
+            (example,) = maker.examples(first)
             return with_room_for_text(spec_of(example), self.source.element_spec)
 
     def _first_items(self, level: int) -> Block:
@@ -171,19 +214,25 @@ class Pipeline:
     ) -> Generator[Any, None, None]:
         """Return the elements of a pass from `start` on: of each batch, the part of `rank`."""
         # The thread that makes an element also calls `prepare`.
-        elements = self._elements(pass_number, start, size, rank, prepare)
+        stream = PassStream((pass_number,), self.branch)
+        elements = self._elements(stream, start, size, rank, prepare)
         prefetches = [each for each in self.transformations if isinstance(each, Prefetch)]
         num_ahead = max((each.num_elements for each in prefetches), default=0)
         return in_background(elements, num_ahead) if num_ahead else elements
 
+    def fixed_elements(self, start: int) -> Generator[Any, None, None]:
+        """Return the elements of every pass from `start` on, in which nothing may be random."""
+        return self.stream_elements(PassStream((0,), self.branch, is_fixed=True), start)
+
+    def stream_elements(self, stream: PassStream, start: int = 0) -> Generator[Any, None, None]:
+        """Return the elements of the pass of `stream` from `start` on."""
+        return self._elements(stream, start, 1, 0, _unchanged)
+
     def _elements(
-        self, pass_number: int, start: int, size: int, rank: int, prepare: Prepare
+        self, stream: PassStream, start: int, size: int, rank: int, prepare: Prepare
     ) -> Generator[Any, None, None]:
         """Return `elements` without prefetching."""
-        layout = self.source.layout
-        shuffles = [each for each in self.transformations if isinstance(each, Shuffle)]
-        window_rows = max((each.window_rows(layout) for each in shuffles if layout), default=0)
-        order, num_batchings = Order(self.source, self.transformations), len(self._batches)
+        order, num_batchings = self.order, len(self._batches)
 
         def rows_of(block: Block) -> list[Block]:
             if not num_batchings:
@@ -195,24 +244,75 @@ class Pipeline:
                 for items in block
             ]
 
-        with closing(self.source.open(window_rows)) as reader:
-            make = self._maker(reader, pass_number)
-            number = start
-            blocks = order.blocks((pass_number,), None, start)
+        with closing(self.open(self.window_rows, stream)) as reader:
+            make = self.maker(reader, stream)
+            blocks = order.blocks(stream.key, None, start)
             for block in _look_ahead(blocks, reader, rows_of):
                 if not num_batchings:
-                    yield from make.examples(block, number)
-                else:
-                    for batch_number, items in enumerate(block, number):
-                        part = sharding.slice_of_rank(len(items), size, rank)
-                        yield prepare(make.batch(items, part, batch_number, num_batchings))
-                number += len(block)
+                    yield from make.examples(block)
+                    continue
+                for items in block:
+                    part = sharding.slice_of_rank(len(items), size, rank)
+                    yield prepare(make.batch(items, part, num_batchings))
 
-    def _maker(self, reader: Reader, pass_number: int) -> ElementMaker:
-        maps = [[each for each in level if isinstance(each, Map)] for level in self._levels]
-        batch_sizes = [each.batch_size for each in self._batches]
-        stream = PassStream(pass_number, self.branch)
-        return ElementMaker(reader, maps, batch_sizes, self._spec, stream)
+    @property
+    def window_rows(self) -> int:
+        """How many rows its shuffles mix at a time."""
+        shuffles = [each for each in self.transformations if isinstance(each, Shuffle)]
+        layout = self.source.layout if shuffles else None
+        return max((each.window_rows(layout) for each in shuffles if layout), default=0)
+
+    @property
+    def num_maps(self) -> int:
+        """How many maps there are in it."""
+        maps = [each for each in self.transformations if isinstance(each, Map)]
+        return self.source.num_maps + len(maps)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the element at a position is the same in each pass, random maps aside."""
+        return self.source.is_steady and self.source.is_in_order and not any(
+            isinstance(each, Shuffle) and each.reshuffle_each_iteration
+            for each in self.transformations
+        )
+
+    def open(self, window_rows: int, stream: PassStream) -> Reader:
+        """Return a reader of the items, also of those of repetitions."""
+        repeats = [e.num_repetitions for e in self.transformations if e.num_repetitions != 1]
+        reader = self.source.open(
+            window_rows, dataclasses.replace(stream, repeats=tuple(repeats))
+        )
+        is_plain = self.source.is_steady and not self.source.num_maps and not self.source.is_stream
+        return _Repeated(reader, span_of(self.source)) if repeats and is_plain else reader
+
+    def maker(self, reader: Reader, stream: PassStream) -> ElementMaker:
+        """Return what makes elements of the items of the order."""
+        maps: list[list[tuple[Map | Enumerate, Numbering]]] = [[]]
+        for number, each in enumerate(self.transformations):
+            if isinstance(each, Batch):
+                maps.append([])
+            elif isinstance(each, Map | Enumerate):
+                numbering = Numbering(self.source, self.transformations, number)
+                maps[-1].append((each, numbering))
+        stream = dataclasses.replace(stream, first_map=stream.first_map + self.source.num_maps)
+        return ElementMaker(reader, maps, self._spec, stream)
+
+
+class _Repeated:
+    """A reader of rows that come again, each time with greater numbers."""
+
+    def __init__(self, reader: Reader, span: int) -> None:
+        self._reader, self._span = reader, span
+        self.lookahead_rows = reader.lookahead_rows
+        self.close = reader.close
+
+    def expect(self, block: Block) -> None:
+        """Note rows that are going to be read."""
+        self._reader.expect(block % self._span)
+
+    def read(self, block: Block) -> Any:
+        """Return rows."""
+        return self._reader.read(block % self._span)
 
 
 _FIRST_ROWS = 2**10

@@ -1,14 +1,14 @@
 """Random numbers for functions given to `Dataset.map`, a stream for each example.
 
-A stream is a pure function of the seed, the pass, the position of the example in the pass and the
-number of the map. So neither the number of ranks, nor threads, nor a restart changes what an
+A stream is a pure function of the seed, the pass, the number of the example and the number of the
+map. So neither the number of ranks, nor threads, nor a shuffle, nor a restart changes what an
 example gets.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,24 +18,51 @@ import numpy as np
 from mpistrat.arguments import as_integer
 from mpistrat.errors import ContextError
 
-__all__ = ["MapScope", "PassStream", "example_rng", "example_rngs", "replica_rng"]
+__all__ = ["MapScope", "PassKey", "PassStream", "example_rng", "example_rngs", "replica_rng"]
 
 _MAP_NUMBERS = 2**32 - 1
 """Keeps these streams apart from those that a shuffle of the same seed draws from."""
+
+
+PassKey = tuple[int, ...]
+"""The number of the pass, then of each repetition within it."""
 
 
 @dataclass(frozen=True)
 class PassStream:
     """The random streams of one iteration."""
 
-    pass_number: int = 0
+    key: PassKey = (0,)
     branch: int = 0
     """The rank where each has other examples, 0 where all share one order."""
+    first_map: int = 0
+    """How many maps of the data set are numbered before its own."""
+    repeats: tuple[int | None, ...] = ()
+    """How often its items are repeated, the innermost repetition first; ``None`` for endlessly."""
+    is_fixed: bool = False
+    """Whether what is made shall serve every pass, so that nothing may be random."""
 
-    def generator(self, seed: int, map_number: int, position: int) -> np.random.Generator:
+    def generator(
+        self, seed: int, map_number: int, number: int, repetitions: PassKey = ()
+    ) -> np.random.Generator:
         """Return the numbers for one example in one map."""
-        key = (_MAP_NUMBERS, self.pass_number, self.branch, position, map_number)
+        if self.is_fixed:
+            raise ValueError(
+                "A filter is evaluated once for all passes, but a map before it uses random "
+                "numbers (example_rng), which are others in each pass. Call filter before that "
+                "map."
+            )
+        which = (self.key[0], self.branch, number, self.first_map + map_number)
+        key = (_MAP_NUMBERS, *which, *self.key[1:], *repetitions)
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
+
+    def repetitions(self, count: int) -> PassKey:
+        """Return the key after `key` of what comes after `count` repetitions of all items."""
+        numbers = []
+        for limit in self.repeats:
+            count, number = (0, count) if limit is None else divmod(count, limit)
+            numbers.append(number)
+        return tuple(reversed(numbers))
 
 
 class MapScope:
@@ -43,18 +70,18 @@ class MapScope:
 
     def __init__(
         self,
-        make_rng: Callable[[int], np.random.Generator],
-        positions: Sequence[int],
+        make_rng: Callable[[Any], np.random.Generator],
+        items: Iterable[Any],
         is_batch: bool,
     ) -> None:
         self._make_rng = make_rng
-        self._positions = positions
+        self._items = items
         self.is_batch = is_batch
 
     @cached_property
     def rngs(self) -> tuple[np.random.Generator, ...]:
         """A generator for each example; most functions never ask."""
-        return tuple(map(self._make_rng, self._positions))
+        return tuple(map(self._make_rng, self._items))
 
     def run(self, fn: Callable[..., Any], element: Any) -> Any:
         """Return ``fn(element)``, with the items of a tuple as several arguments."""
@@ -84,9 +111,11 @@ def example_rng() -> np.random.Generator:
     Returns
     -------
     numpy.random.Generator
-        It depends on the seed given to `Dataset.map`, the pass, the position of the example in
-        the pass, and the number of the map alone: not on the number of ranks, nor on threads,
-        nor on whether the pass was resumed.
+        It depends on the seed given to `Dataset.map`, the pass (and the repetition, after
+        `repeat`), the number of the map, and the number of the example alone: not on the number
+        of ranks, nor on threads, nor on whether the pass was resumed. The number of an example is
+        that in the data set that `map` was applied to. Shuffles leave it alone, and so do `take`,
+        `skip` and `shard` after one.
 
     Raises
     ------

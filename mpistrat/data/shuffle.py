@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpistrat.data.order import ENDLESS, Block, ChunkLayout, Order, PassKey, skip_items
-from mpistrat.data.transforms import regroup
+from mpistrat.data.chunks import ChunkLayout
+from mpistrat.data.order import ENDLESS, Block, Order, PassKey, skip_items
+from mpistrat.data.transforms import Reordering, regroup
 from mpistrat.sharding import ceil_div
 
 __all__ = ["WINDOW_BYTES", "Partitions", "Shuffle"]
@@ -27,7 +28,7 @@ _ROWS_AT_A_TIME = 2**13
 
 
 @dataclass(frozen=True)
-class Shuffle:
+class Shuffle(Reordering):
     """Items in random order: rows of files as the module describes, others within windows."""
 
     seed: int
@@ -39,10 +40,6 @@ class Shuffle:
         """Return the same number."""
         return num_items
 
-    def rows(self, rows: range) -> range | None:
-        """Return ``None``: they form no range."""
-        return None
-
     def window_rows(self, layout: ChunkLayout) -> int:
         """Return the number of rows that are mixed at a time."""
         window = self.window or layout.rows_in(WINDOW_BYTES)
@@ -53,7 +50,7 @@ class Shuffle:
     ) -> Iterator[Block]:
         """Return the items of the pass `key`, without the first `start`."""
         drawn_for = key if self.reshuffle_each_iteration else ()
-        rows, layout = upstream.rows, upstream.source.layout
+        rows, layout = upstream.rows, upstream.source.layout_of(key)
         if rows is not None and layout is not None:
             blocks = self._chunk_blocks(rows, layout, drawn_for, batch_size or 1)
             return skip_items(blocks, start)
@@ -83,7 +80,8 @@ class Shuffle:
         self, rows: range, layout: ChunkLayout, key: PassKey, batch_size: int
     ) -> Iterator[Block]:
         """Return the global batches of rows, a block each, from chunks in random order."""
-        starts, lengths = _pieces(rows, layout.starts)
+        part = layout.of_range(rows)
+        starts, lengths = part.starts[:-1], np.diff(part.starts)
         stream = _RandomStream(self.seed, key)
         shuffled = stream.permutation(0, len(starts))
         starts, lengths = starts[shuffled], lengths[shuffled]
@@ -118,7 +116,9 @@ class Shuffle:
                 partition.take(count * (stop - start)).reshape(count, stop - start)
                 for partition, start, stop in zip(partitions, bounds, bounds[1:], strict=False)
             ]
-            yield from rows.start + rows.step * np.concatenate(positions, axis=1)
+            places = np.concatenate(positions, axis=1)
+            numbers = places if part.order is None else part.order[places]
+            yield from rows.start + rows.step * numbers
 
 
 _PARTITION_COUNTS = (1, 2, 4, 12, 24, 60, 120, 240, 720, 2520, 5040)
@@ -239,13 +239,6 @@ def _partition_blocks(
         positions = _expand(starts[first:stop], lengths[first:stop])
         yield positions[permutation(done, len(positions))]
         first, done = stop, int(stops[stop - 1])
-
-
-def _pieces(rows: range, chunk_starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return first position within `rows` and length of the part of `rows` in each chunk."""
-    bounds = np.clip(-((rows.start - chunk_starts) // rows.step), 0, len(rows))
-    lengths = np.diff(bounds)
-    return bounds[:-1][lengths > 0], lengths[lengths > 0]
 
 
 def _cut(

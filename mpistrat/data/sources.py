@@ -11,15 +11,27 @@ from typing import Any
 import numpy as np
 
 from mpistrat import arrays, nests
-from mpistrat.data.order import UNKNOWN, Block, ChunkLayout, function_name
+from mpistrat.data.chunks import ChunkLayout
+from mpistrat.data.order import (
+    ENDLESS,
+    UNKNOWN,
+    Block,
+    Example,
+    PassKey,
+    PlainSource,
+    blocks_of_range,
+    function_name,
+    skip_items,
+)
+from mpistrat.data.random import PassStream
 from mpistrat.data.spec import ArraySpec, fitted
 from mpistrat.errors import DataError
 from mpistrat.system.text import array_type
 
-__all__ = ["ArraySource", "GeneratorSource", "RangeSource"]
+__all__ = ["ArraySource", "CountSource", "GeneratorSource", "RangeSource"]
 
 
-class _InMemory:
+class _InMemory(PlainSource):
     """A source whose rows cost the same in any order, and are cheap to read."""
 
     lookahead_rows = 0
@@ -27,16 +39,7 @@ class _InMemory:
     def expect(self, block: Block) -> None:
         """Nothing to prepare."""
 
-    @property
-    def layout(self) -> ChunkLayout | None:
-        return None
-
-    @property
-    def order_entries(self) -> list[str]:
-        return []
-
-    def stream(self) -> Iterator[Block]:
-        raise AssertionError("a source of known length is read by row numbers")
+    layout: ChunkLayout | None = None
 
     def close(self) -> None:
         """Nothing to release: the source is its own reader."""
@@ -57,13 +60,47 @@ class RangeSource(_InMemory):
         """An integer."""
         return ArraySpec((), np.int64)
 
-    def open(self, window_rows: int) -> RangeSource:
+    def open(self, window_rows: int, stream: PassStream) -> RangeSource:
         """Return the source itself."""
         return self
 
     def read(self, block: Block) -> Any:
         """Return the integers."""
         return block.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class CountSource(_InMemory):
+    """The integers from `start` on."""
+
+    start: int
+    kind = "count"
+    num_examples = ENDLESS
+
+    def __repr__(self) -> str:
+        return f"count({self.start})"
+
+    @property
+    def element_spec(self) -> Any:
+        """An integer."""
+        return ArraySpec((), np.int64)
+
+    @property
+    def order_entries(self) -> list[str]:
+        """The first number."""
+        return [f"from {self.start}"]
+
+    def open(self, window_rows: int, stream: PassStream) -> CountSource:
+        """Return the source itself."""
+        return self
+
+    def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
+        """Return the numbers of the examples from `start` on."""
+        return blocks_of_range(range(start, 2**62))
+
+    def read(self, block: Block) -> Any:
+        """Return the integers."""
+        return block + self.start
 
 
 class ArraySource(_InMemory):
@@ -101,6 +138,14 @@ class ArraySource(_InMemory):
     def __repr__(self) -> str:
         return f"from_arrays({', '.join(map(array_type, self._arrays))})"
 
+    def only(self, fields: tuple[Any, ...]) -> ArraySource | None:
+        """Return the source of tuples of some fields."""
+        nest = nests.unflatten(self._structure, self._arrays)
+        try:
+            return ArraySource(tuple(nest[field] for field in fields))
+        except (KeyError, IndexError, TypeError):
+            return None  # the one who asked says what is wrong
+
     @property
     def element_spec(self) -> Any:
         """The nest of `ArraySpec` of one row."""
@@ -109,7 +154,7 @@ class ArraySource(_InMemory):
         ]
         return nests.unflatten(self._structure, specs)
 
-    def open(self, window_rows: int) -> ArraySource:
+    def open(self, window_rows: int, stream: PassStream) -> ArraySource:
         """Return the source itself."""
         return self
 
@@ -121,12 +166,12 @@ class ArraySource(_InMemory):
         )
 
 
-class GeneratorSource:
+class GeneratorSource(PlainSource):
     """The elements of ``fn()``, which is called again for each pass."""
 
-    # An item of its stream is the list of the arrays of one example.
-
     lookahead_rows = 0
+    is_stream = True
+    layout: ChunkLayout | None = None
 
     def __init__(self, fn: Callable[[], Iterable[Any]], element_spec: Any) -> None:
         if not callable(fn):
@@ -146,32 +191,28 @@ class GeneratorSource:
     def __repr__(self) -> str:
         return self.kind
 
-    @property
-    def num_examples(self) -> int:
-        """Unknown until the generator ends."""
-        return UNKNOWN
-
-    @property
-    def layout(self) -> ChunkLayout | None:
-        """None: examples come when they come."""
-        return None
+    num_examples = UNKNOWN
 
     @property
     def kind(self) -> str:
         """The method, and the name of the function."""
         return f"from_generator({function_name(self._fn)})"
 
-    @property
-    def order_entries(self) -> list[str]:
-        """Nothing: the generator alone decides."""
-        return []
+    def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
+        """Return one item for each element of a new generator from `start` on."""
+        return skip_items(self._stream(), start)
 
-    def stream(self) -> Iterator[Block]:
-        """Return one item for each element of a new generator."""
+    def _stream(self) -> Iterator[Block]:
         for number, element in enumerate(self._new_iterator()):
             item = np.empty(1, object)
-            item[0] = self._checked(element, number)
+            item[0] = self.example(element, number)
             yield item
+
+    def example(self, element: Any, number: int) -> Example:
+        """Return `element` as an item, if it fits the spec."""
+        example = Example(self._checked(element, number))
+        example.number = number
+        return example
 
     def _new_iterator(self) -> Iterator[Any]:
         elements = self._fn()
@@ -218,7 +259,7 @@ class GeneratorSource:
     def expect(self, block: Block) -> None:
         """Nothing to prepare: the items are the examples."""
 
-    def open(self, window_rows: int) -> GeneratorSource:
+    def open(self, window_rows: int, stream: PassStream) -> GeneratorSource:
         """Return the source itself: its items are the examples."""
         return self
 

@@ -117,7 +117,13 @@ def open_batch(spec: Any, num_batchings: int = 1) -> Any:
 
 def empty_batch(spec: Any) -> Any:
     """Return arrays of length 0 for the nest `spec` of a batch."""
-    return nests.map_nest(lambda leaf: np.empty((0, *leaf._known_shape[1:]), leaf.dtype), spec)
+
+    def empty(leaf: ArraySpec) -> np.ndarray:
+        # What has no dimension, as the number of a batch, is not divided.
+        shape = (0, *leaf._known_shape[1:]) if leaf.shape else ()
+        return np.zeros(shape, leaf.dtype)
+
+    return nests.map_nest(empty, spec)
 
 
 def fitted(array: np.ndarray, dtype: np.dtype) -> np.ndarray | None:

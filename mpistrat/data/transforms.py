@@ -13,18 +13,53 @@ from mpistrat.data.order import (
     ENDLESS,
     UNKNOWN,
     Block,
+    KnownPasses,
     Order,
     PassKey,
+    Transformation,
     function_name,
+    moved_items,
     skip_items,
 )
 from mpistrat.sharding import ceil_div
 
-__all__ = ["Batch", "Map", "Prefetch", "Repeat", "SameOrder", "Shard", "Skip", "Take", "regroup"]
+__all__ = [
+    "Batch",
+    "Enumerate",
+    "Map",
+    "Prefetch",
+    "Reordering",
+    "Repeat",
+    "SameOrder",
+    "Shard",
+    "Skip",
+    "Take",
+    "regroup",
+]
+
+
+class Reordering(Transformation):
+    """A transformation of the order: what most of these have in common."""
+
+    num_repetitions = 1
+
+    def rows(self, rows: range) -> range | None:
+        """Return ``None``: what leaves are no rows, or form no range."""
+        return None
+
+    def renumbered(self, number: int) -> int:
+        """Return the same number."""
+        return number
+
+    def at(
+        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
+    ) -> Block:
+        """Return the items at `positions` of the pass `key`, of which all are computed."""
+        return upstream.then(self).found_at(positions, key, known)
 
 
 @dataclass(frozen=True)
-class Take:
+class Take(Reordering):
     """The first `count` items."""
 
     count: int
@@ -38,6 +73,12 @@ class Take:
     def rows(self, rows: range) -> range | None:
         """Return the rows that leave."""
         return rows[: self.count]
+
+    def at(
+        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
+    ) -> Block:
+        """Return the items at `positions` of the pass `key`."""
+        return upstream.at(positions, key, known)
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
@@ -55,7 +96,7 @@ class Take:
 
 
 @dataclass(frozen=True)
-class Skip:
+class Skip(Reordering):
     """All items but the first `count`."""
 
     count: int
@@ -68,6 +109,16 @@ class Skip:
         """Return the rows that leave."""
         return rows[self.count :]
 
+    def renumbered(self, number: int) -> int:
+        """Return the number of an example among those that leave."""
+        return number - self.count
+
+    def at(
+        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
+    ) -> Block:
+        """Return the items at `positions` of the pass `key`."""
+        return upstream.at(positions + self.count, key, known)
+
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
@@ -76,7 +127,7 @@ class Skip:
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(Reordering):
     """Every `num_shards`-th item, from item `index` on."""
 
     num_shards: int
@@ -92,6 +143,16 @@ class Shard:
         """Return the rows that leave."""
         return rows[self.index :: self.num_shards]
 
+    def renumbered(self, number: int) -> int:
+        """Return the number of an example among those that leave."""
+        return (number - self.index) // self.num_shards
+
+    def at(
+        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
+    ) -> Block:
+        """Return the items at `positions` of the pass `key`."""
+        return upstream.at(positions * self.num_shards + self.index, key, known)
+
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
@@ -103,7 +164,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repeat(Reordering):
     """The items `count` times over, endlessly where it is ``None``."""
 
     count: int | None
@@ -119,6 +180,26 @@ class Repeat:
     def rows(self, rows: range) -> range | None:
         """Return the rows that leave."""
         return rows if self.count == 1 else None
+
+    @property
+    def num_repetitions(self) -> int | None:  # type: ignore[override]
+        """How often all items come again."""
+        return self.count
+
+    def at(
+        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
+    ) -> Block:
+        """Return the items at `positions` of the pass `key`."""
+        length = upstream.length
+        if length <= 0:
+            return super().at(upstream, positions, key, known)
+        rounds, positions = np.divmod(positions, length)
+        items = np.empty(len(positions), np.int64)
+        for each in np.unique(rounds).tolist():
+            mine = rounds == each
+            found = upstream.at(positions[mine], (*key, each), known)
+            items[mine] = found + each * upstream.span
+        return items
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
@@ -138,14 +219,14 @@ class Repeat:
             empty = True
             for block in upstream.blocks((*key, repetition), batch_size, start):
                 empty = empty and not len(block)
-                yield block
+                yield moved_items(block, repetition * upstream.span) if repetition else block
             if empty:
                 return
             start = 0
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Reordering):
     """Items in groups of `batch_size`: each becomes one item."""
 
     batch_size: int
@@ -158,10 +239,6 @@ class Batch:
         if self.drop_remainder:
             return num_items // self.batch_size
         return ceil_div(num_items, self.batch_size)
-
-    def rows(self, rows: range) -> range | None:
-        """Return ``None``: batches are no rows."""
-        return None
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
@@ -176,7 +253,40 @@ class Batch:
             yield item
 
 
-class SameOrder:
+class NumberedBatch(np.ndarray):
+    """The items of a batch that has been enumerated."""
+
+    numbers: tuple[int, ...] = ()
+    """Those that each `Enumerate` has given it."""
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.numbers = getattr(source, "numbers", ())
+
+
+@dataclass(frozen=True)
+class Enumerate(Reordering):
+    """Each batch with its number, from `start` on."""
+
+    start: int
+
+    def length(self, num_items: int) -> int:
+        """Return the same number."""
+        return num_items
+
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`."""
+        numbers = itertools.count(self.start + start)
+        for block in upstream.blocks(key, batch_size, start):
+            numbered = np.empty_like(block)
+            for place, item in enumerate(block):
+                numbered[place] = item.view(NumberedBatch)
+                numbered[place].numbers = (*getattr(item, "numbers", ()), next(numbers))
+            yield numbered
+
+
+class SameOrder(Reordering):
     """A transformation of elements that leaves their order alone."""
 
     def length(self, num_items: int) -> int:
@@ -186,6 +296,12 @@ class SameOrder:
     def rows(self, rows: range) -> range | None:
         """Return the same rows."""
         return rows
+
+    def at(
+        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
+    ) -> Block:
+        """Return the items at `positions` of the pass `key`."""
+        return upstream.at(positions, key, known)
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int

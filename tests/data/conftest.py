@@ -12,11 +12,15 @@ from mpistrat.data.distributed import distribute
 from tests.helpers import outside_mpiexec
 
 collect_ignore = outside_mpiexec(
+    "test_combinations.py",
+    "test_compositions.py",
     "test_dataset.py",
     "test_distributed_dataset.py",
+    "test_numbering.py",
     "test_order.py",
     "test_pipeline.py",
     "test_random.py",
+    "test_user_source.py",
 )
 
 

@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
+from mpistrat.data.chunks import CHUNK_OVERHEAD_BYTES
 from mpistrat.data.hdf5.catalog import Catalog
-from mpistrat.data.order import CHUNK_OVERHEAD_BYTES
 from mpistrat.sharding import ceil_div
 
 __all__ = ["ChunkPlan", "plan_fields"]

@@ -13,10 +13,11 @@ from functools import partial
 import numpy as np
 
 from mpistrat.data.hdf5.catalog import Catalog
+from mpistrat.data.hdf5.storage import Storage
 from mpistrat.native import native_library
 from mpistrat.sharding import cut
 
-__all__ = ["PlacedField", "is_placed"]
+__all__ = ["PlacedField", "is_placed", "rows_of_runs"]
 
 _BYTES_PER_THREAD = 2**20
 """To hand less to another thread takes longer than to copy it."""
@@ -29,6 +30,19 @@ def is_placed(catalog: Catalog, field: int) -> bool:
     storages = [file.layouts[field].storage for file in catalog.files]
     is_known = all(storage is not None and storage.dtype.isnative for storage in storages)
     return is_known and native_library() is not None
+
+
+Rows = tuple[np.ndarray, np.ndarray | None, np.ndarray]
+"""Numbers of rows, or of the first ones of runs, their places, and the output."""
+
+
+def rows_of_runs(firsts: np.ndarray, places: np.ndarray | None, output: np.ndarray) -> Rows:
+    """Return the rows of runs, their places, and the output of shape ``(rows, *shape)``."""
+    steps = np.arange(output.shape[1])
+    places = np.arange(len(firsts)) if places is None else places
+    rows = (firsts[:, None] + steps).ravel()
+    row_places = (places[:, None] * len(steps) + steps).ravel()
+    return rows, row_places, output.reshape(-1, *output.shape[2:])
 
 
 class PlacedField:
@@ -56,11 +70,9 @@ class PlacedField:
 
         Raises OSError where the file has become shorter. `run` does tasks in several threads.
         """
-        storage = self._storages[file]
-        if storage is None:
-            raise RuntimeError("the place of these rows is not known")
-        offsets = storage.offsets(rows, self._row_bytes)
-        num_parts = min(max(offsets.size * self._row_bytes // _BYTES_PER_THREAD, 1), _MAX_PARTS)
+        offsets = self._storage(file).offsets(rows, self._row_bytes)
+        num_bytes = offsets.size * (output.nbytes // max(len(output), 1))
+        num_parts = min(max(num_bytes // _BYTES_PER_THREAD, 1), _MAX_PARTS)
         length = -(-offsets.size // num_parts)
         run(
             [
@@ -68,6 +80,32 @@ class PlacedField:
                 for part in cut(offsets.size, length)
             ]
         )
+
+    def read_runs(
+        self,
+        mapped: np.ndarray,
+        file: int,
+        firsts: np.ndarray,
+        places: np.ndarray | None,
+        output: np.ndarray,
+        run: Callable[[Sequence[Callable[[], None]]], None],
+    ) -> None:
+        """Fill `output` as `read` does, of shape ``(runs, length, *shape)``, with runs of rows."""
+        are_whole = self._storage(file).are_in_one_piece(firsts, output.shape[1])
+        if are_whole.all():
+            self.read(mapped, file, firsts, places, output, run)
+            return
+        places = np.arange(len(firsts)) if places is None else places
+        if are_whole.any():
+            self.read(mapped, file, firsts[are_whole], places[are_whole], output, run)
+        rest = rows_of_runs(firsts[~are_whole], places[~are_whole], output)
+        self.read(mapped, file, *rest, run)
+
+    def _storage(self, file: int) -> Storage:
+        storage = self._storages[file]
+        if storage is None:
+            raise RuntimeError("the place of these rows is not known")
+        return storage
 
     def read_slowly(
         self,
@@ -78,9 +116,7 @@ class PlacedField:
         output: np.ndarray,
     ) -> None:
         """Fill `output` as `read` does, from a file that cannot be mapped."""
-        storage = self._storages[file]
-        if storage is None:
-            raise RuntimeError("the place of these rows is not known")
+        storage = self._storage(file)
         flat = output.view(np.uint8).reshape(len(output), -1)
         offsets = storage.offsets(rows, self._row_bytes).tolist()
         targets = range(len(rows)) if places is None else places.tolist()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -14,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
+from mpistrat.data.cores import cores_of_rank
 from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
 from mpistrat.data.hdf5.chunk_plan import plan_fields
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
-from mpistrat.data.hdf5.placed_rows import PlacedField, is_placed
+from mpistrat.data.hdf5.placed_rows import PlacedField, is_placed, rows_of_runs
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
-from mpistrat.settings import environment, settings
-from mpistrat.system.cpu import num_cores
+from mpistrat.settings import settings
 from mpistrat.system.threads import clean_up
 
 __all__ = ["Allocate", "Hdf5Reader"]
@@ -119,12 +118,39 @@ class Hdf5Reader:
                 if self._cached:
                     self._take_cached(numbers, files, rows, outputs)
                 for field, placed in self._placed.items():
-                    outputs[field] = self._read_placed(field, placed, files, rows)
+                    shape, dtype = self._specs[field]
+                    output = outputs[field] = self._empty((len(rows), *shape), dtype)
+                    self._read_placed(field, placed, files, rows, output)
                 self._gather(files, rows, outputs)
         leaves = []
         for field, (shape, dtype) in enumerate(self._specs):
             leaf = outputs.get(field)
             leaves.append(self._empty((len(numbers), *shape), dtype) if leaf is None else leaf)
+        return nests.unflatten(self._catalog.structure, leaves)
+
+    @property
+    def reads_runs(self) -> bool:
+        """Whether `read_runs` is faster than to read each row."""
+        return len(self._placed) == len(self._filled)
+
+    def expect_runs(self, firsts: np.ndarray, length: int) -> None:
+        """Record that `read_runs` is going to be called, where it is faster."""
+        self._check_process()
+        for rows in (firsts, firsts + (length - 1)):
+            self._ask_for(*self._locate(rows))
+
+    def read_runs(self, firsts: np.ndarray, length: int) -> Any:
+        """Return the rows from each of `firsts` on, `length` of them, one run after the other."""
+        self._check_process()
+        files, rows = self._locate(firsts)
+        if files.ndim and (files != self._locate(firsts + (length - 1))[0]).any():
+            return self.read((firsts[:, None] + np.arange(length)).ravel())
+        leaves = []
+        for field, (shape, dtype) in enumerate(self._specs):
+            output = self._empty((len(firsts), length, *shape), dtype)
+            if field in self._placed:
+                self._read_placed(field, self._placed[field], files, rows, output)
+            leaves.append(output.reshape(-1, *shape))
         return nests.unflatten(self._catalog.structure, leaves)
 
     def _take_cached(
@@ -156,11 +182,15 @@ class Hdf5Reader:
                     placed.ask_for(descriptor, file, own)
 
     def _read_placed(
-        self, field: int, placed: PlacedField, files: np.ndarray, rows: np.ndarray
-    ) -> np.ndarray:
-        """Return rows that are copied once, from their place in a file."""
-        shape, dtype = self._specs[field]
-        output = self._empty((len(rows), *shape), dtype)
+        self,
+        field: int,
+        placed: PlacedField,
+        files: np.ndarray,
+        rows: np.ndarray,
+        output: np.ndarray,
+    ) -> None:
+        """Fill `output` with rows, or runs from `rows` on, copied once from their place."""
+        are_runs = output.ndim > 1 + len(self._specs[field][0])
         for file in np.unique(files).tolist() if files.ndim else (0,):
             places = None if not files.ndim else np.flatnonzero(files == file)
             own = rows if places is None else rows[places]
@@ -168,19 +198,24 @@ class Hdf5Reader:
                 with self._files.lock:
                     mapped = self._files.mapping(file)
                     if mapped is None:
-                        placed.read_slowly(self._files.descriptor(file), file, own, places, output)
+                        rows_to = (own, places, output)
+                        rows_to = rows_of_runs(*rows_to) if are_runs else rows_to
+                        placed.read_slowly(self._files.descriptor(file), file, *rows_to)
                         continue
-                placed.read(mapped, file, own, places, output, self._run)
+                read = placed.read_runs if are_runs else placed.read
+                read(mapped, file, own, places, output, self._run)
             except OSError as reason:
                 first, last = int(own.min()), int(own.max())
                 raise self._read_error(reason, file, field, first, last + 1) from reason
-        return output
 
     def _run(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Do some work in several threads, this one among them."""
-        if self._pool is None and len(tasks) > 1:
+        if len(tasks) == 1:
+            tasks[0]()
+            return
+        if self._pool is None:
             self._pool = ThreadPoolExecutor(_num_decoding_threads(), "mpistrat-decode")
-        others = [self._pool.submit(task) for task in tasks[1:]] if self._pool else []
+        others = [self._pool.submit(task) for task in tasks[1:]]
         try:
             tasks[0]()
         finally:
@@ -354,30 +389,10 @@ def _is_run(numbers: np.ndarray) -> bool:
 _MAX_THREADS = 8
 """Python's own part of reading a chunk keeps more from helping."""
 
-_RANKS_OF_NODE = (
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "PALS_LOCAL_SIZE",
-)
-"""Variables of launchers for the number of ranks that share this node."""
-
 
 def _num_decoding_threads() -> int:
     """Return the number of threads of a reader: by default this rank's share of the cores."""
     chosen = settings().data_threads
     if chosen is not None:
         return chosen
-    cores = num_cores()
-    if cores == os.cpu_count():  # else the launcher has bound this rank to its own cores
-        cores //= _ranks_of_node()
-    return max(1, min(cores, _MAX_THREADS))
-
-
-def _ranks_of_node() -> int:
-    variables = environment()
-    for name in _RANKS_OF_NODE:
-        digits = re.match(r"\d+", variables.get(name, ""))  # of Slurm's "4(x2),3" the first
-        if digits:
-            return max(int(digits[0]), 1)
-    return 1
+    return min(cores_of_rank(), _MAX_THREADS)

@@ -5,24 +5,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from mpistrat import nests
+from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.hdf5.catalog import Catalog, read_catalog
 from mpistrat.data.hdf5.chunk_cache import RowCache
 from mpistrat.data.hdf5.reader import Allocate, Hdf5Reader
-from mpistrat.data.order import Block, ChunkLayout
+from mpistrat.data.order import PlainSource
+from mpistrat.data.random import PassStream
 from mpistrat.system.text import brief
 
 __all__ = ["Hdf5Source"]
 
 
-class Hdf5Source:
+class Hdf5Source(PlainSource):
     """Examples from one or several HDF5 files, which are looked at when first needed."""
+
+    is_of_files = True
 
     def __init__(
         self,
@@ -66,6 +70,21 @@ class Hdf5Source:
         source.catalog = dataclasses.replace(self.catalog, files=mine)
         return source.with_memory(self._empty)
 
+    def only(self, fields: tuple[Any, ...]) -> Hdf5Source | None:
+        """Return the source of tuples of some fields."""
+        named = self._fields if self._fields is not None else dict.fromkeys(fields)
+        if not isinstance(named, dict | tuple | list):
+            return None
+        try:
+            chosen = tuple(named[field] or field for field in fields)
+        except (KeyError, IndexError, TypeError):
+            return None  # the one who asked says what is wrong
+        source = copy.copy(self)
+        for name in ("catalog", "layout"):
+            vars(source).pop(name, None)
+        source._fields, source._row_caches, source._mappings = chosen, {}, {}
+        return source
+
     @cached_property
     def catalog(self) -> Catalog:
         """What the files contain; the first use opens each of them."""
@@ -89,9 +108,14 @@ class Hdf5Source:
         return nests.unflatten(self.catalog.structure, specs)
 
     @property
-    def num_examples(self) -> int:
+    def num_examples(self) -> int:  # type: ignore[override]
         """The rows of all files together."""
         return int(self.catalog.offsets[-1])
+
+    @property
+    def file_starts(self) -> np.ndarray:
+        """The numbers of the first rows of all files but the first."""
+        return self.catalog.offsets[1:-1]
 
     @cached_property
     def layout(self) -> ChunkLayout | None:
@@ -121,11 +145,7 @@ class Hdf5Source:
             for file in self.catalog.files
         ]
 
-    def stream(self) -> Iterator[Block]:
-        """Refuse: the length of files is known."""
-        raise AssertionError("a source of known length is read by row numbers")
-
-    def open(self, window_rows: int) -> Hdf5Reader:
+    def open(self, window_rows: int, stream: PassStream) -> Hdf5Reader:
         """Return a reader that caches two windows: one in use, and the next."""
         return Hdf5Reader(self.catalog, window_rows, self._row_caches, self._empty, self._mappings)
 

@@ -41,6 +41,13 @@ class Storage:
             found = self.starts[chunks] + within * row_bytes
         return found
 
+    def are_in_one_piece(self, firsts: np.ndarray, length: int) -> np.ndarray:
+        """Return whether each run of `length` rows lies one behind the other."""
+        if self.is_contiguous:
+            return np.ones(len(firsts), np.bool_)
+        within: np.ndarray = firsts % self.rows_per_chunk + length <= self.rows_per_chunk
+        return within
+
     def read(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
         """Fill `rows`, which begin with row `start`; False where only HDF5 can, or says why not."""
         if not self.is_contiguous:

@@ -1,0 +1,378 @@
+"""Views: sources whose examples are made of elements of other data sets, read at random.
+
+A view is a function from the number of an example to positions in the data sets below it. So they
+keep their own readers, and a shuffle of the view moves numbers only.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nests
+from mpistrat.data.chunks import ChunkLayout
+from mpistrat.data.order import (
+    ENDLESS,
+    Block,
+    KnownPasses,
+    PassKey,
+    Reader,
+    blocks_of_range,
+    span_of,
+)
+from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.random import PassStream
+from mpistrat.system.threads import clean_up
+
+__all__ = [
+    "Child",
+    "Part",
+    "View",
+    "borders_between",
+    "count_from",
+    "no_fixed_files",
+    "position_borders",
+    "position_layout",
+]
+
+_ENDLESS_BLOCK = 2**12
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of one data set, for some of the examples of a block."""
+
+    child: int
+    items: Block
+    """As the order of that data set has them."""
+    places: np.ndarray | None = None
+    """Where they belong in the block; ``None`` for all of it."""
+    run_length: int = 1
+    """Each item stands for so many, itself the first."""
+
+
+class View:
+    """A source that stands on the data sets `children`; base class."""
+
+    is_stream = False
+    is_in_order = True
+    is_fixed = False
+    """Whether it is found once for all passes what an example is."""
+    needs_one_spec = False
+    """Whether the elements of all data sets must have one spec."""
+    is_steady: bool
+    name: str
+    """The method of `Dataset` that makes it."""
+    rows_per_example = 1
+    """How many rows of a child an example needs that no other example of a batch does."""
+
+    def __init__(self, children: Sequence[Pipeline]) -> None:
+        self.children = tuple(children)
+        self.is_steady = all(child.is_steady for child in children)
+        self.num_maps = sum(child.num_maps for child in children)
+        self._layouts: dict[PassKey, ChunkLayout | None] = {}
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(child.calls for child in self.children)})"
+
+    @property
+    def kind(self) -> str:
+        """The method, and the kinds of the data sets."""
+        return f"{self.name}({', '.join(child.kind for child in self.children)})"
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the files of all data sets have been looked at."""
+        return all(child.source.is_read for child in self.children)
+
+    @property
+    def is_of_files(self) -> bool:
+        """Whether examples lie in files."""
+        return any(child.source.is_of_files for child in self.children)
+
+    @property
+    def order_entries(self) -> list[str]:
+        """What decides the order of each data set, and how they are put together."""
+        return [self.described, *self.child_entries]
+
+    @property
+    def child_entries(self) -> list[str]:
+        """What decides the order of each data set."""
+        return [
+            f"{entry} in data set {number} of {self.name}"
+            for number, child in enumerate(self.children)
+            for entry in child.order_entries
+        ]
+
+    @property
+    def described(self) -> str:
+        """What is special of this view, as a text that ranks compare."""
+        return f"{self.name} of {len(self.children)} data set(s)"
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` of one example; ``None`` where there is no example to find it."""
+        return self.children[0].found_spec
+
+    @cached_property
+    def num_examples(self) -> int:
+        """Number of examples, or `ENDLESS`."""
+        raise NotImplementedError
+
+    @property
+    def file_starts(self) -> np.ndarray:
+        """The numbers of the first examples of all files but the first."""
+        return position_borders(self.children[0])
+
+    def only(self, fields: tuple[Any, ...]) -> View | None:
+        """Return the view of tuples of some fields; ``None`` if that would read no less."""
+        children = [child.only(fields) for child in self.children]
+        return self._over([child for child in children if child is not None])
+
+    def _over(self, children: Sequence[Pipeline]) -> View | None:
+        """Return the same view of `children`; ``None`` if some are missing."""
+        if len(children) < len(self.children):
+            return None
+        view = copy.copy(self)
+        vars(view).pop("element_spec", None)
+        view.children, view._layouts = tuple(children), {}
+        return view
+
+    @property
+    def layout(self) -> ChunkLayout | None:
+        """The chunks of the first pass, for what they cost."""
+        return self.layout_of((0,))
+
+    def layout_of(self, key: PassKey) -> ChunkLayout | None:
+        """Return the chunks in the pass `key`."""
+        if self.is_steady:
+            key = (0,)
+        if key not in self._layouts:
+            # At most two: that of the first pass, and the latest.
+            for old in list(self._layouts)[1:]:
+                del self._layouts[old]
+            is_endless = self.num_examples == ENDLESS
+            self._layouts[key] = None if is_endless else self.find_layout(key)
+        return self._layouts[key]
+
+    def find_layout(self, key: PassKey) -> ChunkLayout | None:
+        """Return the chunks that examples, by number, are read from in the pass `key`."""
+        raise NotImplementedError
+
+    def child_window(self, window_rows: int, child: Pipeline) -> int:
+        """Return how many rows of `child` the examples of a window are made of."""
+        mine = self.layout if window_rows else None
+        theirs = child.source.layout if mine is not None else None
+        if mine is None or theirs is None:
+            return window_rows
+        return -(-window_rows * mine.bytes_per_row // max(theirs.bytes_per_row, 1))
+
+    def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
+        """Return the numbers of the pass `key` from `start` on."""
+        if self.num_examples == ENDLESS:
+            return count_from(start)
+        return blocks_of_range(range(self.num_examples)[start:])
+
+    def open(self, window_rows: int, stream: PassStream) -> Reader:
+        """Return a reader with a reader of each data set."""
+        if self.needs_one_spec:
+            _ = self.element_spec  # or raises
+        return ViewReader(self, window_rows, stream)
+
+    def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
+        """Return the elements that the examples `numbers` are made of, in the pass `key`."""
+        raise NotImplementedError
+
+    def joined(self, num_examples: int, parts: Sequence[Part], columns: Sequence[Any]) -> Any:
+        """Return the nest of columns of a block, made of those of its parts."""
+        places = [part.places for part in parts]
+        return columns[0] if places[0] is None else scattered(num_examples, places, columns)
+
+    def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
+        """Yield the examples, made of those of the data sets, one after the other."""
+        raise NotImplementedError
+
+
+def count_from(start: int) -> Iterator[Block]:
+    """Return the numbers from `start` on, endlessly."""
+    while True:
+        yield np.arange(start, start + _ENDLESS_BLOCK)
+        start += _ENDLESS_BLOCK
+
+
+class Child:
+    """Reads elements of an unbatched data set by their positions, in any pass."""
+
+    def __init__(self, pipeline: Pipeline, window_rows: int, stream: PassStream) -> None:
+        self._order = pipeline.order
+        self._reader: Any = pipeline.open(max(window_rows, pipeline.window_rows), stream)
+        self._maker = pipeline.maker(self._reader, stream)
+        self._known: KnownPasses = {}
+        self.lookahead_rows = self._reader.lookahead_rows
+        has_maps = pipeline.num_maps > 0
+        self._reads_runs = not has_maps and getattr(self._reader, "reads_runs", False)
+
+    def at(self, positions: np.ndarray, key: PassKey) -> Block:
+        """Return the items at `positions` of the pass `key`."""
+        return self._order.at(positions, key, self._known)
+
+    def expect(self, part: Part, key: PassKey) -> None:
+        """Note that the items of `part` are going to be read in the pass `key`."""
+        if not self.lookahead_rows:
+            return
+        self._enter(key)
+        if part.run_length > 1 and self._reads_runs:
+            self._reader.expect_runs(part.items, part.run_length)
+        else:
+            self._reader.expect(_expanded(part))
+
+    def read(self, part: Part, key: PassKey) -> Any:
+        """Return the nest of columns of the items of `part`, mapped, in the pass `key`."""
+        self._enter(key)
+        if part.run_length > 1 and self._reads_runs and len(part.items):
+            return self._reader.read_runs(part.items, part.run_length)
+        self._maker.enter(key)
+        return self._maker.columns(_expanded(part))
+
+    def _enter(self, key: PassKey) -> None:
+        if isinstance(self._reader, ViewReader):
+            self._reader.key = key
+
+    def close(self) -> None:
+        """Release files and memory."""
+        self._reader.close()
+
+
+def _expanded(part: Part) -> Block:
+    """Return all items of `part`."""
+    if part.run_length == 1:
+        return part.items
+    items: Block = (part.items[:, None] + np.arange(part.run_length)).ravel()
+    return items
+
+
+class ViewReader:
+    """Reads the examples of a view from readers of the data sets below it."""
+
+    def __init__(self, view: View, window_rows: int, stream: PassStream) -> None:
+        self.key = stream.key
+        self._view, self._stream = view, stream
+        self._span = span_of(view)
+        self._children: list[Child] = []
+        first_map = stream.first_map
+        try:
+            for pipeline in view.children:
+                own = dataclasses.replace(stream, first_map=first_map, repeats=())
+                window = view.child_window(window_rows, pipeline)
+                self._children.append(Child(pipeline, window, own))
+                first_map += pipeline.num_maps
+        except BaseException:
+            self.close()
+            raise
+        wanted = [child.lookahead_rows for child in self._children if child.lookahead_rows]
+        self.lookahead_rows = max(min(wanted, default=0) // view.rows_per_example, bool(wanted))
+
+    def expect(self, block: Block) -> None:
+        """Note that the examples `block` are going to be read, after those noted before."""
+        for key, numbers, _ in self._passes(block):
+            for part in self._view.parts(numbers, key, self._children):
+                self._children[part.child].expect(part, key)
+
+    def read(self, block: Block) -> Any:
+        """Return the examples `block`, as a nest of columns."""
+        passes = list(self._passes(block))
+        nests_of_passes = []
+        for key, numbers, _ in passes:
+            parts = self._view.parts(numbers, key, self._children)
+            columns = [self._children[part.child].read(part, key) for part in parts]
+            nests_of_passes.append(self._view.joined(len(numbers), parts, columns))
+        if len(passes) == 1:
+            return nests_of_passes[0]
+        return scattered(len(block), [places for _, _, places in passes], nests_of_passes)
+
+    def _passes(self, block: Block) -> Iterator[tuple[PassKey, np.ndarray, np.ndarray]]:
+        """Yield the numbers of each repetition in `block`, with its key and their places."""
+        if not self._stream.repeats or not len(block):
+            yield self.key, block, np.arange(0)
+            return
+        rounds, numbers = np.divmod(block, self._span)
+        for each in np.unique(rounds).tolist():
+            places = np.flatnonzero(rounds == each)
+            yield (*self.key, *self._stream.repetitions(each)), numbers[places], places
+
+    def close(self) -> None:
+        """Close the readers of all data sets."""
+        clean_up(self._close)
+
+    def _close(self) -> None:
+        for child in self._children:
+            child.close()
+
+
+def scattered(
+    num_examples: int, places: Sequence[np.ndarray | None], columns: Sequence[Any]
+) -> Any:
+    """Return one nest of columns, with each of `columns` at its places."""
+    flat = [nests.flatten(nest) for nest in columns]
+    by_leaf = zip(*(leaves for leaves, _ in flat), strict=True)
+    leaves = [_scattered(num_examples, places, each) for each in by_leaf]
+    return nests.unflatten(flat[0][1], leaves)
+
+
+def _scattered(
+    num_examples: int, places: Sequence[np.ndarray | None], columns: Sequence[np.ndarray]
+) -> np.ndarray:
+    shapes = {column.shape[1:] for column in columns}
+    is_ragged = len(shapes) > 1 or any(column.dtype == object for column in columns)
+    if not is_ragged:
+        dtype = np.result_type(*(column.dtype for column in columns))
+        output = np.empty((num_examples, *shapes.pop()), dtype)
+        for where, column in zip(places, columns, strict=True):
+            output[where] = column
+        return output
+    output = np.empty(num_examples, object)
+    for where, column in zip(places, columns, strict=True):
+        for place, row in zip(np.asarray(where).tolist(), column, strict=True):
+            output[place] = row
+    return output
+
+
+def position_layout(pipeline: Pipeline, key: PassKey) -> ChunkLayout | None:
+    """Return the chunks by position in `pipeline`; ``None`` where they do not matter."""
+    rows = pipeline.order.rows
+    layout = pipeline.source.layout_of(key) if rows is not None else None
+    return None if layout is None or rows is None else layout.of_range(rows)
+
+
+def position_borders(pipeline: Pipeline) -> np.ndarray:
+    """Return the positions in `pipeline` of the first elements of all files but the first."""
+    starts, order = pipeline.source.file_starts, pipeline.order
+    if not len(starts):
+        return starts
+    rows = order.rows
+    if rows is not None:
+        borders = np.unique(-((rows.start - starts) // rows.step))
+        return borders[(borders > 0) & (borders < len(rows))]
+    if order.length == ENDLESS or not pipeline.is_steady:
+        raise no_fixed_files(pipeline.calls)
+    items = order.at(np.arange(order.length), (0,), {})
+    return borders_between(np.searchsorted(starts, items % span_of(pipeline.source), "right"))
+
+
+def no_fixed_files(calls: str) -> ValueError:
+    """Return the error where it depends on the pass which elements are of one file."""
+    return ValueError(
+        f"{calls} has no fixed order of files, so windows within one file are not defined. Call "
+        "window before shuffle, repeat and sample, or with across_files=True."
+    )
+
+
+def borders_between(files: np.ndarray) -> np.ndarray:
+    """Return where the number of the file is another one than before."""
+    return np.flatnonzero(np.diff(files)) + 1
