@@ -31,6 +31,7 @@ from mpistrat.bench.data_peers import (
     read_mapped,
     record_reads,
 )
+from mpistrat.bench.data_windows import WINDOWS, WINDOWS_TABLE, measure_windows
 from mpistrat.bench.measure import Timings, take_turns
 from mpistrat.data import Dataset
 from mpistrat.hdf5 import h5py, plugin_libraries
@@ -131,11 +132,13 @@ def measure(choices: Choices) -> Findings:
             name: _first(strategy, path) for name, path in paths.items()
         }
         first = take_turns(firsts, collectives, choices.num_samples)
+        windows = measure_windows(strategy, folder, choices.num_examples, choices.num_samples)
     rows = [_row(name, lengths[name], choices.num_examples, timings) for name in calls]
     notes = [f"{each} is not installed, so it is left out." for each in _missing(calls)]
     starts: list[Row] = [{"what": name, **first.time("first_s", name)} for name in firsts]
     steps: list[Row] = [{"num_steps": _NUM_STEPS, "waiting": max(shares)}]
-    return Findings({RESULTS: rows, _STARTS: starts, _STEPS: steps}, tuple(notes))
+    results = {RESULTS: rows, _STARTS: starts, _STEPS: steps, WINDOWS: windows}
+    return Findings(results, tuple(notes))
 
 
 def _candidates(
@@ -256,6 +259,7 @@ BENCHMARK = Benchmark(
             _STEPS,
             "Steps on the shuffled gzip file, prefetch(2), the rank that waits longest",
         ),
+        WINDOWS_TABLE,
     ),
     (
         Bars(

@@ -233,7 +233,7 @@ def unshuffled_rows(pipeline: Pipeline) -> range | None:
 
 
 def _has_order(pipeline: Pipeline) -> bool:
-    """Return whether a pass has an order of its own, of rows that no shuffle chooses."""
+    """Return whether a pass has its own order, of rows that no shuffle chooses."""
     is_shuffled = any(isinstance(each, Shuffle) for each in pipeline.transformations)
     return permutes_rows(pipeline) and (is_shuffled or not pipeline.source.is_in_order)
 
@@ -270,7 +270,7 @@ def _united(spec: Any, other: Any) -> Any:
 
 
 def _fit_together(a: ArraySpec, b: ArraySpec) -> bool:
-    """Return whether dtypes are equal and shapes too, but for lengths that are open."""
+    """Return whether dtypes are equal, and shapes too, except for open lengths."""
     return (
         a.dtype == b.dtype
         and len(a.shape) == len(b.shape)

@@ -106,7 +106,7 @@ class Order:
         return self.found_at(positions, key, known)
 
     def found_at(self, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
-        """Return the items at `positions` of the pass `key`, of which all up to there are made."""
+        """Return the items at `positions` of the pass `key`, and make all before them."""
         depth = len(self.transformations)
         found = known.get((depth, key))
         count = int(positions.max(initial=-1)) + 1

@@ -40,7 +40,7 @@ class PassStream:
     repeats: tuple[int | None, ...] = ()
     """How often its items are repeated, the innermost repetition first; ``None`` for endlessly."""
     is_fixed: bool = False
-    """Whether what is made shall serve every pass, so that nothing may be random."""
+    """Whether what is made serves every pass, so that nothing may be random."""
 
     def generator(
         self, seed: int, map_number: int, number: int, repetitions: PassKey = ()

@@ -54,7 +54,7 @@ class Reordering(Transformation):
     def at(
         self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
     ) -> Block:
-        """Return the items at `positions` of the pass `key`, of which all are computed."""
+        """Return the items at `positions` of the pass `key`, and make all before them."""
         return upstream.then(self).found_at(positions, key, known)
 
 

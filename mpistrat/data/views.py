@@ -223,7 +223,7 @@ class Child:
         return self._order.at(positions, key, self._known)
 
     def expect(self, part: Part, key: PassKey) -> None:
-        """Note that the items of `part` are going to be read in the pass `key`."""
+        """Announce that the items of `part` are going to be read in the pass `key`."""
         if not self.lookahead_rows:
             return
         self._enter(key)
@@ -279,7 +279,7 @@ class ViewReader:
         self.lookahead_rows = max(min(wanted, default=0) // view.rows_per_example, bool(wanted))
 
     def expect(self, block: Block) -> None:
-        """Note that the examples `block` are going to be read, after those noted before."""
+        """Announce that the examples `block` are going to be read, after those noted before."""
         for key, numbers, _ in self._passes(block):
             for part in self._view.parts(numbers, key, self._children):
                 self._children[part.child].expect(part, key)

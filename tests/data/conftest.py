@@ -9,6 +9,7 @@ import pytest
 
 from mpistrat.arrays import Device
 from mpistrat.data.distributed import distribute
+from mpistrat.layout import Layout
 from tests.helpers import outside_mpiexec
 
 collect_ignore = outside_mpiexec(
@@ -30,6 +31,10 @@ class Group:
 
     rank: int
     size: int
+
+    @property
+    def layout(self):
+        return Layout(self.size, self.rank)
 
     def all_or_none(self, kind, name=None):
         return contextlib.nullcontext()
