@@ -107,7 +107,8 @@ def accumulator_dtype(wire: np.dtype) -> np.dtype:
 def named_dtype(name: str) -> np.dtype:
     """Return the dtype of a name, also of ml_dtypes and of structures, such as "[('a', '<i4')]"."""
     if name.startswith(("[", "{")):
-        return np.dtype(ast.literal_eval(name))
+        structure: np.dtype = np.dtype(ast.literal_eval(name))
+        return structure
     if name == "bfloat16" or name.startswith("float8_"):
         dtype: np.dtype = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
         return dtype
