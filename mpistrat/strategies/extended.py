@@ -34,6 +34,7 @@ from mpistrat.strategies.reductions import (
     local_components,
     reduce_pairs,
     reduce_to_host,
+    with_whole_values,
 )
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
@@ -162,6 +163,8 @@ class StrategyExtended(InputDistribution, ExtendedV1):
     def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
         context.require_cross_replica(self._container, "reduce")
+        if self._variable_partitioner is not None:
+            value = with_whole_values(reduce_op, value)
         with self._replicas.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
 
@@ -218,6 +221,8 @@ class StrategyExtended(InputDistribution, ExtendedV1):
     ) -> list[Any]:
         """Reduce each value of `pairs` to its destination; `kind` names the public method."""
         context.require_cross_replica(self._container, kind)
+        if self._variable_partitioner is not None:
+            pairs = [(with_whole_values(reduce_op, value), where) for value, where in pairs]
         with self._replicas.call(kind, options=options) as call:
             op = ReduceOp.parse(reduce_op)
             return reduce_pairs(call, op, list(pairs), self._container)

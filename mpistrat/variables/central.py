@@ -54,6 +54,11 @@ class CentralVariable(DividedElements, MirroredVariable, kind="central"):
         return Device("cpu")
 
     @property
+    def device(self) -> str:
+        """The full string of the device that holds it: the host of rank 0. Local."""
+        return self._target.device.on_task(0)
+
+    @property
     def _own_elements(self) -> range:
         return self._partition.ranges[self._collectives.rank]
 
