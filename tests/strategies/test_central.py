@@ -178,6 +178,56 @@ def test_scatters_are_those_of_mirrored_variables(central, strategy, rank):
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("aggregation", [A.SUM, A.ONLY_FIRST_REPLICA], ids=lambda a: a.name)
+def test_what_is_written_may_be_a_view_of_the_variable(central, size, aggregation):
+    """Each rank writes a part while others may still read what it was given."""
+    number = 60_001
+    whole = np.arange(float(number))
+    variable = make(central, whole, aggregation=aggregation)
+    rows = make(central, whole[:, None], aggregation=aggregation)
+    merged = size if aggregation is A.SUM else 1
+    for _ in range(5):
+        variable.assign(variable.value()[::-1])
+        assert np.array_equal(variable.value(), whole[::-1])
+        central.barrier()
+        central.run(lambda: variable.assign(variable.value()[::-1]))
+        assert np.array_equal(variable.value(), whole * merged)
+        central.barrier()
+        variable.assign(whole)
+        variable.assign_sub(variable.value()[::-1])
+        assert np.array_equal(variable.value(), whole - whole[::-1])
+        central.barrier()
+        variable.assign(whole)
+
+        def reverse():
+            return ms.IndexedSlices(rows.value()[::-1], np.arange(number))
+
+        rows.scatter_add(reverse())
+        assert (rows.value() == number - 1).all()
+        central.barrier()
+        rows.assign(whole[:, None])
+        central.run(lambda: rows.scatter_add(reverse()))
+        expected = whole + merged * whole[::-1]
+        assert np.array_equal(rows.value()[:, 0], expected)
+        central.barrier()
+        rows.assign(whole[:, None])
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">c16"])
+def test_foreign_byte_orders_become_native(central, rank, size, dtype):
+    given = np.arange(5).astype(dtype if rank == 0 else np.dtype(dtype).newbyteorder("="))
+
+    def zeros(partition_shape, partition_offset):
+        return np.zeros(partition_shape, dtype)
+
+    native = np.dtype(dtype).newbyteorder("=")
+    for variable in (make(central, given), make(central, zeros, shape=(5,), dtype=dtype)):
+        central.barrier()
+        assert variable.dtype == variable.value().dtype == native
+        variable.assign(np.arange(5).astype(dtype))
+        assert variable.numpy().tolist() == [0, 1, 2, 3, 4]
+
+
 def test_on_read_variables_stay_on_each_rank(central, rank, size):
     variable = make(central, 0.0, synchronization=ON_READ, aggregation=A.SUM)
     assert not variable.trainable

@@ -181,3 +181,21 @@ def test_ids_that_are_no_rows(table, ids):
 @pytest.mark.parametrize("dtype", ["i1", ">i4", "u2", ">u8"])
 def test_ids_of_any_kind_of_integer(table, dtype):
     assert table.lookup(np.array([[4], [0]], dtype)).tolist() == [[[8, 9]], [[0, 1]]]
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8"])
+def test_foreign_byte_orders_become_native(cutting, dtype):
+    native = np.dtype(dtype).newbyteorder("=")
+
+    def twos(partition_shape, partition_offset):
+        return np.full(partition_shape, 2, dtype)
+
+    with cutting.scope():
+        made = [
+            ms.Variable(np.full((2, 2), 2, dtype)),
+            ms.Variable(twos, shape=(2, 2), dtype=dtype),  # some ranks hold none
+        ]
+    for variable in made:
+        assert variable.dtype == variable.part.dtype == native
+        variable.assign_add(np.ones((2, 2), dtype))
+        assert variable.numpy().tolist() == [[3, 3], [3, 3]]
