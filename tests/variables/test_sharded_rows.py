@@ -199,3 +199,35 @@ def test_foreign_byte_orders_become_native(cutting, dtype):
         assert variable.dtype == variable.part.dtype == native
         variable.assign_add(np.ones((2, 2), dtype))
         assert variable.numpy().tolist() == [[3, 3], [3, 3]]
+
+
+def test_after_close_the_own_rows_can_be_read(strategy, shared_tmp_path):
+    owner = cutting_by(FixedShardsPartitioner(9))
+    with owner.scope():
+        table = ms.Variable(np.ones((5, 2)), name="table", aggregation=SUM)
+        adam = ms.optimizers.Adam(0.1)
+    gradient = np.ones((5, 2))
+    owner.run(adam.apply_gradients, args=([(gradient, table)],))
+    own = table.part.copy()
+    checkpoint = ms.Checkpoint(table=table)
+    owner.close()
+    assert np.array_equal(table.part, own)
+    assert "table" in repr(table)
+    refused = [
+        table.value,
+        table.numpy,
+        lambda: table[0],
+        lambda: table + 1,
+        lambda: table.lookup([0]),
+        lambda: table.assign(gradient),
+        lambda: table.scatter_add(ms.IndexedSlices(gradient, np.arange(5))),
+        lambda: adam.apply_gradients([(gradient, table)]),
+        lambda: checkpoint.write(shared_tmp_path / "closed.h5"),
+        lambda: checkpoint.write(shared_tmp_path / "closed.h5", parallel=True),
+    ]
+    for number, call in enumerate(refused):
+        with pytest.raises(RuntimeError, match=r"MPIStrategy(.|\n)*close\(\)"):
+            call()
+            pytest.fail(f"number {number} was not refused")
+    assert np.array_equal(table.part, own)
+    assert not hasattr(owner, "__enter__")  # scope() is the context manager
