@@ -21,11 +21,13 @@ __all__ = [
     "ArrayDigest",
     "check_digest",
     "digest_of_array",
+    "digest_of_page_digests",
     "digest_of_pages",
     "digest_of_text",
     "hasher_like",
     "is_digest",
     "is_paged",
+    "page_digests_of",
 ]
 
 PAGE_BYTES = 2**22
@@ -91,10 +93,7 @@ class PagedHash:
 
     def result(self) -> ArrayDigest:
         """Return the digest of all parts so far."""
-        if not self._pages:
-            return ArrayDigest(_WHOLE + self._page.hexdigest())
-        pages = b"".join([*self._pages, self._page.digest()])
-        return ArrayDigest(digest_of_pages(pages), pages.hex())
+        return digest_of_page_digests(b"".join([*self._pages, self._page.digest()]))
 
 
 class _Sha256:
@@ -132,6 +131,18 @@ def digest_of_text(text: bytes, like: str = "") -> str:
 def digest_of_pages(pages: bytes) -> str:
     """Return the digest of values from those of their pages, one after the other."""
     return _PAGED + xxhash.xxh3_128_hexdigest(pages)
+
+
+def digest_of_page_digests(pages: bytes) -> ArrayDigest:
+    """Return the digest of an array from those of all its pages, one after the other."""
+    if len(pages) == DIGEST_BYTES:
+        return ArrayDigest(_WHOLE + pages.hex())
+    return ArrayDigest(digest_of_pages(pages), pages.hex())
+
+
+def page_digests_of(digest: ArrayDigest) -> bytes:
+    """Return the digests of the pages of an array, one after the other."""
+    return bytes.fromhex(digest.pages or digest.text.removeprefix(_WHOLE))
 
 
 def is_digest(text: object) -> bool:
