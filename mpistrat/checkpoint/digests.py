@@ -15,11 +15,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import xxhash
 
+from mpistrat.system.text import rank_spans
+
 __all__ = [
     "DIGEST_BYTES",
     "PAGE_BYTES",
     "ArrayDigest",
     "check_digest",
+    "differing_pages",
     "digest_of_array",
     "digest_of_page_digests",
     "digest_of_pages",
@@ -153,6 +156,15 @@ def is_digest(text: object) -> bool:
 def is_paged(digest: str) -> bool:
     """Return whether a digest was taken over those of pages."""
     return digest.startswith(_PAGED)
+
+
+def differing_pages(found: ArrayDigest, stored: np.ndarray) -> str:
+    """Return the numbers of the pages whose digests differ, as text."""
+    differs = (found.page_digests() != stored).any(axis=1)
+    return ", ".join(
+        str(first) if first == last else f"{first}-{last}"
+        for first, last in rank_spans(np.flatnonzero(differs).tolist())
+    )
 
 
 def check_digest(found: str, stored: str) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints of sharded variables: one data set each, which any number of parts can take."""
 
+import json
 import os
 import shutil
 
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.checkpoint.digests import PAGE_BYTES
 from mpistrat.checkpoint.reader import open_checkpoint
+from mpistrat.cli import main
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.partitioners import FixedShardsPartitioner
 from mpistrat.variables.whole import BYTES_PER_PIECE
@@ -129,6 +132,53 @@ def test_damage_changes_no_row(owners, shared_tmp_path, strategy, rank, place):
         target.restore(path)
     assert not np.asarray(other.part).any()
     assert np.array_equal(table.part, rows_from(LARGE, (0, 0))[table.row_range])
+
+
+PAGES = (3 * PAGE_BYTES // 16 + 1, 4)
+"""Three pages of float32, and 16 bytes of a fourth."""
+
+
+@pytest.mark.parametrize("damaged", [[0], [2, 3], [0, 2, 3]], ids=str)
+def test_verify_names_the_pages_that_are_damaged(owners, shared_tmp_path, strategy, rank, damaged):
+    _, _, checkpoint = make(owners[-1], PAGES)
+    path = shared_tmp_path / "pages.h5"
+    checkpoint.write(path, parallel=True)
+    if rank == 0:
+        with h5py.File(path) as file:
+            offset = file["variables/table"].id.get_offset()
+            assert file["digests/table"].shape == (4, 16)
+        with open(path, "r+b") as file:
+            for page in damaged:
+                file.seek(offset + page * PAGE_BYTES + 5)
+                file.write(b"\xff\x00\xff")
+        numbers = {1: "0", 2: "2-3", 3: "0, 2-3"}[len(damaged)]
+        found = f"at table: {numbers} of 4 pages"
+        with open_checkpoint(path) as reader, pytest.raises(CheckpointCorruptError, match=found):
+            reader.verify()
+    strategy.barrier()
+
+
+def test_files_are_the_same_however_they_are_written(
+    owners, shared_tmp_path, strategy, rank, capsys
+):
+    names = []
+    for number, owner in enumerate(owners):
+        _, _, checkpoint = make(owner, PAGES)
+        for parallel in (False, True):
+            names.append(str(shared_tmp_path / f"{number}-{parallel}.h5"))
+            checkpoint.write(names[-1], parallel=parallel)
+    strategy.barrier()
+    if rank == 0:
+        inspected = []
+        for name in names:
+            assert main(["diff", names[0], name]) == 0
+            assert main(["verify", name]) == 0
+            capsys.readouterr()
+            assert main(["inspect", "--json", name]) == 0
+            inspected.append(json.loads(capsys.readouterr().out)["variables"])
+        assert inspected[0]["table"]["digest"].startswith("xxh3-128-4MiB:")
+        assert all(each == inspected[0] for each in inspected)
+    strategy.barrier()
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["serial", "parallel"])
