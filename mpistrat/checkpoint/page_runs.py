@@ -21,7 +21,7 @@ from mpistrat.checkpoint.digests import (
 from mpistrat.checkpoint.shards import Extent, Written, digests_in_file
 from mpistrat.sharding import ceil_div, cut, part_lengths
 
-__all__ = ["PageRun", "digests_of_runs", "join_runs", "runs_of_ranks"]
+__all__ = ["Digested", "PageRun", "digests_of_runs", "join_runs", "runs_of_ranks"]
 
 _PAGES_AT_ONCE = 16
 """What one thread reads, so that all have something to do."""
