@@ -30,6 +30,7 @@ _VALUES = struct.Struct("=4Q")
 
 _PART_BYTES = 2**28
 """The longest message, so that counts of any MPI library hold it."""
+_INT_MAX = 2**31 - 1
 
 _POLLS = 200
 """Polls in about 100 us, after which a waiting rank looks at limits and losses too."""
@@ -291,9 +292,33 @@ class MpiTransport:
     ) -> np.ndarray:
         """Send each rank its part of `buffer`, and return what comes. **Collective**."""
         received = np.empty(sum(incoming), buffer.dtype)
+        limit = min(_PART_BYTES, _INT_MAX // self.size) // max(buffer.itemsize, 1)
         with self.occupancy:
-            self.comm.Alltoallv(_as_parts(buffer, counts), _as_parts(received, incoming))
+            if max(*counts, *incoming) <= limit:
+                self.comm.Alltoallv(_as_parts(buffer, counts), _as_parts(received, incoming))
+            else:
+                self._exchange(_split(buffer, counts), _split(received, incoming), limit)
         return received
+
+    def _exchange(
+        self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray], limit: int
+    ) -> None:
+        """Send long parts one by one, as two ranks know of each, and short ones together."""
+        requests = [
+            move([_as_bytes(part), MPI.BYTE], rank)
+            for move, parts in ((self.comm.Irecv, received), (self.comm.Isend, sent))
+            for rank, whole in enumerate(parts)
+            if whole.size > limit
+            for part in in_parts(whole)
+        ]
+        short = [part[: part.size * (part.size <= limit)] for part in sent]
+        lengths = [part.size * (part.size <= limit) for part in received]
+        together = np.empty(sum(lengths), received[0].dtype)
+        outgoing = _as_parts(np.concatenate(short), [part.size for part in short])
+        self.comm.Alltoallv(outgoing, _as_parts(together, lengths))
+        for whole, length, part in zip(received, lengths, _split(together, lengths), strict=True):
+            whole[:length] = part
+        MPI.Request.Waitall(requests)
 
     def send(self, buffer: np.ndarray, rank: int) -> None:
         """Send `buffer` to `rank`, which calls `receive`."""
