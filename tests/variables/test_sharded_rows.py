@@ -7,6 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.partitioners import FixedShardsPartitioner, MinSizePartitioner
+from mpistrat.variables.routing import Partition
 from tests.helpers import as_bytes
 
 SUM = ms.VariableAggregation.SUM
@@ -231,3 +232,56 @@ def test_after_close_the_own_rows_can_be_read(strategy, shared_tmp_path):
             pytest.fail(f"number {number} was not refused")
     assert np.array_equal(table.part, own)
     assert not hasattr(owner, "__enter__")  # scope() is the context manager
+
+
+MANY = 2**31 + 5
+"""Rows, of which none has any bytes."""
+
+
+def test_more_rows_than_an_int_counts(cutting, size):
+    with cutting.scope():
+        table = ms.Variable(np.zeros((MANY, 0)), name="many", aggregation=SUM)
+    assert len(table) == MANY
+    assert table.row_ranges[-1].stop == MANY
+    ids = [MANY - 1, 0, 2**31, 2**31 - 1]
+    assert table.lookup(ids).shape == (4, 0)
+    assert table[MANY - 2 : MANY].shape == (2, 0)
+    assert table[-1].shape == (0,)
+    assert table.scatter_add(ms.IndexedSlices(np.zeros((4, 0)), ids)) is table
+    cutting.run(lambda: table.scatter_add(ms.IndexedSlices(np.zeros((4, 0)), ids)))
+    for row in (MANY, 2**32, -1):
+        with pytest.raises(IndexError, match=str(MANY)):
+            table.lookup([row])
+        with pytest.raises(IndexError, match=str(MANY)):
+            table.scatter_add(ms.IndexedSlices(np.zeros((1, 0)), [row]))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2**31 + 5, 2**40 + 1])
+@pytest.mark.parametrize("num_parts", [1, 3, 4])
+def test_owners_of_many_rows(num_rows, num_parts):
+    partition = Partition(num_rows, min(num_parts, num_rows), 5)
+    ids = np.unique([each.start for each in partition.ranges] + [num_rows - 1, num_rows // 2])
+    ids = ids[ids < num_rows]
+    for row, owner in zip(ids.tolist(), partition.owners(ids).tolist(), strict=True):
+        assert row in partition.ranges[owner]
+    assert sum(partition.counts(3)) == 3 * num_rows
+
+
+def test_a_table_of_no_rows(cutting, strategy, shared_tmp_path, rank):
+    made = []
+    for owner in (cutting, strategy):
+        with owner.scope():
+            table = ms.Variable(np.zeros((0, 3), "f4"), name="table", aggregation=SUM)
+            adam = ms.optimizers.Adam(0.1)
+        rows = ms.IndexedSlices(np.zeros((0, 3), "f4"), np.zeros(0, int))
+        owner.run(adam.apply_gradients, args=([(rows, table)],))
+        owner.run(table.scatter_add, args=(rows,))
+        table.assign(np.zeros((0, 3), "f4"))
+        assert table.lookup(np.zeros((2, 0), int)).shape == (2, 0, 3)
+        with pytest.raises(IndexError, match="0 rows"):
+            table.lookup([0])
+        made.append(ms.Checkpoint(table=table, adam=adam))
+    for parallel in (False, True):
+        path = made[0].write(shared_tmp_path / "none.h5", parallel=parallel)
+        for each in made:
+            each.restore(path).assert_consumed()
