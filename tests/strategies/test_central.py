@@ -12,6 +12,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.errors import ContextError, EpochMismatchError, LaunchError
 from mpistrat.sharding import part_lengths
+from mpistrat.testing import launch
 from tests.helpers import as_bytes, result_of, triangle
 
 A = ms.VariableAggregation
@@ -507,6 +508,61 @@ def test_memory_that_cannot_be_had(central, rank, size, monkeypatch):
         make(central, np.zeros(1000))
     monkeypatch.undo()
     assert make(central, np.zeros(1000)).size == 1000
+
+
+def test_more_memory_than_the_node_has(central, rank, size):
+    if size == 1:
+        pytest.skip("one rank needs no shared memory")
+    number = 2**44
+    with pytest.raises(ValueError, match=rf"128.0 TiB \({8 * number} bytes\).*MPIStrategy"):
+        make(central, np.broadcast_to(0.0, (number,)))
+    assert make(central, np.zeros(1000)).size == 1000
+
+
+LIMITED = """
+import resource
+import numpy as np
+import mpistrat as ms
+
+strategy = ms.CentralStorageStrategy(device="cpu")
+zeros = np.broadcast_to(0.0, (10_000_000,))
+
+def limit(kind, number):
+    if strategy.rank == {guilty}:
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (number, hard))
+
+def make():
+    with strategy.scope():
+        return ms.Variable(zeros, name="large")
+
+pages = int(open("/proc/self/statm").read().split()[0])
+for kind, number in (
+    (resource.RLIMIT_FSIZE, 1000),
+    (resource.RLIMIT_AS, pages * resource.getpagesize() + 40_000_000),
+    (resource.RLIMIT_NOFILE, 3),
+):
+    before, _ = resource.getrlimit(kind)
+    limit(kind, number)
+    try:
+        made = make()
+    except ValueError as error:
+        assert "80000000 bytes" in str(error), error
+    else:
+        # The rank that makes the file alone needs to be allowed so much of one.
+        assert kind == resource.RLIMIT_FSIZE and {guilty} != 0, kind
+        del made
+    limit(kind, before)
+    assert strategy.reduce("sum", 1) == strategy.size
+strategy.close()
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("guilty", [0, 2])
+def test_limits_of_one_process_are_errors_of_all(guilty):
+    done = launch.run(["-c", LIMITED.format(guilty=guilty)], 3, 60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_communicator_of_some_ranks(rank, size):
