@@ -163,8 +163,7 @@ class StrategyExtended(InputDistribution, ExtendedV1):
     def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
         context.require_cross_replica(self._container, "reduce")
-        if self._variable_partitioner is not None:
-            value = with_whole_values(reduce_op, value)
+        value = with_whole_values(reduce_op, value) if self._variable_partitioner else value
         with self._replicas.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
 
@@ -206,10 +205,7 @@ class StrategyExtended(InputDistribution, ExtendedV1):
         value_destination_pairs: Iterable[tuple[Any, Destination]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Do `reduce_to` for each (value, destinations) pair; small values travel together.
-
-        **Collective**: every rank makes the call.
-        """
+        """Do `reduce_to` for each (value, destinations) pair, small ones in one. **Collective**."""
         return self._reduce_pairs("batch_reduce_to", reduce_op, value_destination_pairs, options)
 
     def _reduce_pairs(
@@ -224,8 +220,7 @@ class StrategyExtended(InputDistribution, ExtendedV1):
         if self._variable_partitioner is not None:
             pairs = [(with_whole_values(reduce_op, value), where) for value, where in pairs]
         with self._replicas.call(kind, options=options) as call:
-            op = ReduceOp.parse(reduce_op)
-            return reduce_pairs(call, op, list(pairs), self._container)
+            return reduce_pairs(call, ReduceOp.parse(reduce_op), list(pairs), self._container)
 
     def update(
         self,

@@ -57,7 +57,7 @@ class CentralVariable(DividedElements, MirroredVariable, kind="central"):
     @property
     def device(self) -> str:
         """The full string of the device that holds it: the host of rank 0. Local."""
-        return self._target.device.on_task(0)
+        return str(self._target.device.on_task(0))
 
     @property
     def _own_elements(self) -> range:

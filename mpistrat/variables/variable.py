@@ -277,7 +277,8 @@ class Variable(ShownVariable, RowWrites, RowReads):
     @property
     def device(self) -> str:
         """The full string of the device that holds the local component. Local."""
-        return self._target.device.on_task(0 if self._strategy is None else self._strategy.rank)
+        task: int = 0 if self._strategy is None else self._strategy.rank
+        return str(self._target.device.on_task(task))
 
     @property
     def values(self) -> tuple[Array, ...]:
