@@ -71,6 +71,10 @@ class Device:
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
 
+    def on_task(self, task: int) -> str:
+        """Return the full device string of this device on rank `task`."""
+        return f"/job:worker/replica:0/task:{task}/device:{self.kind.upper()}:{self.index}"
+
     @staticmethod
     def parse(device: str) -> tuple[str, int | None]:
         """Return kind and number in the ``device=`` argument of a strategy, ``None`` for any."""

@@ -64,8 +64,8 @@ SURFACE = {
     ms.Mirrored: "",
     ms.IndexedSlices: "dense_shape indices values",
     ms.Variable: """
-        aggregation assign assign_add assign_sub batch_scatter_update dtype full_shape lookup name
-        ndim numpy part read_value row_range scatter_add scatter_div scatter_max scatter_min
+        aggregation assign assign_add assign_sub batch_scatter_update device dtype full_shape lookup
+        name ndim numpy part read_value row_range scatter_add scatter_div scatter_max scatter_min
         scatter_mul scatter_sub scatter_update shape size split_axis storage strategy
         synchronization trainable value values
     """,

@@ -15,17 +15,22 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import xxhash
 
+from mpistrat.system.text import rank_spans
+
 __all__ = [
     "DIGEST_BYTES",
     "PAGE_BYTES",
     "ArrayDigest",
     "check_digest",
+    "differing_pages",
     "digest_of_array",
+    "digest_of_page_digests",
     "digest_of_pages",
     "digest_of_text",
     "hasher_like",
     "is_digest",
     "is_paged",
+    "page_digests_of",
 ]
 
 PAGE_BYTES = 2**22
@@ -91,10 +96,7 @@ class PagedHash:
 
     def result(self) -> ArrayDigest:
         """Return the digest of all parts so far."""
-        if not self._pages:
-            return ArrayDigest(_WHOLE + self._page.hexdigest())
-        pages = b"".join([*self._pages, self._page.digest()])
-        return ArrayDigest(digest_of_pages(pages), pages.hex())
+        return digest_of_page_digests(b"".join([*self._pages, self._page.digest()]))
 
 
 class _Sha256:
@@ -134,6 +136,18 @@ def digest_of_pages(pages: bytes) -> str:
     return _PAGED + xxhash.xxh3_128_hexdigest(pages)
 
 
+def digest_of_page_digests(pages: bytes) -> ArrayDigest:
+    """Return the digest of an array from those of all its pages, one after the other."""
+    if len(pages) == DIGEST_BYTES:
+        return ArrayDigest(_WHOLE + pages.hex())
+    return ArrayDigest(digest_of_pages(pages), pages.hex())
+
+
+def page_digests_of(digest: ArrayDigest) -> bytes:
+    """Return the digests of the pages of an array, one after the other."""
+    return bytes.fromhex(digest.pages or digest.text.removeprefix(_WHOLE))
+
+
 def is_digest(text: object) -> bool:
     """Return whether `text` has the form of a digest."""
     return isinstance(text, str) and _FORMS.fullmatch(text) is not None
@@ -142,6 +156,15 @@ def is_digest(text: object) -> bool:
 def is_paged(digest: str) -> bool:
     """Return whether a digest was taken over those of pages."""
     return digest.startswith(_PAGED)
+
+
+def differing_pages(found: ArrayDigest, stored: np.ndarray) -> str:
+    """Return the numbers of the pages whose digests differ, as text."""
+    differs = (found.page_digests() != stored).any(axis=1)
+    return ", ".join(
+        str(first) if first == last else f"{first}-{last}"
+        for first, last in rank_spans(np.flatnonzero(differs).tolist())
+    )
 
 
 def check_digest(found: str, stored: str) -> None:

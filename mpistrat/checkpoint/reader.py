@@ -13,7 +13,9 @@ import numpy as np
 from mpistrat.checkpoint.digests import (
     DIGEST_BYTES,
     PAGE_BYTES,
+    ArrayDigest,
     check_digest,
+    differing_pages,
     digest_of_array,
     digest_of_pages,
     digest_of_text,
@@ -130,7 +132,7 @@ class CheckpointReader:
             offset = self.offset_of(name)
             if offset is not None:
                 read_at(self.handle, offset, values)
-                check_digest(digest_of_array(values, info.digest).text, info.digest)
+                self._check_values(name, digest_of_array(values, info.digest))
                 return values
         flat, begin = values.reshape(-1), 0
         for piece in self.read_pieces(name):
@@ -163,7 +165,18 @@ class CheckpointReader:
                 hasher.update(piece)
             yield piece.astype(info.dtype, copy=False)
         with naming_damage(self.path, name):
-            check_digest(hasher.result().text, info.digest)
+            self._check_values(name, hasher.result())
+
+    def _check_values(self, name: str, found: ArrayDigest) -> None:
+        """Raise ValueError unless values have the digest of the file; it names damaged pages."""
+        stored = self.variables[name].digest
+        if found.text != stored and found.pages and is_paged(stored):
+            pages = differing_pages(found, self._page_digests(name))
+            raise ValueError(
+                f"{pages} of {len(found.page_digests())} pages of {PAGE_BYTES} bytes, numbered "
+                "from 0, do not have the digests that were stored with them"
+            )
+        check_digest(found.text, stored)
 
     def read_part(self, name: str, offsets: Sequence[int], into: np.ndarray) -> None:
         """Fill `into` with the part of a variable that begins at `offsets`, unverified. Local."""
@@ -208,17 +221,23 @@ class CheckpointReader:
     def _verify_pages(self, name: str) -> None:
         """Check the digests of the pages of a variable against the digest of all of them."""
         with naming_damage(self.path, name):
-            dataset = h5py().Dataset(self._digests[name])
-            num_pages = -(-self.variables[name].size_bytes // PAGE_BYTES)
-            if dataset.shape != (num_pages, DIGEST_BYTES) or dataset.dtype != np.uint8:
-                raise ValueError(
-                    f"the digests of its pages should be uint8 of shape {(num_pages, DIGEST_BYTES)}"
-                    f", but are {dataset.dtype} of shape {dataset.shape}"
-                )
-            check_layout(dataset.id, 1, self.path.stat().st_size)
-            check_streams(dataset)
-            if digest_of_pages(dataset[()].tobytes()) != self.variables[name].digest:
-                raise ValueError("the digests of its pages are damaged")
+            self._page_digests(name)
+
+    def _page_digests(self, name: str) -> np.ndarray:
+        """Return the digests of the pages of a variable, or raise ValueError."""
+        dataset = h5py().Dataset(self._digests[name])
+        num_pages = -(-self.variables[name].size_bytes // PAGE_BYTES)
+        if dataset.shape != (num_pages, DIGEST_BYTES) or dataset.dtype != np.uint8:
+            raise ValueError(
+                f"the digests of its pages should be uint8 of shape {(num_pages, DIGEST_BYTES)}"
+                f", but are {dataset.dtype} of shape {dataset.shape}"
+            )
+        check_layout(dataset.id, 1, self.path.stat().st_size)
+        check_streams(dataset)
+        digests: np.ndarray = dataset[()]
+        if digest_of_pages(digests.tobytes()) != self.variables[name].digest:
+            raise ValueError("the digests of its pages are damaged")
+        return digests
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Parallel writing of sharded tensors: each rank writes its own shards to one file.
 
 Rank 0 makes room for the whole of each tensor. Once all shards are there, each rank reads some of
-the tensors through, for their digests: no rank has all elements of one.
+the pages, for their digests: no rank has all elements of a tensor.
 """
 
 from __future__ import annotations
@@ -11,9 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from mpistrat.checkpoint.page_runs import (
+    Digested,
+    PageRun,
+    digests_of_runs,
+    join_runs,
+    runs_of_ranks,
+)
 from mpistrat.checkpoint.ranks import divide_work, this_worker
 from mpistrat.checkpoint.root_file import RootFile
-from mpistrat.checkpoint.shards import Room, Written, digests_in_file, sign, write_box
+from mpistrat.checkpoint.shards import Room, Written, sign, write_box
 from mpistrat.checkpoint.writer import CheckpointWriter, Item, explaining
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
@@ -61,10 +68,9 @@ class ShardedWriting:
             lambda: self._write_shards(room, names, is_spread), what, self._path
         )
         sizes = {name: each.num_bytes for name, each in room.extents.items()}
-        work = divide_work(sizes, workers, collectives.rank)
-        found = collectives.on_all(
-            lambda: self._digest(room, work.own, work.num_threads), what, self._path
-        )
+        runs = runs_of_ranks(sizes, collectives.size)[collectives.rank]
+        num_threads = divide_work({}, workers, collectives.rank).num_threads
+        found = collectives.on_all(lambda: self._digest(room, runs, num_threads), what, self._path)
         self._file.attempt_with(lambda writer: self._sign(writer, written, found))
 
     def _reserve(self, writer: CheckpointWriter) -> None:
@@ -99,12 +105,11 @@ class ShardedWriting:
             os.close(handle)
         return written
 
-    def _digest(self, room: Room, names: Iterable[str], num_threads: int) -> dict[str, Written]:
+    def _digest(self, room: Room, runs: Iterable[PageRun], num_threads: int) -> list[Digested]:
         handle = self._open(room, os.O_RDONLY)
         try:
             with explaining(self._path):
-                extents = {name: room.extents[name] for name in names}
-                return digests_in_file(handle, extents, num_threads)
+                return digests_of_runs(handle, room.extents, runs, num_threads)
         finally:
             os.close(handle)
 
@@ -112,11 +117,11 @@ class ShardedWriting:
         self,
         writer: CheckpointWriter,
         written: Iterable[Mapping[str, list[list[Any]]]],
-        found: Iterable[Mapping[str, list[Any]]],
+        found: Iterable[Iterable[list[Any]]],
     ) -> None:
         parts: dict[str, list[Written]] = {name: [] for name in self._items}
         for of_rank in written:
             for name, own in of_rank.items():
                 parts[name] += [Written(*each) for each in own]
-        whole = {name: Written(*each) for of_rank in found for name, each in of_rank.items()}
-        sign(writer, self._path, parts, whole)
+        runs = [(name, first, Written(*each)) for rank in found for name, first, each in rank]
+        sign(writer, self._path, parts, join_runs(runs))

@@ -7,10 +7,10 @@ import itertools
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -101,13 +101,15 @@ def _parity(data: np.ndarray, item_bytes: int) -> int:
 
 _BYTES_AT_ONCE = 2**20
 
+Name = TypeVar("Name", bound=Hashable)
+
 
 def digests_in_file(
     handle: int,
-    extents: Mapping[str, Extent],
+    extents: Mapping[Name, Extent],
     num_threads: int,
-    stored: Mapping[str, str] | None = None,
-) -> dict[str, Written]:
+    stored: Mapping[Name, str] | None = None,
+) -> dict[Name, Written]:
     """Read arrays through, each in one thread and in little memory, and return what they are.
 
     Their digests are of the kinds of those that are `stored` with them.

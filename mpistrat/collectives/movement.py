@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arguments import as_bool, as_integer
-from mpistrat.arrays import Array, host_copy, host_view, native
+from mpistrat.arrays import Array, host_copy, host_view, is_number, native
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.prepared import dtype_name
 from mpistrat.comm.pack_plan import GatherPlan
 from mpistrat.comm.packing import placed_like
+from mpistrat.comm.wire import is_floating, named_dtype
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import part_lengths
 
@@ -54,6 +55,22 @@ def _check_sendable(kind: str, arrays: Sequence[Array]) -> None:
     for array in arrays:
         if array.dtype.hasobject:
             raise TypeError(f"{kind}: an array of dtype object cannot be sent.")
+
+
+def _check_from_root(kind: str, arrays: Sequence[Array]) -> None:
+    """Refuse what ranks that give nothing cannot make room for."""
+    _check_sendable(kind, arrays)
+    for array in arrays:
+        dtype = np.dtype(array.dtype)
+        try:
+            there = np.empty(0, named_dtype(dtype_name(dtype))).dtype
+        except (TypeError, ValueError, SyntaxError):
+            there = None
+        if there != dtype.newbyteorder("="):
+            raise TypeError(
+                f"{kind}: an array of dtype {dtype} cannot be sent, as its dtype has no name by "
+                "which other ranks find it. Send its fields, or its bytes as array.view(np.uint8)."
+            )
 
 
 def axis_of(call: CollectiveCall, name: str, axis: int, array: Array) -> int:
@@ -202,7 +219,7 @@ class Broadcast(Move):
 
     def check(self, call: CollectiveCall, arrays: Sequence[Array]) -> None:
         """Refuse what cannot be moved, before the ranks agree."""
-        _check_sendable(call.kind, arrays)
+        _check_from_root(call.kind, arrays)
 
     def forward(
         self, call: CollectiveCall, arrays: Sequence[Array], structure: object
@@ -243,7 +260,7 @@ class Scatter(Move):
 
     def check(self, call: CollectiveCall, arrays: Sequence[Array]) -> None:
         """Refuse what cannot be moved, before the ranks agree."""
-        _check_sendable(call.kind, arrays)
+        _check_from_root(call.kind, arrays)
         for array in arrays:
             axis_of(call, "axis", 0, array)
 
@@ -291,19 +308,20 @@ class Shift(Move):
     @classmethod
     def parse(cls, offset: Any, periodic: Any, fill: Any) -> Shift:
         """Return it for arguments as users give them."""
-        if np.ndim(fill) != 0 or np.asarray(fill).dtype.hasobject:
+        if np.ndim(fill) != 0 or not is_number(fill if np.isscalar(fill) else np.asarray(fill)[()]):
             raise TypeError(f"shift: fill must be a number, not {fill!r}.")
         is_periodic = as_bool("shift: periodic", periodic)
-        return cls(as_integer("shift: offset", offset), is_periodic, np.asarray(fill)[()])
+        return cls(as_integer("shift: offset", offset), is_periodic, fill)
 
     def forward(
         self, call: CollectiveCall, arrays: Sequence[Array], structure: object
     ) -> list[Array]:
         """Move whole arrays, or fill them where none comes. **Collective**."""
         _check_sendable(call.kind, arrays)
-        fills = [np.full((), self.fill).astype(array.dtype.newbyteorder("=")) for array in arrays]
+        fills = [_filling(self.fill, array.dtype.newbyteorder("=")) for array in arrays]
+        shown = " and ".join(dict.fromkeys(map(str, fills)))
         call.agree(
-            f"offset {self.offset}, periodic {self.is_periodic}, fill {self.fill!r}",
+            f"offset {self.offset}, periodic {self.is_periodic}, fill {shown}",
             described(arrays),
             structure,
         )
@@ -329,3 +347,21 @@ class Shift(Move):
     ) -> list[np.ndarray]:
         """Shift the gradients back; nothing comes from beyond the ends. **Collective**."""
         return Shift(-self.offset, self.is_periodic, 0).forward(call, gradients, "gradient")
+
+
+def _filling(fill: Any, dtype: np.dtype) -> np.ndarray:
+    """Return the number `fill` as an array of `dtype`, which must have it."""
+    made = np.zeros((), dtype)
+    if not (dtype.kind in "biufc" or is_floating(dtype)):
+        fits = fill == 0
+    else:
+        try:
+            with np.errstate(all="ignore"):
+                made[...] = fill
+            # Floats round what they cannot hold, integers would wrap.
+            fits = dtype.kind not in "biu" or bool(made == fill)
+        except (TypeError, ValueError, OverflowError):
+            fits = False
+    if not fits:
+        raise ValueError(f"shift: fill {fill!r} is no value of the dtype {dtype} of the array.")
+    return made

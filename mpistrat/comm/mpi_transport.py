@@ -291,9 +291,29 @@ class MpiTransport:
     ) -> np.ndarray:
         """Send each rank its part of `buffer`, and return what comes. **Collective**."""
         received = np.empty(sum(incoming), buffer.dtype)
+        limit = min(_PART_BYTES, (2**31 - 1) // self.size) // max(buffer.itemsize, 1)
         with self.occupancy:
-            self.comm.Alltoallv(_as_parts(buffer, counts), _as_parts(received, incoming))
+            if max(*counts, *incoming) > limit:
+                self._exchange(_split(buffer, counts), _split(received, incoming), limit)
+            else:
+                self.comm.Alltoallv(_as_parts(buffer, counts), _as_parts(received, incoming))
         return received
+
+    def _exchange(self, sent: list[np.ndarray], received: list[np.ndarray], limit: int) -> None:
+        """Send long parts one by one, as two ranks know of each, and short ones together."""
+        requests = []
+        for move, parts in ((self.comm.Irecv, received), (self.comm.Isend, sent)):
+            for rank, whole in enumerate(parts):
+                long = in_parts(whole) if whole.size > limit else []
+                requests += [move([_as_bytes(part), MPI.BYTE], rank) for part in long]
+        short = [part for part in sent if part.size <= limit] or [sent[0][:0]]
+        counts = [part.size * (part.size <= limit) for part in sent]
+        lengths = [part.size * (part.size <= limit) for part in received]
+        together = np.empty(sum(lengths), received[0].dtype)
+        self.comm.Alltoallv(_as_parts(np.concatenate(short), counts), _as_parts(together, lengths))
+        for whole, part in zip(received, _split(together, lengths), strict=True):
+            whole[: part.size] = part
+        MPI.Request.Waitall(requests)
 
     def send(self, buffer: np.ndarray, rank: int) -> None:
         """Send `buffer` to `rank`, which calls `receive`."""
@@ -370,15 +390,11 @@ def _split(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
 
 def in_parts(buffer: np.ndarray) -> list[np.ndarray]:
     """Return views of `buffer`, in C order, equal for arrays of equal dtype and size."""
-    if buffer.nbytes <= _PART_BYTES:
-        return [buffer]
-    return pieces(buffer, _PART_BYTES)
+    return [buffer] if buffer.nbytes <= _PART_BYTES else pieces(buffer, _PART_BYTES)
 
 
 def plan_windows(counts: Sequence[int], itemsize: int) -> list[tuple[int, list[int]]]:
     """Return, for each message of a gather, where each part starts and the lengths by rank."""
     length = max(_PART_BYTES // itemsize // len(counts), 1)
-    return [
-        (start, [min(max(count - start, 0), length) for count in counts])
-        for start in range(0, max(counts), length)
-    ]
+    starts = range(0, max(counts), length)
+    return [(start, [min(max(each - start, 0), length) for each in counts]) for start in starts]

@@ -25,8 +25,9 @@ def share_memory_file(comm: MPI.Comm, num_bytes: int) -> np.ndarray | None:
     """
     made = None
     if comm.rank == 0:
-        with contextlib.suppress(OSError, AttributeError):  # Linux has memfd_create
-            made = _MemoryFile.new(max(num_bytes, _TOKEN_BYTES))
+        with contextlib.suppress(OSError, AttributeError, KeyError):  # Linux has memfd_create
+            if num_bytes <= _free_bytes():  # else a rank would be killed where it writes to it
+                made = _MemoryFile.new(max(num_bytes, _TOKEN_BYTES))
     # Another rank may see another /proc, as in a container: the token proves the file.
     place: tuple[str, bytes] | None = comm.bcast(made and (made.path, made.token))
     memory = None
@@ -41,6 +42,13 @@ def share_memory_file(comm: MPI.Comm, num_bytes: int) -> np.ndarray | None:
     memory[:_TOKEN_BYTES] = 0
     comm.Barrier()
     return memory[:num_bytes]
+
+
+def _free_bytes() -> int:
+    """Return how much memory the node can still give, as Linux estimates it."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return sum(int(fields[name].split()[0]) for name in ("MemAvailable", "SwapFree")) * 1024
 
 
 class _MemoryFile:

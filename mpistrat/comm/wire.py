@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 from collections.abc import Iterator
@@ -104,7 +105,10 @@ def accumulator_dtype(wire: np.dtype) -> np.dtype:
 
 
 def named_dtype(name: str) -> np.dtype:
-    """Return the dtype of a name, which may be ``"bfloat16"`` or that of a float of 8 bits."""
+    """Return the dtype of a name, also of ml_dtypes and of structures, such as "[('a', '<i4')]"."""
+    if name.startswith(("[", "{")):
+        structure: np.dtype = np.dtype(ast.literal_eval(name))
+        return structure
     if name == "bfloat16" or name.startswith("float8_"):
         dtype: np.dtype = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
         return dtype

@@ -15,6 +15,7 @@ from mpistrat.strategies.one_replica import (
     default_replica_context,
     default_strategy,
 )
+from mpistrat.strategies.parameter_server_v1 import ParameterServerStrategyV1
 from mpistrat.strategies.strategy import Strategy
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "MPIStrategy",
     "MultiStepContext",
     "OneDeviceStrategy",
+    "ParameterServerStrategyV1",
     "Strategy",
     "StrategyExtended",
     "experimental_set_strategy",

@@ -34,6 +34,7 @@ from mpistrat.strategies.reductions import (
     local_components,
     reduce_pairs,
     reduce_to_host,
+    with_whole_values,
 )
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
@@ -162,6 +163,7 @@ class StrategyExtended(InputDistribution, ExtendedV1):
     def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
         context.require_cross_replica(self._container, "reduce")
+        value = with_whole_values(reduce_op, value) if self._variable_partitioner else value
         with self._replicas.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
 
@@ -203,10 +205,7 @@ class StrategyExtended(InputDistribution, ExtendedV1):
         value_destination_pairs: Iterable[tuple[Any, Destination]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Do `reduce_to` for each (value, destinations) pair; small values travel together.
-
-        **Collective**: every rank makes the call.
-        """
+        """Do `reduce_to` for each (value, destinations) pair, small ones in one. **Collective**."""
         return self._reduce_pairs("batch_reduce_to", reduce_op, value_destination_pairs, options)
 
     def _reduce_pairs(
@@ -218,9 +217,10 @@ class StrategyExtended(InputDistribution, ExtendedV1):
     ) -> list[Any]:
         """Reduce each value of `pairs` to its destination; `kind` names the public method."""
         context.require_cross_replica(self._container, kind)
+        if self._variable_partitioner is not None:
+            pairs = [(with_whole_values(reduce_op, value), where) for value, where in pairs]
         with self._replicas.call(kind, options=options) as call:
-            op = ReduceOp.parse(reduce_op)
-            return reduce_pairs(call, op, list(pairs), self._container)
+            return reduce_pairs(call, ReduceOp.parse(reduce_op), list(pairs), self._container)
 
     def update(
         self,

@@ -16,9 +16,9 @@ from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.nested import all_reduce_nest, leaf_arrays, reduce_over_axes
 from mpistrat.comm.wire import result_dtype, wire_dtype
 from mpistrat.layout import Layout
-from mpistrat.options import ReduceOp
+from mpistrat.options import ReduceOp, ReduceOpLike
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, localize, mirror
-from mpistrat.variables import MirroredVariable, Variable
+from mpistrat.variables import MirroredVariable, ShardedVariable, Variable
 
 __all__ = [
     "Destination",
@@ -28,6 +28,7 @@ __all__ = [
     "parse_place",
     "reduce_pairs",
     "reduce_to_host",
+    "with_whole_values",
 ]
 
 Destination: TypeAlias = "Variable | DistributedValues[Any] | Array | str"
@@ -71,7 +72,7 @@ def parse_place(text: str, num_tasks: int) -> Place:
 
 def format_device(task: int, kind: str, index: int) -> str:
     """Return the full device string of a device on rank `task`."""
-    return f"/job:worker/replica:0/task:{task}/device:{kind.upper()}:{index}"
+    return Device(kind, index).on_task(task)
 
 
 def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> Place | None:
@@ -138,7 +139,7 @@ class _Components:
         self.mirrored: dict[int, Any] = {}
         kept: list[Any] = []
         for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Mirrored | MirroredVariable):
+            if isinstance(leaf, Mirrored | MirroredVariable | ShardedVariable):
                 _check_mirrored(kind, op, leaf)
                 (component,) = leaf.values
                 is_view = isinstance(leaf, Variable)
@@ -156,6 +157,15 @@ class _Components:
         return nests.unflatten(self._structure, leaves)
 
 
+def with_whole_values(reduce_op: ReduceOpLike, value: Any) -> Any:
+    """Return `value` with all rows of each sharded variable, where these count. **Collective**."""
+    if str(getattr(reduce_op, "name", reduce_op)).upper() not in ("MEAN", "MIN", "MAX"):
+        return value  # it is refused, before a row moves
+    return nests.map_nest(
+        lambda leaf: Mirrored(leaf.value()) if isinstance(leaf, ShardedVariable) else leaf, value
+    )
+
+
 def local_components(value: Any) -> Any:
     """Return `value` with this rank's component of each variable and distributed value."""
     return nests.map_nest(_local_component, localize(value))
@@ -171,7 +181,8 @@ def _opened(leaf: Any) -> Any:
 
 
 def _local_component(leaf: Any) -> Any:
-    return leaf.values[0] if isinstance(leaf, Variable) else leaf
+    is_whole = isinstance(leaf, Variable) and not isinstance(leaf, ShardedVariable)
+    return leaf.values[0] if is_whole else leaf
 
 
 def _check_mirrored(kind: str, op: ReduceOp, value: Any) -> None:

@@ -12,6 +12,7 @@ from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.prepared import dtype_name
 from mpistrat.comm.node_file import share_memory_file
 from mpistrat.system.text import readable_size
+from mpistrat.values import IndexedSlices
 from mpistrat.variables.divided import DividedElements
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.kinds import MirroredVariable
@@ -52,6 +53,11 @@ class CentralVariable(DividedElements, MirroredVariable, kind="central"):
 
     def _home(self, collectives: Collectives) -> Device:
         return Device("cpu")
+
+    @property
+    def device(self) -> str:
+        """The full string of the device that holds it: the host of rank 0. Local."""
+        return str(self._target.device.on_task(0))
 
     @property
     def _own_elements(self) -> range:
@@ -105,6 +111,13 @@ class CentralVariable(DividedElements, MirroredVariable, kind="central"):
 
     def _set_stage(self, memory: list[np.ndarray]) -> None:
         self._stage = [of_rank.view(self.dtype) for of_rank in memory]
+
+    def _apart(self, value: Any) -> Any:
+        """Return a checked `value`, copied if it is in the memory that the ranks are to write."""
+        if isinstance(value, IndexedSlices):
+            return IndexedSlices(self._apart(value.values), self._apart(value.indices))
+        is_ours = isinstance(value, np.ndarray) and np.may_share_memory(value, self._storage)
+        return value.copy() if is_ours else value
 
     def _merge(self, call: CollectiveCall, write: Write, value: Any) -> Any:
         return self._own(super()._merge(call, write, value))

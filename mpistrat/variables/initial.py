@@ -134,7 +134,8 @@ class InitialValue:
     @property
     def dtype(self) -> np.dtype:
         """What the program says."""
-        return np.dtype(self._dtype)
+        dtype: np.dtype = np.dtype(self._dtype).newbyteorder("=")
+        return dtype
 
     @property
     def is_made_in_parts(self) -> bool:

@@ -51,8 +51,9 @@ class WrittenTogether(Variable):
                     "strategy.run? Write inside of it, or reduce the value first."
                 )
             checked = write.checked(self._target, value)
+            own = self._apart(self._own(checked))
             call.agree("one value", write.signature(checked))
-        return self._own(checked)
+        return own
 
     def _merged(self, write: Write, value: Any) -> Any:
         with self.strategy.extended._replicas.call(f"Variable.{write.how}", self.name) as call:
@@ -63,7 +64,11 @@ class WrittenTogether(Variable):
                     "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or write in "
                     "cross-replica context (merge_call)."
                 )
-            return self._merge(call, write, write.checked(self._target, value))
+            return self._merge(call, write, self._apart(write.checked(self._target, value)))
+
+    def _apart(self, value: Any) -> Any:
+        """Return a checked `value` in memory that no other rank writes to."""
+        return value
 
     @property
     def _collectives(self) -> Collectives:

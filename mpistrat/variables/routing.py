@@ -60,7 +60,9 @@ class _Journey:
         owners, size = partition.owners(rows), partition.num_ranks
         counts = np.bincount(owners, minlength=size)
         incoming = call.channel.transport.all_to_all(counts, [1] * size, [1] * size)
-        return cls(np.argsort(owners, kind="stable"), counts.tolist(), incoming.tolist())
+        # NumPy sorts small integers by their digits, in less than half of the time.
+        keys = owners.astype(np.uint16) if size <= 2**16 else owners
+        return cls(np.argsort(keys, kind="stable"), counts.tolist(), incoming.tolist())
 
     def to_owners(self, call: CollectiveCall, values: np.ndarray) -> np.ndarray:
         """Send each of `values`, sorted, to its owner; return what comes. **Collective**."""
@@ -94,11 +96,13 @@ def fetch_rows(
     with call.moving():
         journey = _Journey.plan(call, partition, rows)
         asked = journey.to_owners(call, rows[journey.order])
-        places = namespace_of(own).asarray(asked - partition.ranges[call.channel.rank].start)
-        answers = journey.from_owners(call, native(host_view(own[places])))
-        found = np.empty_like(answers)
-        found[journey.order] = answers
-    return found
+        xp = namespace_of(own)
+        places = xp.asarray(asked - partition.ranges[call.channel.rank].start)
+        # take is faster than an index.
+        answers = journey.from_owners(call, native(host_view(xp.take(own, places, axis=0))))
+        inverse = np.empty_like(journey.order)
+        inverse[journey.order] = np.arange(inverse.size)
+        return np.take(answers, inverse, axis=0)
 
 
 def send_rows(

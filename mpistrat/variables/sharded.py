@@ -65,6 +65,18 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
     _adjective = "sharded"
     _partition: Partition
 
+    def __new__(cls, initial_value: Any = None, *args: Any, **kwargs: Any) -> ShardedVariable:
+        """Refuse to make one by hand."""
+        if not isinstance(initial_value, InitialValue):
+            raise TypeError(
+                "A ShardedVariable is made by ms.Variable(...), in the scope of a strategy whose "
+                "variable_partitioner wants several parts. Parts that are there already are made "
+                "one by an initial value that takes partition_shape and partition_offset."
+            )
+        self = super().__new__(cls, initial_value, *args, **kwargs)
+        assert isinstance(self, ShardedVariable)
+        return self
+
     def _begin(
         self, call: CollectiveCall, initial: InitialValue
     ) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -102,9 +114,8 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The rank and the kind of device of each part. Local."""
-        kind = self._target.device.kind
-        return tuple(f"rank {rank}, {kind}" for rank in range(self._partition.num_parts))
+        """The full device string of each part, as of `device`. Local."""
+        return tuple(map(self._target.device.on_task, range(self._partition.num_parts)))
 
     def lookup(self, ids: npt.ArrayLike) -> Array:
         """Return rows by their numbers, in new memory on the device.
@@ -154,6 +165,12 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
     def numpy(self) -> npt.NDArray[Any]:
         """Return all rows in host memory. **Collective**."""
         return self._gathered()
+
+    def _why_no_array(self, what: str) -> str:
+        return (
+            f"{what}: the rows of the sharded variable {self.name!r} lie on several ranks. Give "
+            "value(), which brings all of them to every rank, or part, which has those of this one."
+        )
 
     def _gathered(self) -> np.ndarray:
         with self._collectives.call("value of sharded variable", self.name) as call:

@@ -261,10 +261,7 @@ class Variable(ShownVariable, RowWrites, RowReads):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When the components are brought together. Local.
-
-        ON_WRITE or ON_READ; AUTO for a plain variable that was made with it.
-        """
+        """When components meet: ON_WRITE or ON_READ; AUTO for a plain one made with it. Local."""
         return self._synchronization
 
     @property
@@ -276,6 +273,12 @@ class Variable(ShownVariable, RowWrites, RowReads):
     def strategy(self) -> Any:
         """The strategy whose scope it was made in, ``None`` outside every scope. Local."""
         return self._strategy
+
+    @property
+    def device(self) -> str:
+        """The full string of the device that holds the local component. Local."""
+        task: int = 0 if self._strategy is None else self._strategy.rank
+        return str(self._target.device.on_task(task))
 
     @property
     def values(self) -> tuple[Array, ...]:

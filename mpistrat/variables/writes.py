@@ -63,7 +63,7 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
             f"The variable {name!r} cannot hold a value of dtype {array.dtype}: "
             "give an array of bools, integers, floats or complex numbers."
         )
-    return array
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _array_of_tensor(tensor: Any) -> np.ndarray:

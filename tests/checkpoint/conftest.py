@@ -9,6 +9,7 @@ collect_ignore = outside_mpiexec(
     "test_json_text.py",
     "test_manager.py",
     "test_object_graph.py",
+    "test_page_runs.py",
     "test_restore.py",
     "test_security.py",
     "test_share_out.py",

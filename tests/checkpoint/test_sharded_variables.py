@@ -1,5 +1,6 @@
 """Checkpoints of sharded variables: one data set each, which any number of parts can take."""
 
+import json
 import os
 import shutil
 
@@ -8,9 +9,12 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.checkpoint.digests import PAGE_BYTES
 from mpistrat.checkpoint.reader import open_checkpoint
+from mpistrat.cli import main
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.partitioners import FixedShardsPartitioner
+from mpistrat.testing import launch
 from mpistrat.variables.whole import BYTES_PER_PIECE
 from tests.helpers import as_bytes
 
@@ -131,6 +135,53 @@ def test_damage_changes_no_row(owners, shared_tmp_path, strategy, rank, place):
     assert np.array_equal(table.part, rows_from(LARGE, (0, 0))[table.row_range])
 
 
+PAGES = (3 * PAGE_BYTES // 16 + 1, 4)
+"""Three pages of float32, and 16 bytes of a fourth."""
+
+
+@pytest.mark.parametrize("damaged", [[0], [2, 3], [0, 2, 3]], ids=str)
+def test_verify_names_the_pages_that_are_damaged(owners, shared_tmp_path, strategy, rank, damaged):
+    _, _, checkpoint = make(owners[-1], PAGES)
+    path = shared_tmp_path / "pages.h5"
+    checkpoint.write(path, parallel=True)
+    if rank == 0:
+        with h5py.File(path) as file:
+            offset = file["variables/table"].id.get_offset()
+            assert file["digests/table"].shape == (4, 16)
+        with open(path, "r+b") as file:
+            for page in damaged:
+                file.seek(offset + page * PAGE_BYTES + 5)
+                file.write(b"\xff\x00\xff")
+        numbers = {1: "0", 2: "2-3", 3: "0, 2-3"}[len(damaged)]
+        found = f"at table: {numbers} of 4 pages"
+        with open_checkpoint(path) as reader, pytest.raises(CheckpointCorruptError, match=found):
+            reader.verify()
+    strategy.barrier()
+
+
+def test_files_are_the_same_however_they_are_written(
+    owners, shared_tmp_path, strategy, rank, capsys
+):
+    names = []
+    for number, owner in enumerate(owners):
+        _, _, checkpoint = make(owner, PAGES)
+        for parallel in (False, True):
+            names.append(str(shared_tmp_path / f"{number}-{parallel}.h5"))
+            checkpoint.write(names[-1], parallel=parallel)
+    strategy.barrier()
+    if rank == 0:
+        inspected = []
+        for name in names:
+            assert main(["diff", names[0], name]) == 0
+            assert main(["verify", name]) == 0
+            capsys.readouterr()
+            assert main(["inspect", "--json", name]) == 0
+            inspected.append(json.loads(capsys.readouterr().out)["variables"])
+        assert inspected[0]["table"]["digest"].startswith("xxh3-128-4MiB:")
+        assert all(each == inspected[0] for each in inspected)
+    strategy.barrier()
+
+
 @pytest.mark.parametrize("parallel", [False, True], ids=["serial", "parallel"])
 def test_a_full_disk_leaves_what_was_there(owners, shared_tmp_path, monkeypatch, rank, parallel):
     table, _, checkpoint = make(owners[-1], LARGE)
@@ -155,3 +206,67 @@ def test_a_full_disk_leaves_what_was_there(owners, shared_tmp_path, monkeypatch,
     assert [each for each in os.listdir(shared_tmp_path) if each != "full.h5"] == []
     checkpoint.write(path, parallel=parallel)
     shutil.copy(path, shared_tmp_path / f"copy{rank}.h5")
+
+
+def test_a_disk_that_is_full_for_one_rank_alone(owners, shared_tmp_path, monkeypatch, rank, size):
+    table, _, checkpoint = make(owners[-1], PAGES)
+    path = shared_tmp_path / "full.h5"
+    checkpoint.write(path, parallel=True)
+    before = path.read_bytes()
+    table.assign(np.zeros(PAGES, np.float32), read_value=False)
+    calls, pwrite = [], os.pwrite
+
+    def full(handle, data, offset):
+        calls.append(offset)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return pwrite(handle, data[: len(data) // 2], offset)  # and the disk is full then
+
+    if rank == size - 1:
+        monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoint.write(path, parallel=True)
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert os.listdir(shared_tmp_path) == ["full.h5"]
+    checkpoint.write(path, parallel=True)
+
+
+MEMORY = """
+import resource, sys
+import numpy as np
+import mpistrat as ms
+
+strategy = ms.MPIStrategy(variable_partitioner=ms.partitioners.FixedShardsPartitioner(9))
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def ones(partition_shape, partition_offset):
+    return np.ones(partition_shape, np.float32)
+
+def checkpoint(num_rows):
+    with strategy.scope():
+        table = ms.Variable(ones, shape=(num_rows, 64), dtype="f4", name="table")
+    return ms.Checkpoint(table=table)
+
+large = checkpoint(1 << 19)  # 128 MiB, of which half lies here
+for parallel in (False, True):
+    checkpoint(1 << 15).write("small.h5", parallel=parallel)  # loads code
+    before = peak()
+    large.write("large.h5", parallel=parallel)
+    large.restore("large.h5").assert_consumed()
+    grown = strategy.gather_objects(peak() - before)
+    if strategy.rank == 0:
+        print(parallel, *grown)
+"""
+
+
+@pytest.mark.launches
+def test_no_rank_needs_memory_for_the_whole(tmp_path):
+    done = launch.run(["-c", MEMORY], 2, 60, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for line in done.stdout.splitlines():
+        parallel, *grown = line.split()
+        assert parallel in ("False", "True")
+        assert all(int(each) < 24 << 20 for each in grown), done.stdout

@@ -125,6 +125,70 @@ def test_shift_moves_as_numpy_roll(strategy, rank, size, offset, periodic, dtype
     assert found.flags.writeable
 
 
+@pytest.mark.parametrize(
+    ("fill", "dtype"),
+    [(np.nan, "f4"), (-0.0, "f8"), (2.0, "i8"), (1j, "c8"), (True, "?"), (0, "S3")],
+)
+def test_where_nothing_comes_from_stands_the_fill(strategy, size, fill, dtype):
+    found = run(strategy, lambda ctx: ctx.shift(np.ones(3, dtype), size, fill=fill))
+    expected = np.zeros(3, dtype) if dtype == "S3" else np.full(3, fill, dtype)
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_one_fill_of_another_type_is_the_same(strategy, rank):
+    fill = (2, 2.0, np.float32(2), np.array(2))[rank % 4]
+    assert run(strategy, lambda ctx: ctx.shift(np.ones(2), 99, fill=fill)).tolist() == [2, 2]
+
+
+RECORD = [("a", "i4"), ("b", "f2", (2,)), ("c", "S3")]
+MOVED = [*DTYPES, "?", "S3", "U2", "V5", ">f4", ">i8", "M8[s]", "bfloat16", RECORD]
+
+
+@pytest.mark.parametrize("shape", [(5, 2), (1, 2), (0, 2), (3, 0)], ids=str)
+@pytest.mark.parametrize("name", MOVED, ids=str)
+def test_values_of_any_dtype_move(strategy, rank, size, name, shape):
+    dtype = np.dtype(name if name != "bfloat16" else pytest.importorskip("ml_dtypes").bfloat16)
+
+    def of(each):
+        count = int(np.prod(shape)) * dtype.itemsize
+        numbers = np.random.default_rng(each).integers(0, 2, count, dtype=np.uint8)
+        return numbers.view(dtype).reshape(shape)
+
+    root, everyone = size - 1, [of(each) for each in range(size)]
+    given = everyone[rank] if rank == root else None
+    found = run(
+        strategy,
+        lambda ctx: [
+            ctx.broadcast(given, root),
+            ctx.scatter(given, root),
+            ctx.all_to_all(everyone[rank], 0, 1),
+            ctx.shift(everyone[rank], -1, periodic=True),
+        ],
+    )
+    expected = [
+        everyone[root],
+        parts(everyone[root], size)[rank],
+        np.concatenate([parts(each, size)[rank] for each in everyone], 1),
+        everyone[(rank + 1) % size],
+    ]
+    for got, wanted in zip(found, expected, strict=True):
+        wanted = wanted.astype(dtype.newbyteorder("="))
+        assert (got.dtype, got.shape, got.tobytes()) == (
+            wanted.dtype,
+            wanted.shape,
+            wanted.tobytes(),
+        )
+
+
+def test_a_dtype_without_a_name_is_no_value_of_a_root(strategy, size):
+    odd = np.zeros(2, [("x", pytest.importorskip("ml_dtypes").bfloat16)])
+    for call in (lambda ctx: ctx.broadcast(odd), lambda ctx: ctx.scatter(odd)):
+        with pytest.raises(TypeError, match="has no name"):
+            run(strategy, call)
+    assert run(strategy, lambda ctx: ctx.shift(odd, 0)).dtype == odd.dtype
+    assert run(strategy, lambda ctx: ctx.all_reduce("sum", 1.0)) == size
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("op", OPS)
@@ -188,6 +252,17 @@ BAD = {
     "offset": (lambda ctx: ctx.shift(np.ones(3), 0.5), TypeError, "integer"),
     "periodic": (lambda ctx: ctx.shift(np.ones(3), 1, 1), TypeError, "True or False"),
     "fill": (lambda ctx: ctx.shift(np.ones(3), 1, fill=np.ones(3)), TypeError, "fill"),
+    "fill of text": (lambda ctx: ctx.shift(np.ones(3), 1, fill="1"), TypeError, "a number"),
+    "fill between integers": (
+        lambda ctx: ctx.shift(np.ones(3, int), 1, fill=0.5),
+        ValueError,
+        "0.5",
+    ),
+    "fill too large": (lambda ctx: ctx.shift(np.ones(3, "u1"), 1, fill=300), ValueError, "uint8"),
+    "fill below": (lambda ctx: ctx.shift(np.ones(3, "u1"), 1, fill=-1), ValueError, "uint8"),
+    "no integer is NaN": (lambda ctx: ctx.shift(np.ones(3, int), fill=np.nan), ValueError, "nan"),
+    "complex fill": (lambda ctx: ctx.shift(np.ones(3), 1, fill=1j), ValueError, "1j"),
+    "fill of dates": (lambda ctx: ctx.shift(np.zeros(3, "M8[s]"), fill=1), ValueError, "datetime"),
     "mean": (lambda ctx: ctx.scan("mean", np.ones(3)), ValueError, "MEAN"),
     "scan of bools": (lambda ctx: ctx.scan("sum", np.ones(3, bool)), TypeError, "bool"),
     "objects": (lambda ctx: ctx.shift(np.array([None])), TypeError, "object"),
@@ -213,37 +288,70 @@ def test_indexed_slices_are_not_moved(strategy):
             run(strategy, call)
 
 
+ONES = np.ones((3, 3))
 DIFFER = {
-    "another offset": lambda ctx, rank: ctx.shift(np.ones(3), rank),
-    "another fill": lambda ctx, rank: ctx.shift(np.ones(3), 1, fill=rank),
-    "periodic on one": lambda ctx, rank: ctx.shift(np.ones(3), 1, rank == 0),
-    "another length": lambda ctx, rank: ctx.shift(np.ones(3 + rank)),
-    "another op": lambda ctx, rank: ctx.scan("min" if rank else "max", np.ones(3)),
-    "exclusive on one": lambda ctx, rank: ctx.scan("sum", np.ones(3), rank == 0),
-    "another root": lambda ctx, rank: ctx.broadcast(np.ones(3), min(rank, 1)),
-    "another shape": lambda ctx, rank: ctx.broadcast(np.ones(3 + rank)),
-    "another structure": lambda ctx, rank: ctx.scatter([np.ones(3)] if rank else np.ones(3)),
-    "another axis": lambda ctx, rank: ctx.reduce_scatter("sum", np.ones((3, 3)), min(rank, 1)),
-    "another dtype": lambda ctx, rank: ctx.all_to_all(np.ones(3, "f4" if rank else "f8")),
-    "another collective": lambda ctx, rank: (ctx.shift if rank else ctx.all_to_all)(np.ones(3)),
-    "bad on one": lambda ctx, rank: ctx.all_to_all(np.ones(3), rank),
+    "offset": lambda ctx, odd: ctx.shift(ONES, int(odd)),
+    "fill": lambda ctx, odd: ctx.shift(ONES, 1, fill=int(odd)),
+    "periodic": lambda ctx, odd: ctx.shift(ONES, 1, odd),
+    "shape of shift": lambda ctx, odd: ctx.shift(ONES[odd:]),
+    "dtype of shift": lambda ctx, odd: ctx.shift(ONES.astype("f4" if odd else "f8")),
+    "op of scan": lambda ctx, odd: ctx.scan("min" if odd else "max", ONES),
+    "exclusive": lambda ctx, odd: ctx.scan("sum", ONES, odd),
+    "shape of scan": lambda ctx, odd: ctx.scan("sum", ONES[odd:]),
+    "dtype of scan": lambda ctx, odd: ctx.scan("sum", ONES.astype("f4" if odd else "f8")),
+    "root of broadcast": lambda ctx, odd: ctx.broadcast(ONES, int(odd)),
+    "shape of broadcast": lambda ctx, odd: ctx.broadcast(ONES[odd:]),
+    "dtype of broadcast": lambda ctx, odd: ctx.broadcast(ONES.astype("i4" if odd else "f8")),
+    "structure": lambda ctx, odd: ctx.broadcast([ONES] if odd else ONES),
+    "root of scatter": lambda ctx, odd: ctx.scatter(ONES, int(odd)),
+    "shape of scatter": lambda ctx, odd: ctx.scatter(ONES[:, odd:]),
+    "keys": lambda ctx, odd: ctx.scatter({"b" if odd else "a": ONES}),
+    "op of reduce_scatter": lambda ctx, odd: ctx.reduce_scatter("sum" if odd else "mean", ONES),
+    "axis of reduce_scatter": lambda ctx, odd: ctx.reduce_scatter("sum", ONES, int(odd)),
+    "shape of reduce_scatter": lambda ctx, odd: ctx.reduce_scatter("sum", ONES[odd:]),
+    "split_axis": lambda ctx, odd: ctx.all_to_all(ONES, int(odd)),
+    "concat_axis": lambda ctx, odd: ctx.all_to_all(ONES, 0, int(odd)),
+    "dtype of all_to_all": lambda ctx, odd: ctx.all_to_all(ONES.astype("f4" if odd else "f8")),
+    "collective": lambda ctx, odd: (ctx.shift if odd else ctx.all_to_all)(ONES),
 }
 
 
 @pytest.mark.parametrize("name", DIFFER)
-def test_ranks_that_differ_get_an_error(strategy, rank, size, name):
+def test_ranks_that_differ_get_an_error(strategy, rank, size, others, name):
+    with pytest.raises(EpochMismatchError) as caught:
+        run(strategy, lambda ctx: DIFFER[name](ctx, not others))
+    text = str(caught.value)
+    assert f"rank {size - 1}: " in text
+    assert text.count(" at test_replica_moves.py:") >= 2
+
+
+BAD_ON_ONE = {
+    "axis": (lambda ctx, odd: ctx.reduce_scatter("sum", ONES, 9 if odd else 0), ValueError),
+    "0-d": (lambda ctx, odd: ctx.all_to_all(np.ones(()) if odd else ONES), ValueError),
+    "root": (lambda ctx, odd: ctx.broadcast(ONES, 99 if odd else 0), ValueError),
+    "kind of root": (lambda ctx, odd: ctx.scatter(ONES, "0" if odd else 0), TypeError),
+    "offset": (lambda ctx, odd: ctx.shift(ONES, 0.5 if odd else 1), TypeError),
+    "op": (lambda ctx, odd: ctx.scan("mean" if odd else "sum", ONES), ValueError),
+    "nothing": (lambda ctx, odd: ctx.broadcast(None, ctx.num_replicas_in_sync - 1), TypeError),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ON_ONE)
+def test_what_is_bad_on_one_rank_is_an_error_on_all(strategy, size, others, name):
+    call, error = BAD_ON_ONE[name]
+    with pytest.raises(EpochMismatchError if others else error) as caught:
+        run(strategy, lambda ctx: call(ctx, not others))
+    if others:
+        assert f"rank {size - 1}: " in str(caught.value)
+        assert f"refused its arguments ({error.__name__}" in str(caught.value)
+    with pytest.raises(EpochMismatchError):  # even if that rank has caught its own
+        run(strategy, lambda ctx: ctx.all_reduce("sum", 1.0))
+
+
+def test_a_root_must_give_something(strategy, size):
     if size == 1:
-        pytest.skip("one rank has nobody to differ from")
-    expected = (EpochMismatchError, ValueError) if name == "bad on one" else EpochMismatchError
-    with pytest.raises(expected):
-        run(strategy, lambda ctx: DIFFER[name](ctx, rank))
-
-
-def test_a_value_of_none_on_the_root_is_refused(strategy, rank, size):
-    if size > 1:
-        pytest.skip("only the root refuses, so the strategy is closed")
-    with pytest.raises(TypeError, match="None on the root"):
-        run(strategy, lambda ctx: ctx.broadcast(None))
+        with pytest.raises(TypeError, match="None on the root"):
+            run(strategy, lambda ctx: ctx.scatter(None))
 
 
 def test_lengths_that_differ_elsewhere_are_an_error_on_every_rank(strategy, rank, size):

@@ -82,6 +82,15 @@ array = numbers(0)
 part = np.split(array, [length // size * each for each in range(1, size)])[rank]
 check(strategy.gather(part, 0), places % 50 + 1)
 """,
+    "exchange": """
+array = numbers(0)
+transport = collectives.channel.transport
+if rank == 0:
+    assert transport.all_to_all(array, [3, length - 3], [3, 5]).size == 8
+else:
+    found = transport.all_to_all(array[:9], [5, 4], [length - 3, 4])
+    check(np.concatenate([array[:3], found[:-4]]), places % 50 + 1)
+""",
     "broadcast": """
 check(collectives.broadcast(numbers(rank), size - 1), places % 50 + size)
 """,

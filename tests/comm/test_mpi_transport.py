@@ -81,6 +81,24 @@ def test_a_gather_to_one_rank(strategy, rank, size, limit):
             assert gathered is None
 
 
+@pytest.mark.parametrize("dtype", ["u1", "i2", "c16", "S3", [("a", "f4"), ("b", "i1")]], ids=str)
+def test_exchanges_of_all_lengths(strategy, rank, size, limit, dtype):
+    transport = strategy.extended._collectives.channel.transport
+    chance = np.random.default_rng(7)
+    for longest in (0, 3, 30, 400):
+        lengths = chance.integers(0, longest + 1, (size, size))  # from a rank, to a rank
+        values = [np.zeros(lengths[each].sum(), dtype) for each in range(size)]
+        for each in values:
+            each.view("u1")[:] = chance.integers(0, 99, each.nbytes)
+        sent, incoming = lengths[rank].tolist(), lengths[:, rank].tolist()
+        found = transport.all_to_all(values[rank], sent, incoming)
+        parts = [
+            np.split(values[each], np.cumsum(lengths[each])[:-1])[rank] for each in range(size)
+        ]
+        assert found.dtype == np.dtype(dtype)
+        assert found.tobytes() == np.concatenate(parts).tobytes()
+
+
 def test_broadcasts(strategy, rank, size, limit):
     collectives = strategy.extended._collectives
     for root in range(size):

@@ -3,7 +3,7 @@
 import pytest
 
 from mpistrat.checkpoint.reader import open_checkpoint
-from tests.programs.running import Case, check, run_case
+from tests.programs.running import Case, catch_each, check, check_output, run_case
 
 pytestmark = pytest.mark.launches
 
@@ -72,3 +72,20 @@ while True:
     if "write" in call and checkpoint.exists():
         with open_checkpoint(str(checkpoint)) as reader:
             reader.verify()
+
+
+def test_a_rank_that_skips_is_named_on_all(tmp_path):
+    cases = []
+    for kind, code in CALLS.values():
+        program = f"""{SETUP}
+if rank != 1:
+    {code}  #> call
+strategy.reduce("max", 1)  #> other
+"""
+        expected = (f"ranks 0, 2: {kind}", "rank 1: reduce MAX", "at <call>", "at <other>")
+        cases.append(Case(code, program, expected, ranks=3))
+    caught = catch_each(cases, tmp_path, 3)
+    for case in cases:
+        for text in caught[case.name]:
+            assert "EpochMismatchError" in text
+            check_output(case, text)

@@ -3,7 +3,7 @@
 import pytest
 
 from mpistrat.checkpoint.reader import open_checkpoint
-from tests.programs.running import Case, check, run_case
+from tests.programs.running import Case, catch_each, check, check_output, run_case
 
 pytestmark = pytest.mark.launches
 
@@ -95,12 +95,20 @@ while True:
             reader.verify()
 
 
-def test_a_rank_that_skips_a_step_is_named(tmp_path):
-    program = f"""{SETUPS["central"]}{START}
+def test_a_rank_that_skips_is_named_on_all(tmp_path):
+    cases = []
+    for setup in SETUPS:
+        for call in _calls_of(setup):
+            kind, code = CALLS[call]
+            program = f"""{SETUPS[setup]}{START}
 if rank != 1:
-    strategy.run(adam.apply_gradients, args=(pairs,))  #> call
-weight.assign(gradient)  #> other
+    {code}  #> call
+strategy.reduce("max", 1)  #> other
 """
-    expected = ("ranks 0, 2: Adam.apply_gradients", "rank 1: Variable.assign", "at <call>")
-    case = Case("skips", program, expected, ranks=3)
-    check(case, run_case(case, tmp_path / "job"))
+            expected = (f"ranks 0, 2: {kind}", "rank 1: reduce MAX", "at <call>", "at <other>")
+            cases.append(Case(f"{call}, {setup}", program, expected, ranks=3))
+    caught = catch_each(cases, tmp_path, 3)
+    for case in cases:
+        for text in caught[case.name]:
+            assert "EpochMismatchError" in text
+            check_output(case, text)

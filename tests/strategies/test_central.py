@@ -12,6 +12,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.errors import ContextError, EpochMismatchError, LaunchError
 from mpistrat.sharding import part_lengths
+from mpistrat.testing import launch
 from tests.helpers import as_bytes, result_of, triangle
 
 A = ms.VariableAggregation
@@ -176,6 +177,56 @@ def test_scatters_are_those_of_mirrored_variables(central, strategy, rank):
             other.batch_scatter_update(ms.IndexedSlices(np.zeros((5, 1)), [[1]] * 5))
         results.append(as_bytes(variable.numpy()) + as_bytes(other.numpy()))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("aggregation", [A.SUM, A.ONLY_FIRST_REPLICA], ids=lambda a: a.name)
+def test_what_is_written_may_be_a_view_of_the_variable(central, size, aggregation):
+    """Each rank writes a part while others may still read what it was given."""
+    number = 60_001
+    whole = np.arange(float(number))
+    variable = make(central, whole, aggregation=aggregation)
+    rows = make(central, whole[:, None], aggregation=aggregation)
+    merged = size if aggregation is A.SUM else 1
+    for _ in range(5):
+        variable.assign(variable.value()[::-1])
+        assert np.array_equal(variable.value(), whole[::-1])
+        central.barrier()
+        central.run(lambda: variable.assign(variable.value()[::-1]))
+        assert np.array_equal(variable.value(), whole * merged)
+        central.barrier()
+        variable.assign(whole)
+        variable.assign_sub(variable.value()[::-1])
+        assert np.array_equal(variable.value(), whole - whole[::-1])
+        central.barrier()
+        variable.assign(whole)
+
+        def reverse():
+            return ms.IndexedSlices(rows.value()[::-1], np.arange(number))
+
+        rows.scatter_add(reverse())
+        assert (rows.value() == number - 1).all()
+        central.barrier()
+        rows.assign(whole[:, None])
+        central.run(lambda: rows.scatter_add(reverse()))
+        expected = whole + merged * whole[::-1]
+        assert np.array_equal(rows.value()[:, 0], expected)
+        central.barrier()
+        rows.assign(whole[:, None])
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">c16"])
+def test_foreign_byte_orders_become_native(central, rank, size, dtype):
+    given = np.arange(5).astype(dtype if rank == 0 else np.dtype(dtype).newbyteorder("="))
+
+    def zeros(partition_shape, partition_offset):
+        return np.zeros(partition_shape, dtype)
+
+    native = np.dtype(dtype).newbyteorder("=")
+    for variable in (make(central, given), make(central, zeros, shape=(5,), dtype=dtype)):
+        central.barrier()
+        assert variable.dtype == variable.value().dtype == native
+        variable.assign(np.arange(5).astype(dtype))
+        assert variable.numpy().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_on_read_variables_stay_on_each_rank(central, rank, size):
@@ -457,6 +508,61 @@ def test_memory_that_cannot_be_had(central, rank, size, monkeypatch):
         make(central, np.zeros(1000))
     monkeypatch.undo()
     assert make(central, np.zeros(1000)).size == 1000
+
+
+def test_more_memory_than_the_node_has(central, rank, size):
+    if size == 1:
+        pytest.skip("one rank needs no shared memory")
+    number = 2**44
+    with pytest.raises(ValueError, match=rf"128.0 TiB \({8 * number} bytes\).*MPIStrategy"):
+        make(central, np.broadcast_to(0.0, (number,)))
+    assert make(central, np.zeros(1000)).size == 1000
+
+
+LIMITED = """
+import resource
+import numpy as np
+import mpistrat as ms
+
+strategy = ms.CentralStorageStrategy(device="cpu")
+zeros = np.broadcast_to(0.0, (10_000_000,))
+
+def limit(kind, number):
+    if strategy.rank == {guilty}:
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (number, hard))
+
+def make():
+    with strategy.scope():
+        return ms.Variable(zeros, name="large")
+
+pages = int(open("/proc/self/statm").read().split()[0])
+for kind, number in (
+    (resource.RLIMIT_FSIZE, 1000),
+    (resource.RLIMIT_AS, pages * resource.getpagesize() + 40_000_000),
+    (resource.RLIMIT_NOFILE, 3),
+):
+    before, _ = resource.getrlimit(kind)
+    limit(kind, number)
+    try:
+        made = make()
+    except ValueError as error:
+        assert "80000000 bytes" in str(error), error
+    else:
+        # The rank that makes the file alone needs to be allowed so much of one.
+        assert kind == resource.RLIMIT_FSIZE and {guilty} != 0, kind
+        del made
+    limit(kind, before)
+    assert strategy.reduce("sum", 1) == strategy.size
+strategy.close()
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("guilty", [0, 2])
+def test_limits_of_one_process_are_errors_of_all(guilty):
+    done = launch.run(["-c", LIMITED.format(guilty=guilty)], 3, 60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_communicator_of_some_ranks(rank, size):

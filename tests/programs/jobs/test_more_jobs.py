@@ -15,9 +15,9 @@ from tests import ROOT
 pytestmark = pytest.mark.launches
 
 
-def run_job(name, *options, ranks=2):
+def run_job(name, *options, ranks=2, **env):
     """Run a job, which must succeed, and return what it prints."""
-    done = launch.run([ROOT / "jobs" / name, *map(str, options), "--device", "cpu"], ranks)
+    done = launch.run([ROOT / "jobs" / name, *map(str, options), "--device", "cpu"], ranks, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -225,3 +225,36 @@ def passes(dataset, number):
     for _ in range(number):
         next(iter(batches))
     return [tuple(each.values[0] for each in batch) for batch in batches]
+
+
+class TestEmbedding:
+    def run(self, tmp_path, output, rows, ranks, epochs):
+        # Tables of 192,000 and 32,000 bytes: to bring the first one to a rank is an error.
+        options = ("--data", tmp_path / "ratings.h5", "--output", tmp_path / output)
+        options += ("--rows-per-rank", rows, "--epochs", epochs)
+        return run_job("embedding.py", *options, ranks=ranks, MPISTRAT_GATHER_LIMIT="100000")
+
+    def test_tables_that_no_rank_holds_go_on_at_another_number_of_ranks(self, tmp_path):
+        first = self.run(tmp_path, "runs", 1500, 2, 2)
+        assert "3000 users, at most 1500 of them on one rank" in first
+        resumed = self.run(tmp_path, "runs", 1000, 3, 4)
+        assert "at most 1000 of them" in resumed
+        assert f"resumes from {tmp_path}/runs/checkpoint-2.h5" in resumed
+        assert "epoch 2," not in resumed
+        straight = self.run(tmp_path, "straight", 750, 4, 4)
+        assert "at most 750 of them" in straight
+        assert last_number(resumed) == pytest.approx(last_number(straight), abs=1e-3)
+        assert last_number(straight) < 0.25  # 0.51 for a guess of 0
+        for name in ("users", "items"):
+            tables = [
+                variable(tmp_path / output / "checkpoint-4.h5", name)
+                for output in ("runs", "straight")
+            ]
+            assert tables[0].shape == ({"users": 3000, "items": 500}[name], 16)
+            np.testing.assert_allclose(*tables, atol=1e-3)
+
+    def test_too_few_ranks_are_refused(self, tmp_path):
+        options = ["--data", tmp_path / "ratings.h5", "--rows-per-rank", "1000", "--device", "cpu"]
+        done = launch.run([ROOT / "jobs" / "embedding.py", *map(str, options)], 2)
+        assert done.returncode == 1
+        assert "3000 rows need 3 ranks of 1000 rows, but there are 2" in done.stderr
