@@ -225,7 +225,7 @@ _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 def _to_json(node: Any) -> Any:
     """Return ``[kind, ...]``: JSON values for a nest of `ArraySpec`."""
     if isinstance(node, ArraySpec) and np.dtype(node.dtype.str) == node.dtype:
-        return ["array", list(node.shape), node.dtype.str]
+        return ["array", list(node.shape), node.dtype.str, node._holds_ragged]
     if type(node) is dict and all(isinstance(key, str) for key in node):
         return ["dict", {key: _to_json(child) for key, child in node.items()}]
     if type(node) in _SEQUENCES.values():

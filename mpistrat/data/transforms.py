@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import nests
 from mpistrat.data.order import (
     ENDLESS,
     UNKNOWN,
@@ -21,6 +22,8 @@ from mpistrat.data.order import (
     moved_items,
     skip_items,
 )
+from mpistrat.data.spec import batched
+from mpistrat.data.stacking import Column, stacked
 from mpistrat.sharding import ceil_div
 
 __all__ = [
@@ -231,6 +234,24 @@ class Batch(Reordering):
 
     batch_size: int
     drop_remainder: bool
+
+    @property
+    def known_length(self) -> int | None:
+        """The length of every batch, where it is one."""
+        return self.batch_size if self.drop_remainder else None
+
+    def spec_of(self, element_spec: Any, is_mapped: bool) -> Any:
+        """Return the nest of specs of a batch of elements, also of those that a map made."""
+        return batched(element_spec, self.known_length)
+
+    def stack(self, column: Column, structure: nests.Structure, number: int) -> Any:
+        """Return a column, leaf `number` of the elements' `structure`, as one value."""
+        return stacked(column, self.batch_size)
+
+    @property
+    def needs_one_shape(self) -> bool:
+        """Whether all elements of a batch must have one shape."""
+        return type(self) is Batch
 
     def length(self, num_items: int) -> int:
         """Return how many items leave."""
