@@ -64,7 +64,12 @@ class Ragged:
         if splits.dtype != np.int64:
             splits = splits.astype(np.int64)
         length = len(values) if values.ndim else None
-        if splits.ndim != 1 or not len(splits) or length is None or not _are_offsets(splits, length):
+        if (
+            splits.ndim != 1
+            or not len(splits)
+            or length is None
+            or not _are_offsets(splits, length)
+        ):
             raise ValueError(
                 f"Ragged needs row_splits that begin with 0, never fall, and end with the length "
                 f"of values, which have the shape {tuple(values.shape)}, not {brief(splits)}."

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrat import nests, sharding
 from mpistrat.arrays import Device
+from mpistrat.data.cache import share_caches
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import (
     BatchSlices,
@@ -49,6 +50,7 @@ def distribute(
         pipeline = _checked_pipeline(dataset, kind)
         call.agree()
     policy = dataset._auto_shard_policy
+    share_caches(pipeline, collectives, kind)
     evaluate_filters(pipeline, policy, collectives, kind)
     check_same(pipeline, policy, collectives, kind)
     with collectives.all_or_none(kind):

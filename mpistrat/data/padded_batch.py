@@ -62,7 +62,9 @@ class PaddedBatch(Batch):
         if column.values.dtype != object and list(column.values.shape[1:]) == target:
             return stacked(column, 1)
         dtype = np.result_type(*column.values) if spec._is_open_text and shapes else spec.dtype
-        output = np.full((len(shapes), *target), self._padding(structure, number, path, spec), dtype)
+        output = np.full(
+            (len(shapes), *target), self._padding(structure, number, path, spec), dtype
+        )
         for row, values, shape in zip(output, column.values, shapes, strict=True):
             row[tuple(map(slice, shape))] = values
         return output
@@ -83,7 +85,9 @@ class PaddedBatch(Batch):
                 f"padded_batch: padded_shapes must have a tuple of integers or None at {path!r}, "
                 f"not {shape!r}."
             ) from None
-        if len(lengths) != len(spec.shape) or any(each is not None and each < 0 for each in lengths):
+        if len(lengths) != len(spec.shape) or any(
+            each is not None and each < 0 for each in lengths
+        ):
             raise ValueError(
                 f"padded_batch: padded_shapes has {tuple(shape)} at {path!r}, but the elements "
                 f"are {spec}, so that {len(spec.shape)} length(s) are expected."
@@ -95,7 +99,9 @@ class PaddedBatch(Batch):
         value = self.padding_values
         if not np.isscalar(value) and not (isinstance(value, np.ndarray) and not value.ndim):
             value = _leaves("padding_values", structure, value)[number]
-        if spec.dtype.kind in "SU" and (value is None or (not isinstance(value, str) and not value)):
+        if spec.dtype.kind in "SU" and (
+            value is None or (not isinstance(value, str) and not value)
+        ):
             return spec.dtype.type()
         fill = fitted(np.asarray(0 if value is None else value), spec.dtype)
         if fill is None or fill.ndim:

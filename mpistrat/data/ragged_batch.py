@@ -41,7 +41,9 @@ class RaggedBatch(Batch):
         rows = list(column.values)
         for number, row in enumerate(rows):
             if row.shape[1:] != rows[0].shape[1:]:
-                other = f"{column.name(0)} has {rows[0].shape}, and ragged_batch joins the first axis"
+                other = (
+                    f"{column.name(0)} has {rows[0].shape}, and ragged_batch joins the first axis"
+                )
                 column.refuse(number, f"{other} alone")
         if not rows:
             trailing = column.spec._known_shape[1:]

@@ -125,6 +125,7 @@ def with_room_for_text(spec: Any, other: Any) -> Any:
 
 def batched(spec: Any, batch_size: int | None) -> Any:
     """Return the nest `spec` of one example with a batch dimension in front."""
+
     def with_batch(leaf: ArraySpec) -> ArraySpec:
         if leaf._holds_ragged:
             raise ValueError(

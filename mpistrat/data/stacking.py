@@ -15,7 +15,7 @@ from mpistrat.data.order import Block
 from mpistrat.data.spec import ArraySpec, fitted, object_column
 from mpistrat.errors import DataError
 
-__all__ = ["Column", "columns_of", "stacked"]
+__all__ = ["Column", "columns_of", "rows_of", "stacked"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,20 @@ def columns_of(elements: Iterable[Any], spec: Any) -> Any:
         for path, column, leaf, each in zip(paths, columns, leaves, specs, strict=True):
             column.append(_cast(leaf, each, path))
     return nests.unflatten(structure, map(_column, columns, specs))
+
+
+def rows_of(element: Any, spec: Any) -> list[np.ndarray]:
+    """Return the leaves of one element like `spec`, as arrays of its dtypes."""
+    paths, specs, structure = nests.flatten_with_paths(spec)
+    leaves, other = nests.flatten(element)
+    if other != structure:
+        raise DataError(
+            f"map gave {other} for one element, but {structure} for the first of the data set."
+        )
+    return [
+        _cast(leaf, each, path or "the top")
+        for leaf, each, path in zip(leaves, specs, paths, strict=True)
+    ]
 
 
 def _column(rows: list[np.ndarray], spec: ArraySpec) -> np.ndarray:
