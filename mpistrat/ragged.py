@@ -78,7 +78,7 @@ class Ragged:
         object.__setattr__(self, "row_splits", splits)
 
     @classmethod
-    def from_list(cls, rows: Iterable[npt.ArrayLike], dtype: npt.DTypeLike = None) -> Ragged:
+    def from_list(cls, rows: Iterable[npt.ArrayLike], dtype: npt.DTypeLike | None = None) -> Ragged:
         """Return the ragged array of `rows`, lists or arrays that differ in length only. Local.
 
         Parameters

@@ -147,7 +147,8 @@ class CollectiveCall(Call):
     def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:
         """Concatenate each array over ranks, in rank order. **Collective**."""
         # Dtypes must agree, except for the width of text, and shapes but for their length along
-        # `axis`; where these do not, every rank raises a `ValueError` and the strategy stays usable.
+        # `axis`; where shapes do not, every rank raises a `ValueError` and the strategy stays
+        # usable.
         for array in arrays:
             if array.dtype.hasobject:
                 raise TypeError(f"{self.kind}: an array of dtype object cannot be sent.")
@@ -161,9 +162,10 @@ class CollectiveCall(Call):
         for plan in plans:
             plan.check(self.kind, self.channel.place)
         with self.moving():
+            widest = [max(width for _, width in each) for each in of_ranks]
             hosts = [
-                native(np.moveaxis(_with_width(array, max(w for _, w in each)), axis, 0)).reshape(-1)
-                for array, each in zip(arrays, of_ranks, strict=True)
+                native(np.moveaxis(_with_width(array, width), axis, 0)).reshape(-1)
+                for array, width in zip(arrays, widest, strict=True)
             ]
             self.note_moved(sum(host.nbytes for host in hosts), "all_gather")
             gathered = [

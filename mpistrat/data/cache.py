@@ -171,6 +171,11 @@ class Cached:
         """How many elements there may be."""
         return self.num_examples if self.num_examples >= 0 else self._limit // _LEAST_RECORD
 
+    def tolerant(self) -> Cached:
+        """Return this source, whose spec is that of the first example that can be made."""
+        self.child = self.child.tolerant()
+        return self
+
     def make_store(self, file: NodeFile | None = None) -> CacheStore:
         """Return the store, in `file` or in memory of this process."""
         if file is not None or self.store is None:
@@ -262,14 +267,18 @@ def share_caches(pipeline: Pipeline, collectives: Collectives, kind: str) -> Non
         share_caches(child, collectives, kind)
     if not isinstance(source, Cached):
         return
+    num_bytes = 0
     with collectives.all_or_none(kind):
         if source.element_spec is not None:
-            num_bytes = source.record and source.file_bytes
+            source.record  # noqa: B018, checks the sizes
+            num_bytes = source.file_bytes
     if source.element_spec is None or collectives.size == 1:
         return
     with collectives.call(kind) as call:
         call.agree("cache", num_bytes)
         with call.communicator() as comm:
-            file = NodeFile.of_node(comm, num_bytes, source.store and source.store.token)
+            file = NodeFile.of_node(
+                comm, num_bytes, None if source.store is None else source.store.token
+            )
     if file is not None:
         source.make_store(file)

@@ -109,10 +109,10 @@ class Record:
             offset = place + _ALIGNMENT * self._num_integers
             for column, (shape, dtype) in zip(rows, self._layout(header), strict=True):
                 num_bytes = dtype.itemsize * int(np.prod(shape))
-                content = np.array(memory[offset : offset + num_bytes])
-                column.append(
-                    content.view(dtype).reshape(shape) if num_bytes else np.empty(shape, dtype)
-                )
+                row = np.empty(shape, dtype)
+                if num_bytes:
+                    row.reshape(-1).view(np.uint8)[:] = memory[offset : offset + num_bytes]
+                column.append(row)
                 offset += _aligned(num_bytes)
         return [
             np.stack(column) if len({row.shape for row in column}) == 1 else object_column(column)

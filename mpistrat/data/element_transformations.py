@@ -213,7 +213,7 @@ class ElementTransformations(Combinations):
             )
         if self._pipeline.source.is_stream:
             raise ValueError(
-                "ignore_errors finds the elements that can be made before the first pass, for which "
-                "their number must be known. Let the generator leave out what it cannot make."
+                "ignore_errors finds the elements that can be made before the first pass, so their "
+                "number must be known. Let the generator leave out what it cannot make."
             )
-        return self._from(Sound(self._pipeline, logs))
+        return self._from(Sound(self._pipeline.tolerant(), logs))

@@ -199,9 +199,9 @@ class ElementMaker:
         """Return the batch of the columns in `nest`."""
         batch, is_mapped = self._batch_steps[level - 1], self._are_mapped[level - 1]
         columns, structure = nests.flatten(nest)
-        if batch.needs_one_shape and not is_mapped:
-            if not any(column.dtype == object for column in columns):
-                return nest
+        is_rectangular = not any(column.dtype == object for column in columns)
+        if is_rectangular and batch.needs_one_shape and not is_mapped:
+            return nest
         paths, specs, _ = self._specs(level - 1)
         leaves = [
             batch.stack(Column(values, spec, path, items, is_mapped), structure, number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from mpistrat.data.random import MapScope, PassStream
 from mpistrat.data.transforms import Enumerate, Map
 from mpistrat.errors import DataError
 
-__all__ = ["Entry", "GroupEnd", "Mapper", "Step"]
+__all__ = ["Entry", "GroupEnd", "Mapper"]
 
-Step = tuple[int, Map | Enumerate, Numbering]
+_Step = tuple[int, Map | Enumerate, Numbering]
 """The number of a map among all of a data set, the map, and the numbers of its examples."""
 
 Entry = tuple[Any, Block, Sequence[int]]
@@ -35,7 +35,9 @@ class GroupEnd:
 class Mapper:
     """Applies the maps of what was batched `level` times."""
 
-    def __init__(self, steps: Sequence[Step], level: int, stream: Callable[[], PassStream]) -> None:
+    def __init__(
+        self, steps: Sequence[_Step], level: int, stream: Callable[[], PassStream]
+    ) -> None:
         self._steps = steps
         self._level = level
         self._stream = stream
@@ -67,7 +69,7 @@ class Mapper:
                 each.close()
 
     def _run(
-        self, number: int, step: Step, entries: Iterable[Entry | GroupEnd]
+        self, number: int, step: _Step, entries: Iterable[Entry | GroupEnd]
     ) -> Generator[Any, None, None]:
         """Yield `entries` after one map."""
         count = getattr(step[1], "num_parallel_calls", None)
@@ -79,7 +81,7 @@ class Mapper:
         for entry in entries:
             yield entry if isinstance(entry, GroupEnd) else self._apply(step, entry)
 
-    def _apply(self, step: Step, entry: Entry) -> Entry:
+    def _apply(self, step: _Step, entry: Entry) -> Entry:
         map_number, each, numbering = step
         element, items, numbers = entry
         if isinstance(each, Enumerate):
@@ -90,7 +92,7 @@ class Mapper:
                 element = _wrapped(element, each.num_wraps)
             make_rng = partial(self._generator, each.seed, map_number, numbering)
             is_batch = self._level > 0 or each.num_wraps > 0
-            element = MapScope(make_rng, items, is_batch).run(each.fn, element)
+            element = MapScope(make_rng, cast(Sequence[Any], items), is_batch).run(each.fn, element)
             if pytorch.is_loaded():
                 element = nests.map_nest(_as_array, element)
             if each.num_wraps:
@@ -118,8 +120,7 @@ class Mapper:
             if self._level:
                 which = f"the slice of a batch that begins with {which}"
         note = f"It was raised by {each!r} for {which} of its data set."
-        notes = [*getattr(error, "__notes__", ()), note]
-        error.__notes__ = notes  # what add_note does from Python 3.11 on
+        vars(error).setdefault("__notes__", []).append(note)  # as add_note, from Python 3.11 on
 
     def close(self) -> None:
         """End the threads."""

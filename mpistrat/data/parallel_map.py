@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections import deque
@@ -57,7 +58,7 @@ class ParallelMap:
         finally:
             for task in waiting:
                 task.is_cancelled = True
-            clean_up(lambda: [task.wait() for task in waiting])
+            clean_up(functools.partial(_call_each, [task.wait for task in waiting]))
 
     def _begin(self, fn: Callable[[Any], Any], element: Any, passes: type) -> _Task:
         task = _Task(fn, element)
@@ -77,10 +78,15 @@ class ParallelMap:
         threads, self._threads = self._threads, []
         for _ in threads:
             self._tasks.put(None)
-        clean_up(lambda: [thread.join() for thread in threads])
+        clean_up(functools.partial(_call_each, [thread.join for thread in threads]))
 
 
 _END = object()
+
+
+def _call_each(functions: Iterable[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
 
 
 class _Task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections import deque
@@ -73,6 +74,8 @@ class Pipeline:
     transformations: tuple[Transformation, ...] = ()
     branch: int = 0
     """The rank where each rank has other examples; for random numbers of maps."""
+    finds_sound: bool = False
+    """Whether examples that cannot be made are passed over when the spec is found."""
     _specs: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What `_spec` has found."""
 
@@ -120,6 +123,12 @@ class Pipeline:
         has_maps = any(isinstance(each, Map) for each in self.transformations)
         source = None if has_maps else self.source.only(fields)
         return None if source is None else Pipeline(source, self.transformations, self.branch)
+
+    def tolerant(self) -> Pipeline:
+        """Return the pipeline whose spec is that of the first example that can be made."""
+        tolerant = getattr(self.source, "tolerant", None)
+        source = self.source if tolerant is None else tolerant()
+        return dataclasses.replace(self, source=source, finds_sound=True)
 
     def then(self, transformation: Transformation) -> Pipeline:
         """Return the pipeline with one more transformation."""
@@ -213,9 +222,22 @@ class Pipeline:
                 return None
             if level:
                 return open_batch(spec_of(maker.batch(first, slice(1), level)), level)
-            (example,) = maker.examples(first)
+            example = self._first_example(maker, first)
             maker.close()
-            return with_room_for_text(spec_of(example), self.source.element_spec)
+            if example is None:
+                return None
+            return with_room_for_text(spec_of(example[0]), self.source.element_spec)
+
+    def _first_example(self, maker: ElementMaker, first: Block) -> list[Any] | None:
+        """Return a list of the first example, or of the first one that can be made."""
+        if not self.finds_sound:
+            return list(maker.examples(first))
+        orders = [e for e in self.transformations if not isinstance(e, Shuffle | Batch)]
+        for block in Order(self.source, tuple(orders)).blocks((0,), None):
+            for place in range(len(block)):
+                with contextlib.suppress(Exception):
+                    return list(maker.examples(block[place : place + 1]))
+        return None
 
     def _first_items(self, level: int) -> Block:
         """Return the first item that is batched `level` times, without shuffling, or nothing."""

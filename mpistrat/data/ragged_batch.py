@@ -41,10 +41,7 @@ class RaggedBatch(Batch):
         rows = list(column.values)
         for number, row in enumerate(rows):
             if row.shape[1:] != rows[0].shape[1:]:
-                other = (
-                    f"{column.name(0)} has {rows[0].shape}, and ragged_batch joins the first axis"
-                )
-                column.refuse(number, f"{other} alone")
+                column.refuse(number, column.name(0), rows[0].shape)
         if not rows:
             trailing = column.spec._known_shape[1:]
             return Ragged(np.empty((0, *trailing), column.spec.dtype), splits)

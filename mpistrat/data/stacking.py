@@ -49,12 +49,13 @@ class Column:
             return f"the batch in place {number}"
         return f"example {int(getattr(item, 'number', item))}"
 
-    def refuse(self, number: int, other: str) -> NoReturn:
-        """Raise the error of shapes that do not stack, of an element and of the `other`."""
+    def refuse(self, number: int, other: str, shape: tuple[int | None, ...]) -> NoReturn:
+        """Raise the error of an element that does not stack with the `other`, of `shape`."""
         raise DataError(
-            f"batch needs elements of one shape, but at {self.path!r} {self.name(number)} has the "
-            f"shape {np.shape(self.values[number])}, and {other}. Ways out: padded_batch, which "
-            "fills up to the longest, ragged_batch, which keeps all lengths, or a map to one shape."
+            f"A batch needs elements of one shape, but those at {self.path!r} have the shapes "
+            f"{shape} and {np.shape(self.values[number])}: {other} and {self.name(number)}. Ways "
+            "out: padded_batch, which fills up to the longest, ragged_batch, which joins them "
+            "along the first axis, or a map to one shape."
         )
 
 
@@ -65,14 +66,19 @@ def stacked(column: Column, batch_size: int) -> np.ndarray:
     shapes = column.shapes if column.values.dtype == object else [column.values.shape[1:]]
     for number, shape in enumerate(shapes if len(column.values) else ()):
         if shape != shapes[0]:
-            column.refuse(number, f"{column.name(0)} has {shapes[0]}")
-        if column.is_mapped and batch_size > 1 and shape != column.spec.shape:
-            column.refuse(number, f"the first example of the data set has {column.spec.shape}")
+            column.refuse(number, column.name(0), shapes[0])
+        if column.is_mapped and batch_size > 1 and not _matches(shape, column.spec.shape):
+            column.refuse(number, "the first example of the data set", column.spec.shape)
     if column.values.dtype != object:
         return column.values
     if not len(column.values):
         return np.empty((0, *column.spec._known_shape), column.spec.dtype)
     return np.stack(list(column.values))
+
+
+def _matches(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    lengths = zip(shape, expected, strict=False)
+    return len(shape) == len(expected) and all(want in (None, got) for got, want in lengths)
 
 
 def columns_of(elements: Iterable[Any], spec: Any) -> Any:
