@@ -216,14 +216,16 @@ class Pipeline:
             batch = self._batches[level - 1]
             return None if below is None else batch.spec_of(below, self._are_mapped[level - 1])
         stream = PassStream((0,), self.branch)
-        with closing(self.open(0, stream)) as reader:
-            maker, first = self.maker(reader, stream), self._first_items(level)
+        with (
+            closing(self.open(0, stream)) as reader,
+            closing(self.maker(reader, stream)) as maker,
+        ):
+            first = self._first_items(level)
             if not len(first):
                 return None
             if level:
                 return open_batch(spec_of(maker.batch(first, slice(1), level)), level)
             example = self._first_example(maker, first)
-            maker.close()
             if example is None:
                 return None
             return with_room_for_text(spec_of(example[0]), self.source.element_spec)
