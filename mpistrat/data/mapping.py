@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -90,9 +90,10 @@ class Mapper:
         try:
             if each.num_wraps:
                 element = _wrapped(element, each.num_wraps)
+            positions: Any = items
             make_rng = partial(self._generator, each.seed, map_number, numbering)
             is_batch = self._level > 0 or each.num_wraps > 0
-            element = MapScope(make_rng, cast(Sequence[Any], items), is_batch).run(each.fn, element)
+            element = MapScope(make_rng, positions, is_batch).run(each.fn, element)
             if pytorch.is_loaded():
                 element = nests.map_nest(_as_array, element)
             if each.num_wraps:

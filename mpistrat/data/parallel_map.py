@@ -46,7 +46,10 @@ class ParallelMap:
         is_at_end = False
         try:
             while True:
-                while not is_at_end and len(waiting) < most:
+                # Several at a time, or this thread would take the processor from the others after
+                # each result.
+                is_short = len(waiting) <= self._count
+                while is_short and not is_at_end and len(waiting) < most:
                     element = next(source, _END)
                     if element is _END:
                         is_at_end = True
