@@ -184,8 +184,9 @@ class ElementMaker:
         """Whether each rank compares its examples with the first one of the batch."""
         if not self._batch_steps or self._mappers[0]:
             return False
-        specs = self._specs(0)[1]
-        return self._batch_steps[0].needs_one_shape and any(each._is_ragged for each in specs)
+        if not self._batch_steps[0].needs_one_shape or self._spec_of_level(0) is None:
+            return False
+        return any(each._is_ragged for each in self._specs(0)[1])
 
     def _specs(self, level: int) -> tuple[list[str], list[Any], nests.Structure]:
         """Return the paths, specs and structure of what was batched `level` times."""
