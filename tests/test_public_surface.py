@@ -98,11 +98,13 @@ SURFACE = {
     data.ArraySpec: "dtype shape",
     data.AutoShardPolicy: "AUTO DATA FILE OFF",
     data.Dataset: """
-        batch cardinality concatenate element_spec enumerate filter from_arrays from_generator
-        from_hdf5 from_source load_state_dict map prefetch range repeat sample
-        sample_from_datasets select shard shuffle skip state_dict take window with_options zip
+        batch cache cardinality concatenate element_spec enumerate filter from_arrays
+        from_generator from_hdf5 from_source ignore_errors load_state_dict map padded_batch
+        prefetch ragged_batch range repeat sample sample_from_datasets select shard shuffle skip
+        state_dict take unbatch window with_options zip
     """,
     data.DistributedDataset: "cardinality element_spec load_state_dict state_dict strategy",
+    data.Ragged: "from_list nbytes row_lengths row_splits to_list values",
     ElementIterator: "close get_next get_next_as_optional",
     InputIterator: "get_next get_next_as_optional initialize",
     Optional: "get_value has_value",

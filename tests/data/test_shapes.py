@@ -17,8 +17,11 @@ def row(number):
 
 def rows(kind):
     """Return a data set of rows of different lengths, each with its number and a text."""
-    spec = {"row": ArraySpec((None,), np.int32), "n": ArraySpec((), np.int64),
-            "text": ArraySpec((), "U")}
+    spec = {
+        "row": ArraySpec((None,), np.int32),
+        "n": ArraySpec((), np.int64),
+        "text": ArraySpec((), "U"),
+    }
     elements = [{"row": row(n), "n": n, "text": "x" * (n % 7)} for n in range(NUM)]
     if kind == "generator":
         return Dataset.from_generator(lambda: elements, spec)
