@@ -188,6 +188,7 @@ def held(tmp_path_factory):
         distributed = strategy.experimental_distribute_dataset(dataset)
         iterator = iter(distributed)
         objects += [dataset, dataset.element_spec, distributed, iterator]
+        objects.append(data.Ragged([1, 2], [0, 2]))
         objects += [iterator.get_next_as_optional(), InputIterator(distributed)]
         checkpoint = ms.Checkpoint(variable=variables[0])
         manager = ms.CheckpointManager(checkpoint, tmp_path_factory.mktemp("surface"))

@@ -27,7 +27,7 @@ def test_batches_are_full_and_the_same_at_any_number_of_ranks(strategy, size, is
     for _ in range(2):
         found = [strategy.gather(batch, axis=0)[:, 0].tolist() for batch in batches]
         assert [len(each) for each in found] == [6] * 6
-        assert sorted(sum(found, [])) == sorted(set(range(NUM)) - BROKEN)
+        assert sorted(n for each in found for n in each) == sorted(set(range(NUM)) - BROKEN)
 
 
 def test_rank_0_names_what_is_left_out(strategy, rank, caplog):

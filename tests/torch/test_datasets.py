@@ -397,7 +397,8 @@ def test_ragged_batches_are_jagged_tensors_and_text_stays(world):
     for number, batch in enumerate(dataset):
         own = range(4 * number, 4 * number + 4)[slice_of_rank(4, size, rank)]
         row = batch["row"]
-        assert row.is_nested and row.layout == torch.jagged
+        assert row.is_nested
+        assert row.layout == torch.jagged
         assert row.values().tolist() == [float(n) for n in own for _ in range(n % 3)]
         assert row.offsets().tolist() == np.cumsum([0, *(n % 3 for n in own)]).tolist()
         assert batch["text"].tolist() == ["x" * n for n in own]
