@@ -15,6 +15,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from mpistrat import nests
 from mpistrat.arrays import Array, adopted, host_view, is_array, is_foreign, is_number
 from mpistrat.pytorch import is_tensor
+from mpistrat.ragged import Ragged
 from mpistrat.system.text import brief
 
 __all__ = [
@@ -69,6 +70,11 @@ class DistributedValues(Generic[T_co]):
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         (component,) = self.values
+        if isinstance(component, Ragged):
+            raise TypeError(
+                "A Ragged is no array: its rows differ in length. Take its values and row_splits, "
+                "which are arrays."
+            )
         return np.array(host_view(component), dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
@@ -249,9 +255,9 @@ def _kind(array: Any) -> str:
 
 
 def is_value(leaf: object) -> bool:
-    """Return whether `leaf` is an array, of any library, a number or `IndexedSlices`."""
-    known = is_array(leaf) or is_number(leaf) or is_tensor(leaf) or isinstance(leaf, IndexedSlices)
-    return known or is_foreign(leaf)
+    """Return whether `leaf` is an array, of any library, a number, `IndexedSlices` or `Ragged`."""
+    known = is_array(leaf) or is_number(leaf) or is_tensor(leaf)
+    return known or isinstance(leaf, IndexedSlices | Ragged) or is_foreign(leaf)
 
 
 def local_component(leaf: Any) -> Any:

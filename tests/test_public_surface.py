@@ -98,11 +98,13 @@ SURFACE = {
     data.ArraySpec: "dtype shape",
     data.AutoShardPolicy: "AUTO DATA FILE OFF",
     data.Dataset: """
-        batch cardinality concatenate element_spec enumerate filter from_arrays from_generator
-        from_hdf5 from_source load_state_dict map prefetch range repeat sample
-        sample_from_datasets select shard shuffle skip state_dict take window with_options zip
+        batch cache cardinality concatenate element_spec enumerate filter from_arrays
+        from_generator from_hdf5 from_source ignore_errors load_state_dict map padded_batch
+        prefetch ragged_batch range repeat sample sample_from_datasets select shard shuffle skip
+        state_dict take unbatch window with_options zip
     """,
     data.DistributedDataset: "cardinality element_spec load_state_dict state_dict strategy",
+    data.Ragged: "from_list nbytes row_lengths row_splits to_list values",
     ElementIterator: "close get_next get_next_as_optional",
     InputIterator: "get_next get_next_as_optional initialize",
     Optional: "get_value has_value",
@@ -186,6 +188,7 @@ def held(tmp_path_factory):
         distributed = strategy.experimental_distribute_dataset(dataset)
         iterator = iter(distributed)
         objects += [dataset, dataset.element_spec, distributed, iterator]
+        objects.append(data.Ragged([1, 2], [0, 2]))
         objects += [iterator.get_next_as_optional(), InputIterator(distributed)]
         checkpoint = ms.Checkpoint(variable=variables[0])
         manager = ms.CheckpointManager(checkpoint, tmp_path_factory.mktemp("surface"))

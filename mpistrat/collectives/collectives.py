@@ -146,21 +146,27 @@ class CollectiveCall(Call):
 
     def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:
         """Concatenate each array over ranks, in rank order. **Collective**."""
-        # Dtypes must agree, and shapes but for their length along `axis`; where they do not, every
-        # rank raises a `ValueError` and the strategy stays usable.
+        # Dtypes must agree, except for the width of text, and shapes but for their length along
+        # `axis`; where shapes do not, every rank raises a `ValueError` and the strategy stays
+        # usable.
         for array in arrays:
             if array.dtype.hasobject:
                 raise TypeError(f"{self.kind}: an array of dtype object cannot be sent.")
-        dtypes = tuple(dtype_name(array.dtype) for array in arrays)
+        dtypes = tuple(_name_without_width(array.dtype) for array in arrays)
         self.agree(f"axis {axis}", dtypes, structure)
         # Shapes may differ, so they cannot be part of the signature.
         with self.moving():
-            shapes_of_ranks = self.channel.exchange([np.shape(array) for array in arrays])
-        plans = [GatherPlan(shapes, axis) for shapes in zip(*shapes_of_ranks, strict=True)]
+            described = [(np.shape(array), array.dtype.itemsize) for array in arrays]
+            of_ranks = list(zip(*self.channel.exchange(described), strict=True))
+        plans = [GatherPlan([shape for shape, _ in each], axis) for each in of_ranks]
         for plan in plans:
             plan.check(self.kind, self.channel.place)
         with self.moving():
-            hosts = [native(np.moveaxis(host_view(array), axis, 0)).reshape(-1) for array in arrays]
+            widest = [max(width for _, width in each) for each in of_ranks]
+            hosts = [
+                native(np.moveaxis(_with_width(array, width), axis, 0)).reshape(-1)
+                for array, width in zip(arrays, widest, strict=True)
+            ]
             self.note_moved(sum(host.nbytes for host in hosts), "all_gather")
             gathered = [
                 self.channel.transport.all_gather(host, plan.counts)
@@ -347,6 +353,22 @@ class Collectives:
     def broadcast_json(self, value: Any, root: int = 0, kind: str = "broadcast_json") -> Any:
         """Return the JSON `value` of `root`; that of the others does not matter. **Collective**."""
         return self.gather_json(value if self.rank == root else None, kind)[root]
+
+
+_TEXT = "SU"
+"""Kinds of dtype whose width is that of the longest text in an array."""
+
+
+def _name_without_width(dtype: np.dtype) -> str:
+    return dtype.kind if dtype.kind in _TEXT else dtype_name(dtype)
+
+
+def _with_width(array: Array, itemsize: int) -> np.ndarray:
+    """Return `array` in host memory, text as wide as `itemsize` bytes an element."""
+    host, kind = host_view(array), array.dtype.kind
+    if kind not in _TEXT or host.itemsize == itemsize:
+        return host
+    return host.astype(f"{kind}{itemsize // np.dtype(f'{kind}1').itemsize}")
 
 
 def _warn_unclosed(rank: int, size: int) -> None:

@@ -15,6 +15,7 @@ from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.comm.wire import identity, result_dtype, wire_dtype
 from mpistrat.options import ReduceOp
 from mpistrat.pytorch import is_tensor, needs_graph, overwrite
+from mpistrat.ragged import Ragged
 from mpistrat.values import DistributedValues, IndexedSlices, T, localize
 
 __all__ = [
@@ -112,6 +113,11 @@ def leaf_arrays(
                 "zero. Give zeros of the shape that the other ranks have, such as "
                 "zeros_like(parameter) for a parameter without a gradient, or leave it out on all "
                 "of them."
+            )
+        if isinstance(leaf, Ragged):
+            raise NotImplementedError(
+                f"{call.kind} takes dense arrays, but the value is Ragged. Give its values, and "
+                "its row_lengths() where rows are to be told apart."
             )
     return [as_array(call.kind, leaf) for leaf in leaves if not isinstance(leaf, IndexedSlices)]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpistrat.arguments import as_bool, as_integer
-from mpistrat.data.combinations import Combinations
+from mpistrat.data.element_transformations import ElementTransformations
 from mpistrat.data.fingerprint import position_layout
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator, Position
@@ -19,7 +19,7 @@ from mpistrat.options import AutoShardPolicy
 __all__ = ["Dataset"]
 
 
-class Dataset(Combinations):
+class Dataset(ElementTransformations):
     """Examples, or batches of them, in a fixed order.
 
     Each transformation returns a new data set and leaves this one as it is. Nothing is read

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrat import nests, sharding
 from mpistrat.arrays import Device
+from mpistrat.data.cache import share_caches
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import (
     BatchSlices,
@@ -49,6 +50,7 @@ def distribute(
         pipeline = _checked_pipeline(dataset, kind)
         call.agree()
     policy = dataset._auto_shard_policy
+    share_caches(pipeline, collectives, kind)
     evaluate_filters(pipeline, policy, collectives, kind)
     check_same(pipeline, policy, collectives, kind)
     with collectives.all_or_none(kind):
@@ -225,7 +227,7 @@ _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 def _to_json(node: Any) -> Any:
     """Return ``[kind, ...]``: JSON values for a nest of `ArraySpec`."""
     if isinstance(node, ArraySpec) and np.dtype(node.dtype.str) == node.dtype:
-        return ["array", list(node.shape), node.dtype.str]
+        return ["array", list(node.shape), node.dtype.str, node._holds_ragged]
     if type(node) is dict and all(isinstance(key, str) for key in node):
         return ["dict", {key: _to_json(child) for key, child in node.items()}]
     if type(node) in _SEQUENCES.values():

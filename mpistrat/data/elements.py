@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
-from mpistrat import nests, pytorch
-from mpistrat.arrays import host_view, is_array, is_number
+from mpistrat import nests
+from mpistrat.data.mapping import Entry, GroupEnd, Mapper
 from mpistrat.data.numbering import Numbering
 from mpistrat.data.order import Block, PassKey, Reader
-from mpistrat.data.random import MapScope, PassStream
-from mpistrat.data.spec import ArraySpec, fitted
-from mpistrat.data.transforms import Enumerate, Map
+from mpistrat.data.random import PassStream
+from mpistrat.data.stacking import Column, columns_of
+from mpistrat.data.transforms import Batch, Enumerate, Map
 from mpistrat.errors import DataError
 
 __all__ = ["ElementMaker", "examples_to_read"]
@@ -25,20 +24,27 @@ __all__ = ["ElementMaker", "examples_to_read"]
 _READ_AHEAD = 256
 """How many examples are read at a time where they are handed out one by one."""
 
+Group = tuple[Block, slice]
+"""The items of a batch, and which of them are this rank's."""
 
-def examples_to_read(items: Block, part: slice, level: int) -> Block:
+
+def examples_to_read(items: Block, part: slice, level: int, needs_first: bool) -> Block:
     """Return the examples that are read for ``items[part]`` of a batch, batched `level` times."""
-    read = _items_to_read(items, part, level)
+    read = _items_to_read(items, part, level, needs_first)
     for _ in range(level - 1):
         read = np.concatenate(read)
     return read
 
 
-def _items_to_read(items: Block, part: slice, level: int) -> Block:
-    # The shape of batches shows only in one of them, also to a rank that gets none.
+def _items_to_read(items: Block, part: slice, level: int, needs_first: bool = False) -> Block:
+    # The shape of batches shows only in one of them, also to a rank that gets none. Where examples
+    # may differ in shape, each rank compares its own with the first one of the batch.
     items = np.asarray(items)
     mine = items[part]
-    return mine if len(mine) or level == 1 else items[:1]
+    if level == 1:
+        is_first_extra = needs_first and (part.start or 0) > 0
+        return np.concatenate([items[:1], mine]) if is_first_extra else mine
+    return mine if len(mine) else items[:1]
 
 
 class ElementMaker:
@@ -51,6 +57,10 @@ class ElementMaker:
     maps : sequence of sequences of pairs of Map or Enumerate, and Numbering
         Those of examples, of batches, of batches of batches, and so on, each with the numbers of
         its examples.
+    batches : sequence of Batch
+        What makes batches of examples, batches of batches, and so on.
+    are_mapped : sequence of bool
+        Whether a map made what each of them stacks.
     spec_of_level : callable
         Gives the nest of `ArraySpec` of what was batched this many times.
     stream : PassStream
@@ -61,147 +71,171 @@ class ElementMaker:
         self,
         reader: Reader,
         maps: Sequence[Sequence[tuple[Map | Enumerate, Numbering]]],
+        batches: Sequence[Batch],
+        are_mapped: Sequence[bool],
         spec_of_level: Callable[[int], Any],
         stream: PassStream,
     ) -> None:
         self._reader = reader
         numbers = itertools.count()
-        self._maps = [
-            [(next(numbers) if isinstance(each[0], Map) else 0, *each) for each in level]
-            for level in maps
+        self._mappers = [
+            Mapper(
+                [(next(numbers) if isinstance(each[0], Map) else 0, *each) for each in steps],
+                level,
+                lambda: self._stream,
+            )
+            for level, steps in enumerate(maps)
         ]
+        self._batch_steps, self._are_mapped = batches, are_mapped
         self._spec_of_level = spec_of_level
         self._stream = stream
+        self._flat_specs: dict[int, Any] = {}
 
     def enter(self, key: PassKey) -> None:
         """Make elements of the pass `key` from now on."""
         if key != self._stream.key:
             self._stream = dataclasses.replace(self._stream, key=key)
 
-    def examples(self, block: Block) -> Iterator[Any]:
+    def close(self) -> None:
+        """End the threads of maps."""
+        for each in self._mappers:
+            each.close()
+
+    def examples(self, block: Block) -> Generator[Any, None, None]:
         """Yield the example of each item of `block`."""
+        mapper = self._mappers[0]
+        if mapper.is_parallel:
+            yield from mapper.run(self._unmapped_examples(block))
+            return
+        for entry in self._unmapped_examples(block):
+            yield mapper.one(entry)
+
+    def _unmapped_examples(self, block: Block) -> Iterator[Entry]:
         for start in range(0, len(block), _READ_AHEAD):
             part = block[start : start + _READ_AHEAD]
             for number, example in enumerate(_rows(self._reader.read(part))):
-                yield self._mapped(0, example, part[number : number + 1])
+                yield example, part[number : number + 1], ()
 
     def columns(self, items: Block) -> Any:
-        """Return the examples `items`, stacked to arrays."""
-        if self._maps[0]:
-            return _stack(self.examples(items), self._spec_of_level(0))
+        """Return the nest of columns of the examples `items`."""
+        if self._mappers[0]:
+            return columns_of(self.examples(items), self._spec_of_level(0))
         return self._reader.read(items)
+
+    def batches(self, groups: Iterable[Group], level: int) -> Generator[Any, None, None]:
+        """Yield this rank's part of each group, as `batch` does; maps in threads run ahead."""
+        if not any(each.is_parallel for each in self._mappers):
+            for items, part in groups:
+                yield self.batch(items, part, level)
+            return
+        unmapped: Generator[Entry, None, None]
+        if level == 1 and self._mappers[0].is_parallel:
+            unmapped = self._stacked_ahead(groups)
+        else:
+            unmapped = (self._unmapped(items, part, level) for items, part in groups)
+        with closing(unmapped), closing(self._mappers[level].run(unmapped)) as elements:
+            yield from elements
+
+    def _stacked_ahead(self, groups: Iterable[Group]) -> Generator[Entry, None, None]:
+        """Yield batches of examples, while threads map those of later batches."""
+
+        def entries() -> Iterator[Entry | GroupEnd]:
+            for items, part in groups:
+                mine = np.asarray(items)[part]
+                yield from self._unmapped_examples(mine)
+                yield GroupEnd(mine, getattr(items, "numbers", ()))
+
+        examples: list[Any] = []
+        with closing(self._mappers[0].run(entries())) as mapped:
+            for example in mapped:
+                if not isinstance(example, GroupEnd):
+                    examples.append(example)
+                    continue
+                mine, numbers = example.content
+                nest = self._stacked(columns_of(examples, self._spec_of_level(0)), mine, 1)
+                examples = []
+                yield nest, mine, numbers
 
     def batch(self, items: Block, part: slice, level: int = 1) -> Any:
         """Return ``items[part]`` of a batch, stacked to arrays; only these are read.
 
         Each item is an example where `level` is 1, else one that was batched `level` - 1 times.
         """
+        return self._mappers[level].one(self._unmapped(items, part, level))
+
+    def _unmapped(self, items: Block, part: slice, level: int) -> Entry:
+        """Return `batch` before its maps."""
         numbers = getattr(items, "numbers", ())
         items = np.asarray(items)
         mine = items[part]
         if level > 1:
             nest = self._batches(items, part, level)
-        elif items.dtype == object and not len(mine) and not self._maps[0]:
-            # Items that are examples cost nothing to look at, and know their shapes best.
-            nest = nests.map_nest(lambda leaf: leaf[:0], self._reader.read(items[:1]))
+        elif self._mappers[0]:
+            nest = self._stacked(self.columns(mine), mine, 1)
         else:
-            nest = self.columns(mine)
-        return self._mapped(level, nest, mine, numbers)
+            read = _items_to_read(items, part, 1, self.needs_first)
+            nest = self._stacked(self._reader.read(read), read, 1)
+            if len(read) > len(mine):
+                nest = nests.map_nest(lambda leaf: leaf[1:], nest)
+        return nest, mine, numbers
+
+    @property
+    def needs_first(self) -> bool:
+        """Whether each rank compares its examples with the first one of the batch."""
+        if not self._batch_steps or self._mappers[0]:
+            return False
+        if not self._batch_steps[0].needs_one_shape or self._spec_of_level(0) is None:
+            return False
+        return any(each._is_ragged for each in self._specs(0)[1])
+
+    def _specs(self, level: int) -> tuple[list[str], list[Any], nests.Structure]:
+        """Return the paths, specs and structure of what was batched `level` times."""
+        if level not in self._flat_specs:
+            paths, specs, structure = nests.flatten_with_paths(self._spec_of_level(level))
+            self._flat_specs[level] = [path or "the top" for path in paths], specs, structure
+        found: tuple[list[str], list[Any], nests.Structure] = self._flat_specs[level]
+        return found
+
+    def _stacked(self, nest: Any, items: Block, level: int) -> Any:
+        """Return the batch of the columns in `nest`."""
+        batch, is_mapped = self._batch_steps[level - 1], self._are_mapped[level - 1]
+        columns, structure = nests.flatten(nest)
+        is_rectangular = not any(column.dtype == object for column in columns)
+        if is_rectangular and batch.needs_one_shape and not is_mapped:
+            return nest
+        paths, specs, _ = self._specs(level - 1)
+        leaves = [
+            batch.stack(Column(values, spec, path, items, is_mapped), structure, number)
+            for number, (values, spec, path) in enumerate(zip(columns, specs, paths, strict=True))
+        ]
+        return nests.unflatten(structure, leaves)
 
     def _batches(self, items: Block, part: slice, level: int) -> Any:
         """Return the batches ``items[part]``, stacked."""
         lengths = sorted({len(item) for item in items})
-        if len(lengths) > 1:
+        is_plain = self._batch_steps[level - 1].needs_one_shape
+        if len(lengths) > 1 and is_plain:
             raise DataError(
                 f"A batch holds batches of {lengths[0]} and of {lengths[-1]} elements, but they "
                 "must be equally long. Leave the shorter ones out with batch(..., "
                 "drop_remainder=True), in all calls but the last."
             )
         read = _items_to_read(items, part, level)
-        if level == 2 and not any(self._maps[:2]):
+        is_plain = is_plain and self._batch_steps[0].needs_one_shape
+        if level == 2 and is_plain and not any(self._mappers[:2]) and not self.needs_first:
             nest = self._reader.read(np.concatenate(read))
             nest = nests.map_nest(lambda a: a.reshape(len(read), *lengths, *a.shape[1:]), nest)
         else:
-            whole = slice(None)
-            batches = (self.batch(each, whole, level - 1) for each in read)
-            nest = _stack(batches, self._spec_of_level(level - 1))
+            mapper = self._mappers[level - 1]
+            batches = (self._unmapped(each, slice(None), level - 1) for each in read)
+            mapped = mapper.run(batches) if mapper.is_parallel else map(mapper.one, batches)
+            nest = columns_of(mapped, self._spec_of_level(level - 1))
+            nest = self._stacked(nest, read, level)
         num_mine = len(items[part])
         return nest if num_mine else nests.map_nest(lambda a: a[:0], nest)
-
-    def _mapped(
-        self, level: int, element: Any, items: Block, numbers: Sequence[int] = ()
-    ) -> Any:
-        """Return `element`, made of `items` and batched `level` times, after its maps."""
-        for number, each, numbering in self._maps[level]:
-            if isinstance(each, Enumerate):
-                number, *numbers = numbers or (each.start,)
-                element = (np.asarray(number, np.int64), element)
-                continue
-            make_rng = partial(self._generator, each.seed, number, numbering)
-            element = MapScope(make_rng, items, is_batch=level > 0).run(each.fn, element)
-            if pytorch.is_loaded():
-                element = nests.map_nest(_as_array, element)
-        return element
-
-    def _generator(
-        self, seed: int, map_number: int, numbering: Numbering, item: Any
-    ) -> np.random.Generator:
-        number, repetitions = numbering(item)
-        return self._stream.generator(seed, map_number, number, repetitions)
-
-
-def _as_array(leaf: Any) -> Any:
-    """Return a tensor, as transformations of images give, as an array."""
-    return pytorch.host_array(leaf) if pytorch.is_tensor(leaf) else leaf
 
 
 def _rows(nest: Any) -> Iterator[Any]:
     leaves, structure = nests.flatten(nest)
     for row in zip(*leaves, strict=True):
         yield nests.unflatten(structure, row)
-
-
-def _stack(elements: Iterable[Any], spec: Any) -> Any:
-    """Return the nest of stacked `elements`, each of them like `spec` except for its shape."""
-    paths, specs, structure = nests.flatten_with_paths(spec)
-    paths = [path or "the top" for path in paths]
-    columns: list[list[np.ndarray]] = [[] for _ in specs]
-    for element in elements:
-        leaves, other = nests.flatten(element)
-        if other != structure:
-            raise DataError(
-                f"map gave {other} for one element, but {structure} for the first of the data set."
-            )
-        for path, column, leaf, each in zip(paths, columns, leaves, specs, strict=True):
-            column.append(_cast(leaf, each, path))
-    return nests.unflatten(structure, map(_stack_leaf, columns, specs, paths))
-
-
-def _cast(leaf: Any, spec: ArraySpec, path: str) -> np.ndarray:
-    is_plain = is_array(leaf) or is_number(leaf) or isinstance(leaf, np.generic)
-    if not is_plain or isinstance(leaf, np.ma.MaskedArray):
-        raise DataError(
-            f"map gave {leaf!r} at {path!r}, but arrays and numbers were expected, so that "
-            "elements can be stacked to a batch."
-        )
-    array = host_view(leaf)
-    cast = fitted(array, spec.dtype)
-    if cast is None:
-        raise DataError(
-            f"map gave {reprlib.repr(array.tolist())} of dtype {array.dtype} at {path!r}, which "
-            f"does not fit the dtype {spec.dtype} of the first element of the data set. Let the "
-            "function return one dtype, for example with numpy.float32(...) or astype(...)."
-        )
-    return cast
-
-
-def _stack_leaf(column: list[np.ndarray], spec: ArraySpec, path: str) -> np.ndarray:
-    if not column:
-        return np.empty((0, *spec._known_shape), spec.dtype)
-    shapes = sorted({array.shape for array in column})
-    if len(shapes) > 1:
-        raise DataError(
-            f"map gave arrays of different shapes at {path!r}: {shapes[0]} and {shapes[1]}. The "
-            "elements of a batch need one shape."
-        )
-    return np.stack(column)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -79,8 +79,17 @@ class Filtered(View):
         """Whether each element is kept, evaluated here where that has not been done."""
         if self._mask is None:
             self.take_mask(self.evaluate(1, 0))
+            self.report([self.notes])
         assert self._mask is not None
         return self._mask
+
+    @property
+    def notes(self) -> Any:
+        """What there is to report of the evaluation on this rank, as JSON values."""
+        return None
+
+    def report(self, notes: Iterable[Any]) -> None:
+        """Report the evaluation, with the notes of all ranks."""
 
     def take_mask(self, mask: np.ndarray) -> None:
         """Use `mask`, which the ranks have evaluated together."""
@@ -205,3 +214,6 @@ def evaluate_filters(
     with collectives.call(kind) as call:
         (mask,) = call.all_gather([own.astype(np.uint8)], 0)
     source.take_mask(np.asarray(mask).astype(np.bool_))
+    notes = collectives.gather_json(source.notes, kind)
+    if collectives.rank == 0:
+        source.report(notes)

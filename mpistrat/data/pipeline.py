@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
@@ -27,8 +29,8 @@ from mpistrat.data.order import (
 )
 from mpistrat.data.random import PassStream
 from mpistrat.data.shuffle import Shuffle
-from mpistrat.data.spec import batched, open_batch, spec_of, with_room_for_text
-from mpistrat.data.transforms import Batch, Enumerate, Map, Prefetch, SameOrder
+from mpistrat.data.spec import open_batch, spec_of, with_room_for_text
+from mpistrat.data.transforms import Batch, Enumerate, Map, Prefetch, SameOrder, Unbatch, wrapped
 from mpistrat.errors import DataError
 from mpistrat.system.threads import in_background
 
@@ -42,14 +44,21 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-_USUAL = ("drop_remainder=False", "reshuffle_each_iteration=True", "window=None")
+_USUAL = (
+    "drop_remainder=False",
+    "padded_shapes=None",
+    "padding_values=0",
+    "reshuffle_each_iteration=True",
+    "window=None",
+)
 
 
 def _as_call(transformation: Transformation) -> str:
     """Return the call that adds it, without the arguments that are usual."""
     name, _, rest = repr(transformation).partition("(")
     given = [each for each in rest[:-1].split(", ") if each not in _USUAL]
-    return f"{name.lower()}({', '.join(given)})"
+    method = re.sub("(?<!^)(?=[A-Z])", "_", name).lower()
+    return f"{method}({', '.join(given)})"
 
 
 def numbered_steps(transformations: Iterable[Transformation]) -> list[str]:
@@ -65,6 +74,8 @@ class Pipeline:
     transformations: tuple[Transformation, ...] = ()
     branch: int = 0
     """The rank where each rank has other examples; for random numbers of maps."""
+    finds_sound: bool = False
+    """Whether examples that cannot be made are passed over when the spec is found."""
     _specs: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What `_spec` has found."""
 
@@ -78,7 +89,9 @@ class Pipeline:
     @property
     def calls(self) -> str:
         """The calls that make it, as the user writes them."""
-        return ".".join([repr(self.source), *map(_as_call, self.transformations)])
+        # A cache has the steps of the order before it in its own name.
+        later = self.transformations[getattr(self.source, "num_inherited", 0) :]
+        return ".".join([repr(self.source), *map(_as_call, later)])
 
     @property
     def kind(self) -> str:
@@ -111,6 +124,12 @@ class Pipeline:
         source = None if has_maps else self.source.only(fields)
         return None if source is None else Pipeline(source, self.transformations, self.branch)
 
+    def tolerant(self) -> Pipeline:
+        """Return the pipeline whose spec is that of the first example that can be made."""
+        tolerant = getattr(self.source, "tolerant", None)
+        source = self.source if tolerant is None else tolerant()
+        return dataclasses.replace(self, source=source, finds_sound=True)
+
     def then(self, transformation: Transformation) -> Pipeline:
         """Return the pipeline with one more transformation."""
         return dataclasses.replace(self, transformations=(*self.transformations, transformation))
@@ -124,25 +143,40 @@ class Pipeline:
         return dataclasses.replace(self, transformations=transformations)
 
     @property
+    def has_batches(self) -> bool:
+        """Whether anything groups its examples, also within."""
+        return any(isinstance(each, Batch) for each in self.transformations)
+
+    @property
     def batch(self) -> Batch | None:
         """The transformation that makes global batches: the last one that groups items."""
         return self._batches[-1] if self._batches else None
 
-    @cached_property
+    @property
     def _batches(self) -> list[Batch]:
         """The transformations that group items: the first one examples, each other one batches."""
-        return [each for each in self.transformations if isinstance(each, Batch)]
+        return self._batches_and_levels[0]
 
-    @cached_property
+    @property
     def _levels(self) -> list[tuple[Transformation, ...]]:
         """The transformations of examples, then those of the batches that each `Batch` makes."""
-        levels: list[tuple[Transformation, ...]] = [()]
-        for each in self.transformations:
+        return [tuple(each for _, each in level) for level in self._batches_and_levels[1]]
+
+    @cached_property
+    def _batches_and_levels(self) -> tuple[list[Batch], list[list[tuple[int, Transformation]]]]:
+        """What groups items, and the numbered transformations of each level."""
+        batches: list[Batch] = []
+        levels: list[list[tuple[int, Transformation]]] = [[]]
+        for number, each in enumerate(self.transformations):
             if isinstance(each, Batch):
-                levels.append(())
+                batches.append(each)
+                levels.append([])
+            elif isinstance(each, Unbatch):  # maps of its batches get batches of one from now on
+                batches.pop()
+                levels[-2] += [(n, wrapped(other)) for n, other in levels.pop()]
             else:
-                levels[-1] += (each,)
-        return levels
+                levels[-1].append((number, each))
+        return batches, levels
 
     @property
     def length(self) -> int:
@@ -180,17 +214,32 @@ class Pipeline:
         below = self._spec(level - 1) if level else None
         if not has_maps:
             batch = self._batches[level - 1]
-            length = batch.batch_size if batch.drop_remainder else None
-            return None if below is None else batched(below, length)
+            return None if below is None else batch.spec_of(below, self._are_mapped[level - 1])
         stream = PassStream((0,), self.branch)
-        with closing(self.open(0, stream)) as reader:
-            maker, first = self.maker(reader, stream), self._first_items(level)
+        with (
+            closing(self.open(0, stream)) as reader,
+            closing(self.maker(reader, stream)) as maker,
+        ):
+            first = self._first_items(level)
             if not len(first):
                 return None
             if level:
                 return open_batch(spec_of(maker.batch(first, slice(1), level)), level)
-            (example,) = maker.examples(first)
-            return with_room_for_text(spec_of(example), self.source.element_spec)
+            example = self._first_example(maker, first)
+            if example is None:
+                return None
+            return with_room_for_text(spec_of(example[0]), self.source.element_spec)
+
+    def _first_example(self, maker: ElementMaker, first: Block) -> list[Any] | None:
+        """Return a list of the first example, or of the first one that can be made."""
+        if not self.finds_sound:
+            return list(maker.examples(first))
+        orders = [e for e in self.transformations if not isinstance(e, Shuffle | Batch)]
+        for block in Order(self.source, tuple(orders)).blocks((0,), None):
+            for place in range(len(block)):
+                with contextlib.suppress(Exception):
+                    return list(maker.examples(block[place : place + 1]))
+        return None
 
     def _first_items(self, level: int) -> Block:
         """Return the first item that is batched `level` times, without shuffling, or nothing."""
@@ -234,26 +283,31 @@ class Pipeline:
         """Return `elements` without prefetching."""
         order, num_batchings = self.order, len(self._batches)
 
+        def part_of(items: Block) -> slice:
+            return sharding.slice_of_rank(len(items), size, rank)
+
         def rows_of(block: Block) -> list[Block]:
             if not num_batchings:
                 return [block]
             return [
-                examples_to_read(
-                    items, sharding.slice_of_rank(len(items), size, rank), num_batchings
-                )
+                examples_to_read(items, part_of(items), num_batchings, needs_first)
                 for items in block
             ]
 
-        with closing(self.open(self.window_rows, stream)) as reader:
-            make = self.maker(reader, stream)
-            blocks = order.blocks(stream.key, None, start)
-            for block in _look_ahead(blocks, reader, rows_of):
-                if not num_batchings:
+        with (
+            closing(self.open(self.window_rows, stream)) as reader,
+            closing(self.maker(reader, stream)) as make,
+        ):
+            needs_first = num_batchings == 1 and make.needs_first
+            blocks = _look_ahead(order.blocks(stream.key, None, start), reader, rows_of)
+            if not num_batchings:
+                for block in blocks:
                     yield from make.examples(block)
-                    continue
-                for items in block:
-                    part = sharding.slice_of_rank(len(items), size, rank)
-                    yield prepare(make.batch(items, part, num_batchings))
+                return
+            groups = ((items, part_of(items)) for block in blocks for items in block)
+            with closing(make.batches(groups, num_batchings)) as batches:
+                for batch in batches:
+                    yield prepare(batch)
 
     @property
     def window_rows(self) -> int:
@@ -271,31 +325,41 @@ class Pipeline:
     @property
     def is_steady(self) -> bool:
         """Whether the element at a position is the same in each pass, random maps aside."""
-        return self.source.is_steady and self.source.is_in_order and not any(
-            isinstance(each, Shuffle) and each.reshuffle_each_iteration
-            for each in self.transformations
+        return (
+            self.source.is_steady
+            and self.source.is_in_order
+            and not any(
+                isinstance(each, Shuffle) and each.reshuffle_each_iteration
+                for each in self.transformations
+            )
         )
 
     def open(self, window_rows: int, stream: PassStream) -> Reader:
         """Return a reader of the items, also of those of repetitions."""
         repeats = [e.num_repetitions for e in self.transformations if e.num_repetitions != 1]
-        reader = self.source.open(
-            window_rows, dataclasses.replace(stream, repeats=tuple(repeats))
-        )
+        reader = self.source.open(window_rows, dataclasses.replace(stream, repeats=tuple(repeats)))
         is_plain = self.source.is_steady and not self.source.num_maps and not self.source.is_stream
         return _Repeated(reader, span_of(self.source)) if repeats and is_plain else reader
 
     def maker(self, reader: Reader, stream: PassStream) -> ElementMaker:
         """Return what makes elements of the items of the order."""
-        maps: list[list[tuple[Map | Enumerate, Numbering]]] = [[]]
-        for number, each in enumerate(self.transformations):
-            if isinstance(each, Batch):
-                maps.append([])
-            elif isinstance(each, Map | Enumerate):
-                numbering = Numbering(self.source, self.transformations, number)
-                maps[-1].append((each, numbering))
+        maps = [
+            [
+                (each, Numbering(self.source, self.transformations, number))
+                for number, each in level
+                if isinstance(each, Map | Enumerate)
+            ]
+            for level in self._batches_and_levels[1]
+        ]
         stream = dataclasses.replace(stream, first_map=stream.first_map + self.source.num_maps)
-        return ElementMaker(reader, maps, self._spec, stream)
+        return ElementMaker(reader, maps, self._batches, self._are_mapped, self._spec, stream)
+
+    @cached_property
+    def _are_mapped(self) -> list[bool]:
+        """Whether a map made what each of the batches stacks, so that shapes may differ."""
+        are_mapped = [any(isinstance(e, Map | Enumerate) for e in level) for level in self._levels]
+        are_mapped[0] = are_mapped[0] or self.source.num_maps > 0
+        return are_mapped[:-1]
 
 
 class _Repeated:

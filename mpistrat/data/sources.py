@@ -24,7 +24,7 @@ from mpistrat.data.order import (
     skip_items,
 )
 from mpistrat.data.random import PassStream
-from mpistrat.data.spec import ArraySpec, fitted
+from mpistrat.data.spec import ArraySpec, fitted, object_column
 from mpistrat.errors import DataError
 from mpistrat.system.text import array_type
 
@@ -267,21 +267,14 @@ class GeneratorSource(PlainSource):
         """Return the examples of `block`, stacked."""
         columns = zip(*block, strict=True) if len(block) else [()] * len(self._specs)
         stacked = [
-            self._stacked(column, spec, path)
-            for column, spec, path in zip(columns, self._specs, self._paths, strict=True)
+            self._stacked(column, spec) for column, spec in zip(columns, self._specs, strict=True)
         ]
         return nests.unflatten(self._structure, stacked)
 
-    def _stacked(self, column: tuple[np.ndarray, ...], spec: ArraySpec, path: str) -> np.ndarray:
+    def _stacked(self, column: tuple[np.ndarray, ...], spec: ArraySpec) -> np.ndarray:
         if not column:
             return np.empty((0, *spec._known_shape), spec.dtype)
-        shapes = sorted({array.shape for array in column})
-        if len(shapes) > 1:
-            raise DataError(
-                f"from_generator: {path or 'the array'!r} has different shapes within one batch: "
-                f"{shapes[0]} and {shapes[1]}. Pad the examples to one shape."
-            )
-        return np.stack(column)
+        return object_column(column) if spec._is_ragged else np.stack(column)
 
     def close(self) -> None:
         """Nothing to release."""

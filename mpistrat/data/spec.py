@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mpistrat import nests
+from mpistrat.ragged import Ragged
 
 __all__ = [
     "ArraySpec",
@@ -17,6 +18,7 @@ __all__ = [
     "describe",
     "empty_batch",
     "fitted",
+    "object_column",
     "open_batch",
     "spec_of",
     "with_room_for_text",
@@ -47,16 +49,31 @@ class ArraySpec:
 
     shape: tuple[int | None, ...]
     dtype: np.dtype
+    _holds_ragged: bool = field(default=False, compare=False)
+    """Whether it is of a `Ragged`, whose rows have the shape ``shape[1:]``."""
 
-    def __init__(self, shape: Sequence[int | None], dtype: Any) -> None:
+    def __init__(
+        self, shape: Sequence[int | None], dtype: Any, _holds_ragged: bool = False
+    ) -> None:
         lengths = tuple(None if length is None else operator.index(length) for length in shape)
         if any(length is not None and length < 0 for length in lengths):
             raise ValueError(f"A shape has lengths of at least 0, not {tuple(shape)}.")
         object.__setattr__(self, "shape", lengths)
         object.__setattr__(self, "dtype", np.dtype(dtype))
+        object.__setattr__(self, "_holds_ragged", _holds_ragged)
 
     def __repr__(self) -> str:
-        return f"ArraySpec({self.shape}, {self.dtype})"
+        return f"ArraySpec({self.shape}, {self.dtype}{', ragged' * self._holds_ragged})"
+
+    @property
+    def _is_ragged(self) -> bool:
+        """Whether arrays of this spec may differ in shape. Local."""
+        return None in self.shape
+
+    @property
+    def _is_open_text(self) -> bool:
+        """Whether it is text of any width. Local."""
+        return self.dtype.kind == "U" and not self.dtype.itemsize
 
     @property
     def _known_shape(self) -> tuple[int, ...]:
@@ -66,7 +83,7 @@ class ArraySpec:
     def _fits(self, array: np.ndarray) -> bool:
         """Return whether `array` has this shape and dtype. Local."""
         return (
-            array.dtype == self.dtype
+            (array.dtype == self.dtype or (self._is_open_text and array.dtype.kind == "U"))
             and array.ndim == len(self.shape)
             and all(want in (None, got) for want, got in zip(self.shape, array.shape, strict=True))
         )
@@ -79,6 +96,8 @@ def spec_of(nest: Any) -> Any:
 
 def _spec_of_leaf(leaf: Any) -> ArraySpec:
     # Arrays on a device have a dtype, and refuse to become NumPy arrays.
+    if isinstance(leaf, Ragged):
+        return ArraySpec((len(leaf), None, *leaf.values.shape[1:]), leaf.values.dtype, True)
     dtype: np.dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     return ArraySpec(np.shape(leaf), dtype.newbyteorder("="))
 
@@ -86,14 +105,18 @@ def _spec_of_leaf(leaf: Any) -> ArraySpec:
 def with_room_for_text(spec: Any, other: Any) -> Any:
     """Return the nest `spec` with strings as wide as the widest in the nest `other`."""
     # A string of an array is only as wide as its text, so that of one example says too little.
+    leaves = nests.flatten(other)[0]
     widths = {kind: [0] for kind in "SU"}
-    for leaf in nests.flatten(other)[0]:
+    for leaf in leaves:
         widths.get(leaf.dtype.kind, []).append(leaf.dtype.itemsize)
+    is_open = any(leaf._is_open_text for leaf in leaves) or not any(widths["U"])
 
     def widened(leaf: ArraySpec) -> ArraySpec:
         kind, size = leaf.dtype.kind, leaf.dtype.itemsize
         if leaf.shape or kind not in widths:
             return leaf
+        if kind == "U" and is_open:
+            return ArraySpec((), "U")
         length = max(*widths[kind], size) // np.dtype(f"{kind}1").itemsize
         return ArraySpec((), f"{kind}{length}")
 
@@ -102,7 +125,16 @@ def with_room_for_text(spec: Any, other: Any) -> Any:
 
 def batched(spec: Any, batch_size: int | None) -> Any:
     """Return the nest `spec` of one example with a batch dimension in front."""
-    return nests.map_nest(lambda leaf: ArraySpec((batch_size, *leaf.shape), leaf.dtype), spec)
+
+    def with_batch(leaf: ArraySpec) -> ArraySpec:
+        if leaf._holds_ragged:
+            raise ValueError(
+                "A Ragged cannot be batched once more. Call ragged_batch last, or unbatch before "
+                "the next batch."
+            )
+        return ArraySpec((batch_size, *leaf.shape), leaf.dtype)
+
+    return nests.map_nest(with_batch, spec)
 
 
 def open_batch(spec: Any, num_batchings: int = 1) -> Any:
@@ -110,7 +142,8 @@ def open_batch(spec: Any, num_batchings: int = 1) -> Any:
 
     def opened(leaf: ArraySpec) -> ArraySpec:
         num_open = min(num_batchings, len(leaf.shape))
-        return ArraySpec((None,) * num_open + leaf.shape[num_open:], leaf.dtype)
+        shape = (None,) * num_open + leaf.shape[num_open:]
+        return ArraySpec(shape, leaf.dtype, leaf._holds_ragged)
 
     return nests.map_nest(opened, spec)
 
@@ -118,7 +151,10 @@ def open_batch(spec: Any, num_batchings: int = 1) -> Any:
 def empty_batch(spec: Any) -> Any:
     """Return arrays of length 0 for the nest `spec` of a batch."""
 
-    def empty(leaf: ArraySpec) -> np.ndarray:
+    def empty(leaf: ArraySpec) -> Any:
+        if leaf._holds_ragged:
+            values = np.empty((0, *leaf._known_shape[2:]), leaf.dtype)
+            return Ragged(values, np.zeros(1, np.int64))
         # What has no dimension, as the number of a batch, is not divided.
         shape = (0, *leaf._known_shape[1:]) if leaf.shape else ()
         return np.zeros(shape, leaf.dtype)
@@ -126,11 +162,15 @@ def empty_batch(spec: Any) -> Any:
     return nests.map_nest(empty, spec)
 
 
+_OPEN_TEXT = np.dtype("U")
+"""Of text of any width."""
+
+
 def fitted(array: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
     """Return `array` as `dtype`, itself where it has it; ``None`` where it does not fit."""
     # Floating numbers may be rounded, but not become infinite. Integers fit where their values
     # do, signed or not, and into floating numbers. Everything else must survive unchanged.
-    if array.dtype == dtype:
+    if array.dtype == dtype or (dtype == _OPEN_TEXT and array.dtype.kind == "U"):
         return array
     are_integers = array.dtype.kind in "iu" and dtype.kind in "iu"
     if not (are_integers or np.can_cast(array.dtype, dtype, "same_kind")):
@@ -147,6 +187,14 @@ def _survives(array: np.ndarray, cast: np.ndarray) -> bool:
         info = np.iinfo(cast.dtype)
         return info.min <= int(array.min()) and int(array.max()) <= info.max
     return bool((cast == array).all())
+
+
+def object_column(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the column of examples that differ in shape: an array of arrays."""
+    column = np.empty(len(rows), object)
+    for number, row in enumerate(rows):
+        column[number] = row
+    return column
 
 
 def describe(spec: Any) -> str:

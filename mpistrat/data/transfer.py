@@ -18,6 +18,7 @@ from mpistrat.arrays import (
     pinned_empty,
     place,
 )
+from mpistrat.ragged import Ragged
 
 __all__ = ["transfer_to"]
 
@@ -48,6 +49,8 @@ class _HostTransfer:
 
     def end(self, leaf: Any) -> Any:
         """Return the array in host memory."""
+        if isinstance(leaf, Ragged):
+            return leaf._map(host_view)
         return host_view(leaf) if _is_moved(leaf) else leaf
 
     def close(self) -> None:
@@ -71,6 +74,8 @@ class _DeviceTransfer:
             return nests.map_nest(self._begin, element)
 
     def _begin(self, leaf: Any) -> Any:
+        if isinstance(leaf, Ragged):
+            return leaf._map(self._begin)
         if not _is_moved(leaf):
             return leaf
         if not is_on_host(leaf) or not np.size(leaf):
@@ -92,6 +97,8 @@ class _DeviceTransfer:
 
     def end(self, leaf: Any) -> Any:
         """Wait for the copy, which has mostly been made where elements are prefetched."""
+        if isinstance(leaf, Ragged):
+            return leaf._map(self.end)
         if not isinstance(leaf, _Arrival):
             return leaf
         leaf.event.synchronize()

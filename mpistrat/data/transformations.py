@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.data.order import Transformation
+from mpistrat.data.parallel_map import AUTOTUNE
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.transforms import Batch, Map, Prefetch, Repeat, Shard, Skip, Take
@@ -107,7 +108,9 @@ class Transformations:
         batch_size = as_integer("global_batch_size", global_batch_size, 1)
         return self._then(Batch(batch_size, as_bool("drop_remainder", drop_remainder)))
 
-    def map(self, fn: Callable[..., Any], seed: int = 0) -> Self:
+    def map(
+        self, fn: Callable[..., Any], seed: int = 0, num_parallel_calls: int | None = None
+    ) -> Self:
         """Return `fn` of each element. Local.
 
         Before `batch`, `fn` gets one example; after it, this rank's slice of the batch, which
@@ -124,18 +127,27 @@ class Transformations:
         fn : callable
         seed : int
             Of `example_rng` and `example_rngs` in `fn`.
+        num_parallel_calls : int, optional
+            In how many threads `fn` is called, which helps where it leaves Python, as decoders and
+            NumPy do. The order stays, at most twice as many results wait, and an error cancels
+            what comes after it. ``None``: one call at a time, in the thread of the iterator; -1
+            (`mpistrat.data.AUTOTUNE`): this rank's share of the cores.
 
         Raises
         ------
         TypeError, ValueError
-            If `fn` is not callable, or `seed` no integer of at least 0.
+            If `fn` is not callable, `seed` no integer of at least 0, or `num_parallel_calls` none
+            of at least 1.
         DataError
             While iterating, if the results for a batch do not stack, or do not fit the dtype of
             the first one.
         """
         if not callable(fn):
             raise TypeError(f"map needs a function, not {fn!r}.")
-        return self._then(Map(fn, as_integer("seed", seed, 0)))
+        seed = as_integer("seed", seed, 0)
+        if num_parallel_calls is not None and num_parallel_calls != AUTOTUNE:
+            num_parallel_calls = as_integer("num_parallel_calls", num_parallel_calls, 1)
+        return self._then(Map(fn, seed, num_parallel_calls))
 
     def repeat(self, count: int | None = None) -> Self:
         """Return the elements `count` times over; endlessly for ``None`` or -1. Local."""

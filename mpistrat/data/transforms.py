@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import nests
 from mpistrat.data.order import (
     ENDLESS,
     UNKNOWN,
@@ -21,6 +23,8 @@ from mpistrat.data.order import (
     moved_items,
     skip_items,
 )
+from mpistrat.data.spec import batched
+from mpistrat.data.stacking import Column, stacked
 from mpistrat.sharding import ceil_div
 
 __all__ = [
@@ -34,7 +38,10 @@ __all__ = [
     "Shard",
     "Skip",
     "Take",
+    "Unbatch",
+    "WholeBatches",
     "regroup",
+    "wrapped",
 ]
 
 
@@ -51,10 +58,8 @@ class Reordering(Transformation):
         """Return the same number."""
         return number
 
-    def at(
-        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
-    ) -> Block:
-        """Return the items at `positions` of the pass `key`, and make all before them."""
+    def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
+        """Return the items at `positions` of the pass `key`, of which all are computed."""
         return upstream.then(self).found_at(positions, key, known)
 
 
@@ -74,9 +79,7 @@ class Take(Reordering):
         """Return the rows that leave."""
         return rows[: self.count]
 
-    def at(
-        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
-    ) -> Block:
+    def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
         """Return the items at `positions` of the pass `key`."""
         return upstream.at(positions, key, known)
 
@@ -113,9 +116,7 @@ class Skip(Reordering):
         """Return the number of an example among those that leave."""
         return number - self.count
 
-    def at(
-        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
-    ) -> Block:
+    def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
         """Return the items at `positions` of the pass `key`."""
         return upstream.at(positions + self.count, key, known)
 
@@ -147,9 +148,7 @@ class Shard(Reordering):
         """Return the number of an example among those that leave."""
         return (number - self.index) // self.num_shards
 
-    def at(
-        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
-    ) -> Block:
+    def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
         """Return the items at `positions` of the pass `key`."""
         return upstream.at(positions * self.num_shards + self.index, key, known)
 
@@ -186,9 +185,7 @@ class Repeat(Reordering):
         """How often all items come again."""
         return self.count
 
-    def at(
-        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
-    ) -> Block:
+    def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
         """Return the items at `positions` of the pass `key`."""
         length = upstream.length
         if length <= 0:
@@ -232,6 +229,24 @@ class Batch(Reordering):
     batch_size: int
     drop_remainder: bool
 
+    @property
+    def known_length(self) -> int | None:
+        """The length of every batch, where it is one."""
+        return self.batch_size if self.drop_remainder else None
+
+    def spec_of(self, element_spec: Any, is_mapped: bool) -> Any:
+        """Return the nest of specs of a batch of elements, also of those that a map made."""
+        return batched(element_spec, self.known_length)
+
+    def stack(self, column: Column, structure: nests.Structure, number: int) -> Any:
+        """Return a column, leaf `number` of the elements' `structure`, as one value."""
+        return stacked(column, self.batch_size)
+
+    @property
+    def needs_one_shape(self) -> bool:
+        """Whether all elements of a batch must have one shape."""
+        return type(self) is Batch
+
     def length(self, num_items: int) -> int:
         """Return how many items leave."""
         if num_items < 0:
@@ -251,6 +266,55 @@ class Batch(Reordering):
             item = np.empty(1, object)
             item[0] = group
             yield item
+
+
+@dataclass(frozen=True)
+class WholeBatches(Reordering):
+    """The items that fill batches of `batch_size`, without those left over."""
+
+    batch_size: int
+
+    def length(self, num_items: int) -> int:
+        """Return how many items leave."""
+        return num_items if num_items < 0 else num_items // self.batch_size * self.batch_size
+
+    def rows(self, rows: range) -> range | None:
+        """Return the rows that leave."""
+        return rows[: self.length(len(rows))]
+
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`."""
+        first = start // self.batch_size
+        blocks = upstream.blocks(key, batch_size, first * self.batch_size)
+        groups = regroup(blocks, self.batch_size)
+        whole = itertools.takewhile(lambda group: len(group) == self.batch_size, groups)
+        return skip_items(whole, start % self.batch_size)
+
+
+@dataclass(frozen=True)
+class Unbatch(Reordering):
+    """The items of batches, one by one."""
+
+    batch_size: int
+    are_whole: bool
+    """Whether no batch is shorter."""
+
+    def length(self, num_items: int) -> int:
+        """Return how many items leave; a short batch may be among those taken or repeated."""
+        if num_items <= 0:
+            return num_items
+        return num_items * self.batch_size if self.are_whole else UNKNOWN
+
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`."""
+        first = start // self.batch_size if self.are_whole else 0
+        batches = upstream.blocks(key, None, first)
+        items = (np.asarray(item) for block in batches for item in block)
+        return skip_items(items, start - first * self.batch_size)
 
 
 class NumberedBatch(np.ndarray):
@@ -297,9 +361,7 @@ class SameOrder(Reordering):
         """Return the same rows."""
         return rows
 
-    def at(
-        self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses
-    ) -> Block:
+    def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
         """Return the items at `positions` of the pass `key`."""
         return upstream.at(positions, key, known)
 
@@ -316,10 +378,27 @@ class Map(SameOrder):
 
     fn: Callable[..., Any]
     seed: int = 0
+    num_parallel_calls: int | None = None
+    """In how many threads; ``None`` for that of the iterator."""
+    num_wraps: int = 0
+    """How many batches it was a map of that were taken apart again."""
 
     def __repr__(self) -> str:
+        # The number of threads changes no element, so ranks may differ in it.
         seed = f", seed={self.seed}" if self.seed else ""
         return f"Map(fn={function_name(self.fn)}{seed})"
+
+
+def wrapped(transformation: Transformation) -> Transformation:
+    """Return a transformation of batches as one of their elements."""
+    if isinstance(transformation, Enumerate):
+        raise ValueError(
+            "unbatch takes apart arrays along their first dimension, which the number that "
+            "enumerate gives a batch does not have. Call enumerate after unbatch."
+        )
+    if not isinstance(transformation, Map):
+        return transformation
+    return dataclasses.replace(transformation, num_wraps=transformation.num_wraps + 1)
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,8 @@ class Child:
             self._reader.key = key
 
     def close(self) -> None:
-        """Release files and memory."""
+        """Release files and memory, and end the threads of maps."""
+        self._maker.close()
         self._reader.close()
 
 

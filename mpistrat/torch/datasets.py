@@ -21,6 +21,7 @@ from mpistrat.data.dataset import Dataset
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import is_one_of_several
+from mpistrat.ragged import Ragged
 from mpistrat.settings import environment
 from mpistrat.strategies.one_replica import OneDeviceStrategy
 from mpistrat.strategies.strategy import Strategy
@@ -52,7 +53,9 @@ class HDF5Dataset(IterableDataset[Any]):
 
     Tensors share the memory of the arrays that were read, without a copy, and nothing else writes
     to it. What a function given to `map` returns is passed on unchanged. Arrays of a dtype that
-    PyTorch does not have, such as strings, remain NumPy arrays.
+    PyTorch does not have, such as text, remain NumPy arrays. A `Ragged`, as ``ragged_batch`` makes
+    it, becomes a nested tensor in the jagged layout, whose ``values()`` and ``offsets()`` share its
+    memory; of a rank that gets no example of a batch, too.
 
     ``len()`` is not defined; see `num_batches`.
 
@@ -166,6 +169,9 @@ class HDF5Dataset(IterableDataset[Any]):
 
     def _tensor(self, leaf: Any) -> Any:
         leaf = localize(leaf)
+        if isinstance(leaf, Ragged):
+            values, offsets = map(self._tensor, (leaf.values, leaf.row_splits))
+            return torch.nested.nested_tensor_from_jagged(values, offsets)
         if not isinstance(leaf, np.ndarray):
             return leaf
         return _pinned(leaf) if self._pins else _as_tensor(leaf)

@@ -386,3 +386,21 @@ def test_files_are_read_into_pinned_memory(path, monkeypatch, is_cached):
     for plus_one, expected in zip(mst.HDF5Dataset(mapped, pin_memory=True), whole, strict=True):
         assert plus_one.is_pinned() or not len(plus_one)
         assert plus_one.tolist() == (expected[0].int() + 1).tolist()
+
+
+def test_ragged_batches_are_jagged_tensors_and_text_stays(world):
+    def example(n):
+        return {"row": np.full(int(n) % 3, n, np.float32), "text": "x" * int(n), "n": n}
+
+    dataset = mst.HDF5Dataset(ms.data.Dataset.range(8).map(example).ragged_batch(4))
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for number, batch in enumerate(dataset):
+        own = range(4 * number, 4 * number + 4)[slice_of_rank(4, size, rank)]
+        row = batch["row"]
+        assert row.is_nested
+        assert row.layout == torch.jagged
+        assert row.values().tolist() == [float(n) for n in own for _ in range(n % 3)]
+        assert row.offsets().tolist() == np.cumsum([0, *(n % 3 for n in own)]).tolist()
+        assert batch["text"].tolist() == ["x" * n for n in own]
+        assert batch["n"].tolist() == list(own)
+    assert dataset.state_dict()["pass"] == 1

@@ -1,0 +1,284 @@
+"""Cache of a data set: a source that keeps the elements of another one in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat import nests
+from mpistrat.comm.node_file import NodeFile
+from mpistrat.data.cache_store import CacheStore, Record, record_bytes
+from mpistrat.data.chunks import ChunkLayout
+from mpistrat.data.order import Block, Example, PassKey, Source, span_of
+from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.random import PassStream
+from mpistrat.data.stacking import columns_of, rows_of
+from mpistrat.system.text import readable_size
+
+if TYPE_CHECKING:
+    from mpistrat.collectives.collectives import Collectives
+
+__all__ = ["Cached", "share_caches", "size_in_bytes"]
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_LEAST_RECORD = 16
+"""Bytes of the smallest element, by which those of a stream are counted before they come."""
+
+
+def size_in_bytes(memory: int | str) -> int:
+    """Return a size such as ``"4 GiB"`` in bytes."""
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", memory, re.IGNORECASE)
+        size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    elif isinstance(memory, int) and not isinstance(memory, bool):
+        size = memory
+    else:
+        raise TypeError(f"cache: memory must be a number of bytes or a size, not {memory!r}.")
+    if size < 1:
+        raise ValueError(f'cache: memory must be a size such as "4 GiB", not {memory!r}.')
+    return size
+
+
+class Cached:
+    """The examples of a pipeline without its order, each made once and kept by its number."""
+
+    # An item is what it is in the source below: the order, chunks and shuffles stay those of the
+    # data set, and only how an example is made differs.
+
+    def __init__(self, child: Pipeline, limit: int, num_inherited: int) -> None:
+        self.child, self._limit = child, limit
+        self.num_inherited = num_inherited
+        """How many transformations of the order, which follow this source, came before it."""
+        self.store: CacheStore | None = None
+        self.num_maps = child.num_maps
+
+    def __repr__(self) -> str:
+        return f"{self.child.calls}.cache()"
+
+    @property
+    def _source(self) -> Source:
+        return self.child.source
+
+    @property
+    def children(self) -> tuple[Pipeline, ...]:
+        """The data set below, whose filters are evaluated first."""
+        return (self.child,)
+
+    @property
+    def kind(self) -> str:
+        """The method, and the kind of the data set."""
+        return f"{self.child.kind}.cache()"
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` of one example; ``None`` where there is no example to find it."""
+        return self.child.found_spec
+
+    @property
+    def num_examples(self) -> int:
+        """As many as the source below has."""
+        return self._source.num_examples
+
+    @property
+    def layout(self) -> ChunkLayout | None:
+        """The chunks below."""
+        return self._source.layout
+
+    def layout_of(self, key: PassKey) -> ChunkLayout | None:
+        """Return the chunks below in the pass `key`."""
+        return self._source.layout_of(key)
+
+    @property
+    def order_entries(self) -> list[str]:
+        """What decides the order below."""
+        return self._source.order_entries
+
+    @property
+    def file_starts(self) -> np.ndarray:
+        """Where files begin below."""
+        return self._source.file_starts
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the files below have been looked at."""
+        return self._source.is_read
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether items are examples, as of a generator."""
+        return self._source.is_stream
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the items of a pass are 0, 1, 2 and so on."""
+        return self._source.is_in_order
+
+    @property
+    def is_of_files(self) -> bool:
+        """Whether examples lie in files."""
+        return self._source.is_of_files
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a number stands for the same example in each pass: it must."""
+        return True
+
+    def only(self, fields: tuple[Any, ...]) -> Source | None:
+        """Return ``None``: an element is kept as a whole."""
+        return None
+
+    def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
+        """Return the items below."""
+        return self._source.blocks(key, batch_size, start)
+
+    @cached_property
+    def record(self) -> Record:
+        """How elements are laid out in memory."""
+        self._check_steady()
+        specs, _ = nests.flatten(self.element_spec)
+        record = Record(specs, self.child.num_maps > 0)
+        size = record.num_bytes
+        if size is not None and self.num_examples > 0:
+            # A part of the data set may be all that is used of it.
+            lengths = [self.num_examples]
+            if self.child.length >= 0:
+                lengths.append(self.child.length)
+            total = size * min(lengths)
+            if total > self._limit:
+                raise MemoryError(
+                    f"cache: {min(lengths)} elements of {size} bytes need {readable_size(total)} "
+                    f"({total} bytes), but memory is {readable_size(self._limit)}. Give "
+                    "cache(memory=...) more."
+                )
+        return record
+
+    def _check_steady(self) -> None:
+        if not self._source.is_steady:
+            raise ValueError(
+                f"cache keeps elements by their number, but {self._source!r} has other elements in "
+                "each pass. Call cache before sample, and before zip of shuffled data."
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """How many elements there may be."""
+        return self.num_examples if self.num_examples >= 0 else self._limit // _LEAST_RECORD
+
+    def tolerant(self) -> Cached:
+        """Return this source, whose spec is that of the first example that can be made."""
+        self.child = self.child.tolerant()
+        return self
+
+    def make_store(self, file: NodeFile | None = None) -> CacheStore:
+        """Return the store, in `file` or in memory of this process."""
+        if file is not None or self.store is None:
+            num_bytes = record_bytes(self._limit, self.num_slots)
+            file = NodeFile.of_process(num_bytes) if file is None else file
+            self.store = CacheStore(file, self.record, self._limit, self.num_slots)
+        return self.store
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the file of the store."""
+        return record_bytes(self._limit, self.num_slots)
+
+    def open(self, window_rows: int, stream: PassStream) -> CachedReader:
+        """Return a reader that makes what is not kept yet."""
+        first_pass = dataclasses.replace(stream, key=(0,), repeats=(), is_fixed=False)
+        return CachedReader(self, window_rows, first_pass)
+
+
+class CachedReader:
+    """Reads examples from the store, and makes those that are not there."""
+
+    def __init__(self, cached: Cached, window_rows: int, stream: PassStream) -> None:
+        child = cached.child
+        self._store = cached.make_store()
+        self._span = span_of(cached)
+        self._spec = cached.element_spec
+        self._reader = child.source.open(window_rows, stream)
+        self._maker = child.maker(self._reader, stream)
+        self._announced: Counter[int] = Counter()
+        self.lookahead_rows = self._reader.lookahead_rows
+
+    def expect(self, block: Block) -> None:
+        """Note the items of `block` that have to be read."""
+        items, numbers = self._first_repetition(block)
+        missing = ~self._store.has(numbers)
+        if missing.any():
+            self._announced.update(numbers[missing].tolist())
+            self._reader.expect(items[missing])
+
+    def _first_repetition(self, block: Block) -> tuple[Block, np.ndarray]:
+        """Return the items of `block` in the first repetition, and their numbers."""
+        if block.dtype != object:
+            numbers = np.asarray(block, np.int64) % self._span
+            return numbers, numbers
+        items = np.empty_like(block)
+        for place, item in enumerate(block):
+            items[place] = Example(item)
+            items[place].number = item.number % self._span
+        return items, np.array([item.number for item in items], np.int64)
+
+    def read(self, block: Block) -> Any:
+        """Return the nest of columns of `block`."""
+        items, numbers = self._first_repetition(block)
+        is_made = ~self._store.has(numbers)
+        if self._announced:  # what was announced is read, even if another rank was faster
+            for place, number in enumerate(numbers.tolist()):
+                if self._announced[number] > 0:
+                    is_made[place] = True
+                    self._announced[number] -= 1
+        _, structure = nests.flatten(self._spec)
+        if not is_made.any():
+            return nests.unflatten(structure, self._store.columns(numbers))
+        places = np.flatnonzero(is_made)
+        made: dict[int, list[Any]] = {}
+        with closing(self._maker.examples(items[places])) as examples:
+            for place, example in zip(places.tolist(), examples, strict=True):
+                made[place] = rows_of(example, self._spec)
+                self._store.add(int(numbers[place]), made[place])
+        rows = [
+            made[place] if place in made else self._kept(numbers[place : place + 1])
+            for place in range(len(numbers))
+        ]
+        return columns_of((nests.unflatten(structure, row) for row in rows), self._spec)
+
+    def _kept(self, number: np.ndarray) -> list[np.ndarray]:
+        return [column[0] for column in self._store.columns(number)]
+
+    def close(self) -> None:
+        """Release files and end threads."""
+        self._maker.close()
+        self._reader.close()
+
+
+def share_caches(pipeline: Pipeline, collectives: Collectives, kind: str) -> None:
+    """Let the ranks of each node share what they keep. **Collective**."""
+    source = pipeline.source
+    for child in getattr(source, "children", ()):
+        share_caches(child, collectives, kind)
+    if not isinstance(source, Cached):
+        return
+    num_bytes = 0
+    with collectives.all_or_none(kind):
+        if source.element_spec is not None:
+            source.record  # noqa: B018, checks the sizes
+            num_bytes = source.file_bytes
+    if source.element_spec is None or collectives.size == 1:
+        return
+    with collectives.call(kind) as call:
+        call.agree("cache", num_bytes)
+        with call.communicator() as comm:
+            file = NodeFile.of_node(
+                comm, num_bytes, None if source.store is None else source.store.token
+            )
+    if file is not None:
+        source.make_store(file)
