@@ -88,7 +88,7 @@ class StrategyTests:
         """Make the strategy. **Collective**."""
         self.strategy = self.make_strategy()
         self.size = self.strategy.num_replicas_in_sync
-        self.rank = self.strategy.extended._collectives.rank
+        self.rank = self.strategy.extended._layout.replica_id
         self.total = self.size * (self.size - 1) // 2
 
     def local(self, value: Any) -> Any:

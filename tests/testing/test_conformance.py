@@ -2,6 +2,7 @@
 
 import mpistrat as ms
 from mpistrat.testing import StrategyTests
+from tests.replica_groups import DIVISORS
 
 
 class TestMPIStrategy(StrategyTests):
@@ -19,3 +20,13 @@ class TestDefaultStrategy(StrategyTests):
 
     def make_strategy(self):
         return ms.get_strategy()
+
+
+class TestReplicasOverAllRanks(StrategyTests):
+    def make_strategy(self):
+        return ms.MPIStrategy(ranks_per_replica=DIVISORS[-1])
+
+
+class TestReplicasOverSomeRanks(StrategyTests):
+    def make_strategy(self):
+        return ms.MPIStrategy(ranks_per_replica=DIVISORS[len(DIVISORS) // 2])
