@@ -233,7 +233,7 @@ class CheckpointReader:
             return
         with naming_damage(self.path, name):
             found = digest_in_file(self.handle, offset, info.size_bytes, info.digest)
-            check_digest(found.text, info.digest)
+            self._check_values(name, found)
 
     def _verify_pages(self, name: str) -> None:
         """Check the digests of the pages of a variable against the digest of all of them."""
