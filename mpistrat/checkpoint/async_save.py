@@ -14,7 +14,7 @@ from mpistrat.arrays import Array
 from mpistrat.checkpoint.collect import StateCollector
 from mpistrat.checkpoint.format import VARIABLES, Header
 from mpistrat.checkpoint.ownership import Writers
-from mpistrat.checkpoint.raw_io import copy_to_host
+from mpistrat.checkpoint.raw_io import SharedCopies, copy_to_host
 from mpistrat.checkpoint.root_file import RootWork
 from mpistrat.checkpoint.writer import BufferLifetime, Item, create_checkpoint
 from mpistrat.collectives.collectives import Collectives
@@ -36,9 +36,11 @@ class Snapshot:
     def __init__(self) -> None:
         self._memory: dict[str, Array] = {}
         self._items: list[Item] = []
+        self._copies = SharedCopies()
 
     def clear(self) -> None:
         """Begin a new snapshot."""
+        self._copies = SharedCopies()  # an earlier one may have failed half-way
         self._memory = {
             each.path: each.array
             for each in self._items
@@ -47,7 +49,7 @@ class Snapshot:
         self._items = []
 
     def add(self, item: Item) -> None:
-        """Copy the values of `item` on the rank that has them."""
+        """Copy the values of `item` on the rank that has them, by `finish` at the latest."""
         array = item.array
         if array is None:
             return
@@ -55,9 +57,16 @@ class Snapshot:
             copy = self._memory.pop(item.path, None)
             if copy is None or copy.shape != array.shape or copy.dtype != array.dtype:
                 copy = np.empty(array.shape, array.dtype)
-            copy_to_host(copy, array)
+            if item.life is BufferLifetime.BRIEF:
+                copy_to_host(copy, array)
+            else:
+                self._copies.begin(copy, array)
             item = replace(item, array=copy, life=BufferLifetime.LONG)
         self._items.append(item)
+
+    def finish(self) -> None:
+        """Wait for the copies that `add` has begun."""
+        self._copies.finish()
 
     def write(self, path: str, header: Header, writers: Writers | None) -> None:
         """Write the file `path`. From any thread."""
@@ -104,6 +113,7 @@ class BackgroundSaver:
         work = RootWork(gathering.collectives)
         work.attempt(self._snapshot.clear)
         work.attempt_each(self._snapshot.add, gathering.items())
+        work.attempt(self._snapshot.finish)
         with gathering.collectives.common_outcome(_WHAT, path):
             _check_copied(work)
         self._path = path

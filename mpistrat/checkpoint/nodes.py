@@ -18,6 +18,7 @@ __all__ = [
     "Groups",
     "TypesInFile",
     "read_attribute",
+    "read_flag",
     "read_names",
     "read_short_text",
     "write_attribute",
@@ -117,23 +118,45 @@ def write_attribute(node: Any, name: str, value: AttributeValue) -> None:
 def read_short_text(node: Any, name: str) -> str:
     """Return a text as `write_attribute` writes it, ``"None"`` if it is missing.
 
-    It asks the file for nothing but the text, and so takes half the time of `read_attribute`.
+    It asks the file for little but the text, and so takes a fifth of the time of `read_attribute`.
     """
     h5 = h5py()
-    buffer = np.empty((), f"S{_SHORT}")
+    text = b""
     try:
         attribute = h5.h5a.open(node, name.encode())
-        if attribute.shape != ():  # HDF5 would write beyond the buffer
-            raise ValueError(f"the attribute {name} is no single text")
-        attribute.read(buffer, _fixed_texts(_SHORT, h5.h5t.STR_NULLPAD, h5.h5t.CSET_UTF8))
-        text = bytes(buffer.item()).decode()
-    except (KeyError, OSError, TypeError, ValueError):
-        text = ""
-    return text if 0 < len(text) < _SHORT else str(read_attribute(node, name))
+        # Then it holds at most so many texts, and HDF5 cannot write beyond the buffer.
+        if attribute.get_storage_size() <= _SHORT:
+            buffer = np.zeros(_SHORT, f"S{_SHORT}")
+            attribute.read(buffer, _fixed_texts(_SHORT, h5.h5t.STR_NULLPAD, h5.h5t.CSET_UTF8))
+            raw = buffer.tobytes()
+            text = raw[:_SHORT].rstrip(b"\0") if raw[_SHORT:] == _NO_OTHER else b""
+    except (KeyError, OSError, RuntimeError, TypeError, ValueError):
+        text = b""
+    if not 0 < len(text) < _SHORT:  # several texts, or none, or one that was cut off
+        return str(read_attribute(node, name))
+    return text.decode()
 
 
-_SHORT = 128
+_SHORT = 80
 """Bytes for a text; HDF5 would cut off what is longer."""
+_NO_OTHER = bytes(_SHORT * (_SHORT - 1))
+
+
+def read_flag(node: Any, name: str) -> bool | int | str | None:
+    """Return a boolean as `write_attribute` writes it, or what `read_attribute` returns."""
+    stored = stored_type(_FLAG)
+    try:
+        attribute = h5py().h5a.open(node, name.encode())
+        if attribute.get_storage_size() == _FLAG.itemsize and attribute.get_type().equal(stored):
+            buffer = np.zeros((), _FLAG)
+            attribute.read(buffer, stored)
+            return bool(buffer)
+    except (KeyError, OSError, RuntimeError, TypeError, ValueError):
+        pass
+    return read_attribute(node, name)
+
+
+_FLAG = np.dtype(bool)
 
 
 def read_attribute(node: Any, name: str) -> bool | int | str | None:
@@ -141,6 +164,8 @@ def read_attribute(node: Any, name: str) -> bool | int | str | None:
     found, stored = _open(node, name)
     if found is None or found.shape != ():
         return None
+    if found.get_space().get_simple_extent_type() != h5py().h5s.SCALAR:
+        return None  # without any value, of which h5py says that it has the shape ()
     value = _read(found, stored, ()).item()
     if isinstance(value, bytes):
         value = value.decode()

@@ -6,17 +6,20 @@ is written beside it, so the bytes of large arrays take the file's own descripto
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array, host_view, pieces
 from mpistrat.checkpoint.digests import ArrayDigest, hasher_like
+from mpistrat.native import native_library
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.threads import Background
 
@@ -26,10 +29,12 @@ __all__ = [
     "Checksum",
     "ChecksumPool",
     "InOrder",
+    "SharedCopies",
     "copy_to_host",
     "digest_in_file",
     "pieces_on_host",
     "read_at",
+    "reading_ahead",
     "selections",
     "write_at",
 ]
@@ -52,6 +57,34 @@ def copy_to_host(target: np.ndarray, source: Array) -> None:
     for into, piece in zip(pieces(target, BYTES_PER_PIECE), pieces_on_host(source), strict=True):
         np.copyto(into, piece)
 
+
+class SharedCopies:
+    """Copies of arrays that other threads help with, complete after `finish`."""
+
+    def __init__(self) -> None:
+        self._library = native_library()
+        self._num_helpers = min(num_cores(), _MOST_THREADS) - 1
+        self._begun: list[Any] = []
+
+    def begin(self, target: np.ndarray, source: Array) -> None:
+        """Begin to write `source`, which must stay as it is, to `target`, as `copy_to_host`."""
+        is_plain = type(source) is np.ndarray and source.flags.carray and target.flags.carray
+        is_large = source.nbytes >= BYTES_WORTH_A_THREAD
+        if self._library is None or not is_plain or not is_large or not self._num_helpers:
+            copy_to_host(target, source)
+            return
+        row = target.reshape(1, -1)
+        copy = self._library.begin_copy(source, _AT_BEGIN, None, row, self._num_helpers)
+        self._begun.append(copy)
+
+    def finish(self) -> None:
+        """Do what is left, and wait for the other threads."""
+        for copy in reversed(self._begun):  # the others began with the first
+            self._library.end_copy(copy)
+        self._begun = []
+
+
+_AT_BEGIN = np.zeros(1, np.int64)
 
 _BYTES = 2**22
 """Of one piece: small enough to stay in the cache of a processor until it is hashed."""
@@ -205,6 +238,48 @@ def _begin_to_flush(handle: int, offset: int, num_bytes: int) -> None:
     if hasattr(os, "posix_fadvise"):
         # For Linux a request to write what is new: only pages that are on disk are dropped.
         os.posix_fadvise(handle, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+_BYTES_AHEAD = 2**23
+"""Of one call of the system: Python lets a thread begin few calls while another one is busy."""
+
+
+@contextlib.contextmanager
+def reading_ahead(path: str) -> Iterator[None]:
+    """Have a thread bring a file from the disk into memory, from its begin on, until the end."""
+    is_over = threading.Event()
+
+    def read() -> None:
+        scratch, offset = bytearray(_BYTES_AT_ONCE), 0
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            while not is_over.is_set() and _is_before_end(file.fileno(), offset):
+                if not _is_in_memory(file.fileno(), offset):
+                    # Nobody wants these bytes here, so all come to the same place.
+                    parts = [scratch] * (_BYTES_AHEAD // _BYTES_AT_ONCE)
+                    os.preadv(file.fileno(), parts, offset)
+                offset += _BYTES_AHEAD
+
+    with contextlib.suppress(RuntimeError):  # too many threads: it only takes longer
+        threading.Thread(target=read, name="mpistrat-read", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()  # its last call may end later
+
+
+def _is_before_end(handle: int, offset: int) -> bool:
+    return offset < os.fstat(handle).st_size
+
+
+def _is_in_memory(handle: int, offset: int) -> bool:
+    """Return whether a byte of a file can be read without its disk, where the system says that."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    try:
+        os.preadv(handle, [bytearray(1)], offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def digest_in_file(handle: int, offset: int, num_bytes: int, like: str) -> ArrayDigest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,8 +33,14 @@ from mpistrat.checkpoint.format import (
     Header,
     VariableInfo,
 )
-from mpistrat.checkpoint.nodes import TypesInFile, read_attribute, read_names, read_short_text
-from mpistrat.checkpoint.raw_io import read_at, selections
+from mpistrat.checkpoint.nodes import (
+    TypesInFile,
+    read_attribute,
+    read_flag,
+    read_names,
+    read_short_text,
+)
+from mpistrat.checkpoint.raw_io import digest_in_file, read_at, selections
 from mpistrat.checkpoint.state_json import load_json
 from mpistrat.checkpoint.validation import (
     check_expansion,
@@ -87,20 +94,24 @@ class CheckpointReader:
         file_bytes = self.path.stat().st_size
         unpacked = 0
         types = TypesInFile()
-        found: list[tuple[np.dtype, bool]] = []
+        found: list[tuple[tuple[int, ...], np.dtype]] = []
         for name, node in (*self._nodes.items(), *self._state.items()):
             with naming_damage(self.path, name):
                 dtype, is_as_in_memory = types.of(node)
-                found.append((dtype, is_as_in_memory))
-                unpacked += check_layout(node, dtype.itemsize, file_bytes)
-                check_expansion(unpacked, file_bytes)
-        for (name, node), (dtype, is_as_in_memory) in zip(self._nodes.items(), found, strict=False):
-            with naming_damage(self.path, name):
-                info = self.variables[name] = _read_info(node, dtype)
+                shape = node.shape
+                found.append((shape, dtype))
+                num_bytes, offset = math.prod(shape or (1,)) * dtype.itemsize, None
                 if is_plain_file and is_as_in_memory:
-                    offset = offset_of_block(node, info.size_bytes)
-                    if offset is not None:
-                        self._offsets[name] = offset
+                    offset = offset_of_block(node, num_bytes)
+                if offset is None:
+                    num_bytes = check_layout(node, dtype.itemsize, file_bytes)
+                else:  # its bytes lie in this file as they are in memory
+                    self._offsets[name] = offset
+                unpacked += num_bytes
+                check_expansion(unpacked, file_bytes)
+        for (name, node), (shape, dtype) in zip(self._nodes.items(), found, strict=False):
+            with naming_damage(self.path, name):
+                self.variables[name] = _read_info(node, shape, dtype)
 
     def _check_state(self, name: str, node: Any) -> None:
         """Check that a state has its arrays, all of them and no others."""
@@ -215,8 +226,14 @@ class CheckpointReader:
             raise CheckpointCorruptError("\n".join(damage))
 
     def _read_through(self, name: str) -> None:
-        for _ in self.read_pieces(name):
-            pass
+        offset, info = self.offset_of(name), self.variables[name]
+        if offset is None:
+            for _ in self.read_pieces(name):
+                pass
+            return
+        with naming_damage(self.path, name):
+            found = digest_in_file(self.handle, offset, info.size_bytes, info.digest)
+            self._check_values(name, found)
 
     def _verify_pages(self, name: str) -> None:
         """Check the digests of the pages of a variable against the digest of all of them."""
@@ -287,14 +304,14 @@ def _read_header(file: Any, path: Path) -> Header:
     return header
 
 
-def _read_info(dataset: Any, dtype: np.dtype) -> VariableInfo:
-    trainable = read_attribute(dataset, "trainable")
+def _read_info(dataset: Any, shape: tuple[int, ...], dtype: np.dtype) -> VariableInfo:
+    trainable = read_flag(dataset, "trainable")
     if not isinstance(trainable, bool):
         raise ValueError(f"the attribute trainable is {trainable!r}")
     # To ask for what is not there is the slowest of these calls.
     has_dtype = h5py().h5a.get_num_attrs(dataset) != _NUM_ATTRIBUTES
     return VariableInfo(
-        shape=dataset.shape,
+        shape=shape,
         dtype=dtype.newbyteorder("="),
         synchronization=read_short_text(dataset, "synchronization"),
         aggregation=read_short_text(dataset, "aggregation"),

@@ -33,6 +33,7 @@ from mpistrat.checkpoint.raw_io import (
     InOrder,
     digest_in_file,
     read_at,
+    reading_ahead,
 )
 from mpistrat.checkpoint.reader import (
     CheckpointReader,
@@ -105,7 +106,8 @@ class SharedFile:
     def open(self, is_root: bool, stack: contextlib.ExitStack) -> dict[str, Any]:
         """Open the file until `stack` is closed, and return what other ranks must know of it."""
         if is_root:
-            self._reader = stack.enter_context(open_checkpoint(self.path))
+            with reading_ahead(self.path):
+                self._reader = stack.enter_context(open_checkpoint(self.path))
             self._handle = self._reader.handle
             return {**_identity(self._handle), **_describe(self._reader)}
         try:

@@ -413,6 +413,9 @@ def regroup(blocks: Iterator[Block], length: int) -> Iterator[Block]:
     waiting: list[Block] = []
     missing = length
     for block in blocks:
+        if not waiting and len(block) == length:
+            yield block
+            continue
         start = 0
         while len(block) - start >= missing:
             waiting.append(block[start : start + missing])

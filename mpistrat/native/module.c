@@ -24,6 +24,8 @@ static PyMethodDef functions[] = {
     FAST("split", mpistrat_split),
     FAST("array_at", mpistrat_array_at),
     FAST("copy_rows", mpistrat_copy_rows),
+    FAST("begin_copy", mpistrat_begin_copy),
+    FAST("end_copy", mpistrat_end_copy),
     FAST("decode_chunks", mpistrat_decode_chunks),
     FAST("ask_for", mpistrat_ask_for),
     FAST("map_file", mpistrat_map_file),

@@ -15,6 +15,8 @@
 #endif
 #include <numpy/arrayobject.h>
 
+#include <setjmp.h>
+
 typedef PyObject *fast_function(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 
 /* sequence_calls.c */
@@ -31,6 +33,13 @@ PyObject *mpistrat_address(PyObject *module, PyObject *array);
 PyObject *mpistrat_addresses(PyObject *module, PyObject *arrays);
 
 /* rows.c */
-fast_function mpistrat_copy_rows, mpistrat_decode_chunks, mpistrat_ask_for, mpistrat_map_file;
+fast_function mpistrat_decode_chunks, mpistrat_ask_for, mpistrat_map_file;
+/* Have SIGBUS lead this thread to `mpistrat_way_out`, where that is set. */
+int mpistrat_guard(void);
+extern _Thread_local sigjmp_buf *volatile mpistrat_way_out;
+
+/* row_copies.c */
+fast_function mpistrat_copy_rows, mpistrat_begin_copy, mpistrat_end_copy;
+int mpistrat_is_int64(PyObject *object);
 
 #endif

@@ -1,8 +1,7 @@
-/* Rows of a mapped file, copied to where a batch has them, and its chunks, decoded to where a
-   window has them, without Python's lock.
+/* Mapped files, and their chunks, decoded to where a window has them, without Python's lock.
 
-   A mapped file that becomes shorter, or a disk that fails, raises SIGBUS where a row is touched.
-   That ends the copy, and not the job. */
+   A mapped file that becomes shorter, or a disk that fails, raises SIGBUS where it is touched.
+   That ends the work, and not the job. */
 
 #include "native.h"
 
@@ -15,18 +14,18 @@
 #include <sys/mman.h>
 
 static struct sigaction handler_before;
-static _Thread_local sigjmp_buf *volatile way_out;
+_Thread_local sigjmp_buf *volatile mpistrat_way_out;
 
 static void on_bus_error(int number)
 {
-    if (way_out != NULL)
-        siglongjmp(*way_out, 1);
+    if (mpistrat_way_out != NULL)
+        siglongjmp(*mpistrat_way_out, 1);
     /* Not ours: the instruction runs again, under the handler that was there before. */
     sigaction(number, &handler_before, NULL);
 }
 
 /* Handlers belong to the process, and other modules set theirs at any time. */
-static int guard(void)
+int mpistrat_guard(void)
 {
     struct sigaction found, ours = {0};
     if (sigaction(SIGBUS, NULL, &found) != 0)
@@ -37,84 +36,6 @@ static int guard(void)
     ours.sa_handler = on_bus_error;
     ours.sa_flags = SA_NODEFER | SA_ONSTACK;
     return sigaction(SIGBUS, &ours, NULL);
-}
-
-static int is_int64(PyObject *object)
-{
-    return PyArray_CheckExact(object) && PyArray_TYPE((PyArrayObject *)object) == NPY_INT64
-           && PyArray_NDIM((PyArrayObject *)object) == 1
-           && PyArray_ISCARRAY_RO((PyArrayObject *)object);
-}
-
-/* What a processor loads ahead while it copies; more would push out what it still needs. */
-enum { LINE = 64, AHEAD = 4096 };
-
-/* Copy a row while the next one, which lies anywhere, is on its way from memory. */
-static void copy_row(char *to, const char *from, npy_intp num_bytes, const char *next)
-{
-    npy_intp done = 0;
-    for (; done + LINE <= num_bytes && done < AHEAD; done += LINE) {
-        __builtin_prefetch(next + done);
-        memcpy(to + done, from + done, LINE);
-    }
-    memcpy(to + done, from + done, num_bytes - done);
-}
-
-static int copy_all(char *to, const char *from, const npy_int64 *offsets, const npy_int64 *places,
-                    npy_intp count, npy_intp row_bytes)
-{
-    sigjmp_buf here;
-    if (sigsetjmp(here, 0)) {
-        way_out = NULL;
-        return -1;
-    }
-    way_out = &here;
-    for (npy_intp i = 0; i < count; i++)
-        copy_row(to + (places == NULL ? i : places[i]) * row_bytes, from + offsets[i], row_bytes,
-                 from + offsets[i + 1 < count ? i + 1 : i]);
-    way_out = NULL;
-    return 0;
-}
-
-/* copy_rows(mapped, offsets, places, rows): copy to row places[i] of `rows`, or to row i where
-   `places` is None, what begins at byte offsets[i] of `mapped`. Returns whether all of it could be
-   read: False where the file has become shorter since. */
-PyObject *mpistrat_copy_rows(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
-{
-    (void)module;
-    if (num_args != 4 || !PyArray_CheckExact(args[0]) || !is_int64(args[1])
-        || !PyArray_ISCARRAY_RO((PyArrayObject *)args[0])
-        || !(args[2] == Py_None || is_int64(args[2]))
-        || !PyArray_CheckExact(args[3]) || !PyArray_ISCARRAY((PyArrayObject *)args[3])
-        || PyArray_NDIM((PyArrayObject *)args[3]) == 0)
-        return PyErr_Format(PyExc_TypeError,
-                            "copy_rows takes bytes, int64 offsets and places, and rows");
-    PyArrayObject *rows = (PyArrayObject *)args[3];
-    npy_intp num_rows = PyArray_DIM(rows, 0), num_bytes = PyArray_NBYTES((PyArrayObject *)args[0]);
-    npy_intp count = PyArray_SIZE((PyArrayObject *)args[1]);
-    npy_intp row_bytes = num_rows ? PyArray_NBYTES(rows) / num_rows : 0;
-    const npy_int64 *offsets = PyArray_DATA((PyArrayObject *)args[1]), *places = NULL;
-    if (args[2] != Py_None) {
-        places = PyArray_DATA((PyArrayObject *)args[2]);
-        if (PyArray_SIZE((PyArrayObject *)args[2]) != count)
-            return PyErr_Format(PyExc_ValueError, "copy_rows: not as many places as offsets");
-    } else if (count > num_rows)
-        return PyErr_Format(PyExc_ValueError, "copy_rows: fewer rows than offsets");
-    for (npy_intp i = 0; i < count; i++) {
-        if (places != NULL && (places[i] < 0 || places[i] >= num_rows))
-            return PyErr_Format(PyExc_IndexError, "copy_rows: no row %lld", (long long)places[i]);
-        if (offsets[i] < 0 || offsets[i] > num_bytes - row_bytes)
-            Py_RETURN_FALSE; /* mapped when it was shorter */
-    }
-    if (guard() != 0)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    char *to = PyArray_BYTES(rows);
-    const char *from = PyArray_BYTES((PyArrayObject *)args[0]);
-    int outcome;
-    Py_BEGIN_ALLOW_THREADS
-    outcome = copy_all(to, from, offsets, places, count, row_bytes);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(outcome == 0);
 }
 
 typedef int lz4_function(const char *from, char *to, int size, int room);
@@ -165,10 +86,10 @@ static npy_intp decode_all(char is_lz4, void *function, const char *from, const 
     volatile npy_intp done = 0;
     sigjmp_buf here;
     if (sigsetjmp(here, 0)) {
-        way_out = NULL;
+        mpistrat_way_out = NULL;
         return done;
     }
-    way_out = &here;
+    mpistrat_way_out = &here;
     for (; done < count; done++) {
         const struct chunk *chunk = &chunks[done];
         const char *stored = from + chunk->offset;
@@ -186,7 +107,7 @@ static npy_intp decode_all(char is_lz4, void *function, const char *from, const 
                 break;
         }
     }
-    way_out = NULL;
+    mpistrat_way_out = NULL;
     return done;
 }
 
@@ -228,7 +149,7 @@ PyObject *mpistrat_decode_chunks(PyObject *module, PyObject *const *args, Py_ssi
            && chunks[num_inside].size <= end - chunks[num_inside].offset)
         num_inside++;
     char is_lz4 = PyUnicode_CompareWithASCIIString(args[0], "lz4") == 0;
-    if (guard() != 0) {
+    if (mpistrat_guard() != 0) {
         free(targets);
         return PyErr_SetFromErrno(PyExc_OSError);
     }
@@ -246,7 +167,7 @@ PyObject *mpistrat_decode_chunks(PyObject *module, PyObject *const *args, Py_ssi
 PyObject *mpistrat_ask_for(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
-    if (num_args != 3 || !is_int64(args[1]))
+    if (num_args != 3 || !mpistrat_is_int64(args[1]))
         return PyErr_Format(PyExc_TypeError, "ask_for takes a descriptor, int64 offsets, a number");
     int descriptor = (int)PyLong_AsLong(args[0]);
     long num_bytes = PyLong_AsLong(args[2]);

@@ -18,6 +18,7 @@
    may be called only when every rank has agreed to call it. */
 
 #include "sequences.h"
+#include "pause.h"
 
 #include <sched.h>
 #include <string.h>
@@ -96,15 +97,6 @@ static void take_nap(const struct sequence *seq)
     __atomic_store_n(is_asleep(seq, seq->own), 0, __ATOMIC_SEQ_CST);
 }
 
-static void pause_core(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 static int64_t now_ns(void)
 {
     struct timespec now;
@@ -121,7 +113,7 @@ struct wait {
 static void relax(const struct sequence *seq, struct wait *wait)
 {
     if (wait->turns++ % 32 != 31) {
-        pause_core();
+        mpistrat_pause();
         return;
     }
     int64_t now = now_ns();
@@ -197,7 +189,7 @@ int mpistrat_round_expect(const struct sequence *seq, int64_t number, int64_t li
             return 1;
         if (now_ns() - began_ns > limit_ns)
             return 0;
-        pause_core();
+        mpistrat_pause();
     }
 }
 

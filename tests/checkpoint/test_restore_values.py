@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -142,3 +143,43 @@ def test_damage_that_several_ranks_find_is_one_error(strategy, mpi_tmp_path, mon
     monkeypatch.undo()
     checkpoint.write(path)
     checkpoint.restore(path).assert_consumed()
+
+
+@pytest.mark.mpi
+def test_a_file_is_brought_into_memory_in_order_until_the_body_ends(
+    mpi_tmp_path, monkeypatch, rank
+):
+    monkeypatch.setattr(raw_io, "_BYTES_AHEAD", 4 * raw_io._BYTES_AT_ONCE)
+    path = mpi_tmp_path / f"file-{rank}"
+    path.write_bytes(bytes(10 * raw_io._BYTES_AT_ONCE + 3))
+    asked = []
+    has_come = threading.Event()
+
+    def note(handle, offset):
+        asked.append(offset)
+        if len(asked) == 3:
+            has_come.set()
+        return False
+
+    monkeypatch.setattr(raw_io, "_is_in_memory", note)
+    with raw_io.reading_ahead(str(path)):
+        assert has_come.wait(60)
+    assert asked == [0, raw_io._BYTES_AHEAD, 2 * raw_io._BYTES_AHEAD]
+    with raw_io.reading_ahead(str(mpi_tmp_path / "missing")):
+        pass
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("cores", [1, 3])
+def test_copies_that_threads_help_with_are_complete(monkeypatch, cores):
+    monkeypatch.setattr(raw_io, "num_cores", lambda: cores)
+    rng = np.random.default_rng(0)
+    sources = [rng.random(size) for size in (0, 1, 1000, 100_000, 300_001, 65_536)]
+    sources += [rng.random((300, 400)).T, np.float32(3) * np.ones(()), rng.random(90_000) > 0.5]
+    for _ in range(20):
+        copies = raw_io.SharedCopies()
+        targets = [np.zeros(each.shape, each.dtype) for each in sources]
+        for target, source in zip(targets, sources, strict=True):
+            copies.begin(target, source)
+        copies.finish()
+        assert all(map(np.array_equal, targets, sources))

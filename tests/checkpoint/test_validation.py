@@ -35,6 +35,15 @@ def change(path, edit):
         edit(opened)
 
 
+KERNEL_PATH = "variables/model/kernel"
+
+
+def attribute(opened, name, texts):
+    """Give the kernel an attribute with one text, or with several, of a fixed length."""
+    values = np.array(texts, "S")
+    opened[KERNEL_PATH].attrs.create(name, values, dtype=h5py.string_dtype("utf-8", 450))
+
+
 def flip(path, marker):
     data = bytearray(path.read_bytes())
     at = data.find(marker)
@@ -112,6 +121,17 @@ def test_random_flips_never_give_wrong_values(file, tmp_path):
             "the array data/bias is too many",
         ),
         (lambda f: f["variables"].create_dataset("bare", data=1.0), "damaged at bare"),
+        (lambda f: attribute(f, "aggregation", ["MEAN", "SUM"]), "aggregation is 'None'"),
+        (lambda f: attribute(f, "aggregation", ["MEAN"] + 400 * [""]), "aggregation is 'None'"),
+        (lambda f: attribute(f, "aggregation", "MEAN" + 400 * "x"), "aggregation is 'MEANxxx"),
+        (lambda f: attribute(f, "aggregation", ""), "aggregation is ''"),
+        (lambda f: f[KERNEL_PATH].attrs.create("aggregation", h5py.Empty("S9")), "is 'None'"),
+        (lambda f: f[KERNEL_PATH].attrs.create("aggregation", "é"), "aggregation is 'é'"),
+        (lambda f: f[KERNEL_PATH].attrs.create("aggregation", 1), "aggregation is '1'"),
+        (lambda f: f[KERNEL_PATH].attrs.create("trainable", np.int8(1)), "trainable is 1"),
+        (lambda f: f[KERNEL_PATH].attrs.create("trainable", 2 * [True]), "trainable is None"),
+        (lambda f: f[KERNEL_PATH].attrs.create("trainable", h5py.Empty("?")), "trainable is None"),
+        (lambda f: f[KERNEL_PATH].attrs.create("trainable", "yes"), "trainable is 'yes'"),
         (lambda f: f["variables"].create_dataset("text", data="x"), "damaged at text"),
         (lambda f: f["state"].create_dataset("number", data=1.0), "damaged at number"),
         (lambda f: f["state"].pop("data") or f["state"].create_group("data"), ""),

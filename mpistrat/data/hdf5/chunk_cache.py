@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from typing import Any
 
 import numpy as np
 
@@ -43,11 +44,14 @@ class ChunkCache:
         slot_shape: tuple[int, ...],
         dtype: np.dtype,
         submit: Callable[[ChunkBuffers], Future[None]],
+        num_helpers: int = 0,
     ) -> None:
         self._block = _buffers.empty(num_slots * math.prod(slot_shape) * dtype.itemsize)
         self._memory = self._block.view(dtype).reshape(num_slots, *slot_shape)
         self._rows = self._memory.reshape(num_slots * slot_shape[0], *slot_shape[1:])
         self._library = native_library()
+        self._num_helpers = num_helpers  # threads that copy rows
+        self._copy: Any = None  # that was begun
         self._submit = submit  # begins to decode chunks
         self._chunks_per_task = max(_TASK_BYTES // max(self._memory[0].nbytes, 1), 1)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -89,13 +93,52 @@ class ChunkCache:
                 return
             self._hold(np.array(needed))
             slots = self._slot_of[chunks]
-        places = slots * np.intp(self._memory.shape[1]) + rows
-        if self._library is not None and output.nbytes:
-            row_bytes = output.nbytes // len(output)
-            self._library.copy_rows(self._block, places * row_bytes, None, output)
+        if self._library is not None:
+            self._library.end_copy(self._begin_copy(slots, rows, output))
             return
         # All indices are in bounds. In the default mode NumPy would copy by way of a buffer.
-        np.take(self._rows, places, 0, output, "clip")
+        np.take(self._rows, self._places(slots, rows), 0, output, "clip")
+
+    def begin(
+        self, chunks: np.ndarray, rows: np.ndarray, empty: Callable[[], np.ndarray]
+    ) -> np.ndarray | None:
+        """Have threads begin to copy rows to what `empty` makes, until `end`; return that.
+
+        Where rows are still to be decoded nothing is begun, and ``None`` returned.
+        """
+        if self._library is None:
+            return None
+        slots = self._slot_of[chunks]
+        if (slots == _ABSENT).any() or not self._are_decoded(slots):
+            return None
+        output = empty()
+        self._copy = self._begin_copy(slots, rows, output)
+        return output
+
+    def end(self) -> None:
+        """Wait for the copy that was begun, if there is one."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            self._library.end_copy(copy)
+
+    def _begin_copy(self, slots: np.ndarray, rows: np.ndarray, output: np.ndarray) -> Any:
+        row_bytes = self._rows.nbytes // len(self._rows)
+        offsets = self._places(slots, rows) * row_bytes
+        return self._library.begin_copy(self._block, offsets, None, output, self._num_helpers)
+
+    def _places(self, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        places: np.ndarray = slots * np.intp(self._memory.shape[1]) + rows
+        return places
+
+    def _are_decoded(self, slots: np.ndarray) -> bool:
+        """Return whether slots are filled, without waiting for those that are not."""
+        for slot in _distinct(slots[self._is_loading[slots]]) if self._tasks else ():
+            if self._is_loading[slot]:
+                future, _ = self._tasks[slot]
+                if not future.done() or future.exception() is not None:
+                    return False
+                self._finish(slot)
+        return True
 
     def _hold(self, chunks: np.ndarray) -> None:
         """Have all of `chunks` decoded, which are distinct."""
@@ -168,6 +211,7 @@ class ChunkCache:
 
     def _drop(self, slot: int) -> None:
         """Empty a slot that holds a chunk."""
+        self.end()  # it may read from the slot
         task = self._tasks.pop(slot, None)
         if task is not None:
             future, slots = task
@@ -180,6 +224,7 @@ class ChunkCache:
 
     def close(self) -> None:
         """Release the memory, once all tasks have ended or were cancelled."""
+        self.end()
         _buffers.release(self._block)
 
 

@@ -22,7 +22,7 @@ from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
 from mpistrat.errors import DataError
 from mpistrat.native import native_library
 
-__all__ = ["OpenFiles", "StoredRows"]
+__all__ = ["OpenFiles", "StoredRows", "read_error"]
 
 _T = TypeVar("_T")
 
@@ -243,3 +243,14 @@ class StoredRows:
             target = rows[region]
             # Chunks extend beyond the edges of the data set.
             target[...] = elements[tuple(map(slice, target.shape))]
+
+
+def read_error(
+    catalog: Catalog, reason: Exception, file: int, field: int, start: int, stop: int
+) -> DataError:
+    """Return the error that says which rows could not be read."""
+    return DataError(
+        f"Rows {start} to {stop - 1} of the field {catalog.names[field]!r} of "
+        f"{catalog.files[file].path} cannot be read: {reason}. The file is damaged, "
+        "or it changed after the data set was made."
+    )

@@ -7,22 +7,16 @@ cache: the system has them in memory, or reads them from the disk when it is ask
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.hdf5.storage import Storage
 from mpistrat.native import native_library
-from mpistrat.sharding import cut
 
-__all__ = ["PlacedField", "is_placed", "rows_of_runs"]
-
-_BYTES_PER_THREAD = 2**20
-"""To hand less to another thread takes longer than to copy it."""
-
-_MAX_PARTS = 8
+__all__ = ["PlacedField", "RowCopies", "is_placed", "rows_of_runs"]
 
 
 def is_placed(catalog: Catalog, field: int) -> bool:
@@ -45,6 +39,15 @@ def rows_of_runs(firsts: np.ndarray, places: np.ndarray | None, output: np.ndarr
     return rows, row_places, output.reshape(-1, *output.shape[2:])
 
 
+@dataclass
+class RowCopies:
+    """Rows of one field whose copies were begun."""
+
+    output: np.ndarray
+    parts: list[tuple[list[Any] | None, int, np.ndarray, np.ndarray | None]]
+    """What ends each copy, the file that it is from, which of its rows, and where they go."""
+
+
 class PlacedField:
     """One field of all files, read by the places of its rows."""
 
@@ -57,49 +60,48 @@ class PlacedField:
         self._asked_for: list[np.ndarray | None] = [None] * len(catalog.files)
         """Of each file its blocks that the system has been asked for."""
 
-    def read(
+    def begin(
         self,
         mapped: np.ndarray,
         file: int,
         rows: np.ndarray,
         places: np.ndarray | None,
         output: np.ndarray,
-        run: Callable[[Sequence[Callable[[], None]]], None],
-    ) -> None:
-        """Fill the rows `places` of `output`, by default all, with `rows` of a mapped file.
+        num_helpers: int,
+    ) -> list[Any]:
+        """Begin to fill the rows `places` of `output`, by default all, with rows of a mapped file.
 
-        Raises OSError where the file has become shorter. `run` does tasks in several threads.
+        Other threads begin it, and `end` takes what is returned. Nobody may change the arrays
+        meanwhile.
         """
         offsets = self._storage(file).offsets(rows, self._row_bytes)
-        num_bytes = offsets.size * (output.nbytes // max(len(output), 1))
-        num_parts = min(max(num_bytes // _BYTES_PER_THREAD, 1), _MAX_PARTS)
-        length = -(-offsets.size // num_parts)
-        run(
-            [
-                partial(self._fill, mapped, offsets, places, output, part)
-                for part in cut(offsets.size, length)
-            ]
-        )
+        return [self._library.begin_copy(mapped, offsets, places, output, num_helpers)]
 
-    def read_runs(
+    def end(self, copies: list[Any]) -> None:
+        """Do the rest of copies; OSError where the file has become shorter."""
+        if not all(map(self._library.end_copy, copies)):
+            raise OSError("the file has become shorter, or its disk fails")
+
+    def begin_runs(
         self,
         mapped: np.ndarray,
         file: int,
         firsts: np.ndarray,
         places: np.ndarray | None,
         output: np.ndarray,
-        run: Callable[[Sequence[Callable[[], None]]], None],
-    ) -> None:
-        """Fill `output` as `read` does, of shape ``(runs, length, *shape)``, with runs of rows."""
+        num_helpers: int,
+    ) -> list[Any]:
+        """Begin to fill `output`, of shape ``(runs, length, *shape)``, with runs of rows."""
         are_whole = self._storage(file).are_in_one_piece(firsts, output.shape[1])
         if are_whole.all():
-            self.read(mapped, file, firsts, places, output, run)
-            return
+            return self.begin(mapped, file, firsts, places, output, num_helpers)
         places = np.arange(len(firsts)) if places is None else places
-        if are_whole.any():
-            self.read(mapped, file, firsts[are_whole], places[are_whole], output, run)
         rest = rows_of_runs(firsts[~are_whole], places[~are_whole], output)
-        self.read(mapped, file, *rest, run)
+        copies = self.begin(mapped, file, *rest, num_helpers)
+        if are_whole.any():
+            whole = firsts[are_whole], places[are_whole], output
+            copies += self.begin(mapped, file, *whole, num_helpers)
+        return copies
 
     def _storage(self, file: int) -> Storage:
         storage = self._storages[file]
@@ -115,7 +117,7 @@ class PlacedField:
         places: np.ndarray | None,
         output: np.ndarray,
     ) -> None:
-        """Fill `output` as `read` does, from a file that cannot be mapped."""
+        """Fill `output` at once, from a file that cannot be mapped."""
         storage = self._storage(file)
         flat = output.view(np.uint8).reshape(len(output), -1)
         offsets = storage.offsets(rows, self._row_bytes).tolist()
@@ -123,19 +125,6 @@ class PlacedField:
         for offset, target in zip(offsets, targets, strict=True):
             if os.preadv(descriptor, [flat[target].data], offset) != self._row_bytes:
                 raise OSError("the file has become shorter")
-
-    def _fill(
-        self,
-        mapped: np.ndarray,
-        offsets: np.ndarray,
-        places: np.ndarray | None,
-        output: np.ndarray,
-        part: slice,
-    ) -> None:
-        target = output[part] if places is None else output
-        own = None if places is None else places[part]
-        if not self._library.copy_rows(mapped, offsets[part], own, target):
-            raise OSError("the file has become shorter, or its disk fails")
 
     def ask_for(self, descriptor: int, file: int, rows: np.ndarray) -> None:
         """Have the system begin to read the blocks of `rows`, each once."""

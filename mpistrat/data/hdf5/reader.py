@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.data.cores import cores_of_rank
 from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
 from mpistrat.data.hdf5.chunk_plan import plan_fields
-from mpistrat.data.hdf5.files import OpenFiles, StoredRows
-from mpistrat.data.hdf5.placed_rows import PlacedField, is_placed, rows_of_runs
+from mpistrat.data.hdf5.files import OpenFiles, StoredRows, read_error
+from mpistrat.data.hdf5.placed_rows import PlacedField, RowCopies, is_placed, rows_of_runs
+from mpistrat.data.hdf5.read_ahead import ExpectedRows, is_run, num_decoding_threads
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
-from mpistrat.settings import settings
 from mpistrat.system.threads import clean_up
 
 __all__ = ["Allocate", "Hdf5Reader"]
@@ -39,17 +39,14 @@ which threads do not shorten, and handing them over takes longer."""
 _AHEAD_BYTES = 2**23
 """Of rows whose place in the file is known, the disk is asked for so many ahead."""
 
-_MIN_RUN_ROWS = 8
-"""Fewer rows in a row may still be a part of disorder: then a block is read and cached."""
-
 
 class Hdf5Reader:
     """Reads examples by their numbers, in any order."""
 
     # Whole chunks are decoded, by threads and outside of HDF5 where their filters are known, in
-    # the order in which they are announced to `expect`. Runs of rows of data without chunks are
-    # read by slices. Small fields are read once and stay in caches, which the readers of a source
-    # share.
+    # the order in which they are announced to `expect`. Runs of rows without chunks are read by
+    # slices. The readers of a source share caches of small fields. While a batch is used, another
+    # thread copies the rows of the next one.
 
     def __init__(
         self,
@@ -61,10 +58,14 @@ class Hdf5Reader:
     ) -> None:
         self._catalog = catalog
         self._empty = empty
+        self._read_error = partial(read_error, catalog)
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
         self._files = OpenFiles(catalog, mappings)
         self._pool: ThreadPoolExecutor | None = None
+        self._num_threads = num_decoding_threads()
+        # Runs of rows take less time to copy than to hand over.
+        self._num_helpers = self._num_threads - 1 if window_rows else 0
         self._pid = os.getpid()
         self._plans = plan_fields(catalog, window_rows)
         specs = [layout.spec for layout in catalog.files[0].layouts]
@@ -86,7 +87,9 @@ class Hdf5Reader:
         self._announced = [field for field in others if window_rows or field in self._chunked]
         self._sliced = [field for field in others if field not in self._announced]
         self._chunk_caches: dict[int, ChunkCache] = {}
-        self._num_announced = 0
+        self._expected = ExpectedRows()
+        self._begun: tuple[np.ndarray, dict[int, RowCopies]] | None = None
+        """The rows that come next, and the copies of them that were begun, by field."""
         widest = self._plans[catalog.widest]
         if self._announced:
             self.lookahead_rows = max(widest.num_slots * widest.rows_per_slot * 4 // 9, 1)
@@ -98,12 +101,13 @@ class Hdf5Reader:
     def expect(self, block: Block) -> None:
         """Record that the rows `block` are going to be read, after those noted before."""
         self._check_process()
-        files, rows = self._locate(np.asarray(block, np.int64))
+        numbers = np.asarray(block, np.int64)
+        files, rows = self._locate(numbers)
         for field in self._announced:
             self._chunk_cache(field).announce(self._plans[field].locate(files, rows)[0])
         if self._placed:
             self._ask_for(files, rows)
-        self._num_announced += len(rows)
+        self._expected.add(numbers)
 
     def read(self, block: Block) -> Any:
         """Return the examples `block`, as a nest of arrays of shape ``(len(block), *shape)``."""
@@ -111,17 +115,18 @@ class Hdf5Reader:
         numbers = np.asarray(block, np.int64)
         outputs: dict[int, np.ndarray] = {}
         if len(numbers):
-            if self._sliced and _is_run(numbers):
+            if self._sliced and is_run(numbers):
                 outputs = self._slices(int(numbers[0]), int(numbers[-1]) + 1)
             if len(outputs) < len(self._filled):
                 files, rows = self._locate(numbers)
                 if self._cached:
                     self._take_cached(numbers, files, rows, outputs)
-                for field, placed in self._placed.items():
-                    shape, dtype = self._specs[field]
-                    output = outputs[field] = self._empty((len(rows), *shape), dtype)
-                    self._read_placed(field, placed, files, rows, output)
-                self._gather(files, rows, outputs)
+                begun = self._take_begun(numbers)
+                for field in self._placed:
+                    copies = begun.get(field) or self._begin_placed(field, files, rows)
+                    outputs[field] = self._end_placed(field, copies)
+                self._gather(files, rows, outputs, begun)
+                self._begin_next(len(numbers))
         leaves = []
         for field, (shape, dtype) in enumerate(self._specs):
             leaf = outputs.get(field)
@@ -147,9 +152,10 @@ class Hdf5Reader:
             return self.read((firsts[:, None] + np.arange(length)).ravel())
         leaves = []
         for field, (shape, dtype) in enumerate(self._specs):
-            output = self._empty((len(firsts), length, *shape), dtype)
             if field in self._placed:
-                self._read_placed(field, self._placed[field], files, rows, output)
+                output = self._end_placed(field, self._begin_placed(field, files, rows, length))
+            else:
+                output = self._empty((len(firsts), length, *shape), dtype)
             leaves.append(output.reshape(-1, *shape))
         return nests.unflatten(self._catalog.structure, leaves)
 
@@ -181,63 +187,87 @@ class Hdf5Reader:
                 for placed in self._placed.values():
                     placed.ask_for(descriptor, file, own)
 
-    def _read_placed(
-        self,
-        field: int,
-        placed: PlacedField,
-        files: np.ndarray,
-        rows: np.ndarray,
-        output: np.ndarray,
-    ) -> None:
-        """Fill `output` with rows, or runs from `rows` on, copied once from their place."""
-        are_runs = output.ndim > 1 + len(self._specs[field][0])
+    def _begin_next(self, count: int) -> None:
+        """Begin to copy the next rows in other threads, as far as nothing has to be decoded."""
+        numbers = self._expected.first(count) if self._num_helpers else None
+        if numbers is None:
+            return
+        files, rows = self._locate(numbers)
+        copies: dict[int, RowCopies] = {}
+        with contextlib.suppress(DataError):  # which is raised again where these rows are read
+            for field in self._placed:
+                copies[field] = self._begin_placed(field, files, rows)
+        for field in self._announced:
+            shape, dtype = self._specs[field]
+            empty = partial(self._empty, (len(rows), *shape), dtype)
+            output = self._chunk_cache(field).begin(*self._plans[field].locate(files, rows), empty)
+            if output is not None:
+                copies[field] = RowCopies(output, [])
+        self._begun = numbers, copies
+
+    def _take_begun(self, numbers: np.ndarray) -> dict[int, RowCopies]:
+        """Return the copies of these rows that were begun, by field."""
+        begun, self._begun = self._begun, None
+        return begun[1] if begun and begun[0].tobytes() == numbers.tobytes() else {}
+
+    def _begin_placed(
+        self, field: int, files: np.ndarray, rows: np.ndarray, *length: int
+    ) -> RowCopies:
+        """Begin to copy rows once, or runs of a `length` from `rows` on, from their place."""
+        placed, (shape, dtype) = self._placed[field], self._specs[field]
+        begin = placed.begin_runs if length else placed.begin
+        output, helpers = self._empty((len(rows), *length, *shape), dtype), self._num_helpers
+        parts: list[Any] = []
         for file in np.unique(files).tolist() if files.ndim else (0,):
             places = None if not files.ndim else np.flatnonzero(files == file)
             own = rows if places is None else rows[places]
+            with self._files.lock:
+                mapped = self._files.mapping(file)
+            copy = None if mapped is None else begin(mapped, file, own, places, output, helpers)
+            parts.append((copy, file, own, places))
+        return RowCopies(output, parts)
+
+    def _end_placed(self, field: int, copies: RowCopies) -> np.ndarray:
+        """Return the rows whose copies were begun."""
+        placed, output = self._placed[field], copies.output
+        are_runs = output.ndim > 1 + len(self._specs[field][0])
+        for copy, file, own, places in copies.parts:
             try:
-                with self._files.lock:
-                    mapped = self._files.mapping(file)
-                    if mapped is None:
-                        rows_to = (own, places, output)
-                        rows_to = rows_of_runs(*rows_to) if are_runs else rows_to
-                        placed.read_slowly(self._files.descriptor(file), file, *rows_to)
-                        continue
-                read = placed.read_runs if are_runs else placed.read
-                read(mapped, file, own, places, output, self._run)
+                if copy is not None:
+                    placed.end(copy)
+                    continue
+                rows_to = rows_of_runs(own, places, output) if are_runs else (own, places, output)
+                with self._files.lock:  # it cannot be mapped
+                    placed.read_slowly(self._files.descriptor(file), file, *rows_to)
             except OSError as reason:
-                first, last = int(own.min()), int(own.max())
-                raise self._read_error(reason, file, field, first, last + 1) from reason
+                bounds = int(own.min()), int(own.max()) + 1
+                raise self._read_error(reason, file, field, *bounds) from reason
+        return output
 
-    def _run(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Do some work in several threads, this one among them."""
-        if len(tasks) == 1:
-            tasks[0]()
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_num_decoding_threads(), "mpistrat-decode")
-        others = [self._pool.submit(task) for task in tasks[1:]]
-        try:
-            tasks[0]()
-        finally:
-            wait(others)
-        for other in others:
-            other.result()
-
-    def _gather(self, files: np.ndarray, rows: np.ndarray, outputs: dict[int, np.ndarray]) -> None:
+    def _gather(
+        self,
+        files: np.ndarray,
+        rows: np.ndarray,
+        outputs: dict[int, np.ndarray],
+        begun: dict[int, RowCopies],
+    ) -> None:
         """Add the fields that are missing in `outputs`, picked from what was decoded."""
-        are_announced = self._num_announced > 0
+        are_announced = bool(self._expected)
         for field in self._filled:
             if field in outputs:
                 continue
-            shape, dtype = self._specs[field]
-            output = outputs[field] = self._empty((len(rows), *shape), dtype)
-            plan = self._plans[field]
-            chunks, within = plan.locate(files, rows)
+            chunks, within = self._plans[field].locate(files, rows)
             cache = self._chunk_cache(field)
-            cache.take(chunks, within, output)
+            if field in begun:
+                outputs[field] = begun[field].output
+                cache.end()
+            else:
+                shape, dtype = self._specs[field]
+                outputs[field] = self._empty((len(rows), *shape), dtype)
+                cache.take(chunks, within, outputs[field])
             if are_announced and field in self._announced:
                 cache.release(chunks)
-        self._num_announced -= len(rows) * are_announced
+        self._expected.drop(len(rows))
 
     def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the file of each example, or of all, and their rows there."""
@@ -269,9 +299,8 @@ class Hdf5Reader:
             plan, (shape, dtype) = self._plans[field], self._specs[field]
             slot_shape = (plan.rows_per_slot, *shape)
             submit = partial(self._submit, field)
-            cache = self._chunk_caches[field] = ChunkCache(
-                plan.num_chunks, plan.num_slots, slot_shape, dtype, submit
-            )
+            sizes, helpers = (plan.num_chunks, plan.num_slots, slot_shape), self._num_helpers
+            cache = self._chunk_caches[field] = ChunkCache(*sizes, dtype, submit, helpers)
         return cache
 
     def _submit(self, field: int, chunks: ChunkBuffers) -> Future[None]:
@@ -286,7 +315,7 @@ class Hdf5Reader:
                 done.set_result(None)
             return done
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_num_decoding_threads(), "mpistrat-decode")
+            self._pool = ThreadPoolExecutor(self._num_threads, "mpistrat-decode")
         return self._pool.submit(self._decode, field, chunks)
 
     def _decode(self, field: int, chunks: ChunkBuffers) -> None:
@@ -349,16 +378,6 @@ class Hdf5Reader:
         except _READ_ERRORS as reason:
             raise self._read_error(reason, file, field, start, start + len(rows)) from reason
 
-    def _read_error(
-        self, reason: Exception, file: int, field: int, start: int, stop: int
-    ) -> DataError:
-        """Return the error that says which rows h5py could not read."""
-        return DataError(
-            f"Rows {start} to {stop - 1} of the field {self._catalog.names[field]!r} of "
-            f"{self._catalog.files[file].path} cannot be read: {reason}. The file is damaged, "
-            "or it changed after the data set was made."
-        )
-
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise DataError(
@@ -372,27 +391,9 @@ class Hdf5Reader:
             clean_up(self._release)
 
     def _release(self) -> None:
+        self._begun = None
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         for cache in self._chunk_caches.values():
             cache.close()
         self._files.close()
-
-
-def _is_run(numbers: np.ndarray) -> bool:
-    first, count = int(numbers[0]), len(numbers)
-    if count < _MIN_RUN_ROWS or numbers[-1] != first + count - 1:
-        return False
-    return np.arange(first, first + count).tobytes() == numbers.tobytes()
-
-
-_MAX_THREADS = 8
-"""Python's own part of reading a chunk keeps more from helping."""
-
-
-def _num_decoding_threads() -> int:
-    """Return the number of threads of a reader: by default this rank's share of the cores."""
-    chosen = settings().data_threads
-    if chosen is not None:
-        return chosen
-    return min(cores_of_rank(), _MAX_THREADS)

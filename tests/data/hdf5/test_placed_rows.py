@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import h5py
 import numpy as np
@@ -16,6 +17,8 @@ from mpistrat.data.hdf5 import chunk_plan
 from mpistrat.data.hdf5.catalog import read_catalog
 from mpistrat.data.hdf5.files import OpenFiles
 from mpistrat.data.hdf5.placed_rows import is_placed
+from mpistrat.data.hdf5.source import Hdf5Source
+from mpistrat.data.random import PassStream
 from mpistrat.errors import DataError
 from mpistrat.native import native_library
 
@@ -103,6 +106,25 @@ def test_files_that_cannot_be_mapped_are_read_too(tmp_path, monkeypatch):
     assert np.array_equal(found, expected)
 
 
+@pytest.mark.parametrize("kind", [contiguous, in_chunks, gzipped])
+def test_rows_may_be_read_in_other_numbers_than_those_before(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("MPISTRAT_DATA_THREADS", "3")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        kind(file)
+    source = Hdf5Source(tmp_path / "x.h5", "x")
+    rng = np.random.default_rng(0)
+    announced = rng.permutation(len(ROWS))
+    with closing(source.open(len(ROWS), PassStream(0, 0))) as reader:
+        reader.expect(announced[:1000])
+        reader.expect(announced[1000:])
+        position = 0
+        while position < len(ROWS):
+            count = int(rng.integers(1, 900))
+            numbers = announced[position : position + count]
+            assert np.array_equal(reader.read(numbers), ROWS[numbers])
+            position += count
+
+
 def test_a_window_of_all_examples_costs_no_memory_and_mixes_all(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         contiguous(file)
@@ -128,6 +150,54 @@ def test_copies_are_those_of_numpy(num_rows, row_bytes, chosen, has_places):
     expected = np.zeros_like(output)
     expected[places if has_places else slice(None)] = mapped.reshape(num_rows, -1)[rows]
     assert np.array_equal(output, expected)
+
+
+@given(
+    row_bytes=st.integers(1, 5000),
+    counts=st.lists(st.integers(0, 300), min_size=1, max_size=6),
+    num_helpers=st.integers(0, 9),
+    ended=st.permutations(range(6)),
+    num_given_up=st.integers(0, 5),
+)
+def test_copies_by_helpers_are_those_of_numpy(row_bytes, counts, num_helpers, ended, num_given_up):
+    mapped = np.random.default_rng(0).integers(0, 256, 50 * row_bytes, np.uint8)
+    begun = {}
+    for number, count in enumerate(counts):
+        rows = np.random.default_rng(number).integers(0, 50, count)
+        output = np.zeros((count, row_bytes), np.uint8)
+        arguments = (mapped, rows * row_bytes, None, output, num_helpers)
+        begun[number] = native_library().begin_copy(*arguments), rows, output
+    del mapped
+    for number in [each for each in ended if each in begun][num_given_up:]:
+        copy, rows, output = begun.pop(number)
+        assert native_library().end_copy(copy)
+        assert native_library().end_copy(copy)
+        content = np.random.default_rng(0).integers(0, 256, 50 * row_bytes, np.uint8)
+        assert np.array_equal(output, content.reshape(50, -1)[rows])
+
+
+def test_what_is_no_copy_cannot_be_ended():
+    for arguments in ((), (None,), (np.ones(1),)):
+        with pytest.raises((TypeError, ValueError)):
+            native_library().end_copy(*arguments)
+    with pytest.raises(TypeError):
+        native_library().begin_copy(np.ones(1, np.uint8), np.array([0]), None, np.ones(1), "two")
+
+
+def test_a_forked_process_has_its_own_helpers():
+    mapped = np.arange(10**6, dtype=np.uint8)
+    output = np.zeros((1000, 1000), np.uint8)
+    arguments = (mapped, np.arange(1000) * 1000, None, output, 3)
+    before = native_library().begin_copy(*arguments)
+    child = os.fork()
+    if not child:
+        del before
+        output[...] = 0
+        is_copied = native_library().end_copy(native_library().begin_copy(*arguments))
+        os._exit(0 if is_copied and (output.ravel() == mapped).all() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert native_library().end_copy(before)
+    assert (output.ravel() == mapped).all()
 
 
 @pytest.mark.parametrize(
@@ -173,6 +243,13 @@ rows = np.zeros((2, 1000), np.uint8)
 for _ in range(3):
     assert not native_library().copy_rows(mapped, np.array([0, 900_000]), None, rows)
     assert native_library().copy_rows(mapped, np.array([0, 1000]), None, rows)
+large = np.zeros((300, 1000), np.uint8)
+for _ in range(30):
+    begun = [
+        native_library().begin_copy(mapped, np.full(300, offset), None, large, 3)
+        for offset in (0, 900_000, 2000)
+    ]
+    assert [native_library().end_copy(each) for each in begun] == [True, False, True]
 print("alive", flush=True)
 if "touch" in sys.argv:
     bytes(mapped[900_000:])
