@@ -102,6 +102,7 @@ SURFACE = {
         from_hdf5 from_source load_state_dict map prefetch range repeat sample
         sample_from_datasets select shard shuffle skip state_dict take window with_options zip
     """,
+    data.Field: "attribute axis path",
     data.DistributedDataset: "cardinality element_spec load_state_dict state_dict strategy",
     ElementIterator: "close get_next get_next_as_optional",
     InputIterator: "get_next get_next_as_optional initialize",

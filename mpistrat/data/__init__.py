@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import DistributedDataset
+from mpistrat.data.hdf5.fields import Field
 from mpistrat.data.random import example_rng, example_rngs
 from mpistrat.data.spec import ArraySpec
 from mpistrat.options import AutoShardPolicy
@@ -13,6 +14,7 @@ __all__ = [
     "AutoShardPolicy",
     "Dataset",
     "DistributedDataset",
+    "Field",
     "example_rng",
     "example_rngs",
 ]

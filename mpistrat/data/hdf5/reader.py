@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.data.cores import cores_of_rank
+from mpistrat.data.cores import num_decoding_threads
 from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
 from mpistrat.data.hdf5.chunk_plan import plan_fields
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
 from mpistrat.data.hdf5.placed_rows import PlacedField, is_placed, rows_of_runs
+from mpistrat.data.hdf5.single_examples import SingleReader, column_of, leaf_of
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
-from mpistrat.settings import settings
 from mpistrat.system.threads import clean_up
 
 __all__ = ["Allocate", "Hdf5Reader"]
@@ -58,6 +58,7 @@ class Hdf5Reader:
         row_caches: dict[int, RowCache],
         empty: Allocate = np.empty,
         mappings: dict[int, np.ndarray] | None = None,
+        single_caches: dict[int, dict[int, Any]] | None = None,
     ) -> None:
         self._catalog = catalog
         self._empty = empty
@@ -69,6 +70,11 @@ class Hdf5Reader:
         self._plans = plan_fields(catalog, window_rows)
         specs = [layout.spec for layout in catalog.files[0].layouts]
         self._specs = [(spec._known_shape, spec.dtype) for spec in specs]
+        caches = {} if single_caches is None else single_caches
+        self._singles = [
+            SingleReader(catalog, number, self._files, caches.setdefault(number, {}))
+            for number in range(len(catalog.singles))
+        ]
         self._filled = [field for field, size in enumerate(catalog.row_sizes) if size]
         self._chunked = [
             field
@@ -78,17 +84,24 @@ class Hdf5Reader:
         self._cached = [field for field in self._filled if self._plans[field].is_cached]
         self._row_caches = row_caches
         others = [field for field in self._filled if field not in self._cached]
-        self._placed = {
-            field: PlacedField(catalog, field) for field in others if is_placed(catalog, field)
-        }
-        others = [field for field in others if field not in self._placed]
+        placed = [field for field in others if is_placed(catalog, field)]
+        # Of compound rows each member that is needed is copied from its place.
+        self._placed = [
+            (number, field, PlacedField(catalog, field, output.leaf.members))
+            for number, output in enumerate(catalog.outputs)
+            if (field := output.column) is not None and field in placed
+        ]
+        self._are_placed = set(placed)
+        # Columns that slices of runs may not bring, and all that is read one by one.
+        self._num_to_read = len(self._filled) + len(self._singles)
+        others = [field for field in others if field not in placed]
         # In disorder data without chunks are read in blocks, which are treated as chunks.
         self._announced = [field for field in others if window_rows or field in self._chunked]
         self._sliced = [field for field in others if field not in self._announced]
         self._chunk_caches: dict[int, ChunkCache] = {}
         self._num_announced = 0
-        widest = self._plans[catalog.widest]
         if self._announced:
+            widest = self._plans[catalog.widest]
             self.lookahead_rows = max(widest.num_slots * widest.rows_per_slot * 4 // 9, 1)
         elif self._placed and window_rows:  # nothing to decode, but the disk may begin
             self.lookahead_rows = max(_AHEAD_BYTES // sum(catalog.row_sizes), 1)
@@ -109,29 +122,54 @@ class Hdf5Reader:
         """Return the examples `block`, as a nest of arrays of shape ``(len(block), *shape)``."""
         self._check_process()
         numbers = np.asarray(block, np.int64)
-        outputs: dict[int, np.ndarray] = {}
+        columns: dict[int, np.ndarray] = {}
+        leaves: dict[int, np.ndarray] = {}
         if len(numbers):
             if self._sliced and _is_run(numbers):
-                outputs = self._slices(int(numbers[0]), int(numbers[-1]) + 1)
-            if len(outputs) < len(self._filled):
+                columns = self._slices(int(numbers[0]), int(numbers[-1]) + 1)
+            if len(columns) < self._num_to_read:
                 files, rows = self._locate(numbers)
                 if self._cached:
-                    self._take_cached(numbers, files, rows, outputs)
-                for field, placed in self._placed.items():
-                    shape, dtype = self._specs[field]
-                    output = outputs[field] = self._empty((len(rows), *shape), dtype)
+                    self._take_cached(numbers, files, rows, columns)
+                for number, field, placed in self._placed:
+                    spec = self._catalog.outputs[number].spec
+                    output = self._empty((len(rows), *spec._known_shape), spec.dtype)
+                    leaves[number] = output
                     self._read_placed(field, placed, files, rows, output)
-                self._gather(files, rows, outputs)
-        leaves = []
-        for field, (shape, dtype) in enumerate(self._specs):
-            leaf = outputs.get(field)
-            leaves.append(self._empty((len(numbers), *shape), dtype) if leaf is None else leaf)
-        return nests.unflatten(self._catalog.structure, leaves)
+                self._gather(files, rows, columns)
+                self._read_singles(numbers, files, rows, leaves)
+        found = [
+            leaves[number]
+            if number in leaves
+            else leaf_of(output, columns, len(numbers), self._empty)
+            for number, output in enumerate(self._catalog.outputs)
+        ]
+        return nests.unflatten(self._catalog.structure, found)
+
+    def _read_singles(
+        self,
+        numbers: np.ndarray,
+        files: np.ndarray,
+        rows: np.ndarray,
+        leaves: dict[int, np.ndarray],
+    ) -> None:
+        """Add what is read one example at a time to `leaves`."""
+        for single, reader in enumerate(self._singles):
+            values = reader.read(numbers, files, rows)
+
+            def describe(place: int, reader: SingleReader = reader) -> str:
+                return reader.describe(int(files[place]) if files.ndim else 0, int(rows[place]))
+
+            for number, output in enumerate(self._catalog.outputs):
+                if output.single == single:
+                    leaves[number] = column_of(output, values, self._empty, describe)
 
     @property
     def reads_runs(self) -> bool:
         """Whether `read_runs` is faster than to read each row."""
-        return len(self._placed) == len(self._filled)
+        # Members of compound rows, and matches, do not lie one behind the other.
+        are_plain = not any(c.dtype.names or c.is_matches for c in self._catalog.columns)
+        return are_plain and not self._singles and len(self._are_placed) == len(self._filled)
 
     def expect_runs(self, firsts: np.ndarray, length: int) -> None:
         """Record that `read_runs` is going to be called, where it is faster."""
@@ -145,11 +183,13 @@ class Hdf5Reader:
         files, rows = self._locate(firsts)
         if files.ndim and (files != self._locate(firsts + (length - 1))[0]).any():
             return self.read((firsts[:, None] + np.arange(length)).ravel())
+        placed_of = {number: placed for number, _, placed in self._placed}
         leaves = []
-        for field, (shape, dtype) in enumerate(self._specs):
-            output = self._empty((len(firsts), length, *shape), dtype)
-            if field in self._placed:
-                self._read_placed(field, self._placed[field], files, rows, output)
+        for number, found in enumerate(self._catalog.outputs):
+            shape = found.spec._known_shape
+            output = self._empty((len(firsts), length, *shape), found.spec.dtype)
+            if number in placed_of and found.column is not None:
+                self._read_placed(found.column, placed_of[number], files, rows, output, True)
             leaves.append(output.reshape(-1, *shape))
         return nests.unflatten(self._catalog.structure, leaves)
 
@@ -176,10 +216,13 @@ class Hdf5Reader:
         """Have the system begin to read rows whose place is known."""
         for file in np.unique(files).tolist() if files.ndim else (0,):
             own = rows[files == file] if files.ndim else rows
+            asked: set[int] = set()
             with self._files.lock:
                 descriptor = self._files.descriptor(file)
-                for placed in self._placed.values():
-                    placed.ask_for(descriptor, file, own)
+                for _, field, placed in self._placed:
+                    if field not in asked:  # one member of compound rows brings the others
+                        placed.ask_for(descriptor, file, own)
+                    asked.add(field)
 
     def _read_placed(
         self,
@@ -188,9 +231,9 @@ class Hdf5Reader:
         files: np.ndarray,
         rows: np.ndarray,
         output: np.ndarray,
+        are_runs: bool = False,
     ) -> None:
         """Fill `output` with rows, or runs from `rows` on, copied once from their place."""
-        are_runs = output.ndim > 1 + len(self._specs[field][0])
         for file in np.unique(files).tolist() if files.ndim else (0,):
             places = None if not files.ndim else np.flatnonzero(files == file)
             own = rows if places is None else rows[places]
@@ -214,7 +257,7 @@ class Hdf5Reader:
             tasks[0]()
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_num_decoding_threads(), "mpistrat-decode")
+            self._pool = ThreadPoolExecutor(num_decoding_threads(), "mpistrat-decode")
         others = [self._pool.submit(task) for task in tasks[1:]]
         try:
             tasks[0]()
@@ -227,7 +270,7 @@ class Hdf5Reader:
         """Add the fields that are missing in `outputs`, picked from what was decoded."""
         are_announced = self._num_announced > 0
         for field in self._filled:
-            if field in outputs:
+            if field in outputs or field in self._are_placed:
                 continue
             shape, dtype = self._specs[field]
             output = outputs[field] = self._empty((len(rows), *shape), dtype)
@@ -286,7 +329,7 @@ class Hdf5Reader:
                 done.set_result(None)
             return done
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_num_decoding_threads(), "mpistrat-decode")
+            self._pool = ThreadPoolExecutor(num_decoding_threads(), "mpistrat-decode")
         return self._pool.submit(self._decode, field, chunks)
 
     def _decode(self, field: int, chunks: ChunkBuffers) -> None:
@@ -352,11 +395,15 @@ class Hdf5Reader:
     def _read_error(
         self, reason: Exception, file: int, field: int, start: int, stop: int
     ) -> DataError:
-        """Return the error that says which rows h5py could not read."""
+        """Return the error that says which rows could not be read."""
+        column, entry = self._catalog.columns[field], self._catalog.files[file]
+        which = f"Rows {start} to {stop - 1}"
+        if column.is_matches:
+            listing = next(e for text, e in entry.listings.items() if text == column.name)
+            which = f"{listing.path(start)!r} to {listing.path(stop - 1)!r}"
         return DataError(
-            f"Rows {start} to {stop - 1} of the field {self._catalog.names[field]!r} of "
-            f"{self._catalog.files[file].path} cannot be read: {reason}. The file is damaged, "
-            "or it changed after the data set was made."
+            f"{which} of the field {column.name} of {entry.path} cannot be read: {reason}. The "
+            "file is damaged, or it changed after the data set was made."
         )
 
     def _check_process(self) -> None:
@@ -384,15 +431,3 @@ def _is_run(numbers: np.ndarray) -> bool:
     if count < _MIN_RUN_ROWS or numbers[-1] != first + count - 1:
         return False
     return np.arange(first, first + count).tobytes() == numbers.tobytes()
-
-
-_MAX_THREADS = 8
-"""Python's own part of reading a chunk keeps more from helping."""
-
-
-def _num_decoding_threads() -> int:
-    """Return the number of threads of a reader: by default this rank's share of the cores."""
-    chosen = settings().data_threads
-    if chosen is not None:
-        return chosen
-    return min(cores_of_rank(), _MAX_THREADS)
