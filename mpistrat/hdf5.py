@@ -106,7 +106,8 @@ _UNFILTERED_EDGES = 2
 
 def is_stored_as(dataset: Any, dtype: Any) -> bool:
     """Return whether the bytes of a low-level `dataset` are those of arrays of `dtype`."""
-    return bool(dataset.get_type().equal(stored_type(dtype)))
+    # Objects, such as text of any length, are pointers in memory and longer in files.
+    return not dtype.hasobject and bool(dataset.get_type().equal(stored_type(dtype)))
 
 
 def memory_type(dtype: Any) -> Any:

@@ -125,7 +125,7 @@ def list_matches(file: Any, path: str, field: Field) -> Listing:
             f"{lister.where} matches {str(link)!r}, a link that leads nowhere."
         ) from None
     if not lister.names:
-        if lister.num_groups and field.attribute is None:
+        if lister.a_group and field.attribute is None:
             raise DataError(
                 f"{lister.where} matches groups, such as {lister.a_group!r}, but data sets were "
                 "expected. Add the name of a data set in them, or attribute=...."
@@ -158,7 +158,7 @@ class _Lister:
         self._dtype: np.dtype | None = None
         self._is_plain = False
         self._itemsize = self._width = 0
-        self.num_groups, self.a_group = 0, ""
+        self.a_group = ""
 
     def add(
         self, group: Any, before: tuple[str, ...], names: Sequence[str], rest: list[str]
@@ -193,7 +193,7 @@ class _Lister:
         """Return the compound data set that a match leads into, ``None`` where it is no match."""
         found = object_at(group, path)
         if found is not None:
-            self.num_groups, self.a_group = self.num_groups + 1, path
+            self.a_group = self.a_group or path
             return None
         if link_leads_nowhere(group, path):
             raise DanglingLink(path)

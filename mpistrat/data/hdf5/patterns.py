@@ -99,13 +99,15 @@ def object_at(group: Any, path: str) -> Any:
 
 
 def link_leads_nowhere(group: Any, path: str) -> bool:
-    """Return whether a path ends at a link without an object, and not at a missing name."""
-    *before, last = path.split("/")
-    for name in before:
-        group = object_at(group, name) if group.links.exists(encoded(name)) else None
-        if not isinstance(group, hdf5.h5py().h5g.GroupID):
+    """Return whether a path comes to a link without an object, and not to a missing name."""
+    for name in path.split("/"):
+        is_group = isinstance(group, hdf5.h5py().h5g.GroupID)
+        if not is_group or not group.links.exists(encoded(name)):
             return False
-    return bool(group.links.exists(encoded(last))) and object_at(group, last) is None
+        group = object_at(group, name)
+        if group is None:
+            return True
+    return False
 
 
 def encoded(path: str) -> bytes:
