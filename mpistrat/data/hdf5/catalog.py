@@ -90,7 +90,7 @@ class Catalog:
 
 
 _ROWS_OF_TEXT = 64
-"""Rows of their own length are shuffled so many at a time: they lie near each other in the file."""
+"""Rows of any length are shuffled so many at a time: they lie near each other in the file."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Single:
-    """What is read one example at a time: text, rows of their own length, matches, attributes."""
+    """What is read one example at a time: text, rows of any length, matches, attributes."""
 
     field: Field
     kind: Kind

@@ -1,4 +1,4 @@
-"""Single examples: text, rows of their own length, matches and attributes, one at a time."""
+"""Single examples: text, rows of any length, matches and attributes, one at a time."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class SingleReader:
         return found
 
     def _rows(self, file: int, rows: np.ndarray) -> Sequence[Any]:
-        """Return rows of a data set with elements of their own length."""
+        """Return rows of a data set with elements of any length."""
         dataset = self._files.file(file)[self._single.path].id
         if dataset.rank > 1:
             return [self._row(dataset, row) for row in rows.tolist()]

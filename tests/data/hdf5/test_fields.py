@@ -1,4 +1,4 @@
-"""Fields of all forms: attributes, members, axes, rows of their own length, text; refused types."""
+"""Fields of all forms: attributes, members, axes, rows of any length, text; refused types."""
 
 import warnings
 
