@@ -88,6 +88,20 @@ class Catalog:
                 found.setdefault(text, []).append([list(file.stamp), listing.to_json()])
         return found
 
+    def read_error(
+        self, reason: Exception, file: int, field: int, start: int, stop: int
+    ) -> DataError:
+        """Return the error that says which rows could not be read."""
+        column, entry = self.columns[field], self.files[file]
+        which = f"Rows {start} to {stop - 1}"
+        if column.is_matches:
+            listing = next(e for text, e in entry.listings.items() if text == column.name)
+            which = f"{listing.path(start)!r} to {listing.path(stop - 1)!r}"
+        return DataError(
+            f"{which} of the field {column.name} of {entry.path} cannot be read: {reason}. The "
+            "file is damaged, or it changed after the data set was made."
+        )
+
 
 _ROWS_OF_TEXT = 64
 """Rows of any length are shuffled so many at a time: they lie near each other in the file."""

@@ -396,15 +396,7 @@ class Hdf5Reader:
         self, reason: Exception, file: int, field: int, start: int, stop: int
     ) -> DataError:
         """Return the error that says which rows could not be read."""
-        column, entry = self._catalog.columns[field], self._catalog.files[file]
-        which = f"Rows {start} to {stop - 1}"
-        if column.is_matches:
-            listing = next(e for text, e in entry.listings.items() if text == column.name)
-            which = f"{listing.path(start)!r} to {listing.path(stop - 1)!r}"
-        return DataError(
-            f"{which} of the field {column.name} of {entry.path} cannot be read: {reason}. The "
-            "file is damaged, or it changed after the data set was made."
-        )
+        return self._catalog.read_error(reason, file, field, start, stop)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
