@@ -186,7 +186,7 @@ def held(tmp_path_factory):
         dataset = data.Dataset.range(8).batch(4)
         distributed = strategy.experimental_distribute_dataset(dataset)
         iterator = iter(distributed)
-        objects += [dataset, dataset.element_spec, distributed, iterator]
+        objects += [dataset, dataset.element_spec, distributed, iterator, data.Field("x")]
         objects += [iterator.get_next_as_optional(), InputIterator(distributed)]
         checkpoint = ms.Checkpoint(variable=variables[0])
         manager = ms.CheckpointManager(checkpoint, tmp_path_factory.mktemp("surface"))

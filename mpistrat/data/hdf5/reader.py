@@ -19,15 +19,12 @@ from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
 from mpistrat.data.hdf5.chunk_plan import plan_fields
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
 from mpistrat.data.hdf5.placed_rows import PlacedField, is_placed, rows_of_runs
-from mpistrat.data.hdf5.single_examples import SingleReader, column_of, leaf_of
+from mpistrat.data.hdf5.single_examples import Allocate, SingleReader, leaf_of
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
 from mpistrat.system.threads import clean_up
 
 __all__ = ["Allocate", "Hdf5Reader"]
-
-Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""Makes an array of a shape and a dtype, with anything in it."""
 
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
 """What h5py raises."""
@@ -48,8 +45,7 @@ class Hdf5Reader:
 
     # Whole chunks are decoded, by threads and outside of HDF5 where their filters are known, in
     # the order in which they are announced to `expect`. Runs of rows of data without chunks are
-    # read by slices. Small fields are read once and stay in caches, which the readers of a source
-    # share.
+    # read by slices. Small fields stay in caches, which the readers of a source share.
 
     def __init__(
         self,
@@ -137,7 +133,8 @@ class Hdf5Reader:
                     leaves[number] = output
                     self._read_placed(field, placed, files, rows, output)
                 self._gather(files, rows, columns)
-                self._read_singles(numbers, files, rows, leaves)
+                for reader in self._singles:
+                    leaves |= reader.columns(numbers, files, rows, self._empty)
         found = [
             leaves[number]
             if number in leaves
@@ -145,24 +142,6 @@ class Hdf5Reader:
             for number, output in enumerate(self._catalog.outputs)
         ]
         return nests.unflatten(self._catalog.structure, found)
-
-    def _read_singles(
-        self,
-        numbers: np.ndarray,
-        files: np.ndarray,
-        rows: np.ndarray,
-        leaves: dict[int, np.ndarray],
-    ) -> None:
-        """Add what is read one example at a time to `leaves`."""
-        for single, reader in enumerate(self._singles):
-            values = reader.read(numbers, files, rows)
-
-            def describe(place: int, reader: SingleReader = reader) -> str:
-                return reader.describe(int(files[place]) if files.ndim else 0, int(rows[place]))
-
-            for number, output in enumerate(self._catalog.outputs):
-                if output.single == single:
-                    leaves[number] = column_of(output, values, self._empty, describe)
 
     @property
     def reads_runs(self) -> bool:
@@ -249,7 +228,7 @@ class Hdf5Reader:
                 read(mapped, file, own, places, output, self._run)
             except OSError as reason:
                 first, last = int(own.min()), int(own.max())
-                raise self._read_error(reason, file, field, first, last + 1) from reason
+                raise self._catalog.read_error(reason, file, field, first, last + 1) from reason
 
     def _run(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Do some work in several threads, this one among them."""
@@ -348,7 +327,7 @@ class Hdf5Reader:
             try:
                 content.decode(rows)
             except ValueError as reason:
-                raise self._read_error(reason, file, field, start, stop) from reason
+                raise self._catalog.read_error(reason, file, field, start, stop) from reason
 
     def _decode_in_place(
         self, field: int, row_ranges: Sequence[tuple[int, int, int]], slots: list[np.ndarray]
@@ -377,7 +356,7 @@ class Hdf5Reader:
                 except DataError:
                     raise
                 except _READ_ERRORS as reason:
-                    raise self._read_error(reason, file, field, start, stop) from reason
+                    raise self._catalog.read_error(reason, file, field, start, stop) from reason
         return stored
 
     def _read(self, file: int, field: int, start: int, rows: np.ndarray) -> None:
@@ -390,13 +369,9 @@ class Hdf5Reader:
         except DataError:
             raise
         except _READ_ERRORS as reason:
-            raise self._read_error(reason, file, field, start, start + len(rows)) from reason
-
-    def _read_error(
-        self, reason: Exception, file: int, field: int, start: int, stop: int
-    ) -> DataError:
-        """Return the error that says which rows could not be read."""
-        return self._catalog.read_error(reason, file, field, start, stop)
+            raise self._catalog.read_error(
+                reason, file, field, start, start + len(rows)
+            ) from reason
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -17,7 +17,10 @@ from mpistrat.data.hdf5.patterns import encoded
 from mpistrat.data.hdf5.stored_types import Form, member, value_of
 from mpistrat.errors import DataError
 
-__all__ = ["SingleReader", "column_of", "leaf_of"]
+__all__ = ["Allocate", "SingleReader", "leaf_of"]
+
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""Makes an array of a shape and a dtype, with anything in it."""
 
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
 """What h5py raises."""
@@ -49,7 +52,22 @@ class SingleReader:
         is_fixed = not single.dtype.hasobject and not single.dtype.names
         self._may_be_placed = is_fixed and single.kind is Kind.MATCHES
 
-    def read(self, numbers: np.ndarray, files: np.ndarray, rows: np.ndarray) -> list[Any]:
+    def columns(
+        self, numbers: np.ndarray, files: np.ndarray, rows: np.ndarray, empty: Allocate
+    ) -> dict[int, np.ndarray]:
+        """Return the arrays that are made of the values of some examples, by their output."""
+        values = self._read(numbers, files, rows)
+
+        def describe(place: int) -> str:
+            return self._describe(int(files[place]) if files.ndim else 0, int(rows[place]))
+
+        return {
+            number: _column_of(output, values, empty, describe)
+            for number, output in enumerate(self._catalog.outputs)
+            if output.single == self._number
+        }
+
+    def _read(self, numbers: np.ndarray, files: np.ndarray, rows: np.ndarray) -> list[Any]:
         """Return the value of each example, as h5py gives it."""
         values: list[Any] = [None] * len(numbers)
         missing = np.arange(len(numbers))
@@ -69,7 +87,7 @@ class SingleReader:
                     self._cache[int(numbers[place])] = value
         return values
 
-    def describe(self, file: int, row: int) -> str:
+    def _describe(self, file: int, row: int) -> str:
         """Return an example as errors name it."""
         entry = self._catalog.files[file]
         field = f"the field {self._single.field._text} of {entry.path}"
@@ -97,7 +115,7 @@ class SingleReader:
 
     def _error(self, reason: Exception, file: int, row: int) -> DataError:
         return DataError(
-            f"{self.describe(file, row)} cannot be read: {reason}. The file is damaged, or it "
+            f"{self._describe(file, row)} cannot be read: {reason}. The file is damaged, or it "
             "changed after the data set was made."
         )
 
@@ -194,10 +212,10 @@ class SingleReader:
         return values.reshape(shape[:axis] + shape[axis + 1 :])
 
 
-def column_of(
+def _column_of(
     output: Output,
     values: Sequence[Any],
-    empty: Callable[[tuple[int, ...], np.dtype], np.ndarray],
+    empty: Allocate,
     describe: Callable[[int], str],
 ) -> np.ndarray:
     """Return one array of the examples whose `values` were read."""
@@ -233,11 +251,11 @@ def leaf_of(
     output: Output,
     columns: Mapping[int, np.ndarray],
     count: int,
-    empty: Callable[[tuple[int, ...], np.dtype], np.ndarray],
+    empty: Allocate,
 ) -> np.ndarray:
     """Return one array of `count` examples from what was read by rows, or from nothing."""
     if output.column is None:
-        return column_of(output, [], empty, str)
+        return _column_of(output, [], empty, str)
     whole = columns.get(output.column)
     if whole is not None and not output.leaf.members:
         return whole
