@@ -128,7 +128,9 @@ class ElementMaker:
         num_mine = len(items[part])
         return nest if num_mine else nests.map_nest(lambda a: a[:0], nest)
 
-    def _mapped(self, level: int, element: Any, items: Block, numbers: Sequence[int] = ()) -> Any:
+    def _mapped(
+        self, level: int, element: Any, items: Block, numbers: Sequence[int] = ()
+    ) -> Any:
         """Return `element`, made of `items` and batched `level` times, after its maps."""
         for number, each, numbering in self._maps[level]:
             if isinstance(each, Enumerate):

@@ -271,19 +271,17 @@ class Pipeline:
     @property
     def is_steady(self) -> bool:
         """Whether the element at a position is the same in each pass, random maps aside."""
-        return (
-            self.source.is_steady
-            and self.source.is_in_order
-            and not any(
-                isinstance(each, Shuffle) and each.reshuffle_each_iteration
-                for each in self.transformations
-            )
+        return self.source.is_steady and self.source.is_in_order and not any(
+            isinstance(each, Shuffle) and each.reshuffle_each_iteration
+            for each in self.transformations
         )
 
     def open(self, window_rows: int, stream: PassStream) -> Reader:
         """Return a reader of the items, also of those of repetitions."""
         repeats = [e.num_repetitions for e in self.transformations if e.num_repetitions != 1]
-        reader = self.source.open(window_rows, dataclasses.replace(stream, repeats=tuple(repeats)))
+        reader = self.source.open(
+            window_rows, dataclasses.replace(stream, repeats=tuple(repeats))
+        )
         is_plain = self.source.is_steady and not self.source.num_maps and not self.source.is_stream
         return _Repeated(reader, span_of(self.source)) if repeats and is_plain else reader
 
