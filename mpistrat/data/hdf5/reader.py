@@ -135,13 +135,13 @@ class Hdf5Reader:
                 self._gather(files, rows, columns)
                 for reader in self._singles:
                     leaves |= reader.columns(numbers, files, rows, self._empty)
-        found = [
-            leaves[number]
-            if number in leaves
-            else leaf_of(output, columns, len(numbers), self._empty)
-            for number, output in enumerate(self._catalog.outputs)
-        ]
-        return nests.unflatten(self._catalog.structure, found)
+        for number, each in enumerate(self._catalog.outputs):
+            column = None if each.column is None else columns.get(each.column)
+            if column is not None and not each.leaf.members:
+                leaves[number] = column
+            elif number not in leaves:
+                leaves[number] = leaf_of(each, columns, len(numbers), self._empty)
+        return nests.unflatten(self._catalog.structure, [leaves[n] for n in sorted(leaves)])
 
     @property
     def reads_runs(self) -> bool:

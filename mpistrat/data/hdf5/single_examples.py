@@ -253,12 +253,10 @@ def leaf_of(
     count: int,
     empty: Allocate,
 ) -> np.ndarray:
-    """Return one array of `count` examples from what was read by rows, or from nothing."""
+    """Return one array of `count` examples of compound rows that were read, or of nothing."""
     if output.column is None:
         return _column_of(output, [], empty, str)
     whole = columns.get(output.column)
-    if whole is not None and not output.leaf.members:
-        return whole
     array = empty((count, *output.spec._known_shape), output.spec.dtype)
     if whole is not None:
         array[...] = member(whole, output.leaf.members)
