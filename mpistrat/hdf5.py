@@ -34,6 +34,7 @@ __all__ = [
     "hidden_beside",
     "is_stored_as",
     "max_open_files",
+    "memory_type",
     "offset_of_block",
     "open_for_reading",
     "places_of_chunks",
@@ -105,7 +106,13 @@ _UNFILTERED_EDGES = 2
 
 def is_stored_as(dataset: Any, dtype: Any) -> bool:
     """Return whether the bytes of a low-level `dataset` are those of arrays of `dtype`."""
-    return bool(dataset.get_type().equal(stored_type(dtype)))
+    # Objects, such as text of any length, are pointers in memory and longer in files.
+    return not dtype.hasobject and bool(dataset.get_type().equal(stored_type(dtype)))
+
+
+def memory_type(dtype: Any) -> Any:
+    """Return the type of HDF5 to read arrays of `dtype`, where objects are those of Python."""
+    return h5py().h5t.py_create(dtype)
 
 
 def stored_type(dtype: Any) -> Any:
@@ -168,8 +175,10 @@ def max_open_files() -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
-def open_for_reading(path: str | os.PathLike[str], error: type[Exception]) -> Any:
-    """Return an open ``h5py.File`` of `path`."""
+def open_for_reading(
+    path: str | os.PathLike[str], error: type[Exception], swmr: bool = False
+) -> Any:
+    """Return an open ``h5py.File`` of `path`; with `swmr` it may be written meanwhile."""
     path = Path(path)
     if os.path.isdir(path):
         raise error(f"{path} is a folder, but an HDF5 file was expected.")
@@ -178,7 +187,8 @@ def open_for_reading(path: str | os.PathLike[str], error: type[Exception]) -> An
     if not os.path.isfile(path):  # opening a pipe would wait for its other end
         raise error(f"{path} is a device or a pipe, but an HDF5 file was expected.")
     try:
-        return h5py().File(path, "r")
+        # The keyword only where it is needed: it asks for locks of another kind.
+        return h5py().File(path, "r", swmr=True) if swmr else h5py().File(path, "r")
     except OSError as reason:
         raise error(_explain(path, reason)) from reason
 
@@ -214,7 +224,8 @@ def _explain(path: Path, reason: OSError) -> str:
     if "already open for write" in text:
         return (
             f"{path} is being written, or its writer has died: it was not closed. Wait until the "
-            "writer has closed it; if that is dead, h5clear -s clears the mark in the file."
+            "writer has closed it; if that is dead, h5clear -s clears the mark in the file. What "
+            "is written with swmr_mode=True can be read meanwhile: from_hdf5(..., swmr=True)."
         )
     if reason.errno in (errno.EMFILE, errno.ENFILE):
         return (

@@ -103,6 +103,7 @@ SURFACE = {
         prefetch ragged_batch range repeat sample sample_from_datasets select shard shuffle skip
         state_dict take unbatch window with_options zip
     """,
+    data.Field: "attribute axis path",
     data.DistributedDataset: "cardinality element_spec load_state_dict state_dict strategy",
     data.Ragged: "from_list nbytes row_lengths row_splits to_list values",
     ElementIterator: "close get_next get_next_as_optional",
@@ -188,7 +189,7 @@ def held(tmp_path_factory):
         distributed = strategy.experimental_distribute_dataset(dataset)
         iterator = iter(distributed)
         objects += [dataset, dataset.element_spec, distributed, iterator]
-        objects.append(data.Ragged([1, 2], [0, 2]))
+        objects += [data.Ragged([1, 2], [0, 2]), data.Field("x")]
         objects += [iterator.get_next_as_optional(), InputIterator(distributed)]
         checkpoint = ms.Checkpoint(variable=variables[0])
         manager = ms.CheckpointManager(checkpoint, tmp_path_factory.mktemp("surface"))

@@ -21,6 +21,7 @@ from mpistrat.bench.benchmark import (
     Row,
     Table,
 )
+from mpistrat.bench.data_layouts import LAYOUTS, measure_layouts, write_layouts
 from mpistrat.bench.data_peers import (
     BATCH_SIZE,
     NUM_FANCY,
@@ -115,6 +116,7 @@ def measure(choices: Choices) -> Findings:
         with collectives.all_or_none("bench data"):
             if collectives.rank == 0:
                 write_files(folder, choices.num_examples)
+                write_layouts(folder, choices.num_examples)
         paths = {name: folder / f"{name}.h5" for name in known_files()}
         records: dict[str, Callable[[], object]] = {}
         with collectives.all_or_none("bench data"):
@@ -132,13 +134,15 @@ def measure(choices: Choices) -> Findings:
             name: _first(strategy, path) for name, path in paths.items()
         }
         first = take_turns(firsts, collectives, choices.num_samples)
-        windows = measure_windows(strategy, folder, choices.num_examples, choices.num_samples)
+        num_samples = choices.num_samples
+        windows = measure_windows(strategy, folder, choices.num_examples, num_samples)
+        layouts = measure_layouts(strategy, folder, choices.num_examples, num_samples)
     rows = [_row(name, lengths[name], choices.num_examples, timings) for name in calls]
     notes = [f"{each} is not installed, so it is left out." for each in _missing(calls)]
     starts: list[Row] = [{"what": name, **first.time("first_s", name)} for name in firsts]
     steps: list[Row] = [{"num_steps": _NUM_STEPS, "waiting": max(shares)}]
-    results = {RESULTS: rows, _STARTS: starts, _STEPS: steps, WINDOWS: windows}
-    return Findings(results, tuple(notes))
+    results = {RESULTS: rows, LAYOUTS.key: layouts, _STARTS: starts, _STEPS: steps}
+    return Findings(results | {WINDOWS: windows}, tuple(notes))
 
 
 def _candidates(
@@ -246,6 +250,7 @@ BENCHMARK = Benchmark(
                 Column.ratio("rate / scan of the same file", "rate_over_scan"),
             )
         ),
+        LAYOUTS,
         Table(
             (Column.text("file", "what"), Column.time("first batch after", "first_s")),
             _STARTS,

@@ -14,13 +14,13 @@ import numpy as np
 
 from mpistrat import hdf5, sharding
 from mpistrat.cli.output import print_error, print_json, print_line, print_table
-from mpistrat.data.hdf5.catalog import check_virtual_sources
 from mpistrat.data.hdf5.filters import (
     install_filter,
     make_decoder,
     missing_filters,
     name_of_filter,
 )
+from mpistrat.data.hdf5.linked_files import check_virtual_sources
 from mpistrat.data.shuffle import WINDOW_BYTES, Partitions
 from mpistrat.errors import DataError
 from mpistrat.system.text import readable_size

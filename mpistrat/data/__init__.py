@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import DistributedDataset
+from mpistrat.data.hdf5.fields import Field
 from mpistrat.data.parallel_map import AUTOTUNE
 from mpistrat.data.random import example_rng, example_rngs
 from mpistrat.data.spec import ArraySpec
@@ -16,6 +17,7 @@ __all__ = [
     "AutoShardPolicy",
     "Dataset",
     "DistributedDataset",
+    "Field",
     "Ragged",
     "example_rng",
     "example_rngs",

@@ -9,6 +9,7 @@ from typing import Any
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.data.element_transformations import ElementTransformations
 from mpistrat.data.fingerprint import position_layout
+from mpistrat.data.hdf5.fields import Field
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator, Position
 from mpistrat.data.pipeline import Pipeline
@@ -17,6 +18,8 @@ from mpistrat.data.user_source import UserSource, refuse_lazy_arrays
 from mpistrat.options import AutoShardPolicy
 
 __all__ = ["Dataset"]
+
+_Name = str | Field
 
 
 class Dataset(ElementTransformations):
@@ -64,7 +67,9 @@ class Dataset(ElementTransformations):
     def from_hdf5(
         cls,
         files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-        fields: str | tuple[str, ...] | list[str] | dict[str, str] | None = None,
+        fields: _Name | tuple[_Name, ...] | list[_Name] | dict[str, _Name] | None = None,
+        *,
+        swmr: bool = False,
     ) -> Dataset:
         """Return the examples of HDF5 files, one file after the other. Local.
 
@@ -72,10 +77,15 @@ class Dataset(ElementTransformations):
         ----------
         files : path, list of paths, or glob pattern
             The files of a pattern are sorted by name, a list keeps its order.
-        fields : str, tuple of str, or dict of str, optional
-            Paths of the data sets to read, all of one length. An example has the same
-            structure: an array, a tuple, or a dict with the given labels. ``None`` takes every
-            top-level data set, as a dict.
+        fields : str, Field, or a tuple or dict of them, optional
+            Paths of the data sets to read, all of one length, or `Field`. An example has the same
+            structure: an array, a tuple, or a dict with the given labels. A path with ``*``
+            makes an example of each match, and one to compound rows a dict of their members.
+            ``None`` takes every top-level data set that can be read, as a dict, and names the
+            others in a warning.
+        swmr : bool
+            Whether the files are being written, by a program that has set ``swmr_mode``. The
+            number of examples is that of the first use, or of the call that distributes them.
 
         Raises
         ------
@@ -85,7 +95,7 @@ class Dataset(ElementTransformations):
             On first use, if a file is missing or damaged, a field is missing or does not fit
             the others, or there are no examples.
         """
-        return cls(Pipeline(Hdf5Source(files, fields)))
+        return cls(Pipeline(Hdf5Source(files, fields, as_bool("swmr", swmr))))
 
     @classmethod
     def from_arrays(cls, nest: Any) -> Dataset:

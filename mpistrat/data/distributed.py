@@ -21,6 +21,7 @@ from mpistrat.data.distributed_dataset import (
 )
 from mpistrat.data.filtering import evaluate_filters
 from mpistrat.data.fingerprint import check_same, digest, order_digest
+from mpistrat.data.hdf5.agreement import agree_on_files, describe_files
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.order import ENDLESS, UNKNOWN
 from mpistrat.data.pipeline import Pipeline
@@ -48,7 +49,8 @@ def distribute(
                 "data set given as an object exists once and is split."
             )
         pipeline = _checked_pipeline(dataset, kind)
-        call.agree()
+        of_ranks = call.exchange(describe_files(pipeline))
+    pipeline = agree_on_files(pipeline, of_ranks, collectives, kind)
     policy = dataset._auto_shard_policy
     share_caches(pipeline, collectives, kind)
     evaluate_filters(pipeline, policy, collectives, kind)
@@ -76,6 +78,10 @@ def distribute_from_function(
     with collectives.all_or_none(kind):
         pipeline = _checked_pipeline(dataset_fn(InputContext(size, rank, size)), kind)
         pipeline = dataclasses.replace(pipeline, branch=rank)
+        described = describe_files(pipeline)
+    of_all = collectives.gather_json(described, kind)
+    pipeline = agree_on_files(pipeline, of_all, collectives, kind)
+    with collectives.all_or_none(kind):
         own = [pipeline.length, _is_certain(pipeline), order_digest(pipeline)]
         own_spec = pipeline.found_spec
     gathered = collectives.gather_json(own, kind)

@@ -42,8 +42,14 @@ class Group:
     def call(self, kind, name=None):
         return contextlib.nullcontext(self)
 
-    def agree(self):
-        pass
+    def exchange(self, value):
+        return [value] * self.size
+
+    def on_all(self, work, kind):
+        return [work()] * self.size
+
+    def on_root(self, work, kind):
+        return work()
 
     def broadcast_json(self, value, root=0, kind="broadcast_json"):
         return value

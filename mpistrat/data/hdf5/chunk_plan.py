@@ -82,7 +82,7 @@ class ChunkPlan:
 
 
 def plan_fields(catalog: Catalog, window_rows: int) -> list[ChunkPlan]:
-    """Return the plan of each field, in the order of `Catalog.names`."""
+    """Return the plan of each field, in the order of `Catalog.columns`."""
     rows_of_file = np.array([file.num_rows for file in catalog.files])
     cached = _cached_fields(catalog)
     plans = []

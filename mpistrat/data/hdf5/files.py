@@ -19,10 +19,12 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.data.hdf5.catalog import Catalog, FileEntry
 from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
+from mpistrat.data.hdf5.live_files import close_file, open_file
+from mpistrat.data.hdf5.stored_types import assign
 from mpistrat.errors import DataError
 from mpistrat.native import native_library
 
-__all__ = ["OpenFiles", "StoredRows", "read_error"]
+__all__ = ["OpenFiles", "StoredRows"]
 
 _T = TypeVar("_T")
 
@@ -52,15 +54,21 @@ class OpenFiles:
         opened = self._opened(file)
         access = opened.fields[field]
         if access is None:
-            name = self._catalog.names[field]
-            if opened.file is None:
-                path = self._catalog.files[file].path
-                opened.file = self._with_room(lambda: hdf5.open_for_reading(path, DataError))
+            column = self._catalog.columns[field]
             try:
-                access = opened.fields[field] = FieldAccess(opened.file[name])
+                dataset = self.file(file)[column.path]
             except KeyError:
                 raise DataError(_changed(self._catalog.files[file].path)) from None
+            access = opened.fields[field] = FieldAccess(dataset, column.axis, column.dtype)
         return access
+
+    def file(self, file: int) -> Any:
+        """Return an open file for HDF5; hold `lock` meanwhile."""
+        opened = self._opened(file)
+        if opened.file is None:
+            entry = self._catalog.files[file]
+            opened.file = self._with_room(lambda: open_file(entry.path, entry.is_live))
+        return opened.file
 
     def descriptor(self, file: int) -> int:
         """Return the descriptor of a file; hold `lock` meanwhile."""
@@ -105,7 +113,7 @@ class OpenFiles:
         if opened is None:
             while len(self._open) >= self._limit:
                 self._close_oldest()
-            opened = self._open[number] = _OpenFile(len(self._catalog.files[number].layouts))
+            opened = self._open[number] = _OpenFile(self._catalog.files[number])
         self._open.move_to_end(number)
         return opened
 
@@ -133,14 +141,16 @@ class OpenFiles:
 class _OpenFile:
     """A file that is open, for HDF5 or without it or both."""
 
-    def __init__(self, num_fields: int) -> None:
+    def __init__(self, entry: FileEntry) -> None:
         self.file: Any = None
         self.descriptor: int | None = None
-        self.fields: list[FieldAccess | None] = [None] * num_fields
+        self.fields: list[FieldAccess | None] = [None] * len(entry.layouts)
+        self._entry = entry
 
     def close(self) -> None:
         if self.file is not None:
-            self.file.close()
+            self.fields.clear()
+            close_file(self._entry.path, self.file, self._entry.is_live)
         if self.descriptor is not None:
             os.close(self.descriptor)
 
@@ -169,13 +179,15 @@ def _changed(path: str) -> str:
 
 
 class FieldAccess:
-    """Reads rows of a data set, for one thread at a time."""
+    """Reads rows of a data set along an axis as a dtype, for one thread at a time."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, axis: int, dtype: np.dtype) -> None:
         self._dataset = dataset
+        self._axis = axis
         # Each of these attributes calls HDF5 every time.
         self._shape, self._dtype, self._chunk_shape = dataset.shape, dataset.dtype, dataset.chunks
         self._identifier = dataset.id
+        self._memory_type = hdf5.memory_type(dtype) if dtype.names else None
         is_plain = (
             dataset.chunks is not None
             and hdf5.is_stored_as(dataset.id, dataset.dtype)
@@ -183,7 +195,9 @@ class FieldAccess:
         )
         self._decoder = make_decoder(hdf5.filters_of(dataset)) if is_plain else None
         self._chunk_regions = (
-            _chunk_regions(self._shape[1:], self._chunk_shape[1:]) if is_plain else []
+            _chunk_regions(_others(self._shape, axis), _others(self._chunk_shape, axis))
+            if is_plain
+            else []
         )
 
     def fetch(self, start: int) -> StoredRows | None:
@@ -194,18 +208,33 @@ class FieldAccess:
             return None
         chunks = []
         for origin, region in self._chunk_regions:
+            place = (*origin[: self._axis], start, *origin[self._axis :])
             try:
-                filter_mask, content = self._identifier.read_direct_chunk((start, *origin))
+                filter_mask, content = self._identifier.read_direct_chunk(place)
             except (MemoryError, OSError, RuntimeError, ValueError):
                 return None
             chunks.append((region, filter_mask, content))
-        return StoredRows(self._decoder, self._dtype, self._chunk_shape, chunks)
+        return StoredRows(self._decoder, self._dtype, self._chunk_shape, self._axis, chunks)
 
     def read(self, start: int, rows: np.ndarray) -> None:
         """Fill `rows`, which begin with row `start`, as h5py reads them."""
-        if rows.size:
-            # Several times faster than read_direct.
-            rows[...] = self._dataset[start : start + len(rows)]
+        if not rows.size:
+            return
+        if self._memory_type is not None and not self._axis:
+            # Only the members that `rows` has are copied.
+            h5s = hdf5.h5py().h5s
+            space = self._identifier.get_space()
+            space.select_hyperslab((start, *[0] * (rows.ndim - 1)), rows.shape)
+            target = h5s.create_simple(rows.shape)
+            self._identifier.read(target, space, rows, self._memory_type)
+            return
+        # Several times faster than read_direct.
+        part = (*[slice(None)] * self._axis, slice(start, start + len(rows)))
+        assign(rows, np.moveaxis(self._dataset[part], self._axis, 0))
+
+
+def _others(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return shape[:axis] + shape[axis + 1 :]
 
 
 def _chunk_regions(
@@ -231,6 +260,7 @@ class StoredRows:
     dtype: np.dtype
     """As stored, foreign byte order too."""
     chunk_shape: tuple[int, ...]
+    axis: int
     chunks: list[tuple[_Region, int, bytes]]
     """Of each which region of the rows it fills, the filter mask and the content."""
 
@@ -240,17 +270,7 @@ class StoredRows:
         for region, filter_mask, content in self.chunks:
             decoded = self.decoder.decode(content, filter_mask, num_bytes)
             elements = np.frombuffer(decoded, self.dtype).reshape(self.chunk_shape)
+            elements = np.moveaxis(elements, self.axis, 0) if self.axis else elements
             target = rows[region]
             # Chunks extend beyond the edges of the data set.
-            target[...] = elements[tuple(map(slice, target.shape))]
-
-
-def read_error(
-    catalog: Catalog, reason: Exception, file: int, field: int, start: int, stop: int
-) -> DataError:
-    """Return the error that says which rows could not be read."""
-    return DataError(
-        f"Rows {start} to {stop - 1} of the field {catalog.names[field]!r} of "
-        f"{catalog.files[file].path} cannot be read: {reason}. The file is damaged, "
-        "or it changed after the data set was made."
-    )
+            assign(target, elements[tuple(map(slice, target.shape))])

@@ -49,11 +49,18 @@ class RowCopies:
 
 
 class PlacedField:
-    """One field of all files, read by the places of its rows."""
+    """One column of all files, or a member of it, read by the places of its rows."""
 
-    def __init__(self, catalog: Catalog, field: int) -> None:
+    def __init__(self, catalog: Catalog, field: int, members: tuple[str, ...] = ()) -> None:
         self._storages = [file.layouts[field].storage for file in catalog.files]
         self._row_bytes = catalog.row_sizes[field]
+        self._begins = [0] * len(catalog.files)
+        """Where the member begins in a row, which each file may have elsewhere."""
+        if members:
+            dtypes = [each.dtype for each in self._storages if each is not None]
+            places = [_place_of(dtype, members) for dtype in dtypes]
+            self._begins = [begin for begin, _ in places]
+            self._row_bytes = places[0][1]
         self._library = native_library()
         self._num_rows = [file.num_rows for file in catalog.files]
         self._block_rows = min(file.layouts[field].rows_per_chunk for file in catalog.files)
@@ -74,7 +81,7 @@ class PlacedField:
         Other threads begin it, and `end` takes what is returned. Nobody may change the arrays
         meanwhile.
         """
-        offsets = self._storage(file).offsets(rows, self._row_bytes)
+        offsets = self._storage(file).offsets(rows) + self._begins[file]
         return [self._library.begin_copy(mapped, offsets, places, output, num_helpers)]
 
     def end(self, copies: list[Any]) -> None:
@@ -120,7 +127,7 @@ class PlacedField:
         """Fill `output` at once, from a file that cannot be mapped."""
         storage = self._storage(file)
         flat = output.view(np.uint8).reshape(len(output), -1)
-        offsets = storage.offsets(rows, self._row_bytes).tolist()
+        offsets = (storage.offsets(rows) + self._begins[file]).tolist()
         targets = range(len(rows)) if places is None else places.tolist()
         for offset, target in zip(offsets, targets, strict=True):
             if os.preadv(descriptor, [flat[target].data], offset) != self._row_bytes:
@@ -141,5 +148,16 @@ class PlacedField:
             return
         asked_for[new] = True
         new = np.flatnonzero(np.bincount(new))
-        offsets = storage.offsets(new * self._block_rows, self._row_bytes)
-        self._library.ask_for(descriptor, offsets, self._block_rows * self._row_bytes)
+        offsets = storage.offsets(new * self._block_rows)
+        self._library.ask_for(descriptor, offsets, self._block_rows * storage.row_bytes)
+
+
+def _place_of(dtype: np.dtype, members: tuple[str, ...]) -> tuple[int, int]:
+    """Return where a member begins in compound rows, and its size."""
+    begin = 0
+    for name in members:
+        if dtype.fields is None:
+            raise RuntimeError("the stored type has no such member")
+        dtype, offset = dtype.fields[name][:2]
+        begin += offset
+    return begin, dtype.itemsize

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,17 +17,15 @@ from mpistrat import nests
 from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
 from mpistrat.data.hdf5.chunk_plan import plan_fields
-from mpistrat.data.hdf5.files import OpenFiles, StoredRows, read_error
+from mpistrat.data.hdf5.files import OpenFiles, StoredRows
 from mpistrat.data.hdf5.placed_rows import PlacedField, RowCopies, is_placed, rows_of_runs
 from mpistrat.data.hdf5.read_ahead import ExpectedRows, is_run, num_decoding_threads
+from mpistrat.data.hdf5.single_examples import Allocate, SingleReader, leaf_of
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
 from mpistrat.system.threads import clean_up
 
 __all__ = ["Allocate", "Hdf5Reader"]
-
-Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""Makes an array of a shape and a dtype, with anything in it."""
 
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
 """What h5py raises."""
@@ -55,10 +53,10 @@ class Hdf5Reader:
         row_caches: dict[int, RowCache],
         empty: Allocate = np.empty,
         mappings: dict[int, np.ndarray] | None = None,
+        single_caches: dict[int, dict[int, Any]] | None = None,
     ) -> None:
         self._catalog = catalog
         self._empty = empty
-        self._read_error = partial(read_error, catalog)
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
         self._files = OpenFiles(catalog, mappings)
@@ -70,6 +68,11 @@ class Hdf5Reader:
         self._plans = plan_fields(catalog, window_rows)
         specs = [layout.spec for layout in catalog.files[0].layouts]
         self._specs = [(spec._known_shape, spec.dtype) for spec in specs]
+        caches = {} if single_caches is None else single_caches
+        self._singles = [
+            SingleReader(catalog, number, self._files, caches.setdefault(number, {}))
+            for number in range(len(catalog.singles))
+        ]
         self._filled = [field for field, size in enumerate(catalog.row_sizes) if size]
         self._chunked = [
             field
@@ -79,19 +82,27 @@ class Hdf5Reader:
         self._cached = [field for field in self._filled if self._plans[field].is_cached]
         self._row_caches = row_caches
         others = [field for field in self._filled if field not in self._cached]
-        self._placed = {
-            field: PlacedField(catalog, field) for field in others if is_placed(catalog, field)
-        }
-        others = [field for field in others if field not in self._placed]
+        placed = [field for field in others if is_placed(catalog, field)]
+        # Of compound rows each member that is needed is copied from its place.
+        self._placed = [
+            (number, field, PlacedField(catalog, field, output.leaf.members))
+            for number, output in enumerate(catalog.outputs)
+            if (field := output.column) is not None and field in placed
+        ]
+        self._are_placed = set(placed)
+        # Columns that slices of runs may not bring, and all that is read one by one.
+        self._num_to_read = len(self._filled) + len(self._singles)
+        others = [field for field in others if field not in placed]
         # In disorder data without chunks are read in blocks, which are treated as chunks.
         self._announced = [field for field in others if window_rows or field in self._chunked]
         self._sliced = [field for field in others if field not in self._announced]
         self._chunk_caches: dict[int, ChunkCache] = {}
         self._expected = ExpectedRows()
-        self._begun: tuple[np.ndarray, dict[int, RowCopies]] | None = None
-        """The rows that come next, and the copies of them that were begun, by field."""
-        widest = self._plans[catalog.widest]
+        self._begun: tuple[np.ndarray, dict[int, RowCopies], dict[int, np.ndarray]] | None = None
+        """The rows that come next, and the copies of them that were begun: of those with a place
+        by leaf, of decoded ones by field."""
         if self._announced:
+            widest = self._plans[catalog.widest]
             self.lookahead_rows = max(widest.num_slots * widest.rows_per_slot * 4 // 9, 1)
         elif self._placed and window_rows:  # nothing to decode, but the disk may begin
             self.lookahead_rows = max(_AHEAD_BYTES // sum(catalog.row_sizes), 1)
@@ -113,30 +124,37 @@ class Hdf5Reader:
         """Return the examples `block`, as a nest of arrays of shape ``(len(block), *shape)``."""
         self._check_process()
         numbers = np.asarray(block, np.int64)
-        outputs: dict[int, np.ndarray] = {}
+        columns: dict[int, np.ndarray] = {}
+        leaves: dict[int, np.ndarray] = {}
         if len(numbers):
             if self._sliced and is_run(numbers):
-                outputs = self._slices(int(numbers[0]), int(numbers[-1]) + 1)
-            if len(outputs) < len(self._filled):
+                columns = self._slices(int(numbers[0]), int(numbers[-1]) + 1)
+            if len(columns) < self._num_to_read:
                 files, rows = self._locate(numbers)
                 if self._cached:
-                    self._take_cached(numbers, files, rows, outputs)
-                begun = self._take_begun(numbers)
-                for field in self._placed:
-                    copies = begun.get(field) or self._begin_placed(field, files, rows)
-                    outputs[field] = self._end_placed(field, copies)
-                self._gather(files, rows, outputs, begun)
+                    self._take_cached(numbers, files, rows, columns)
+                begun, begun_columns = self._take_begun(numbers)
+                for number, field, placed in self._placed:
+                    copies = begun.get(number) or self._begin_placed(number, placed, files, rows)
+                    leaves[number] = self._end_placed(field, placed, copies)
+                self._gather(files, rows, columns, begun_columns)
+                for reader in self._singles:
+                    leaves |= reader.columns(numbers, files, rows, self._empty)
                 self._begin_next(len(numbers))
-        leaves = []
-        for field, (shape, dtype) in enumerate(self._specs):
-            leaf = outputs.get(field)
-            leaves.append(self._empty((len(numbers), *shape), dtype) if leaf is None else leaf)
-        return nests.unflatten(self._catalog.structure, leaves)
+        for number, each in enumerate(self._catalog.outputs):
+            column = None if each.column is None else columns.get(each.column)
+            if column is not None and not each.leaf.members:
+                leaves[number] = column
+            elif number not in leaves:
+                leaves[number] = leaf_of(each, columns, len(numbers), self._empty)
+        return nests.unflatten(self._catalog.structure, [leaves[n] for n in sorted(leaves)])
 
     @property
     def reads_runs(self) -> bool:
         """Whether `read_runs` is faster than to read each row."""
-        return len(self._placed) == len(self._filled)
+        # Members of compound rows, and matches, do not lie one behind the other.
+        are_plain = not any(c.dtype.names or c.is_matches for c in self._catalog.columns)
+        return are_plain and not self._singles and len(self._are_placed) == len(self._filled)
 
     def expect_runs(self, firsts: np.ndarray, length: int) -> None:
         """Record that `read_runs` is going to be called, where it is faster."""
@@ -150,12 +168,16 @@ class Hdf5Reader:
         files, rows = self._locate(firsts)
         if files.ndim and (files != self._locate(firsts + (length - 1))[0]).any():
             return self.read((firsts[:, None] + np.arange(length)).ravel())
+        placed_of = {number: placed for number, _, placed in self._placed}
         leaves = []
-        for field, (shape, dtype) in enumerate(self._specs):
-            if field in self._placed:
-                output = self._end_placed(field, self._begin_placed(field, files, rows, length))
+        for number, found in enumerate(self._catalog.outputs):
+            shape = found.spec._known_shape
+            if number in placed_of and found.column is not None:
+                placed = placed_of[number]
+                copies = self._begin_placed(number, placed, files, rows, length)
+                output = self._end_placed(found.column, placed, copies, are_runs=True)
             else:
-                output = self._empty((len(firsts), length, *shape), dtype)
+                output = self._empty((len(firsts), length, *shape), found.spec.dtype)
             leaves.append(output.reshape(-1, *shape))
         return nests.unflatten(self._catalog.structure, leaves)
 
@@ -182,10 +204,13 @@ class Hdf5Reader:
         """Have the system begin to read rows whose place is known."""
         for file in np.unique(files).tolist() if files.ndim else (0,):
             own = rows[files == file] if files.ndim else rows
+            asked: set[int] = set()
             with self._files.lock:
                 descriptor = self._files.descriptor(file)
-                for placed in self._placed.values():
-                    placed.ask_for(descriptor, file, own)
+                for _, field, placed in self._placed:
+                    if field not in asked:  # one member of compound rows brings the others
+                        placed.ask_for(descriptor, file, own)
+                    asked.add(field)
 
     def _begin_next(self, count: int) -> None:
         """Begin to copy the next rows in other threads, as far as nothing has to be decoded."""
@@ -194,30 +219,33 @@ class Hdf5Reader:
             return
         files, rows = self._locate(numbers)
         copies: dict[int, RowCopies] = {}
+        columns: dict[int, np.ndarray] = {}
         with contextlib.suppress(DataError):  # which is raised again where these rows are read
-            for field in self._placed:
-                copies[field] = self._begin_placed(field, files, rows)
+            for number, _, placed in self._placed:
+                copies[number] = self._begin_placed(number, placed, files, rows)
         for field in self._announced:
             shape, dtype = self._specs[field]
             empty = partial(self._empty, (len(rows), *shape), dtype)
             output = self._chunk_cache(field).begin(*self._plans[field].locate(files, rows), empty)
             if output is not None:
-                copies[field] = RowCopies(output, [])
-        self._begun = numbers, copies
+                columns[field] = output
+        self._begun = numbers, copies, columns
 
-    def _take_begun(self, numbers: np.ndarray) -> dict[int, RowCopies]:
-        """Return the copies of these rows that were begun, by field."""
+    def _take_begun(
+        self, numbers: np.ndarray
+    ) -> tuple[dict[int, RowCopies], dict[int, np.ndarray]]:
+        """Return the copies of these rows that were begun."""
         begun, self._begun = self._begun, None
-        return begun[1] if begun and begun[0].tobytes() == numbers.tobytes() else {}
+        return begun[1:] if begun and begun[0].tobytes() == numbers.tobytes() else ({}, {})
 
     def _begin_placed(
-        self, field: int, files: np.ndarray, rows: np.ndarray, *length: int
+        self, number: int, placed: PlacedField, files: np.ndarray, rows: np.ndarray, *length: int
     ) -> RowCopies:
         """Begin to copy rows once, or runs of a `length` from `rows` on, from their place."""
-        placed, (shape, dtype) = self._placed[field], self._specs[field]
+        spec = self._catalog.outputs[number].spec
         begin = placed.begin_runs if length else placed.begin
-        output, helpers = self._empty((len(rows), *length, *shape), dtype), self._num_helpers
-        parts: list[Any] = []
+        output = self._empty((len(rows), *length, *spec._known_shape), spec.dtype)
+        helpers, parts = self._num_helpers, []
         for file in np.unique(files).tolist() if files.ndim else (0,):
             places = None if not files.ndim else np.flatnonzero(files == file)
             own = rows if places is None else rows[places]
@@ -227,10 +255,11 @@ class Hdf5Reader:
             parts.append((copy, file, own, places))
         return RowCopies(output, parts)
 
-    def _end_placed(self, field: int, copies: RowCopies) -> np.ndarray:
+    def _end_placed(
+        self, field: int, placed: PlacedField, copies: RowCopies, are_runs: bool = False
+    ) -> np.ndarray:
         """Return the rows whose copies were begun."""
-        placed, output = self._placed[field], copies.output
-        are_runs = output.ndim > 1 + len(self._specs[field][0])
+        output = copies.output
         for copy, file, own, places in copies.parts:
             try:
                 if copy is not None:
@@ -240,8 +269,8 @@ class Hdf5Reader:
                 with self._files.lock:  # it cannot be mapped
                     placed.read_slowly(self._files.descriptor(file), file, *rows_to)
             except OSError as reason:
-                bounds = int(own.min()), int(own.max()) + 1
-                raise self._read_error(reason, file, field, *bounds) from reason
+                first, last = int(own.min()), int(own.max())
+                raise self._catalog.read_error(reason, file, field, first, last + 1) from reason
         return output
 
     def _gather(
@@ -249,17 +278,17 @@ class Hdf5Reader:
         files: np.ndarray,
         rows: np.ndarray,
         outputs: dict[int, np.ndarray],
-        begun: dict[int, RowCopies],
+        begun: dict[int, np.ndarray],
     ) -> None:
         """Add the fields that are missing in `outputs`, picked from what was decoded."""
         are_announced = bool(self._expected)
         for field in self._filled:
-            if field in outputs:
+            if field in outputs or field in self._are_placed:
                 continue
             chunks, within = self._plans[field].locate(files, rows)
             cache = self._chunk_cache(field)
             if field in begun:
-                outputs[field] = begun[field].output
+                outputs[field] = begun[field]
                 cache.end()
             else:
                 shape, dtype = self._specs[field]
@@ -334,7 +363,7 @@ class Hdf5Reader:
             try:
                 content.decode(rows)
             except ValueError as reason:
-                raise self._read_error(reason, file, field, start, stop) from reason
+                raise self._catalog.read_error(reason, file, field, start, stop) from reason
 
     def _decode_in_place(
         self, field: int, row_ranges: Sequence[tuple[int, int, int]], slots: list[np.ndarray]
@@ -363,7 +392,7 @@ class Hdf5Reader:
                 except DataError:
                     raise
                 except _READ_ERRORS as reason:
-                    raise self._read_error(reason, file, field, start, stop) from reason
+                    raise self._catalog.read_error(reason, file, field, start, stop) from reason
         return stored
 
     def _read(self, file: int, field: int, start: int, rows: np.ndarray) -> None:
@@ -376,7 +405,9 @@ class Hdf5Reader:
         except DataError:
             raise
         except _READ_ERRORS as reason:
-            raise self._read_error(reason, file, field, start, start + len(rows)) from reason
+            raise self._catalog.read_error(
+                reason, file, field, start, start + len(rows)
+            ) from reason
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

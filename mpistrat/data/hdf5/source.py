@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,9 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.hdf5.catalog import Catalog, read_catalog
+from mpistrat.data.hdf5.catalog import Catalog, KnownListings, read_catalog
 from mpistrat.data.hdf5.chunk_cache import RowCache
+from mpistrat.data.hdf5.fields import Field, as_field
 from mpistrat.data.hdf5.reader import Allocate, Hdf5Reader
 from mpistrat.data.order import PlainSource
 from mpistrat.data.random import PassStream
@@ -32,6 +33,7 @@ class Hdf5Source(PlainSource):
         self,
         files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         fields: Any,
+        is_live: bool = False,
     ) -> None:
         if isinstance(files, str | bytes | os.PathLike):
             files = [files]
@@ -47,8 +49,13 @@ class Hdf5Source(PlainSource):
             raise ValueError("from_hdf5 needs at least one file, but the list is empty.")
         _check_fields(fields)
         self._fields = fields
+        self.is_live = is_live
+        """Whether the files are being written, by SWMR."""
+        self._known: KnownListings | None = None
+        """Listings that rank 0 has made."""
         self._row_caches: dict[int, RowCache] = {}
         self._mappings: dict[int, np.ndarray] = {}
+        self._single_caches: dict[int, dict[int, Any]] = {}
         self._empty: Allocate = np.empty
 
     def with_memory(self, empty: Allocate) -> Hdf5Source:
@@ -66,7 +73,7 @@ class Hdf5Source(PlainSource):
                 f"{num_files} for {size} ranks. Use AutoShardPolicy.DATA."
             )
         mine = self.catalog.files[rank::size]
-        source = Hdf5Source([file.path for file in mine], self._fields)
+        source = Hdf5Source([file.path for file in mine], self._fields, self.is_live)
         source.catalog = dataclasses.replace(self.catalog, files=mine)
         return source.with_memory(self._empty)
 
@@ -88,7 +95,30 @@ class Hdf5Source(PlainSource):
     @cached_property
     def catalog(self) -> Catalog:
         """What the files contain; the first use opens each of them."""
-        return read_catalog(self._patterns, self._fields)
+        return read_catalog(self._patterns, self._fields, self._known, self.is_live)
+
+    @property
+    def has_patterns(self) -> bool:
+        """Whether fields match groups, which rank 0 lists for all."""
+        given = nests.flatten(self._fields)[0] if self._fields is not None else []
+        return any(as_field(each)._is_pattern for each in given)
+
+    def learn_listings(self, known: KnownListings) -> None:
+        """Take the listings of another rank, unless the files were looked at here."""
+        self._known = known
+
+    def anew(self) -> Hdf5Source:
+        """Return the source of what the files contain now, with nothing read yet."""
+        source = Hdf5Source(self._patterns, self._fields, self.is_live)
+        return source.with_memory(self._empty)
+
+    def limit_rows(self, num_rows: Sequence[int]) -> None:
+        """Have each file end after so many rows."""
+        files = [
+            dataclasses.replace(file, num_rows=count)
+            for file, count in zip(self.catalog.files, num_rows, strict=True)
+        ]
+        self.catalog = dataclasses.replace(self.catalog, files=tuple(files))
 
     @property
     def is_read(self) -> bool:
@@ -99,12 +129,13 @@ class Hdf5Source(PlainSource):
         num_more = len(self._patterns) - 1
         more = f" and {num_more} more" if num_more else ""
         fields = "" if self._fields is None else f", fields={brief(self._fields)}"
-        return f"from_hdf5({self._patterns[0]!r}{more}{fields})"
+        swmr = ", swmr=True" if self.is_live else ""
+        return f"from_hdf5({self._patterns[0]!r}{more}{fields}{swmr})"
 
     @property
     def element_spec(self) -> Any:
         """The nest of `ArraySpec` of one example, in the structure of the fields."""
-        specs = [layout.spec for layout in self.catalog.files[0].layouts]
+        specs = [output.spec for output in self.catalog.outputs]
         return nests.unflatten(self.catalog.structure, specs)
 
     @property
@@ -120,13 +151,13 @@ class Hdf5Source(PlainSource):
     @cached_property
     def layout(self) -> ChunkLayout | None:
         """The chunks of the field with the largest rows, which cost most to decode."""
-        widest = self.catalog.widest
+        catalog = self.catalog
         starts = [
-            np.arange(offset, offset + file.num_rows, file.layouts[widest].rows_per_chunk)
-            for offset, file in zip(self.catalog.offsets.tolist(), self.catalog.files, strict=False)
+            np.arange(offset, offset + file.num_rows, catalog.rows_per_chunk(file))
+            for offset, file in zip(catalog.offsets.tolist(), catalog.files, strict=False)
         ]
         return ChunkLayout(
-            np.concatenate([*starts, self.catalog.offsets[-1:]]), sum(self.catalog.row_sizes)
+            np.concatenate([*starts, catalog.offsets[-1:]]), max(catalog.example_bytes, 1)
         )
 
     @property
@@ -138,16 +169,35 @@ class Hdf5Source(PlainSource):
     def order_entries(self) -> list[str]:
         """The size of an example, and the name, length and chunks of each file."""
         # Folders do not count, so that ranks may read their own copies.
-        widest = self.catalog.widest
-        return [f"{sum(self.catalog.row_sizes)} bytes an example"] + [
+        catalog = self.catalog
+        entries = [f"{catalog.example_bytes} bytes an example"] + [
             f"the file {os.path.basename(file.path)} with {file.num_rows} rows in chunks of "
-            f"{file.layouts[widest].rows_per_chunk}"
-            for file in self.catalog.files
+            f"{catalog.rows_per_chunk(file)}"
+            for file in catalog.files
         ]
+        # Fields that are more than a path decide what a row is, and the names which comes when.
+        given = nests.flatten(self._fields)[0] if self._fields is not None else []
+        forms = [
+            field for field in map(as_field, given) if field.attribute is not None or field.axis
+        ]
+        entries += [f"the field {field!r}" for field in forms]
+        entries += [
+            f"the matches {listing.digest} of {text} in {os.path.basename(file.path)}"
+            for file in catalog.files
+            for text, listing in file.listings.items()
+        ]
+        return entries
 
     def open(self, window_rows: int, stream: PassStream) -> Hdf5Reader:
         """Return a reader that caches two windows: one in use, and the next."""
-        return Hdf5Reader(self.catalog, window_rows, self._row_caches, self._empty, self._mappings)
+        return Hdf5Reader(
+            self.catalog,
+            window_rows,
+            self._row_caches,
+            self._empty,
+            self._mappings,
+            self._single_caches,
+        )
 
 
 def _check_fields(fields: Any) -> None:
@@ -157,8 +207,9 @@ def _check_fields(fields: Any) -> None:
     if not names:
         raise ValueError("from_hdf5 needs at least one field; None takes every top-level one.")
     for name in names:
-        if not isinstance(name, str):
+        if not isinstance(name, str | Field):
             raise TypeError(
-                "fields must be a name, a tuple of names, or a dict from labels to names, "
+                "fields must be a name or a Field, a tuple of them, or a dict from labels to them, "
                 f"not {fields!r}."
             )
+        as_field(name)

@@ -26,19 +26,23 @@ class Storage:
     rows_per_chunk: int
     dtype: np.dtype
     """As stored, foreign byte order too."""
+    row_bytes: int
+    """From one row to the next in a chunk."""
 
     @property
     def is_contiguous(self) -> bool:
         """Whether all rows lie one behind the other."""
         return len(self.starts) == 1
 
-    def offsets(self, rows: np.ndarray, row_bytes: int) -> np.ndarray:
+    def offsets(self, rows: np.ndarray) -> np.ndarray:
         """Return where each of `rows` begins in the file."""
         if self.is_contiguous:
-            found: np.ndarray = self.starts[0] + rows * row_bytes
+            found: np.ndarray = self.starts[0] + rows * self.row_bytes
+        elif self.rows_per_chunk == 1:
+            found = self.starts[rows]
         else:
             chunks, within = np.divmod(rows, self.rows_per_chunk)
-            found = self.starts[chunks] + within * row_bytes
+            found = self.starts[chunks] + within * self.row_bytes
         return found
 
     def are_in_one_piece(self, firsts: np.ndarray, length: int) -> np.ndarray:
@@ -50,14 +54,27 @@ class Storage:
 
     def read(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
         """Fill `rows`, which begin with row `start`; False where only HDF5 can, or says why not."""
-        if not self.is_contiguous:
+        if rows.dtype.names:  # only some of the members
             return False
-        offset = int(self.starts[0]) + start * (rows.nbytes // len(rows))
+        if not self.is_contiguous:
+            return self._read_each(descriptor, start, rows)
+        offset = int(self.starts[0]) + start * self.row_bytes
         if os.preadv(descriptor, [rows.data], offset) != rows.nbytes:
             return False
         if not self.dtype.isnative:
             rows.byteswap(inplace=True)
         return True
+
+    def _read_each(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
+        """Fill `rows` one by one where each is a data set; else False."""
+        if self.rows_per_chunk > 1 or not self.dtype.isnative:
+            return False
+        flat = rows.reshape(len(rows), -1).view(np.uint8)
+        starts = self.starts[start : start + len(rows)].tolist()
+        return all(
+            os.preadv(descriptor, [row.data], offset) == self.row_bytes
+            for row, offset in zip(flat, starts, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,8 @@ def find_contiguous(dataset: Any, path: str) -> Storage | None:
     offset = hdf5.contiguous_offset(dataset) if is_here else None
     if offset is None:
         return None
-    return Storage(np.array([offset]), max(len(dataset), 1), dataset.dtype)
+    row_bytes = dataset.nbytes // max(len(dataset), 1)
+    return Storage(np.array([offset]), max(len(dataset), 1), dataset.dtype, row_bytes)
 
 
 def find_chunks(dataset: Any, path: str) -> tuple[Storage | None, CompressedChunks | None]:
@@ -112,7 +130,8 @@ def find_chunks(dataset: Any, path: str) -> tuple[Storage | None, CompressedChun
     rows_per_chunk = dataset.chunks[0]
     if codec is None:
         starts = np.ascontiguousarray(places[:, 0])
-        return Storage(starts, rows_per_chunk, dataset.dtype), None
+        row_bytes = dataset.nbytes // max(len(dataset), 1)
+        return Storage(starts, rows_per_chunk, dataset.dtype, row_bytes), None
     if native_library() is None or not (
         dataset.dtype.isnative and hdf5.filters_edge_chunks(dataset)
     ):

@@ -34,7 +34,7 @@ def loaded(monkeypatch):
     decode = Hdf5Reader._decode
 
     def noting(self, field, chunks):
-        numbers.extend((self._catalog.names[field], chunk) for chunk, _ in chunks)
+        numbers.extend((self._catalog.columns[field].path, chunk) for chunk, _ in chunks)
         return decode(self, field, chunks)
 
     monkeypatch.setattr(Hdf5Reader, "_decode", noting)

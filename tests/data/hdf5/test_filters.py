@@ -85,7 +85,7 @@ def test_every_known_filter_gives_what_h5py_gives(tmp_path, monkeypatch, name, d
         straight = np.concatenate(list(Dataset.from_hdf5(path, "x").batch(4)))
         with h5py.File(path) as file:
             expected = file["x"][...]
-            access = FieldAccess(file["x"])
+            access = FieldAccess(file["x"], 0, file["x"].dtype)
             rows = np.empty((min(chunks[0], len(array)), *array.shape[1:]), array.dtype)
             access.fetch(0).decode(rows)
     assert straight.dtype == array.dtype.newbyteorder("=")

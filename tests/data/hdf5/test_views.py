@@ -31,7 +31,7 @@ def decoded(monkeypatch):
     counts, decode = {}, reader.Hdf5Reader._decode
 
     def counting(self, field, chunks):
-        key = self._catalog.names[field], self._catalog.files[0].path[-4]
+        key = self._catalog.columns[field].path, self._catalog.files[0].path[-4]
         counts[key] = counts.get(key, 0) + len(chunks)
         return decode(self, field, chunks)
 

@@ -1,0 +1,177 @@
+"""Fields of all forms, distributed: one listing for all ranks, the batches of a plain model."""
+
+import h5py
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.data.hdf5 import located
+from mpistrat.errors import DataError
+
+NUM = 37
+
+
+def write(path, names=range(NUM)):
+    row = np.dtype([("t", "f8"), ("n", "i4"), ("s", "S4")])
+    rows = np.zeros(NUM, row)
+    rows["t"], rows["n"] = np.arange(NUM) / 2, np.arange(NUM)
+    with h5py.File(path, "w") as file:
+        for number in names:
+            group = file.create_group(f"data/demo_{number}")
+            group["x"] = np.full((4, 2), number, np.float32)
+            group.attrs["label"] = number
+        file.create_dataset("rows", data=rows, chunks=(5,), compression="gzip")
+        file["trials"] = np.arange(3 * NUM).reshape(3, NUM)
+
+
+FIELDS = {
+    "x": "data/demo_*/x",
+    "label": ms.data.Field("data/demo_*", attribute="label"),
+    "t": "rows/t",
+    "trial": ms.data.Field("trials", axis=-1),
+}
+
+
+@pytest.fixture
+def path(strategy, rank, mpi_tmp_path):
+    if rank == 0:
+        write(mpi_tmp_path / "data.h5")
+    strategy.gather(np.zeros(1), axis=0)  # the file is there
+    return mpi_tmp_path / "data.h5"
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """Return a list that grows with each listing that this rank makes."""
+    calls = []
+    list_matches = located.list_matches
+
+    def noting(*args):
+        calls.append(args)
+        return list_matches(*args)
+
+    monkeypatch.setattr(located, "list_matches", noting)
+    return calls
+
+
+def global_batches(strategy, dataset):
+    for element in strategy.experimental_distribute_dataset(dataset):
+        yield {key: strategy.gather(value, axis=0) for key, value in element.items()}
+
+
+def test_rank_0_lists_for_all_and_batches_are_those_of_one_rank(strategy, rank, path, listed):
+    dataset = ms.data.Dataset.from_hdf5(path, FIELDS).shuffle(2).batch(8)
+    batches = list(global_batches(strategy, dataset))
+    assert len(listed) == (2 if rank == 0 else 0)
+    labels = np.concatenate([batch["label"] for batch in batches])
+    assert sorted(labels) == list(range(NUM))
+    for batch in batches:
+        label = batch["label"]
+        assert (batch["x"] == label[:, None, None]).all()
+        assert (batch["t"] == label / 2).all()
+        assert (batch["trial"] == label[:, None] + NUM * np.arange(3)).all()
+    alone = ms.data.Dataset.from_hdf5(path, FIELDS).shuffle(2).batch(8)
+    expected = [batch["label"].tolist() for batch in alone]
+    assert [batch["label"].tolist() for batch in batches] == expected
+
+
+def test_a_listing_that_is_there_is_compared(strategy, rank, size, path, listed):
+    dataset = ms.data.Dataset.from_hdf5(path, "data/demo_*/x").batch(8)
+    assert dataset.cardinality() == 5
+    strategy.experimental_distribute_dataset(dataset)
+    assert len(listed) == 1
+    # Rank 0 has seen other names than those that have looked for themselves.
+    other = path.with_name(f"own-{rank}")
+    other.mkdir()
+    write(other / "data.h5", names=[*range(NUM - 1), NUM + (rank == 0)])
+    dataset = ms.data.Dataset.from_hdf5(other / "data.h5", "data/demo_*/x").batch(8)
+    dataset.cardinality()
+    if size == 1:
+        strategy.experimental_distribute_dataset(dataset)
+        return
+    with pytest.raises(DataError, match="the matches .* of 'data/demo_"):
+        strategy.experimental_distribute_dataset(dataset)
+
+
+def test_a_listing_that_fails_fails_on_all_ranks(strategy, path):
+    dataset = ms.data.Dataset.from_hdf5(path, "data/demo_*/y").batch(8)
+    with pytest.raises(DataError, match=r"'data/demo_\*/y' of .* matches nothing"):
+        strategy.experimental_distribute_dataset(dataset)
+
+
+def test_copies_of_the_file_are_read_where_their_data_lie(strategy, rank, path):
+    own = path.with_name(f"copy-{rank}")
+    own.mkdir()
+    names = list(range(NUM))
+    write(own / "data.h5", names if rank == 0 else names[::-1])
+    dataset = ms.data.Dataset.from_hdf5(own / "data.h5", ("data/demo_*/x", "rows/n")).batch(8)
+    for element in strategy.experimental_distribute_dataset(dataset):
+        x, n = (each.values[0] for each in element)
+        assert (x == n[:, None, None]).all()
+
+
+def test_each_rank_makes_a_data_set_of_the_same_file(strategy, rank, size, path, listed):
+    def of_rank(context):
+        data = ms.data.Dataset.from_hdf5(path, FIELDS["label"])
+        return data.shard(context.num_input_pipelines, context.input_pipeline_id).batch(4)
+
+    found = []
+    for element in strategy.distribute_datasets_from_function(of_rank):
+        found += strategy.gather(element, axis=0).tolist()
+    assert sorted(found) == list(range(NUM))
+    assert len(listed) == (rank == 0)
+
+
+def test_a_position_within_a_pass_is_restored(strategy, path):
+    dataset = ms.data.Dataset.from_hdf5(path, FIELDS).shuffle(5).batch(6)
+    whole = [batch["label"].tolist() for batch in global_batches(strategy, dataset)]
+    batches = strategy.experimental_distribute_dataset(dataset)
+    iterator = iter(batches)
+    next(iterator)
+    next(iterator)
+    again = strategy.experimental_distribute_dataset(dataset)
+    again.load_state_dict(batches.state_dict())
+    rest = [strategy.gather(element["label"], axis=0).tolist() for element in again]
+    assert rest == whole[2:]
+
+
+def test_a_file_that_is_being_written(strategy, rank, mpi_tmp_path):
+    path = mpi_tmp_path / "live.h5"
+    writer = None
+    if rank == 0:
+        writer = h5py.File(path, "w", libver="latest")
+        data = writer.create_dataset("x", (0, 2), "i8", maxshape=(None, 2), chunks=(4, 2))
+        writer.swmr_mode = True
+        append(data, 10)
+    strategy.gather(np.zeros(1), axis=0)
+    if rank > 0:  # a process that writes has its own handle
+        dataset = ms.data.Dataset.from_hdf5(path, "x", swmr=True)
+        assert dataset.cardinality() == 10
+        assert [int(x[0]) for x in dataset] == list(range(10))
+    strategy.gather(np.zeros(1), axis=0)
+    if rank == 0:
+        append(data, 7)
+    strategy.gather(np.zeros(1), axis=0)
+    if rank > 0:
+        assert dataset.cardinality() == 10
+        again = ms.data.Dataset.from_hdf5(path, "x", swmr=True)
+        assert sorted(int(x[0]) for x in again.shuffle(0)) == list(range(17))
+        with pytest.raises(DataError, match="swmr=True"):
+            ms.data.Dataset.from_hdf5(path, "x").cardinality()
+    strategy.gather(np.zeros(1), axis=0)
+    if writer is not None:
+        writer.close()
+    strategy.gather(np.zeros(1), axis=0)
+    live = ms.data.Dataset.from_hdf5(path, "x", swmr=True).batch(5)
+    values = [
+        strategy.gather(each, axis=0)[:, 0]
+        for each in strategy.experimental_distribute_dataset(live)
+    ]
+    assert np.concatenate(values).tolist() == list(range(17))
+
+
+def append(data, count):
+    length = len(data)
+    data.resize(length + count, axis=0)
+    data[length:] = np.arange(length, length + count)[:, None]
+    data.flush()
