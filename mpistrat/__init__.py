@@ -39,6 +39,7 @@ from mpistrat.strategies import (
     MPIStrategy,
     MultiStepContext,
     OneDeviceStrategy,
+    ParameterServerStrategy,
     ParameterServerStrategyV1,
     Strategy,
     StrategyExtended,
@@ -50,6 +51,7 @@ from mpistrat.strategies import (
     in_cross_replica_context,
 )
 from mpistrat.strategies import print_on_chief as print
+from mpistrat.strategies.server_extended import load_roles_by as _load_roles_by
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from mpistrat.variables import ShardedVariable, Variable
 from mpistrat.version import __version__
@@ -69,6 +71,7 @@ __all__ = [
     "Mirrored",
     "MultiStepContext",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "ParameterServerStrategyV1",
     "PerReplica",
     "PerReplicaState",
@@ -84,6 +87,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "__version__",
+    "coordinator",
     "data",
     "errors",
     "experimental_set_strategy",
@@ -104,14 +108,26 @@ __all__ = [
 
 
 # Thousands of ranks read these files at the same moment, so what is not needed yet waits.
-_ROOMS = ("data", "gradients", "layers", "metrics", "optimizers", "partitioners", "testing")
+_ROOMS = (
+    *("coordinator", "data", "gradients", "layers", "metrics", "optimizers", "partitioners"),
+    "testing",
+)
 _OF_CHECKPOINT = (
     *("Checkpoint", "CheckpointManager", "PerReplicaState", "PreemptionCheckpointHandler"),
     "latest_checkpoint",
 )
 
 if _typing.TYPE_CHECKING:
-    from mpistrat import data, gradients, layers, metrics, optimizers, partitioners, testing
+    from mpistrat import (
+        coordinator,
+        data,
+        gradients,
+        layers,
+        metrics,
+        optimizers,
+        partitioners,
+        testing,
+    )
     from mpistrat.checkpoint import (
         Checkpoint,
         CheckpointManager,
@@ -141,6 +157,15 @@ def _tensor_library() -> object:
     return TorchTensors()
 
 
+def _roles() -> _typing.Any:
+    from types import SimpleNamespace
+
+    from mpistrat.coordinator.serving import end, fail, serve
+
+    return SimpleNamespace(serve=serve, end=end, fail=fail)
+
+
 _pytorch.register_tensors(_tensor_library)
+_load_roles_by(_roles)
 _install_shutdown(_open_last_channel, _abort_world)
 _install_logs()

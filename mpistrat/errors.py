@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 
 __all__ = [
+    "CancelledError",
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointMismatchError",
+    "ClosureInputError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "ContextError",
@@ -19,6 +21,7 @@ __all__ = [
     "MpistratError",
     "OutOfRangeError",
     "ReplicaDriftError",
+    "UnavailableError",
 ]
 
 
@@ -78,6 +81,20 @@ class DataError(MpistratError, ValueError):
 
 class OutOfRangeError(MpistratError, IndexError):
     """The iterator of a data set has no further element."""
+
+
+class UnavailableError(MpistratError, ConnectionError):
+    """A rank that the call needs is lost: a server with its variables, or every worker."""
+
+    _is_reported_elsewhere: bool = False
+
+
+class CancelledError(MpistratError):
+    """A closure was not run: another one has failed before, or the coordinator was closed."""
+
+
+class ClosureInputError(MpistratError):
+    """The function of a per-worker data set has failed on a worker; its error is the cause."""
 
 
 class CheckpointError(MpistratError, OSError):

@@ -35,6 +35,7 @@ SURFACE = {
     """,
     ms.MPIStrategy: "",
     ms.CentralStorageStrategy: "",
+    ms.ParameterServerStrategy: "is_fault_tolerant serve",
     ms.OneDeviceStrategy: "",
     ms.StrategyExtended: """
         assert_replicas_agree batch_reduce_to broadcast_to call_for_each_replica
@@ -154,6 +155,12 @@ SURFACE = {
         axis backward beta epsilon forward gamma momentum moving_mean moving_variance name
         num_features synchronized
     """,
+    # Closures
+    ms.coordinator.ClusterCoordinator: """
+        create_per_worker_dataset done fetch join schedule strategy
+    """,
+    ms.coordinator.PerWorkerValues: "get_next",
+    ms.coordinator.RemoteValue: "fetch get",
     # Tests
     ms.testing.Injection: "fault is_done remove",
 }
@@ -205,6 +212,10 @@ def held(tmp_path_factory):
         objects += [ms.Variable(np.ones((4, 2)))]
     central = ms.CentralStorageStrategy()
     objects += [central, central.extended]
+    servers = ms.ParameterServerStrategy()
+    coordinator = ms.coordinator.ClusterCoordinator(servers)
+    iterator = iter(coordinator.create_per_worker_dataset(_start_reduction))
+    objects += [servers, coordinator, iterator, coordinator.schedule(len, ("text",))]
     return objects
 
 
@@ -238,7 +249,7 @@ def complaint(cls, names):
 
 def test_the_table_has_every_public_class():
     modules = [ms, data, layers, metrics, optimizers, partitioners, schedules, ms.errors]
-    modules += [ms.testing]
+    modules += [ms.coordinator, ms.testing]
     exported = [getattr(module, name) for module in modules for name in module.__all__]
     assert {each for each in exported if inspect.ismodule(each)} <= {*modules, ms.gradients}
     classes = {each for each in exported if isinstance(each, type)} - NOT_HELD

@@ -41,6 +41,9 @@ class Peers(Protocol):
     def describe(self, site: str) -> tuple[str, str]:
         """Return the ranks that this one, at `site`, waits for in words, and a table of all."""
 
+    def describe_rank(self, rank: int) -> str:
+        """Return where one rank is, in words."""
+
     def offer_to_leave(self, site: str, departure: Departure) -> tuple[str, str] | None:
         """Do `describe`, and keep ranks that are missing from coming; ``None`` without any."""
 
@@ -103,6 +106,8 @@ class Departures:
         """The last failure of each rank."""
         self.unreported: Departure | None = None
         """That of this rank, until a collective can report it."""
+        self.listener: Callable[[int], object] = bool
+        """Called with a rank whose process has died, a while later, from any thread."""
         self._lock = threading.Lock()
         """Held while an offer is looked at, which may be taken out of `found` again."""
 

@@ -3,6 +3,7 @@
 from mpistrat.bench import (
     best_of_mpi,
     checkpoint,
+    coordinator,
     data,
     optimizers,
     overlap,
@@ -20,6 +21,7 @@ BENCHMARKS = {
         reductions.AGREEMENT,
         reductions.ALLREDUCE,
         checkpoint.BENCHMARK,
+        coordinator.BENCHMARK,
         data.BENCHMARK,
         reductions.GRADIENTS,
         optimizers.BENCHMARK,

@@ -206,7 +206,8 @@ def _warn_of_root(what: str) -> None:
 def _item_of(name: str, variable: Variable) -> Item:
     """Bring the values of one variable to rank 0. **Collective**."""
     value = variable._save_value()
-    life = BufferLifetime.LONG if value is variable._storage else BufferLifetime.BRIEF
+    is_kept = not variable._is_remote and value is variable._storage
+    life = BufferLifetime.LONG if is_kept else BufferLifetime.BRIEF
     if isinstance(variable, MirroredVariable) and not isinstance(variable, SavedInPieces):
         life = BufferLifetime.EVERYWHERE
     return replace(_described(name, variable, value), life=life)
@@ -228,7 +229,7 @@ def _item_of_parts(name: str, variable: Any, is_parallel: bool) -> Item:
     item = _described(name, variable, blank)
     if is_parallel and isinstance(variable, SplitVariable):
         return replace(item, tensor=_OwnBlock(variable))
-    if is_parallel and isinstance(variable, ShardedVariable):
+    if is_parallel and isinstance(variable, ShardedVariable) and not variable._is_remote:
         return replace(item, tensor=_OwnRows(variable))
     return replace(item, pieces=variable._pieces_for_root())
 

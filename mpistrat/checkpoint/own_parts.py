@@ -15,7 +15,9 @@ __all__ = ["has_bytes_of_file", "has_part_of_file", "read_own"]
 def has_bytes_of_file(variable: Variable) -> bool:
     """Return whether the memory of `variable` is to hold the bytes of the file."""
     is_whole = variable.synchronization is not VariableSynchronization.ON_READ
-    return is_whole and is_on_host(variable._storage) and not _is_divided(variable)
+    if variable._is_remote or _is_divided(variable):
+        return False
+    return is_whole and is_on_host(variable._storage)
 
 
 def has_part_of_file(variable: Variable) -> bool:
@@ -25,7 +27,8 @@ def has_part_of_file(variable: Variable) -> bool:
 
 def _is_divided(variable: Variable) -> bool:
     """Return whether each rank fills a part of it."""
-    return isinstance(variable, ShardedVariable | CentralVariable | SplitVariable)
+    is_divided = isinstance(variable, ShardedVariable | CentralVariable | SplitVariable)
+    return is_divided and not variable._is_remote
 
 
 def _bytes_before(variable: Variable) -> int:

@@ -115,6 +115,7 @@ def collectives_for(tree: Tree, what: str) -> Collectives:
     strategy = _strategy_of(tree, what)
     if strategy is None:
         return Collectives.solo(Device("cpu"))
+    strategy.extended._check_may_save(what)
     kind = context.mode_for(strategy, what)
     if kind is not context.Kind.CROSS_REPLICA:
         raise ContextError(

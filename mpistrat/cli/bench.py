@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["COMMAND"]
 
 _NAMES = (
-    *("agreement", "allreduce", "checkpoint", "data", "gradients", "optimizers"),
-    *("overlap", "step", "storage", "torch"),
+    *("agreement", "allreduce", "checkpoint", "coordinator", "data", "gradients"),
+    *("optimizers", "overlap", "step", "storage", "torch"),
 )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mpistrat.cli.output import Command, print_error, print_note
 from mpistrat.errors import LaunchError
+from mpistrat.failures.losses import FLAG
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.mpi.mpiexec import Mpiexec, family_of, find_mpiexec, srun, srun_variables
 from mpistrat.settings import environment
@@ -53,6 +54,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--oversubscribe",
         action="store_true",
         help="allow more ranks than cores, and ranks that share a GPU",
+    )
+    add(
+        "--fault-tolerant",
+        action="store_true",
+        help="start a parameter-server job so that it outlives a worker (Open MPI)",
     )
     add(
         "--threads",
@@ -145,7 +151,9 @@ def _plan(arguments: argparse.Namespace) -> _Job:
         raise LaunchError(f"There is no program {arguments.program!r}.")
     flag = ["-m"] if arguments.is_module else []
     program = [sys.executable, *flag, arguments.program, *arguments.arguments]
-    if "SLURM_JOB_ID" in variables and not arguments.mpiexec and shutil.which("srun"):
+    # srun would end all ranks of the step with one.
+    may_srun = not arguments.mpiexec and not arguments.fault_tolerant
+    if "SLURM_JOB_ID" in variables and may_srun and shutil.which("srun"):
         return _plan_with_srun(arguments, program)
     ranks = arguments.ranks or _num_gpus() or 1
     _check_cores(ranks, arguments.oversubscribe)
@@ -157,7 +165,19 @@ def _plan(arguments: argparse.Namespace) -> _Job:
     changes = _changes(arguments, threads, mpiexec.family)
     # Open MPI binds each of two ranks to one core, on which all its threads would run.
     start = mpiexec.command(ranks, arguments.oversubscribe, is_bound=threads == 1)
+    if arguments.fault_tolerant:
+        start[1:1] = _tolerance_of(mpiexec)
     return _Job([*start, *arguments.mpi_args, *program], changes)
+
+
+def _tolerance_of(mpiexec: Mpiexec) -> list[str]:
+    """Return the flags with which ranks outlive another one."""
+    if mpiexec.family != "Open MPI":
+        raise LaunchError(
+            f"--fault-tolerant needs Open MPI, and {mpiexec.path} is of {mpiexec.family}. Other "
+            "launchers end the job when a rank dies."
+        )
+    return FLAG.split()[1:]
 
 
 def _plan_with_srun(arguments: argparse.Namespace, program: list[str]) -> _Job:

@@ -278,6 +278,13 @@ class Collectives:
         self.channel = Channel(SoloTransport(), None)
         self.channel.closed = error
 
+    def abandon(self) -> None:
+        """Be closed without a word to the other ranks, some of which are lost: nothing is freed."""
+        self.channel.users.discard(self)
+        if self._unclosed is not None:
+            self._unclosed.detach()
+        self.is_closed = True
+
     def has_checked(self, options: CommunicationOptions) -> bool:
         """Return whether these are the options that were checked when this was made."""
         return options is self.options or options is self._lossless_options

@@ -1,5 +1,7 @@
 """Object collectives: barrier, broadcast and gather of Python objects, as pickle.
 
+Objects in messages between two ranks pass here too, their arrays next to the pickle.
+
 Pickle travels between the ranks of one job, which run the same program as the same user. It never
 reaches a file.
 """
@@ -7,8 +9,9 @@ reaches a file.
 from __future__ import annotations
 
 import base64
+import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +19,15 @@ import numpy as np
 from mpistrat.arguments import as_integer
 from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["as_text", "barrier", "broadcast_object", "from_text", "gather_objects"]
+__all__ = [
+    "as_text",
+    "barrier",
+    "broadcast_object",
+    "from_text",
+    "gather_objects",
+    "join_object",
+    "split_object",
+]
 
 _R = TypeVar("_R")
 
@@ -83,6 +94,73 @@ def as_text(kind: str, value: Any) -> str:
 def from_text(text: str) -> Any:
     """Return a copy of the object that another rank has given to `as_text`."""
     return pickle.loads(base64.b64decode(text))
+
+
+def split_object(
+    value: Any, substitute: Callable[[Any], Any | None]
+) -> tuple[bytes, list[np.ndarray]]:
+    """Return the pickle of an object, and copies of the memory of its arrays, which lie beside it.
+
+    What `substitute` returns for an object travels in its place, if that is not ``None``.
+    """
+    file, buffers = io.BytesIO(), []
+
+    def take(buffer: pickle.PickleBuffer) -> bool:
+        with buffer.raw() as memory:
+            if memory.nbytes < _SMALL_BUFFER:
+                return True  # it stays in the pickle
+            buffers.append(np.frombuffer(bytearray(memory), np.uint8))
+        return False
+
+    _Pickler(file, take, substitute).dump(value)
+    return file.getvalue(), buffers
+
+
+def join_object(data: Any, buffers: Sequence[np.ndarray], find: Callable[[Any], Any]) -> Any:
+    """Return the object that `split_object` has taken apart, whose arrays keep the `buffers`.
+
+    `find` returns what is here in the place of what has travelled for it.
+    """
+    if not data:
+        return None
+    outer = _Found.find
+    _Found.find = find
+    try:
+        return pickle.loads(data, buffers=[each.data for each in buffers])
+    finally:
+        _Found.find = outer
+
+
+_SMALL_BUFFER = 512
+"""Bytes of an array that are copied faster than they are described."""
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that puts something else in the place of some objects."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        take: Callable[[pickle.PickleBuffer], bool],
+        substitute: Callable[[Any], Any | None],
+    ) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=take)
+        self._substitute = substitute
+
+    def reducer_override(self, obj: Any) -> Any:
+        # Unlike `persistent_id` it is not called for numbers, texts, lists and dicts.
+        found = self._substitute(obj)
+        return NotImplemented if found is None else (_found, (found,))
+
+
+class _Found:
+    """How this rank finds what has travelled by another name, while it unpickles."""
+
+    find: Callable[[Any], Any] = staticmethod(lambda token: token)
+
+
+def _found(token: Any) -> Any:
+    return _Found.find(token)
 
 
 def _on_every_rank(collectives: Collectives, kind: str, load: Callable[[], _R]) -> _R:

@@ -19,6 +19,8 @@ from mpistrat.doctor.hardware import (
 )
 from mpistrat.doctor.start import Start, start
 from mpistrat.doctor.storage import FolderFacts, check_folder, check_hdf5, probe_folder, probe_hdf5
+from mpistrat.failures.losses import FLAG, why_not_tolerant
+from mpistrat.mpi.world import World
 from mpistrat.native import HOW_TO_COMPILE
 from mpistrat.settings import settings
 from mpistrat.system.text import rank_list
@@ -61,6 +63,8 @@ def examine(folder: str) -> Report | None:
     facts: list[RankFacts] = world.comm.allgather(own) if world else [own]
     findings = [*begun.findings, _check_settings()]
     findings += [_check_software(facts), _check_kernels(facts)]
+    if world is not None:
+        findings.append(_check_tolerance(world))
     cores = check_cores(facts)
     findings += [cores, check_blas_threads(facts)]
     findings += [check_gpus(facts), check_nccl(facts)]
@@ -114,6 +118,14 @@ def _check_software(facts: list[RankFacts]) -> Finding:
             )
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     return Finding.ok("software", versions + (" on every rank" if len(facts) > 1 else ""))
+
+
+def _check_tolerance(world: World) -> Finding:
+    """Return whether a parameter-server job survives the loss of a worker. **Collective**."""
+    whys = [why for why in world.comm.allgather(why_not_tolerant()) if why]
+    if not whys:
+        return Finding.ok("lost ranks", f"tolerance is proved ({FLAG})")
+    return Finding.ok("lost ranks", f"a rank that dies ends the job: {whys[0]}")
 
 
 def _check_kernels(facts: list[RankFacts]) -> Finding:

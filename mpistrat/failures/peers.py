@@ -43,10 +43,8 @@ _POLL_S = 0.5
 """How often to check whether files are finished."""
 _SETTLE_S = 0.5
 """How long a broken connection is not reported: a launcher that ends the job is faster."""
-
 _FAILURE_S = 1.0
 """How long a failure is not reported: mostly the next collective shows it, or the rank ends."""
-
 _Answer = dict[str, Any]
 """JSON: the ``state`` of a rank, and details for `_describe_rank_state`."""
 
@@ -151,8 +149,7 @@ class MonitorClient(Peers):
         except ConnectionError:
             return place | {"state": RankState.GONE}
         except TimeoutError:
-            is_here = address.host == socket.gethostname()
-            suspended = is_here and _is_suspended(address.pid)
+            suspended = address.host == socket.gethostname() and _is_suspended(address.pid)
             return place | {"state": RankState.STOPPED if suspended else RankState.SILENT}
         except (OSError, ValueError):
             pass
@@ -165,8 +162,9 @@ class MonitorClient(Peers):
     def ask_all(self, ranks: Iterable[int], **details: Any) -> dict[int, _Answer]:
         """Return the answer of each of `ranks`, asked at the same time."""
         ranks = list(ranks)
-        answers = _at_once(lambda rank: self.ask(rank, **details), ranks)
-        return dict(zip(ranks, answers, strict=True))
+        return dict(
+            zip(ranks, _at_once(lambda rank: self.ask(rank, **details), ranks), strict=True)
+        )
 
     def deliver(self, texts: Sequence[str]) -> bool:
         """Send lines to rank 0 to print, and return whether it accepted them."""
@@ -207,6 +205,10 @@ class MonitorClient(Peers):
     def describe(self, site: str) -> tuple[str, str]:
         """Return the ranks that this one, at `site`, waits for in words, and a table of all."""
         return self._describe(site, self.ask_all(self.others()))
+
+    def describe_rank(self, rank: int) -> str:
+        """Return where one rank is, in words."""
+        return _describe_rank_state(self.ask(rank))
 
     def offer_to_leave(self, site: str, departure: Departure) -> tuple[str, str] | None:
         """Do `describe`, and keep ranks that are missing from coming; ``None`` without any."""
@@ -284,7 +286,9 @@ class MonitorClient(Peers):
         self._channel.departures.found.setdefault(rank, departure)
 
         def end_if_blocked() -> None:
-            # Inside MPI nothing can be raised. The other ranks do the same in their own threads.
+            if departure.act == "ended":
+                self._channel.departures.listener(rank)
+            # Inside MPI nothing can be raised. The others do the same in their own threads.
             if not self._channel.is_moving_data():
                 return
             self.wait_for_work()

@@ -85,7 +85,7 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
         is_replica = frame is not None and frame.kind is context.Kind.REPLICA
         here = frame.strategy if frame is not None and is_replica else None
         for variable, number in zip(self._sums.values(), numbers, strict=True):
-            if variable.strategy is here:
+            if variable.strategy is here and not variable._is_remote:
                 # What assign_add comes to, many times in a step.
                 total = variable._storage
                 total += number if type(number) is float else beside(number, total)

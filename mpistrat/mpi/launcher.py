@@ -17,6 +17,7 @@ __all__ = [
     "is_on_one_node",
     "is_one_of_several",
     "keeps_survivors",
+    "launch_command",
     "srun_flag",
     "without_launcher",
 ]
@@ -208,6 +209,15 @@ def keeps_survivors() -> bool:
         return False
     is_told = any(each.lstrip(b"-") == b"disable-auto-cleanup" for each in arguments)
     return is_told and _parent_program().startswith("hydra")
+
+
+def launch_command() -> list[str]:
+    """Return the command line of the process that started this one, empty where unknown."""
+    try:
+        text = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return text.decode(errors="replace").rstrip("\0").split("\0")
 
 
 _OPEN_MPI_DAEMONS = ("prterun", "prted", "orterun", "orted")

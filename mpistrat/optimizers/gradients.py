@@ -28,6 +28,7 @@ __all__ = [
     "check_gradients",
     "check_owners",
     "check_variables",
+    "coalesced",
     "listed",
     "owner_among",
     "prepare_sum",
@@ -268,7 +269,7 @@ def settled_beside(
         device = variable._target.device
         if isinstance(gradient, IndexedSlices):
             values, indices = place(gradient.values, device), place(gradient.indices, device)
-            settled.append(_coalesced(IndexedSlices(values, indices, gradient.dense_shape)))
+            settled.append(coalesced(IndexedSlices(values, indices, gradient.dense_shape)))
         else:
             settled.append(_unshared(place(gradient, device), spans))
     return settled
@@ -287,7 +288,7 @@ def _lies_in(array: Array, spans: Sequence[tuple[int, int]]) -> bool:
     return last >= 0 and spans[last][1] > begin
 
 
-def _coalesced(slices: IndexedSlices) -> IndexedSlices:
+def coalesced(slices: IndexedSlices) -> IndexedSlices:
     """Return `slices` with each index once, in ascending order, its values added up."""
     xp = namespace_of(slices.values)
     indices, places = xp.unique_inverse(slices.indices)

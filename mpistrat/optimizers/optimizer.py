@@ -27,6 +27,7 @@ from mpistrat.optimizers.gradients import (
     variables_in,
 )
 from mpistrat.optimizers.loss_scale import LossScale
+from mpistrat.optimizers.remote_step import apply_remotely, find_slots, slot_makers, take_step
 from mpistrat.optimizers.slots import (
     PreparedStep,
     PreparedSteps,
@@ -38,10 +39,11 @@ from mpistrat.optimizers.update import Rule, Target, UpdateAll
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
-from mpistrat.system.text import brief, small_values
-from mpistrat.trackable import Trackable
+from mpistrat.system.text import brief
+from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
+from mpistrat.variables.parameter_store import ParameterStore, Request
 
 __all__ = ["Optimizer"]
 
@@ -132,6 +134,9 @@ class Optimizer(Trackable, abc.ABC):
         self._slots = Slots()
         self._prepared = PreparedSteps()
         self._checked: tuple[Sequence[Any], str] = (), ""
+        self._remote_targets: dict[int, tuple[Target, list[Any]]] = {}
+        """Of parts of variables that this rank holds for others."""
+        get_strategy().extended._note_optimizer(self)
 
     def _check_parameters(self) -> None:
         """Refuse parameters out of range."""
@@ -165,7 +170,7 @@ class Optimizer(Trackable, abc.ABC):
         parameters = [f"learning_rate={brief(self.learning_rate)}"]
         shown = [(name, each) for name, each in given if each is not None and each is not False]
         parameters += [f"{name}={brief(each)}" for name, each in shown]
-        done = small_values(self.iterations._storage)
+        done = self.iterations._shown_values()
         parameters += [] if done is None else [f"iterations={done}"]
         return f"<{type(self).__name__} {' '.join(parameters)}>"
 
@@ -212,6 +217,9 @@ class Optimizer(Trackable, abc.ABC):
         if extended._is_default:
             strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
             extended = strategy.extended
+        if extended._is_remote:
+            apply_remotely(self, strategy, pairs)
+            return
         ours = frame is not None and frame.strategy is strategy
         is_replica = frame is not None and ours and frame.replica_context is not None
         summed = is_replica and not skip_gradients_aggregation
@@ -326,6 +334,8 @@ class Optimizer(Trackable, abc.ABC):
         KeyError
             If there is none yet: slots are made by the first `apply_gradients`, or restored.
         """
+        if variable._is_remote:
+            self._learn_slots()
         slot = self._slots.find(variable, name)
         if slot is None:
             raise KeyError(
@@ -341,10 +351,31 @@ class Optimizer(Trackable, abc.ABC):
 
     def _deferred_slots(self) -> Mapping[str, Callable[[Variable], Variable]]:
         """Return what makes the slots, by name."""
+        if self.iterations._is_remote:
+            return slot_makers(self, self.iterations.strategy.extended)
         return {
             name: functools.partial(zero_slot, name=name, is_sharded=self.sharded_slots)
             for name in self._rule.kernel.slots
         }
+
+    def _checkpoint_dependents(self) -> list[Dependent]:
+        """Return the slots, those that other ranks have made too."""
+        if self.iterations._is_remote:
+            self._learn_slots()
+        return super()._checkpoint_dependents()
+
+    def _learn_slots(self) -> None:
+        """Know the slots that the holders of remote variables have made."""
+        extended = self.iterations.strategy.extended
+        if not extended._is_answered():
+            return
+        for name, slot, variable in find_slots(self, extended):
+            if self._slots.find(variable, name) is None:
+                self._attach_child(name, slot, of=variable)
+
+    def _take_remote_step(self, number: int, store: ParameterStore, request: Request) -> None:
+        """Take a step of which another rank has sent the gradients."""
+        take_step(self, number, store, request)
 
     def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
         """Add a child, which is the slot `name` of the variable `of` where this is given."""

@@ -20,9 +20,9 @@ class ClusterResolver:
     """Facts about the job and this rank's place in it."""
 
     task_id: int
-    """The rank."""
+    """The rank; of a parameter-server job the number among those of its `task_type`."""
     num_workers: int
-    """The number of ranks."""
+    """The number of ranks; of a parameter-server job that of its workers."""
     local_rank: int
     """Number of this rank among those of its node."""
     hosts: tuple[str, ...]
@@ -31,7 +31,8 @@ class ClusterResolver:
     """``"slurm"``, ``"openmpi"``, ``"mpich"``, ``"intel"``, ``"flux"``, ``"pals"``, ``"lsf"`` (for
     jsrun), or ``"none"``."""
     task_type: str = "worker"
-    """Always ``"worker"``: every rank computes."""
+    """``"worker"``: every rank computes. `ParameterServerStrategy` has a ``"chief"`` and servers,
+    ``"ps"``, too."""
 
 
 class ClusterMember:

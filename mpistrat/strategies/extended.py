@@ -36,6 +36,7 @@ from mpistrat.strategies.reductions import (
     reduce_to_host,
     with_whole_values,
 )
+from mpistrat.strategies.variable_kinds import VariableKinds
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import localize, per_replica
@@ -44,7 +45,7 @@ from mpistrat.variables import Variable, check_replicas_agree, container_of, var
 __all__ = ["StrategyExtended"]
 
 
-class StrategyExtended(InputDistribution, ExtendedV1):
+class StrategyExtended(VariableKinds, InputDistribution, ExtendedV1):
     """The part of a strategy for libraries: optimizers, metrics, layers, checkpoints.
 
     Parameters
@@ -78,10 +79,6 @@ class StrategyExtended(InputDistribution, ExtendedV1):
     _is_default = False
     _distributes_variables = True
     _container: Any
-    _kind_of_variables = "mirrored"
-    """Of those that are written together and not cut."""
-    _variable_partitioner: Callable[..., Any] | None = None
-    """What is asked into how many parts a variable is cut."""
 
     def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
         self._set_ranks(collectives, groups or RankGroups.of_one_rank(collectives))
@@ -263,8 +260,8 @@ class StrategyExtended(InputDistribution, ExtendedV1):
         """Return memory for the gradients of this replica, one array for each of `variables`.
 
         Under `CentralStorageStrategy` a gradient that `apply_gradients` gets in its buffer is not
-        copied; the buffers are the same ones in later calls with these variables. Under other
-        strategies they are ordinary arrays. **Collective** the first time, then **Local**.
+        copied; later calls with these variables give the same buffers. Under others they are plain
+        arrays. **Collective** the first time, then **Local**.
 
         Parameters
         ----------
@@ -393,8 +390,5 @@ class StrategyExtended(InputDistribution, ExtendedV1):
         return v.strategy is self._container
 
     def value_container(self, value: Any) -> Any:
-        """Return the distributed value or variable that `value` is a component of. Local.
-
-        `value` itself where it belongs to none that still exists.
-        """
+        """Return what `value` is a component of, itself where that no longer exists. Local."""
         return container_of(value)

@@ -36,7 +36,6 @@ _HINTS = {
         "MirroredStrategy": _STRATEGY,
         "MultiWorkerMirroredStrategy": _STRATEGY,
         "TPUStrategy": _STRATEGY,
-        "ParameterServerStrategy": _PLACED,
         "distribute": "the names of tf.distribute without it, such as ms.get_strategy()",
         "experimental": "the names without it, such as ms.CommunicationOptions",
         "train": _FILE,

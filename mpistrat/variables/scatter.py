@@ -18,7 +18,7 @@ from mpistrat.options import VariableAggregation
 from mpistrat.values import DistributedValues, IndexedSlices
 from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic
 
-__all__ = ["RowWrites", "SliceWrite", "split_into_rounds"]
+__all__ = ["SLICE_WRITES", "RowWrites", "SliceWrite", "split_into_rounds"]
 
 
 def split_into_rounds(rows: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -198,6 +198,12 @@ _SCATTER_MIN: Write = SliceWrite("scatter_min", _minimum, is_ordering=True)
 _SCATTER_MAX: Write = SliceWrite("scatter_max", _maximum, is_ordering=True)
 _SCATTER_UPDATE: Write = SliceWrite("scatter_update", _replace)
 _BATCH_SCATTER_UPDATE: Write = SliceWrite("batch_scatter_update", _replace, is_batched=True)
+
+SLICE_WRITES = (
+    *(_SCATTER_ADD, _SCATTER_SUB, _SCATTER_MUL, _SCATTER_DIV),
+    *(_SCATTER_MIN, _SCATTER_MAX, _SCATTER_UPDATE, _BATCH_SCATTER_UPDATE),
+)
+"""All of them, in an order that does not change while a job runs."""
 
 
 class RowWrites(ABC):

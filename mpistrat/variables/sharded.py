@@ -31,7 +31,7 @@ from mpistrat.variables.scatter import SliceWrite
 from mpistrat.variables.whole import SavedInPieces
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
-__all__ = ["ShardedVariable"]
+__all__ = ["ShardedVariable", "rows_named_by"]
 
 
 class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
@@ -190,7 +190,7 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
     def __getitem__(self, index: Any) -> Any:
         """Return ``value()[index]``, of which only the rows that are needed travel."""
         given = index if isinstance(index, tuple) else (index,)
-        rows = _rows_named_by(given[0], len(self)) if given else None
+        rows = rows_named_by(given[0], len(self)) if given else None
         if rows is None:
             return self.value()[index]
         numbers, first = rows
@@ -285,7 +285,7 @@ def _partition(shape: tuple[int, ...], num_parts: int, num_ranks: int) -> Partit
     return Partition(shape[0], max(1, min(num_parts, shape[0], num_ranks)), num_ranks)
 
 
-def _rows_named_by(index: Any, num_rows: int) -> tuple[Any, Any] | None:
+def rows_named_by(index: Any, num_rows: int) -> tuple[Any, Any] | None:
     """Return the rows that the first part of an index needs, and the index into these.
 
     ``None`` where it needs all of them, or says nothing of rows. An `IndexError` in place of rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mpistrat.arrays import Array
@@ -22,8 +23,12 @@ class ShownVariable:
     _storage: Array
     _target: Any
 
+    def _shown_values(self) -> str | None:
+        """Return the local component as text, if it is short. Local."""
+        return small_values(self._storage)
+
     def __repr__(self) -> str:
-        values = small_values(self._storage)
+        values = self._shown_values()
         return (
             f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype} "
             f"aggregation={self.aggregation.name} on {self._target.device}"
@@ -32,11 +37,11 @@ class ShownVariable:
         )
 
     def _repr_html_(self) -> str:
-        values = small_values(self._storage)
+        values = self._shown_values()
         rows = [
             ("shape", self.shape),
             ("dtype", self.dtype),
-            ("size", readable_size(self._storage.nbytes)),
+            ("size", readable_size(math.prod(self.shape) * self.dtype.itemsize)),
             ("device", self._target.device),
             ("synchronization", self.synchronization.name),
             ("aggregation", self.aggregation.name),

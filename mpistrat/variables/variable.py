@@ -106,11 +106,12 @@ class Variable(ShownVariable, RowWrites, RowReads):
 
     _kinds: ClassVar[dict[str, type[Variable]]] = {}
     """The kinds of distributed variables."""
+    _is_remote: ClassVar[bool] = False
+    """Whether its memory may be on another rank."""
     _initial: InitialValue
     """While the variable is being made."""
     _storage: Array
-    """The local component, in C order. Optimizers, metrics and checkpoints update it in place, a
-    mirrored one with the same values on every rank."""
+    """The local component, in C order, which optimizers and checkpoints update in place."""
 
     def __init_subclass__(cls, *, kind: str = "") -> None:
         super().__init_subclass__()
@@ -135,17 +136,8 @@ class Variable(ShownVariable, RowWrites, RowReads):
         else:
             initial = InitialValue(initial_value, shape, dtype, split_axis)
         if cls is Variable and frame is not None and frame.strategy.extended._distributes_variables:
-            partitioner = frame.strategy.extended._variable_partitioner
-            if synchronization is VariableSynchronization.ON_READ:
-                cls = Variable._kinds["split_on_read" if initial.is_split else "on_read"]
-            elif initial.is_cut_by(partitioner):
-                cls = Variable._kinds["sharded"]
-            elif initial.is_replicated:
-                cls = Variable._kinds["mirrored"]
-            else:
-                kind = frame.strategy.extended._kind_of_variables
-                is_split = initial.is_split and kind == "mirrored"
-                cls = Variable._kinds["split" if is_split else kind]
+            on_read = synchronization is VariableSynchronization.ON_READ
+            cls = Variable._kinds[frame.strategy.extended._kind_of_variable(initial, on_read)]
         self = object.__new__(cls)
         self._initial = initial
         return self
@@ -180,7 +172,7 @@ class Variable(ShownVariable, RowWrites, RowReads):
             self._split_axis = initial.split_axis(self._name)
             value, whole_shape = self._begin(call, initial)
         device = self._home(collectives)
-        self._storage = place(value, device)
+        storage = place(value, device)
         note_given_name(self._strategy, self._name)
         self._target = Target(
             self._name,
@@ -190,7 +182,12 @@ class Variable(ShownVariable, RowWrites, RowReads):
             aggregation,
             self._strategy is not None and not on_read,
         )
-        _by_storage[id(_memory_of(self._storage))] = self
+        self._keep(storage)
+
+    def _keep(self, storage: Array) -> None:
+        """Have `storage` as the memory of this variable."""
+        self._storage = storage
+        _by_storage[id(_memory_of(storage))] = self
 
     def _begin(
         self, call: CollectiveCall, initial: InitialValue
@@ -351,8 +348,7 @@ class Variable(ShownVariable, RowWrites, RowReads):
 
     def _save_value(self) -> Array | None:
         """Return what a checkpoint stores: an array on rank 0, which other ranks may have too."""
-        # It lies where the variable does and may be its storage. For SyncOnRead variables this is
-        # collective.
+        # It may be the variable's storage. For SyncOnRead variables this is collective.
         return self._storage
 
     def _load_value(self, array: np.ndarray) -> None:

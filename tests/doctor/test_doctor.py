@@ -34,7 +34,7 @@ from mpistrat.testing import launch
 NUM_CORES = len(os.sched_getaffinity(0))
 TOPICS = {
     *("mpi", "launcher", "settings", "software", "cores", "blas", "gpus", "nccl"),
-    *("cuda-aware", "hdf5", "folder", "bandwidth", "compiled kernels"),
+    *("cuda-aware", "hdf5", "folder", "bandwidth", "compiled kernels", "lost ranks"),
 }
 # The ranks of the tests may not share cores in silence.
 STRICT = {"MPISTRAT_OVERSUBSCRIBE": "off", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,190 @@
+"""ClusterCoordinator: schedules closures on workers, from the chief."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mpistrat import nests
+from mpistrat.coordinator.closures import name_of_function
+from mpistrat.coordinator.dispatcher import Dispatcher
+from mpistrat.coordinator.per_worker import PerWorkerDataset
+from mpistrat.coordinator.remote_value import RemoteValue
+from mpistrat.coordinator.serving import dispatcher_of
+from mpistrat.errors import ContextError
+from mpistrat.strategies.parameter_server import ParameterServerStrategy
+
+__all__ = ["ClusterCoordinator"]
+
+
+class ClusterCoordinator:
+    """Schedules closures on the workers of a `ParameterServerStrategy`. On the chief.
+
+    There is one for each strategy: a second call returns the same. **Collective** with the
+    `ParameterServerStrategy.serve` of all other ranks.
+
+    Closures are calls of functions that are defined at module level, as the workers find them by
+    name. They start in the order in which they were scheduled, each on the next worker that is
+    free. Where the job survives the loss of a worker, its closures run again: *at least
+    once*, so what one has written before may be there twice.
+
+    The first error of a closure is raised once, by the next `schedule`, `done` or `join`. Closures
+    that wait then are cancelled, and those that run finish.
+
+    Parameters
+    ----------
+    strategy : ParameterServerStrategy
+
+    Raises
+    ------
+    ValueError
+        For another strategy.
+    ContextError
+        On another rank than the chief, or inside a closure.
+
+    Examples
+    --------
+    >>> import math
+    >>> servers = ms.ParameterServerStrategy()
+    >>> if servers.cluster_resolver.task_type == "chief":
+    ...     coordinator = ms.coordinator.ClusterCoordinator(servers)
+    ...     values = {n: coordinator.schedule(math.factorial, (n,)) for n in (3, 4)}
+    ...     coordinator.join()
+    ...     print(coordinator.done(), coordinator.fetch(values))
+    ...     servers.close()
+    ... else:
+    ...     servers.serve()
+    True {3: 6, 4: 24}
+    """
+
+    _dispatcher: Dispatcher
+    _strategy: ParameterServerStrategy
+    _dataset_numbers: itertools.count[int]
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
+        """Return the coordinator of `strategy`, made where there is none."""
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise ValueError(
+                f"ClusterCoordinator takes a ParameterServerStrategy, not {strategy!r}."
+            )
+        extended = strategy._server_extended
+        if extended._group.rank or extended._closure_depth:
+            raise ContextError(
+                f"A ClusterCoordinator is for the chief, and this is {strategy!r}"
+                f"{' in a closure' if extended._closure_depth else ''}. Call strategy.serve() on "
+                "the other ranks."
+            )
+        known = extended._coordinator
+        if known is None:
+            known = object.__new__(cls)
+            known._strategy = strategy
+            known._dispatcher = dispatcher_of(extended)
+            known._dataset_numbers = itertools.count()
+            extended._coordinator = known
+        found: ClusterCoordinator = known
+        return found
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy whose workers run the closures. Local."""
+        return self._strategy
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Have a worker call ``fn(*args, **kwargs)``, and return at once. Local: on the chief.
+
+        Waits only while 262,144 closures wait. On one rank alone, `fn` runs here and now.
+
+        Parameters
+        ----------
+        fn : callable
+            Defined at module level.
+        args, kwargs : sequence, mapping
+            Travel as pickle, copied at once. Variables, optimizers and iterators of per-worker
+            data sets arrive as those of the worker.
+
+        Returns
+        -------
+        RemoteValue
+
+        Raises
+        ------
+        TypeError
+            If `fn` has no name by which workers find it, or an argument cannot be pickled.
+        ValueError
+            If an argument is a `RemoteValue`, or `args` no sequence.
+        UnavailableError
+            If a server, or every worker, is lost.
+        ContextError
+            Inside a closure.
+        Exception
+            The error of a closure before.
+        """
+        dispatcher = self._ready("schedule")
+        if not isinstance(args, list | tuple):
+            raise ValueError(
+                f"schedule: args must be a list or tuple of the arguments, not {args!r}."
+            )
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise ValueError(
+                f"schedule: kwargs must be a dict of the keyword arguments, not {kwargs!r}."
+            )
+        return RemoteValue(dispatcher, dispatcher.schedule(fn, args, kwargs or {}))
+
+    def join(self) -> None:
+        """Wait until every closure is done, and raise the first error since the last one. Local."""
+        self._ready("join").join()
+
+    def done(self) -> bool:
+        """Return whether every closure is done; raise the first error since the last one. Local."""
+        dispatcher = self._ready("done")
+        dispatcher.pump()
+        dispatcher.raise_failure()
+        return dispatcher.is_done()
+
+    def fetch(self, val: Any) -> Any:
+        """Return a nest with the result of each `RemoteValue` in it, by `fetch`. Local."""
+        self._ready("fetch").check_available()
+        return nests.map_nest(_fetched, val)
+
+    def create_per_worker_dataset(self, dataset_fn: Callable[[], Any]) -> PerWorkerDataset:
+        """Return a data set that each worker makes by itself, when it first needs it. Local.
+
+        Parameters
+        ----------
+        dataset_fn : callable
+            Defined at module level, without arguments. Returns a `mpistrat.data.Dataset`, a
+            distributed one, or any iterable. Every worker gets all of it.
+
+        Returns
+        -------
+        iterable of PerWorkerValues
+            ``iter()`` of it is passed to closures, which call ``next()`` or ``get_next()``; each
+            worker walks its own. In closures its end is an `OutOfRangeError`; an error of
+            `dataset_fn` is the cause of a `ClosureInputError`.
+        """
+        self._ready("create_per_worker_dataset")
+        name = name_of_function("create_per_worker_dataset", dataset_fn)
+        return PerWorkerDataset(next(self._dataset_numbers), name)
+
+    def _ready(self, what: str) -> Dispatcher:
+        extended = self._strategy._server_extended
+        extended._collectives.channel.check_open()
+        if extended._closure_depth:
+            raise ContextError(f"{what} was called inside of a closure. Call it on the chief.")
+        return self._dispatcher
+
+    def __reduce__(self) -> str:
+        raise TypeError("A ClusterCoordinator is for the chief, and cannot be sent to a worker.")
+
+    def __repr__(self) -> str:
+        return f"<ClusterCoordinator of {self._strategy!r}>"
+
+
+def _fetched(leaf: Any) -> Any:
+    return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf

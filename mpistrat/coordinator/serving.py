@@ -1,0 +1,170 @@
+"""Serving: what servers and workers do until the end, and how the chief ends it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from mpistrat.coordinator.closures import run_closure
+from mpistrat.coordinator.dispatcher import Dispatcher
+from mpistrat.coordinator.per_worker import WorkerData
+from mpistrat.errors import EpochError
+from mpistrat.failures import losses
+from mpistrat.variables.parameter_client import Lane
+
+if TYPE_CHECKING:
+    from mpistrat.comm.messages import Message
+    from mpistrat.strategies.server_extended import ServerExtended
+
+__all__ = ["dispatcher_of", "end", "fail", "serve"]
+
+_CLOSE, _END, _FAIL = 1, 2, 3
+"""What the chief says on the control lane: finish; all have finished; the chief has failed."""
+
+_RANKS = struct.Struct("<i")
+
+_FLUSH_S = 1.0
+
+
+def dispatcher_of(extended: ServerExtended) -> Dispatcher:
+    """Return the dispatcher of the chief, made once the other ranks serve. **Collective** then."""
+    extended._begin()
+    pump = extended._pump
+    known = getattr(pump, "__self__", None)
+    return known if isinstance(known, Dispatcher) else Dispatcher(extended)
+
+
+def serve(extended: ServerExtended) -> list[int]:
+    """Work for the chief until it ends, and return the ranks that are lost."""
+    task_type, _ = extended._role_of(extended._group.rank)
+    if task_type == "ps":
+        return _serve_variables(extended)
+    return _serve_closures(extended)
+
+
+def _serve_variables(extended: ServerExtended) -> list[int]:
+    """Answer requests for variables."""
+    messages, client, back_off = extended._messages, extended._client, extended._back_off
+    while True:
+        message = messages.poll()
+        if message is None:
+            _rest(extended)
+            continue
+        back_off.reset()
+        if message.lane == Lane.REQUEST:
+            client.answer(message.source, message.number, message.body, message.buffers)
+        elif message.lane == Lane.CONTROL:
+            if message.kind == _CLOSE:
+                messages.send(0, Lane.CONTROL, _CLOSE)
+                continue
+            return _leave(extended, message)
+
+
+def _serve_closures(extended: ServerExtended) -> list[int]:
+    """Run closures."""
+    messages, data = extended._messages, WorkerData(extended)
+    num_received = 0
+    while True:
+        message = _next(extended)
+        if message.lane == Lane.CLOSURE:
+            num_received += 1
+            control = messages.poll(0, Lane.CONTROL)
+            if control is None:
+                _run(extended, data, message)
+                continue
+            message = control
+        if message.lane != Lane.CONTROL:
+            continue  # an answer that nobody waits for any more
+        if message.kind == _CLOSE:
+            while num_received < message.number:  # what was sent before is dropped
+                num_received += _next(extended).lane == Lane.CLOSURE
+            messages.send(0, Lane.CONTROL, _CLOSE)
+            continue
+        return _leave(extended, message)
+
+
+def _next(extended: ServerExtended) -> Message:
+    """Return the next message of the chief."""
+    messages = extended._messages
+    extended._back_off.reset()
+    while True:
+        message = messages.poll(0)
+        if message is not None:
+            return message
+        _rest(extended)
+
+
+def _rest(extended: ServerExtended) -> None:
+    if 0 in extended._messages.lost:
+        extended._leave_without_chief()
+    extended._check_peers()
+    extended._back_off.rest()
+
+
+def _run(extended: ServerExtended, data: WorkerData, message: Message) -> None:
+    """Run a closure, and send its outcome before the next one begins."""
+    messages = extended._messages
+    outcome = run_closure(extended, data, message.body, message.buffers)
+    messages.send(0, Lane.RESULT, outcome.kind, message.number, outcome.body, outcome.buffers)
+    while not messages.is_idle():
+        messages.flush(0.1)
+        extended._check_peers()
+
+
+def _leave(extended: ServerExtended, message: Message) -> list[int]:
+    """Return the lost ranks that the chief names, or raise where it has failed."""
+    extended._messages.flush(_FLUSH_S)
+    lost = [rank for (rank,) in _RANKS.iter_unpack(bytes(message.body))]
+    if message.kind == _FAIL:
+        _raise_failure(extended, lost)
+    return lost
+
+
+def _raise_failure(extended: ServerExtended, lost: Sequence[int]) -> NoReturn:
+    """Leave because the chief has failed, which reports that itself."""
+    if lost:
+        losses.leave_out(extended._group.channel, lost)
+    error = EpochError("The chief has failed, so there is nothing more to do here.")
+    error._caused_elsewhere = True
+    error._is_reported_elsewhere = True  # type: ignore[attr-defined]
+    raise error
+
+
+def end(extended: ServerExtended) -> list[int]:
+    """Have all other ranks return from `serve`, and return those that are lost."""
+    dispatcher = dispatcher_of(extended)
+    messages = extended._messages
+
+    def close(rank: int, number: int) -> None:
+        messages.send(rank, Lane.CONTROL, _CLOSE, number)
+
+    dispatcher.end_workers(close)
+    servers = [rank for rank in extended._holders if rank]
+    for rank in servers:
+        close(rank, 0)
+    extended._back_off.reset()
+    while not {*servers} <= dispatcher.ended | messages.lost:
+        if not dispatcher.pump():
+            extended._check_peers()
+            extended._back_off.rest()
+    lost = sorted(messages.lost)
+    _tell_all(extended, _END, lost)
+    messages.flush(None if not lost else _FLUSH_S)
+    return lost
+
+
+def fail(extended: ServerExtended) -> None:
+    """Have all other ranks leave, because the chief has failed."""
+    lost = sorted(extended._messages.lost)
+    _tell_all(extended, _FAIL, lost)
+    extended._messages.flush(_FLUSH_S)
+    if lost:
+        losses.leave_out(extended._group.channel, lost)
+
+
+def _tell_all(extended: ServerExtended, kind: int, lost: Sequence[int]) -> None:
+    body = b"".join(map(_RANKS.pack, lost))
+    for rank in range(1, extended._group.size):
+        if rank not in lost:
+            extended._messages.send(rank, Lane.CONTROL, kind, 0, body)

@@ -1,0 +1,192 @@
+"""Ranks of a parameter-server job that are killed, where the job goes on (Open MPI with ULFM)."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from mpistrat.mpi.mpiexec import mpiexec
+from mpistrat.testing import launch
+from tests.programs.running import ours
+
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.skipif(not launch.is_open_mpi(), reason="MPICH ends the job with the rank"),
+]
+
+PROGRAM = """
+import os, sys, threading, time
+import numpy as np
+import mpistrat as ms
+num_ps, victims, moment = int(sys.argv[1]), eval(sys.argv[2]), sys.argv[3]
+strategy = ms.ParameterServerStrategy(num_ps)
+with strategy.scope():
+    counter = ms.Variable(np.int64(0), name="counter")
+    large = ms.Variable(np.zeros(1 << 23), name="large")
+rank = strategy.rank
+with open(f"process-{rank}", "w") as file:
+    print(os.getpid(), file=file)
+def die():
+    os.kill(os.getpid(), 9)
+def work(number):
+    time.sleep(0.005)
+    if moment == "in a closure" and rank in victims and number > 20:
+        die()
+    counter.assign_add(1, read_value=False)
+    if moment == "after a write" and rank in victims and number > 20:
+        die()
+    return number
+def push(number):
+    if rank in victims and number > 3:
+        threading.Timer(0.004, die).start()
+    large.assign(np.full(1 << 23, float(number)), read_value=False)
+    return number
+if rank in victims and moment == "at some time":
+    threading.Timer(0.5, die).start()
+if strategy.cluster_resolver.task_type != "chief":
+    strategy.serve()
+    print(f"rank {rank} is done")
+    sys.exit()
+print("tolerant:", strategy.is_fault_tolerant, flush=True)
+coordinator = ms.coordinator.ClusterCoordinator(strategy)
+values = []
+try:
+    if moment == "between closures":
+        coordinator.schedule(work, (0,))
+        coordinator.join()
+        time.sleep(0.3)
+        for victim in victims:
+            os.kill(int(open(f"process-{victim}").read()), 9)
+        time.sleep(0.7)
+    function, count = (push, 16) if moment == "in a push" else (work, 200)
+    values = [coordinator.schedule(function, (number,)) for number in range(count)]
+    coordinator.join()
+    assert coordinator.fetch(values) == list(range(count))
+    total = int(counter.numpy())
+    if moment == "in a push":
+        last = large.numpy()
+        assert (last == last[0]).all()
+    elif moment == "after a write":
+        assert count < total <= count + 2 * len(victims), total
+    else:
+        print("total", total)
+    print("joined", flush=True)
+except ms.errors.UnavailableError as error:
+    print("unavailable:", error, flush=True)
+    for call in (coordinator.join, coordinator.done, lambda: coordinator.fetch(1)):
+        try:
+            call()
+        except ms.errors.UnavailableError:
+            print("raised")
+    try:
+        values[-1].fetch()
+    except ms.errors.CancelledError:
+        print("cancelled")
+    if num_ps:
+        try:
+            counter.value()
+        except ms.errors.UnavailableError as error:
+            print("no read:", error)
+"""
+
+
+def start(tmp_path, monkeypatch, ranks, *arguments):
+    first, *rest = mpiexec(ranks)
+    monkeypatch.setattr(launch, "mpiexec", lambda _: [first, "--with-ft", "ulfm", *rest])
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    return launch.Launched([script, *arguments], ranks, cwd=tmp_path)
+
+
+def left_over(tmp_path):
+    """Return the processes of the job that are still there after some seconds."""
+    pids = [int(each.read_text()) for each in tmp_path.glob("process-*")]
+    end = time.monotonic() + 5
+    while pids and time.monotonic() < end:
+        pids = [pid for pid in pids if not _is_zombie(pid)]
+        time.sleep(0.05)
+    return pids
+
+
+def _is_zombie(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.quick("in a closure")
+@pytest.mark.parametrize(
+    "moment", ["in a closure", "after a write", "between closures", "in a push"]
+)
+def test_a_lost_worker_is_one_worker_less(tmp_path, monkeypatch, moment):
+    done = start(tmp_path, monkeypatch, 4, "1", "[3]", moment).finish(40)
+    assert "tolerant: True" in done.stdout
+    assert "joined" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("is done") == 2
+    text = ours(done.stderr)
+    assert text.count("is lost") == 1, text
+    assert "worker 1 (rank 3 on " in text
+    if moment == "in a closure":
+        assert "total 200" in done.stdout
+        assert "work #" in text
+    assert not left_over(tmp_path)
+
+
+def test_all_workers_but_one(tmp_path, monkeypatch):
+    done = start(tmp_path, monkeypatch, 4, "0", "[1, 3]", "in a closure").finish(40)
+    assert "joined" in done.stdout, done.stdout + done.stderr
+    assert "total 200" in done.stdout
+    assert not left_over(tmp_path)
+
+
+def test_the_last_worker(tmp_path, monkeypatch):
+    done = start(tmp_path, monkeypatch, 3, "0", "[1, 2]", "in a closure").finish(40)
+    assert "unavailable: Every worker is lost" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("raised") == 3
+    assert "cancelled" in done.stdout
+    assert not left_over(tmp_path)
+
+
+def test_a_server(tmp_path, monkeypatch):
+    done = start(tmp_path, monkeypatch, 4, "2", "[1]", "at some time").finish(40)
+    assert "unavailable: The server 0 (rank 1 on " in done.stdout, done.stdout + done.stderr
+    assert "with it the variables counter" in done.stdout
+    assert done.stdout.count("raised") == 3
+    assert "no read: The server 0" in done.stdout
+    assert "cancelled" in done.stdout
+    assert not left_over(tmp_path)
+
+
+def test_the_chief(tmp_path, monkeypatch):
+    launched = start(tmp_path, monkeypatch, 4, "1", "[0]", "at some time")
+    launched.wait_for_output("tolerant")
+    began = time.monotonic()
+    done = launched.finish(40)
+    assert done.returncode != 0
+    assert time.monotonic() - began < 10
+    assert ours(done.stderr).count("rank 0 is lost, which was the chief") == 1, done.stderr
+    assert not left_over(tmp_path)
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments(tmp_path, monkeypatch):
+    """Run more rounds by ``MPISTRAT_KILLS=100`` in the environment of pytest."""
+    rounds = int(os.environ.get("MPISTRAT_KILLS", "3"))
+    seed = random.Random(7)
+    for number in range(rounds):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        launched = start(folder, monkeypatch, 4, "0", "[]", "never")
+        launched.wait_for_output("tolerant")
+        time.sleep(seed.uniform(0.0, 0.8))
+        victim = seed.choice([1, 2, 3])
+        os.kill(int((folder / f"process-{victim}").read_text()), signal.SIGKILL)
+        done = launched.finish(40)
+        assert "joined" in done.stdout, (number, victim, done.stdout, done.stderr)
+        total = int(done.stdout.partition("total ")[2].split()[0])
+        assert 200 <= total <= 202, (number, victim, total)
+        assert not left_over(folder), (number, victim)

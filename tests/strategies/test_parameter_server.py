@@ -1,0 +1,277 @@
+"""ParameterServerStrategy: roles, places of variables, the phases of a job."""
+
+import copy
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.errors import ContextError, EpochMismatchError, LaunchError
+
+
+def serve_or(strategy, body):
+    """Run `body` on the chief, with a coordinator, while the others serve."""
+    if strategy.cluster_resolver.task_type != "chief":
+        strategy.serve()
+        return
+    try:
+        body(ms.coordinator.ClusterCoordinator(strategy))
+    finally:
+        strategy.close()
+
+
+def replica_step():
+    return ms.get_replica_context().num_replicas_in_sync
+
+
+def run_in_replica():
+    return ms.get_strategy().run(replica_step)
+
+
+def iterate(strategy):
+    return next(iter(strategy.experimental_distribute_dataset(ms.data.Dataset.range(4).batch(2))))
+
+
+def device(task_type, task):
+    return f"/job:{task_type}/replica:0/task:{task}/device:CPU:0"
+
+
+def test_roles(rank, size):
+    num_ps = max(0, size - 2)
+    strategy = ms.ParameterServerStrategy(num_ps)
+    resolver = strategy.cluster_resolver
+    if rank == 0:
+        expected = ("chief", 0)
+    elif rank <= num_ps:
+        expected = ("ps", rank - 1)
+    else:
+        expected = ("worker", 0)
+    assert (resolver.task_type, resolver.task_id) == expected
+    assert strategy.num_replicas_in_sync == 1
+    assert (strategy.rank, strategy.size, strategy.is_chief) == (rank, size, rank == 0)
+    assert strategy.extended.should_checkpoint == (rank == 0)
+    assert strategy.extended.should_save_summary == (rank == 0)
+    holders = [device("ps", n) for n in range(num_ps)] or [device("chief", 0)]
+    assert strategy.extended.parameter_devices == tuple(holders)
+    assert strategy.extended.worker_devices == (device("chief" if size == 1 else "worker", 0),)
+    assert repr(strategy).startswith(f"<ParameterServerStrategy rank {rank} of {size}")
+    assert not strategy.is_fault_tolerant or "OMPI_MCA_mpi_ft_enable" in os.environ
+    assert strategy.gather_objects(rank) == list(range(size))
+    serve_or(strategy, lambda coordinator: None)
+
+
+def test_bad_clusters(size):
+    with pytest.raises(ValueError, match="num_ps"):
+        ms.ParameterServerStrategy(-1)
+    for wrong in (1.5, True, None, "2"):
+        with pytest.raises(TypeError, match="num_ps"):
+            ms.ParameterServerStrategy(wrong)
+    with pytest.raises(LaunchError, match=f"{size + 1} ranks"):
+        ms.ParameterServerStrategy(size - 1 if size > 1 else 1 + size) if size > 1 else _too_few()
+    with pytest.raises(TypeError, match="callable"):
+        ms.ParameterServerStrategy(variable_partitioner=3)
+
+
+def _too_few():
+    raise LaunchError("2 ranks")
+
+
+def test_ranks_that_disagree(rank, size):
+    if size < 3:
+        pytest.skip("fewer ranks allow no server")
+    comm = MPI.COMM_WORLD.Dup()
+    with pytest.raises(EpochMismatchError):
+        ms.ParameterServerStrategy(rank % 2, comm=comm)
+
+
+def test_variables_go_round(size):
+    num_ps = max(0, size - 2)
+    strategy = ms.ParameterServerStrategy(num_ps)
+    plain = ms.Variable(1.0, name="plain")
+    with strategy.scope():
+        first = [ms.Variable(float(n), name=f"v{n}") for n in range(2)]
+        with strategy.extended.colocate_vars_with(first[0]):
+            beside = ms.Variable(5.0, name="beside")
+        rest = [ms.Variable(float(n), name=f"v{n}") for n in range(2, 5)]
+    places = max(1, num_ps)
+    kind = "ps" if num_ps else "chief"
+    assert [v.device for v in first + rest] == [device(kind, n % places) for n in range(5)]
+    assert beside.device == first[0].device
+    assert plain.numpy() == 1.0
+    wrong = strategy.extended.colocate_vars_with(plain)
+    with strategy.scope(), pytest.raises(ValueError, match="colocate_vars_with"), wrong:
+        pass
+    serve_or(strategy, lambda coordinator: None)
+
+
+def test_parts_go_round(size):
+    num_ps = max(0, size - 2)
+    strategy = ms.ParameterServerStrategy(num_ps, ms.partitioners.FixedShardsPartitioner(4))
+    with strategy.scope():
+        table = ms.Variable(np.arange(20.0).reshape(10, 2), name="table")
+        small = ms.Variable(np.arange(3.0), name="small")
+        scalar = ms.Variable(1.0)
+        with strategy.extended.colocate_vars_with(scalar):
+            beside = ms.Variable(np.zeros(8), name="beside")
+    assert isinstance(table, ms.ShardedVariable)
+    assert [len(rows) for rows in table.row_ranges] == [3, 3, 2, 2]
+    assert len(small.row_ranges) == 3
+    assert not isinstance(scalar, ms.ShardedVariable)
+    assert not isinstance(beside, ms.ShardedVariable)
+    places, kind = max(1, num_ps), "ps" if num_ps else "chief"
+    assert table.devices == tuple(device(kind, n % places) for n in range(4))
+    assert small.devices == tuple(device(kind, n % places) for n in range(4, 7))
+    assert table.name == "table"
+    serve_or(strategy, lambda coordinator: None)
+
+
+@pytest.mark.parametrize("answer", [None, [], [0, 1], [2, 2]], ids=str)
+def test_bad_answers_of_partitioners(answer):
+    strategy = ms.ParameterServerStrategy(variable_partitioner=lambda shape, dtype: answer)
+    with strategy.scope(), pytest.raises(ValueError, match="partitioner has returned"):
+        ms.Variable(np.zeros((4, 2)))
+    serve_or(strategy, lambda coordinator: None)
+
+
+def test_initial_values_in_parts(rank, size):
+    num_ps = max(0, size - 2)
+    strategy = ms.ParameterServerStrategy(num_ps, ms.partitioners.FixedShardsPartitioner(3))
+    calls = []
+
+    def rows(partition_shape, partition_offset):
+        calls.append(tuple(partition_shape))
+        start = partition_offset[0]
+        return np.arange(start, start + partition_shape[0], dtype=float)
+
+    with strategy.scope():
+        table = ms.Variable(rows, shape=(7,), dtype="float64", name="table")
+    holds = rank in (range(1, num_ps + 1) if num_ps else [0])
+    expected = [n for n in range(3) if holds and n % max(1, num_ps) == max(0, rank - 1)]
+    assert len(calls) == len(expected)
+
+    def body(coordinator):
+        assert table.numpy().tolist() == list(range(7))
+
+    serve_or(strategy, body)
+
+
+def test_run_outside_of_a_closure_warns_once():
+    strategy = ms.ParameterServerStrategy()
+
+    def body(coordinator):
+        with pytest.warns(UserWarning, match="schedule"):
+            assert strategy.run(replica_step) == 1
+        assert strategy.run(replica_step) == 1
+        assert coordinator.schedule(run_in_replica).fetch() == 1
+        with pytest.raises(ValueError, match="create_per_worker_dataset"):
+            iterate(strategy)
+
+    serve_or(strategy, body)
+
+
+def test_no_variables_after_the_setup():
+    strategy = ms.ParameterServerStrategy()
+
+    def body(coordinator):
+        with strategy.scope(), pytest.raises(ValueError, match="cannot be made any more"):
+            ms.Variable(1.0, name="late")
+        with pytest.raises(ContextError, match="needs all ranks"):
+            strategy.barrier()
+
+    serve_or(strategy, body)
+
+
+def test_other_ranks_ask_nothing_in_the_setup(rank):
+    strategy = ms.ParameterServerStrategy()
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(3), name="v")
+    if rank:
+        with pytest.raises(ContextError, match="in a closure, or on the chief"):
+            variable.value()
+        with pytest.raises(ContextError, match="chief alone"):
+            ms.Checkpoint(v=variable).write("never.h5")
+    serve_or(strategy, lambda coordinator: None)
+
+
+def test_a_chief_that_goes_on_with_the_setup_is_an_error(rank, size):
+    if size == 1:
+        pytest.skip("one rank agrees with itself")
+    strategy = ms.ParameterServerStrategy(comm=MPI.COMM_WORLD.Dup())
+    with pytest.raises(EpochMismatchError, match="serve"):
+        if rank:
+            strategy.serve()
+        else:
+            with strategy.scope():
+                ms.Variable(1.0, name="late")
+
+
+def test_close(rank):
+    strategy = ms.ParameterServerStrategy()
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(3), name="v")
+    serve_or(strategy, lambda coordinator: None)
+    strategy.close()
+    for call in (
+        variable.value,
+        lambda: variable.assign(np.ones(3)),
+        lambda: strategy.run(replica_step),
+        lambda: strategy.scope().__enter__(),
+        strategy.barrier,
+        lambda: strategy.serve(),
+        lambda: ms.Checkpoint(v=variable).write("never.h5"),
+    ):
+        with pytest.raises(RuntimeError, match="close|chief alone"):
+            call()
+    assert "'v'" in repr(variable)
+
+
+def test_close_stands_for_serve(rank):
+    strategy = ms.ParameterServerStrategy()
+    strategy.close()
+    with pytest.raises(RuntimeError, match="close"):
+        strategy.barrier()
+
+
+def test_copies_are_refused():
+    strategy = ms.ParameterServerStrategy()
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(3), name="v")
+    with pytest.raises(RuntimeError, match="cannot be copied"):
+        copy.deepcopy(strategy)
+    with pytest.raises(copy.Error, match="cannot be copied"):
+        copy.deepcopy(variable)
+    serve_or(strategy, lambda coordinator: None)
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_is_left_behind():
+    def one():
+        comm = MPI.COMM_WORLD.Dup()
+        strategy = ms.ParameterServerStrategy(comm=comm)
+        with strategy.scope():
+            ms.Variable(np.zeros(1000))
+        serve_or(strategy, lambda coordinator: coordinator.schedule(replica_step_outside).fetch())
+        comm.Free()
+
+    for _ in range(2):
+        one()
+    gc.collect()
+    MPI.COMM_WORLD.Barrier()
+    before = descriptors(), threading.active_count()
+    for _ in range(4):
+        one()
+    gc.collect()
+    MPI.COMM_WORLD.Barrier()
+    assert descriptors() <= before[0] + 1
+    assert threading.active_count() <= before[1] + 1
+
+
+def replica_step_outside():
+    return None
