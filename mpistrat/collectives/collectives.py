@@ -272,6 +272,12 @@ class Collectives:
         self.channel = Channel(SoloTransport(), None)
         self.channel.closed = error
 
+    def again(self, channel: Channel | None = None, layout: Layout | None = None) -> Collectives:
+        """Return others of this kind, with another channel or layout where given."""
+        return type(self)(
+            channel or self.channel, self.capabilities, self.options, layout or self.layout
+        )
+
     def has_checked(self, options: CommunicationOptions) -> bool:
         """Return whether these are the options that were checked when this was made."""
         return options is self.options or options is self._lossless_options

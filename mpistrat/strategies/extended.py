@@ -29,6 +29,7 @@ from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.inputs import InputDistribution
+from mpistrat.strategies.replica_hooks import ReplicaHooks
 from mpistrat.strategies.reductions import (
     Destination,
     local_components,
@@ -44,7 +45,7 @@ from mpistrat.variables import Variable, check_replicas_agree, container_of, var
 __all__ = ["StrategyExtended"]
 
 
-class StrategyExtended(InputDistribution, ExtendedV1):
+class StrategyExtended(ReplicaHooks, InputDistribution, ExtendedV1):
     """The part of a strategy for libraries: optimizers, metrics, layers, checkpoints.
 
     Parameters
@@ -71,6 +72,8 @@ class StrategyExtended(InputDistribution, ExtendedV1):
     >>> extended.variable_created_in_scope(weight)
     True
     >>> extended.value_container(weight.value()) is weight
+    True
+    >>> strategy.rank in extended.local_replica_ids
     True
     >>> path = extended.dump_flight_record("flight.{rank}.json")
     """
@@ -103,7 +106,7 @@ class StrategyExtended(InputDistribution, ExtendedV1):
         twin = copy.copy(self)
         twin._container = container
         if not old.is_closed:
-            ranks = Collectives(old.channel, old.capabilities, old.options, old.layout)
+            ranks = old.again()
             twin._set_ranks(ranks, self._groups.copied(ranks))
         twin._variable_numbers = itertools.count()
         return twin

@@ -5,6 +5,7 @@ from mpistrat.variables.divided import DividedElements
 from mpistrat.variables.drift import check_replicas_agree, variables_to_compare
 from mpistrat.variables.flat_sharded import FlatShardedVariable
 from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
+from mpistrat.variables.replicated import ReplicatedOnRead
 from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.split import SplitVariable
 from mpistrat.variables.variable import Variable, container_of
@@ -15,6 +16,7 @@ __all__ = [
     "DividedElements",
     "FlatShardedVariable",
     "MirroredVariable",
+    "ReplicatedOnRead",
     "ShardedVariable",
     "SplitVariable",
     "SyncOnReadVariable",
