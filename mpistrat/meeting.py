@@ -19,7 +19,7 @@ from typing import Any
 
 from mpistrat.errors import ContextError
 
-__all__ = ["Member", "Meeting", "Request", "Unwound"]
+__all__ = ["Meeting", "Member"]
 
 
 class Unwound(BaseException):

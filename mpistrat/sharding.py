@@ -5,6 +5,7 @@ Pure functions of integers. Every rank computes the same, so nothing here commun
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -46,7 +47,7 @@ def replicas_of_ranks(num_replicas: int, size: int) -> list[range]:
     stops = [0]
     for length in part_lengths(num_replicas, size):
         stops.append(stops[-1] + length)
-    return [range(*pair) for pair in zip(stops, stops[1:], strict=False)]
+    return [range(*pair) for pair in itertools.pairwise(stops)]
 
 
 class Fold(Generic[T]):

@@ -190,5 +190,3 @@ def _call_text(signature: Sequence[Any]) -> str:
     kind, name, *rest = [*signature, None, None][: max(len(signature), 2)]
     details = [format_detail(each) for each in rest[1:] if each not in ((), None)]
     return " ".join([kind if name is None else f"{kind} of {name!r}", *details])
-
-

@@ -37,8 +37,8 @@ def check_can_order(options: CommunicationOptions) -> None:
     """Refuse what rounds, or adds up elsewhere, in an order that depends on the ranks."""
     if options.wire_dtype is not None:
         raise NotImplementedError(
-            f"wire_dtype={options.wire_dtype!r} with num_replicas: what is rounded on the way would "
-            "depend on the number of ranks. Leave one of them out."
+            f"wire_dtype={options.wire_dtype!r} with num_replicas: what is rounded on the way "
+            "would depend on the number of ranks. Leave one of them out."
         )
     if options.implementation is CommunicationImplementation.NCCL:
         raise ValueError(

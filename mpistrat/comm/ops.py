@@ -13,7 +13,6 @@ from mpistrat.options import ReduceOp
 __all__ = [
     "MOVES_AS",
     "combine",
-    "combine_pair",
     "combined_pair",
     "compiled_function",
     "divide",

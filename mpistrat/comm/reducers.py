@@ -13,7 +13,7 @@ from mpistrat.comm.wire import accumulator_dtype, cast
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut, slice_of_rank
 
-__all__ = ["MpiReducer", "ReduceScatterReducer"]
+__all__ = ["MpiReducer", "ReduceScatterReducer", "plan_blocks", "slice_lengths"]
 
 
 class MpiReducer:

@@ -138,9 +138,7 @@ class ReplicaReducer:
             ]
         targets = [target.reshape(-1) for target in message.targets]
         own = Message(pieces, targets, self._pool)
-        reducer, _ = choose_reducer(
-            self._transport, _IN_ORDER, moves_as, own.dtype, own.num_bytes
-        )
+        reducer, _ = choose_reducer(self._transport, _IN_ORDER, moves_as, own.dtype, own.num_bytes)
         reducer.all_reduce(moves_as, own)
         return targets
 
@@ -198,7 +196,7 @@ def _is_tree_of_ranks(nodes_of_ranks: list[list[tuple[int, int]]], num_replicas:
     for rank, ((begin, width),) in enumerate(nodes_of_ranks):
         of_pieces.add(begin, rank, width)
         of_ranks.add(rank, rank)
-    return of_pieces.nodes[0][2] == of_ranks.nodes[0][2]
+    return bool(of_pieces.nodes[0][2] == of_ranks.nodes[0][2])
 
 
 def _nodes_in(share: range, num_replicas: int) -> list[tuple[int, int]]:

@@ -129,15 +129,12 @@ class ReplicaTransport:
     def _exchange_all(self, given: list[tuple[np.ndarray, Any, Any]]) -> list[np.ndarray]:
         """Send, to each rank, the parts of this rank's replicas, sender by sender."""
         sent = [_split(buffer.reshape(-1), counts) for buffer, counts, _ in given]
-        pieces = [
-            parts[to] for share in self.shares for parts in sent for to in share
-        ]
+        pieces = [parts[to] for share in self.shares for parts in sent for to in share]
         counts_out = [
             sum(counts[to] for _, counts, _ in given for to in share) for share in self.shares
         ]
         counts_in = [
-            sum(incoming[of] for _, _, incoming in given for of in share)
-            for share in self.shares
+            sum(incoming[of] for _, _, incoming in given for of in share) for share in self.shares
         ]
         dtype = given[0][0].dtype
         joined = np.concatenate([np.empty(0, dtype), *pieces])

@@ -135,7 +135,8 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
     def _reduced_sums(self, strategy: Any) -> list[Array]:
         """Return the sums over all replicas. **Collective**."""
         with strategy.extended._replicas.call(f"{type(self).__name__}.result", self.name) as call:
-            return call.all_reduce(ReduceOp.SUM, list(self._own_sums().values()))
+            reduced: list[Array] = call.all_reduce(ReduceOp.SUM, [*self._own_sums().values()])
+            return reduced
 
     def reset_state(self) -> None:
         """Start again from zero.

@@ -163,6 +163,7 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
             return
         if len(self) >= _MAX_STEPS:
             self.clear()
-        self[(id(call.channel), *map(id, variables))] = PreparedStep(
+        key = (id(call.channel), *map(id, variables))
+        self[key] = PreparedStep(
             strategy, variables, counter, counter._storage, reduction, parameters
         )

@@ -19,7 +19,6 @@ from mpistrat.collectives.nested import all_gather_nest
 from mpistrat.context import call_in_update_context
 from mpistrat.errors import ContextError
 from mpistrat.failures import flight_dumps, logs
-from mpistrat.layout import Layout
 from mpistrat.options import (
     CommunicationOptions,
     ReduceOp,
@@ -29,7 +28,6 @@ from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.inputs import InputDistribution
-from mpistrat.strategies.replica_hooks import ReplicaHooks
 from mpistrat.strategies.reductions import (
     Destination,
     local_components,
@@ -37,6 +35,7 @@ from mpistrat.strategies.reductions import (
     reduce_to_host,
     with_whole_values,
 )
+from mpistrat.strategies.replica_hooks import ReplicaHooks
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import localize, per_replica
@@ -94,11 +93,6 @@ class StrategyExtended(ReplicaHooks, InputDistribution, ExtendedV1):
         self._collectives, self._groups = collectives, groups
         # On the way of every step: attributes of their own.
         self._replicas, self._shards = groups.replicas, groups.shards
-
-    @property
-    def _layout(self) -> Layout:
-        """Which replica and which shard of it this rank is."""
-        return self._collectives.layout
 
     def _copied_for(self, container: Any) -> StrategyExtended:
         """Return a copy for another strategy on the same ranks."""

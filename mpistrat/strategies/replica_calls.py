@@ -71,7 +71,9 @@ def _merged(group: ReplicaGroup, leaves: Sequence[Any], all_leaves: bool) -> Any
 
 
 def _is_same(first: Any, other: Any) -> bool:
-    return first is other or (isinstance(first, str) and type(first) is type(other) and first == other)
+    return first is other or (
+        isinstance(first, str) and type(first) is type(other) and first == other
+    )
 
 
 class MeetingContext(ReplicaContext):

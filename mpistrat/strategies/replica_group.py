@@ -35,7 +35,9 @@ class ReplicaGroup:
         """Those that run, each within an act of the one before."""
         # A replica that has a rank for itself communicates as the rank does.
         self._members: list[Collectives] = (
-            [ranks] if self.num_replicas == ranks.size else [self._member(each) for each in self.ids]
+            [ranks]
+            if self.num_replicas == ranks.size
+            else [self._member(each) for each in self.ids]
         )
 
     def _member(self, replica_id: int) -> Collectives:

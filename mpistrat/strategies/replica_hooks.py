@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpistrat.collectives.collectives import Collectives
 from mpistrat.layout import Layout
 
 __all__ = ["ReplicaHooks"]
@@ -13,7 +14,12 @@ __all__ = ["ReplicaHooks"]
 class ReplicaHooks:
     """What `ReplicatedExtended` does in another way."""
 
-    _layout: Layout
+    @property
+    def _layout(self) -> Layout:
+        """Which replica and which shard of it this rank is."""
+        return self._collectives.layout
+
+    _collectives: Collectives
     _kind_of_counters = "mirrored"
     """Of variables that all ranks change alike without a message."""
     _kind_on_read = "on_read"

@@ -11,7 +11,6 @@ import numpy as np
 from mpistrat import context, nests
 from mpistrat.arrays import is_array
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.collectives.ordered import OrderedCollectives
 from mpistrat.layout import Layout
 from mpistrat.options import (
     CommunicationOptions,
@@ -26,7 +25,7 @@ from mpistrat.strategies.replica_calls import MeetingContext, component_of, merg
 from mpistrat.strategies.replica_group import ReplicaGroup
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import DistributedValues, LocalReplicas, PerReplica
+from mpistrat.values import DistributedValues
 from mpistrat.variables import ReplicatedOnRead, Variable
 
 if TYPE_CHECKING:
@@ -233,5 +232,3 @@ class ReplicatedExtended(StrategyExtended):
 
         made = ReplicatedDataset(datasets, self._group.each, self._group.per_replica, self._own_of)
         return self._owned(made)
-
-

@@ -13,7 +13,7 @@ from mpistrat.variables.lookup import read_only
 from mpistrat.variables.variable import register_storage
 from mpistrat.variables.writes import Write
 
-__all__ = ["ReplicatedOnRead", "ReplicatedVariable"]
+__all__ = ["ReplicatedOnRead"]
 
 
 class ReplicatedVariable(MirroredVariable, kind="replicated"):
@@ -39,7 +39,7 @@ class ReplicatedOnRead(SyncOnReadVariable, kind="replicated_on_read"):
     _storages: list[Array]
 
     @property
-    def _storage(self) -> Array:  # type: ignore[override]
+    def _storage(self) -> Array:
         """The component of the replica that runs; outside of all, that of the first one here."""
         own: Array = self.strategy.extended._own_of(self._storages)
         return own
