@@ -177,10 +177,10 @@ class Meeting:
             self._carriers[number - 1].park()
         else:
             self._bring_others()
+        self._turn(number)
         if self._failure is not None:
             member.request, self._is_unwinding = None, True
             raise Unwound
-        self._turn(number)
         self._raise_error(member)
         outcome, member.outcome = member.outcome, None
         return outcome

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Outcome, Status, disagreement_error
-from mpistrat.comm.replica_reducer import Meet
-from mpistrat.comm.replica_transport import ReplicaTransport
+from mpistrat.comm.replica_transport import Meetings, ReplicaTransport
 from mpistrat.errors import EpochError
 from mpistrat.system.text import format_detail
 
@@ -37,18 +36,14 @@ class ReplicaChannel(Channel):
     """
 
     def __init__(
-        self,
-        ranks: Channel,
-        meet: Meet,
-        errand: Callable[[Callable[[], object]], object],
-        replica_id: int,
-        num_replicas: int,
+        self, ranks: Channel, meetings: Meetings, replica_id: int, num_replicas: int
     ) -> None:
-        self._ranks, self._meet = ranks, meet
-        transport = ReplicaTransport(ranks.transport, meet, errand, replica_id, num_replicas)
+        self._ranks, self._meet = ranks, meetings.meet
+        transport = ReplicaTransport(ranks.transport, meetings, replica_id, num_replicas)
         super().__init__(transport, ranks.timeout_s)
         self.checks = ranks.checks
         self.departures = ranks.departures
+        self.ledger = ranks.ledger  # whose collectives these are
         self.flight.resize(1)
         self.num_strategies = ranks.num_strategies
         self._is_mixed = False
@@ -69,7 +64,6 @@ class ReplicaChannel(Channel):
     ) -> Outcome:
         """Meet the other replicas of this rank, and take part in a round of the ranks."""
         digest = self.ledger.digest(signature) ^ extra
-        self.ledger.sequence += 1
         vote = _Vote(status, digest, signature, timeout_s, extra)
         try:
             outcome: Outcome = self._meet("agreement", vote, self._vote_as_rank)
@@ -145,7 +139,7 @@ def _report_of_rank(ranks: Channel, reports: Sequence[dict[str, Any]]) -> dict[s
     (what, site) = next(reversed(lines))
     cause = any(report["cause"] for report in reports) or len(lines) > 1
     if len(lines) > 1:
-        what, site = _joined([(f"is at {w}", s, which) for (w, s), which in lines.items()])
+        what, site = _joined([(_at(w, which), s, which) for (w, s), which in lines.items()])
     own = ranks.report(what, site, cause=cause)
     verdicts = {str(report.get("verdict")): report.get("verdict") for report in reports}
     if len(verdicts) == 1 and None not in verdicts.values():
@@ -163,6 +157,10 @@ def _joined(lines: Sequence[tuple[str, str, list[int]]]) -> tuple[str, str]:
     return ", ".join([*texts, f"{_replica_list(which)} {what}"]), site
 
 
+def _at(what: str, replicas: Sequence[int]) -> str:
+    return f"{'are' if len(replicas) > 1 else 'is'} at {what}"
+
+
 def _replica_list(replicas: Sequence[int]) -> str:
     return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
 
@@ -177,8 +175,8 @@ def describe_apart(
     lines: dict[tuple[str, str], list[int]] = {}
     for replica, what, given, site in waiting:
         named = _call_text(given.signature) if isinstance(given, _Vote) else what
-        lines.setdefault((f"is at {named}", site), []).append(replica)
-    texts = [(what, site, which) for (what, site), which in lines.items()]
+        lines.setdefault((named, site), []).append(replica)
+    texts = [(_at(what, which), site, which) for (what, site), which in lines.items()]
     if returned:
         texts.insert(0, ("returned", "", list(returned)))
     ranks.vote(Status.CALL, _DIFFERENT, None)

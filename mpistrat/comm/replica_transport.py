@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,18 @@ from mpistrat.comm.transport import NodeReducer, Piggyback, SoloRound, Transport
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import replicas_of_ranks
 
-__all__ = ["ReplicaTransport"]
+__all__ = ["Meetings", "ReplicaTransport"]
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """How the replicas of a rank meet."""
+
+    meet: Meet
+    errand: Callable[[Callable[[], object]], object]
+    """Has the thread that calls MPI call a function, and waits for it."""
+    mail: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
+    """What one replica has sent to another of the same rank."""
 
 
 class ReplicaTransport:
@@ -26,14 +38,8 @@ class ReplicaTransport:
     piggyback: Piggyback | None = None
 
     def __init__(
-        self,
-        transport: Transport,
-        meet: Meet,
-        errand: Callable[[Callable[[], object]], object],
-        replica_id: int,
-        num_replicas: int,
+        self, transport: Transport, meetings: Meetings, replica_id: int, num_replicas: int
     ) -> None:
-        # `errand` has the thread that calls MPI call a function, and waits for it.
         self.rank = replica_id
         self.size = num_replicas
         self.library = transport.library
@@ -42,18 +48,12 @@ class ReplicaTransport:
         self.pool = transport.pool
         self.occupancy = transport.occupancy
         self._transport = transport
-        self._meet = meet
-        self._errand = errand
+        self._meet, self._errand, self._mail = meetings.meet, meetings.errand, meetings.mail
         self.shares = replicas_of_ranks(num_replicas, transport.size)
         """The replicas of each rank."""
         self._share = self.shares[transport.rank]
         self._rank_of = [rank for rank, share in enumerate(self.shares) for _ in share]
-        self._mail: dict[tuple[int, int], list[np.ndarray]] = {}
-        self.node: NodeReducer | None = ReplicaReducer(meet, transport, num_replicas)
-
-    def share_mail(self, of: ReplicaTransport) -> None:
-        """Have the same mail as another replica of this rank."""
-        self._mail = of._mail
+        self.node: NodeReducer | None = ReplicaReducer(meetings.meet, transport, num_replicas)
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Refuse: reductions of replicas go by the tree of their reducer."""

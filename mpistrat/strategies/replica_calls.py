@@ -18,7 +18,7 @@ from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, LocalReplicas, Mirrored, PerReplica, is_value
 from mpistrat.variables import ReplicatedOnRead, Variable
 
-__all__ = ["MeetingContext", "component_of", "merged_results"]
+__all__ = ["MeetingContext", "component_of", "merged_results", "merged_values"]
 
 
 def component_of(group: ReplicaGroup, kind: str) -> Callable[..., Any]:
@@ -43,9 +43,13 @@ def component_of(group: ReplicaGroup, kind: str) -> Callable[..., Any]:
     return pick
 
 
-def merged_results(group: ReplicaGroup, results: Sequence[Any], all_leaves: bool = False) -> Any:
+def merged_results(
+    group: ReplicaGroup,
+    results: Sequence[Any],
+    merge: Callable[[ReplicaGroup, Sequence[Any]], Any] | None = None,
+) -> Any:
     """Return what the replicas of this rank have returned as one nest of distributed values."""
-    # With `all_leaves`, every leaf is taken as a value, but distributed ones and variables.
+    # `merge` joins the leaves in another way than that of `run`.
     flat = [nests.flatten(each) for each in results]
     structures = [structure for _, structure in flat]
     for position, structure in enumerate(structures):
@@ -56,18 +60,28 @@ def merged_results(group: ReplicaGroup, results: Sequence[Any], all_leaves: bool
                 f"{nests.signature(structure)}."
             )
     rows = zip(*(leaves for leaves, _ in flat), strict=True)
-    return nests.unflatten(structures[0], [_merged(group, row, all_leaves) for row in rows])
+    return nests.unflatten(structures[0], [(merge or _merged)(group, row) for row in rows])
 
 
-def _merged(group: ReplicaGroup, leaves: Sequence[Any], all_leaves: bool) -> Any:
+def _merged(group: ReplicaGroup, leaves: Sequence[Any]) -> Any:
     first = leaves[0]
-    if all_leaves:
-        if isinstance(first, DistributedValues | Variable):
-            return first
-        return None if all(each is None for each in leaves) else group.per_replica(leaves)
     if not any(map(is_value, leaves)) and all(_is_same(first, each) for each in leaves):
         return first
     return group.per_replica(leaves)
+
+
+def _merged_argument(group: ReplicaGroup, leaves: Sequence[Any]) -> Any:
+    if isinstance(leaves[0], bool) and all(each is leaves[0] for each in leaves):
+        return leaves[0]
+    return _merged(group, leaves)
+
+
+def merged_values(group: ReplicaGroup, leaves: Sequence[Any]) -> Any:
+    """Return leaves of any kind as a `PerReplica`, but variables and distributed values."""
+    first = leaves[0]
+    if isinstance(first, DistributedValues | Variable):
+        return first
+    return None if all(each is None for each in leaves) else group.per_replica(leaves)
 
 
 def _is_same(first: Any, other: Any) -> bool:
@@ -99,7 +113,8 @@ def _merge(group: ReplicaGroup, strategy: Any, given: Sequence[tuple[Any, Any, A
     channel.ledger.merge_calls += 1
     merge_fn = given[0][0]
     _check_same_code(group, [each for each, _, _ in given])
-    args, kwargs = merged_results(group, [(args, kwargs) for _, args, kwargs in given])
+    given_args = [(args, kwargs) for _, args, kwargs in given]
+    args, kwargs = merged_results(group, given_args, _merged_argument)
     frame = context.Frame(context.Kind.CROSS_REPLICA, strategy)
     with context.entered(frame), span("merge_call", "merge_call"):
         try:

@@ -9,6 +9,7 @@ from typing import Any
 from mpistrat import context
 from mpistrat.agreement.replica_channel import ReplicaChannel, describe_apart
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.comm.replica_transport import Meetings
 from mpistrat.layout import Layout, SharedLayout
 from mpistrat.meeting import Meeting, Member
 from mpistrat.system.callsite import site_of_thread
@@ -30,6 +31,7 @@ class ReplicaGroup:
         of_rank = ranks.layout
         self._layouts = [dataclasses.replace(of_rank, running=each) for each in self.ids]
         self._layouts.append(of_rank)
+        self._ways = Meetings(self.meet, self.errand)
         self._meetings: list[Meeting] = []
         self._running: list[Meeting] = []
         """Those that run, each within an act of the one before."""
@@ -42,9 +44,7 @@ class ReplicaGroup:
 
     def _member(self, replica_id: int) -> Collectives:
         ranks = self.ranks
-        channel = ReplicaChannel(
-            ranks.channel, self.meet, self.errand, replica_id, self.num_replicas
-        )
+        channel = ReplicaChannel(ranks.channel, self._ways, replica_id, self.num_replicas)
         made = ranks.again(channel, Layout(self.num_replicas, replica_id))
         made.number = ranks.number
         return made

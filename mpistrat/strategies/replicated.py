@@ -21,7 +21,7 @@ from mpistrat.options import (
 )
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.groups import RankGroups
-from mpistrat.strategies.replica_calls import MeetingContext, component_of, merged_results
+from mpistrat.strategies.replica_calls import MeetingContext, component_of, merged_results, merged_values
 from mpistrat.strategies.replica_group import ReplicaGroup
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
@@ -194,8 +194,15 @@ class ReplicatedExtended(StrategyExtended):
         """
         if not isinstance(var, ReplicatedOnRead):
             return super().update(var, fn, args, kwargs, group)
-        update = super().update
-        results = self._group.each(lambda: update(var, fn, args, kwargs, group=False)[0])
+        context.require_cross_replica(self._container, "update")
+        self._check_is_ours("update", var)
+        self._group.ranks.channel.ledger.updates += 1
+        what = f"update of variable {var.name!r}"
+        results = self._group.each(
+            lambda: context.result_in_update_context(
+                self._container, what, fn, (var,), args, kwargs or {}
+            )
+        )
         return merged_results(self._group, results) if group else tuple(results)
 
     def _local_results(self, value: Any) -> tuple[Any, ...]:
@@ -211,7 +218,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         made = [value_fn(ValueContext(each, self._group.num_replicas)) for each in self._group.ids]
-        return merged_results(self._group, made, all_leaves=True)
+        return merged_results(self._group, made, merged_values)
 
     def _distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None
