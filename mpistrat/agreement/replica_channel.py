@@ -8,7 +8,8 @@ from typing import Any
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Outcome, Status, disagreement_error
-from mpistrat.comm.replica_transport import Meetings, ReplicaTransport
+from mpistrat.comm.replica_reducer import Meetings
+from mpistrat.comm.replica_transport import ReplicaTransport
 from mpistrat.errors import EpochError
 from mpistrat.system.text import format_detail
 

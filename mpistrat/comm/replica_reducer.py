@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,17 +22,31 @@ from mpistrat.comm.transport import Transport
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.sharding import Fold, replicas_of_ranks
 
-__all__ = ["Meet", "ReplicaReducer"]
+__all__ = ["Meetings", "ReplicaReducer"]
 
 Meet = Callable[[str, Any, Callable[[list[Any]], Sequence[Any]]], Any]
 """``meet(what, given, act)``: waits until all replicas of this rank have called it with an equal
 `what`, calls ``act(values)`` once with what they have `given`, in order, and returns to each its
 item of what that returns."""
 
-_T = TypeVar("_T")
 _SMALL_BYTES = 2**15
 """Up to here, over all ranks, a second message costs more than to combine all on every rank."""
 _IN_ORDER = CommunicationOptions(deterministic=True)
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """How the replicas of a rank meet, and what they leave for each other, by their numbers."""
+
+    meet: Meet
+    errand: Callable[[Callable[[], object]], object]
+    """Has the thread that calls MPI call a function, and waits for it."""
+    mail: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
+    """What one replica has sent to another."""
+    attached: dict[int, Message] = field(default_factory=dict)
+    """What is reduced next, if the replicas agree."""
+    reduced: dict[int, Message] = field(default_factory=dict)
+    """What was reduced by the first replica for all."""
 
 
 class ReplicaReducer:
@@ -40,8 +55,12 @@ class ReplicaReducer:
     min_bytes = 0
     keeps_order = True
 
-    def __init__(self, meet: Meet, transport: Transport, num_replicas: int) -> None:
-        self._meet = meet
+    def __init__(
+        self, meetings: Meetings, transport: Transport, replica_id: int, num_replicas: int
+    ) -> None:
+        self._meet = meetings.meet
+        self._attached, self._reduced = meetings.attached, meetings.reduced
+        self._replica_id = replica_id
         self._transport = transport
         self._num_replicas = num_replicas
         shares = replicas_of_ranks(num_replicas, transport.size)
@@ -56,13 +75,27 @@ class ReplicaReducer:
         return True
 
     def attach(self, message: Message) -> None:
-        """Do nothing: the other replicas of this rank have not come yet."""
+        """Keep `message`, which the next agreement shows to the other replicas of this rank."""
+        self._attached[self._replica_id] = message
 
     def detach(self) -> None:
-        """Do nothing: nothing is attached."""
+        """Withdraw what was attached last."""
+        self._attached.pop(self._replica_id, None)
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective** over replicas."""
+        attached = self._attached
+        if attached.get(self._replica_id) is message:
+            # All have met to agree, and the first goes on first: it need not meet them again.
+            if self._replica_id == self._share.start and len(attached) == len(self._share):
+                messages = [attached[each] for each in self._share]
+                self._reduce(op, messages)
+                attached.clear()
+                self._reduced.update(zip(self._share[1:], messages[1:], strict=True))
+                return
+            del attached[self._replica_id]
+        elif self._reduced.pop(self._replica_id, None) is message:
+            return
         self._meet("reduction", message, functools.partial(self._reduce, op))
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mpistrat.comm.replica_reducer import Meet, ReplicaReducer
+from mpistrat.comm.replica_reducer import Meetings, ReplicaReducer
 from mpistrat.comm.transport import NodeReducer, Piggyback, SoloRound, Transport
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import replicas_of_ranks
 
-__all__ = ["Meetings", "ReplicaTransport"]
-
-
-@dataclass(frozen=True)
-class Meetings:
-    """How the replicas of a rank meet."""
-
-    meet: Meet
-    errand: Callable[[Callable[[], object]], object]
-    """Has the thread that calls MPI call a function, and waits for it."""
-    mail: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
-    """What one replica has sent to another of the same rank."""
+__all__ = ["ReplicaTransport"]
 
 
 class ReplicaTransport:
@@ -53,7 +41,9 @@ class ReplicaTransport:
         """The replicas of each rank."""
         self._share = self.shares[transport.rank]
         self._rank_of = [rank for rank, share in enumerate(self.shares) for _ in share]
-        self.node: NodeReducer | None = ReplicaReducer(meetings.meet, transport, num_replicas)
+        self.node: NodeReducer | None = ReplicaReducer(
+            meetings, transport, replica_id, num_replicas
+        )
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Refuse: reductions of replicas go by the tree of their reducer."""

@@ -9,7 +9,7 @@ from typing import Any
 from mpistrat import context
 from mpistrat.agreement.replica_channel import ReplicaChannel, describe_apart
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.comm.replica_transport import Meetings
+from mpistrat.comm.replica_reducer import Meetings
 from mpistrat.layout import Layout, SharedLayout
 from mpistrat.meeting import Meeting, Member
 from mpistrat.system.callsite import site_of_thread

@@ -21,7 +21,12 @@ from mpistrat.options import (
 )
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.groups import RankGroups
-from mpistrat.strategies.replica_calls import MeetingContext, component_of, merged_results, merged_values
+from mpistrat.strategies.replica_calls import (
+    MeetingContext,
+    component_of,
+    merged_results,
+    merged_values,
+)
 from mpistrat.strategies.replica_group import ReplicaGroup
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
