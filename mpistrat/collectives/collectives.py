@@ -232,6 +232,8 @@ class Collectives:
         """Those of one array, by op and description, for calls that bring no options."""
         self.rank = channel.rank
         self.size = channel.size
+        self.arithmetic = ""
+        """Fingerprint of what the bits depend on, where they do not depend on the ranks."""
         self.is_closed = False
         """Whether `close` was called."""
         self.name_of_close = "close"

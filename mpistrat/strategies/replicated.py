@@ -19,6 +19,7 @@ from mpistrat.options import (
     ReduceOpLike,
     ValueContext,
 )
+from mpistrat.strategies.arithmetic import compare_arithmetic
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.replica_calls import (
@@ -52,6 +53,7 @@ class ReplicatedExtended(StrategyExtended):
     def _set_ranks(self, collectives: Collectives, groups: RankGroups) -> None:
         self._groups, self._shards = groups, groups.shards
         self._group = ReplicaGroup(collectives)
+        collectives.arithmetic = compare_arithmetic(collectives)
 
     @property
     def _collectives(self) -> Collectives:  # type: ignore[override]

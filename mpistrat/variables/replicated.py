@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, host_view, place
+from mpistrat.sharding import replicas_of_ranks
 from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
 from mpistrat.variables.lookup import read_only
 from mpistrat.variables.variable import register_storage
@@ -78,6 +79,24 @@ class ReplicatedOnRead(SyncOnReadVariable, kind="replicated_on_read"):
     def _load_piece(self, start: int, piece: np.ndarray) -> None:
         load = super()._load_piece
         self._on_replicas(lambda: load(start, piece))
+
+    def _components_for_root(self) -> np.ndarray | None:
+        """Return the components of all replicas on rank 0, ``None`` elsewhere. **Collective**."""
+        group = self.strategy.extended._group
+        own = np.stack([host_view(each) for each in self._storages])
+        ranks, layout = group.ranks, group.ranks.layout
+        size = own[0].size
+        counts = [len(share) * size for share in replicas_of_ranks(layout.total, layout.num_ranks)]
+        with ranks.call("save of SyncOnRead variable", self.name) as call:
+            call.agree("components", str(self.dtype), self.shape)
+            with call.moving():
+                gathered = ranks.channel.transport.gather(own.reshape(-1), counts, 0)
+        return None if gathered is None else gathered.reshape(layout.total, *self.shape)
+
+    def _load_components(self, components: np.ndarray) -> None:
+        """Set the components from those of all replicas. **Local**."""
+        for replica, storage in zip(self.strategy.extended._group.ids, self._storages, strict=True):
+            storage[...] = place(components[replica], self._target.device)
 
     def _on_replicas(self, function: Any) -> Any:
         return self.strategy.extended._on_replicas(function)

@@ -536,3 +536,23 @@ def test_a_checkpoint(replicas, num, mpi_tmp_path):
     restored.restore(path).assert_consumed()
     assert again["mirrored"].numpy().tolist() == [0, 1, 2]
     assert again["total"].numpy().tolist() == [num * (num + 1) / 2] * 2
+
+
+def test_a_checkpoint_keeps_the_components(replicas, num, ids, mpi_tmp_path, rank):
+    with replicas.scope():
+        total = ms.Variable(np.zeros(3, np.float32), synchronization=ON_READ, aggregation=SUM)
+    rows = [values_of(each, 3, "f4") for each in range(num)]
+    replicas.run(lambda: total.assign(rows[own()]))
+    path = ms.Checkpoint(total=total).write(mpi_tmp_path / "state.h5")
+    with h5py.File(path) as file:
+        assert file["replicas/total"][()].tobytes() == np.stack(rows).tobytes()
+        assert file.attrs["num_replicas"] == num
+        assert len(file.attrs["arithmetic"]) == 16
+    replicas.run(lambda: total.assign(np.zeros(3, np.float32)))
+    ms.Checkpoint(total=total).restore(path).assert_consumed()
+    assert [each.tobytes() for each in total.values] == [rows[each].tobytes() for each in ids]
+    with ms.MPIStrategy(device="cpu", num_replicas=num + 1).scope():
+        other = ms.Variable(np.zeros(3, np.float32), synchronization=ON_READ, aggregation=SUM)
+    ms.Checkpoint(total=other).restore(path).assert_consumed()
+    np.testing.assert_allclose(other.numpy(), expected_reduction("sum", rows), rtol=1e-6)
+    assert len({each.tobytes() for each in other.values}) == 1
