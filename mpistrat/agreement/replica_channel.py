@@ -47,8 +47,6 @@ class ReplicaChannel(Channel):
         self.ledger = ranks.ledger  # whose collectives these are
         self.flight.resize(1)
         self.num_strategies = ranks.num_strategies
-        self._is_mixed = False
-        """Whether the last round was mixed, and reports are exchanged next."""
 
     @property
     def closed(self) -> RuntimeError | None:
@@ -72,7 +70,6 @@ class ReplicaChannel(Channel):
             if status is Status.CALL:
                 raise
             outcome = Outcome.MIXED  # this replica has an error of its own to raise
-        self._is_mixed = outcome is Outcome.MIXED
         return outcome
 
     def _vote_as_rank(self, votes: list[_Vote]) -> list[Outcome]:
@@ -94,20 +91,17 @@ class ReplicaChannel(Channel):
         """Return the report of this replica, for replicas that disagree."""
         return super().report(what, site, ended=ended, cause=cause) | {"replica": self.rank}
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Return the JSON `value` of every replica, in order. **Collective**, unchecked."""
-        if not self._is_mixed:
-            return super().exchange(value)
-        self._is_mixed = False
-        if self.closed is not None:  # the reports have been exchanged already
+    def exchange_reports(self, report: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the report of every replica after a round that was mixed. **Collective**."""
+        if self.closed is not None:  # they have been exchanged already
             return []
-        reports: list[Any] = self._meet("reports", value, self._exchange_reports)
+        reports: list[Any] = self._meet("reports", report, self._exchange_reports)
         return reports
 
     def _exchange_reports(self, reports: list[dict[str, Any]]) -> list[list[Any]]:
         """Exchange reports among ranks; of one that is in no replica it stands for each."""
         assert isinstance(self.transport, ReplicaTransport)
-        of_ranks = self._ranks.exchange(_report_of_rank(self._ranks, reports))
+        of_ranks = self._ranks.exchange_reports(_report_of_rank(self._ranks, reports))
         self._ranks.reports = of_ranks
         found = [
             report
@@ -126,6 +120,10 @@ class ReplicaChannel(Channel):
         error = type(known)(str(known))
         error._caused_elsewhere = known._caused_elsewhere
         return error
+
+    def place(self, rank: int | None = None) -> str:
+        """Return what messages call a replica, by default this one."""
+        return f"replica {self.rank if rank is None else rank} of {self.size}"
 
     def note_failure(self, error: BaseException, site: str) -> None:
         """Record that a function raised on this rank."""
@@ -182,7 +180,7 @@ def describe_apart(
         texts.insert(0, ("returned", "", list(returned)))
     ranks.vote(Status.CALL, _DIFFERENT, None)
     report = ranks.report(*_joined(texts), cause=True)
-    return ranks.disagreement(ranks.exchange(report))
+    return ranks.disagreement(ranks.exchange_reports(report))
 
 
 def _call_text(signature: Sequence[Any]) -> str:

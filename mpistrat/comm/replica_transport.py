@@ -90,6 +90,13 @@ class ReplicaTransport:
         )
         return gathered
 
+    def start_all_gather(
+        self, part: np.ndarray, counts: Sequence[int]
+    ) -> Callable[[], np.ndarray | None]:
+        """Gather short parts, and return what returns them."""
+        gathered = self.all_gather(part, counts)
+        return lambda: gathered
+
     def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
         """Do `all_gather` for `root` alone; ``None`` for the other replicas."""
         gathered: np.ndarray | None = self._meet(
