@@ -52,4 +52,5 @@ def fingerprint(device: Device) -> str:
 def _numbers(dtype: type[np.floating[Any]]) -> np.ndarray:
     """Return numbers between -1 and 1 that are the same on every machine."""
     state = np.arange(1, _SIZE**2 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return ((state >> np.uint64(40)).astype(np.float64) / 2**23 - 1).astype(dtype)
+    numbers: np.ndarray = (state >> np.uint64(40)).astype(np.float64) / 2**23 - 1
+    return numbers.astype(dtype)

@@ -87,12 +87,15 @@ exec(compile(open({program!r}).read(), {program!r}, "exec"))
 """
 
 
+RUN = ("-m", "mpistrat", "run", "-n", "2", "--oversubscribe", "--restarts", "1")
+
+
 def test_run_starts_it_again_after_a_kill(job, one_rank, tmp_path):
     program, *options = job.command(*OPTIONS)
     script = tmp_path / "killed.py"
     script.write_text(KILLED.format(program=str(program), signal=int(signal.SIGKILL)))
     done = launch.run(
-        [*"-m mpistrat run -n 2 --oversubscribe --restarts 1".split(), script, *options],
+        [*RUN, script, *options],
         limit_s=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
