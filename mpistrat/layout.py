@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def difference(self) -> str | None:
-        """What the ranks must have been told alike, ``None`` where nothing was said."""
+        """What the arguments of all ranks must agree on, ``None`` where nothing was said."""
         num_ranks = self.ranks_per_replica
         return None if num_ranks == 1 else f"{num_ranks} ranks per replica"
 
@@ -111,7 +111,7 @@ class SharedLayout(Layout):
 
     @property
     def difference(self) -> str | None:
-        """What the ranks must have been told alike."""
+        """What the arguments of all ranks must agree on."""
         return f"{self.total} replicas"
 
     @property

@@ -2,7 +2,7 @@
 
 A *meeting* has as many members as the rank has replicas. Each member is a function that runs until
 it meets the others or returns, one at a time, in order. The first runs in the calling thread, so a
-meeting of one has no other thread; each other one has a thread of its own that is kept from run to
+meeting of one has no other thread; each other one has its own thread, which is kept from run to
 run. Only the calling thread does what the members have met for, such as a collective.
 """
 

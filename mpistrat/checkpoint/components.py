@@ -1,7 +1,7 @@
 """Components of SyncOnRead variables in a checkpoint, for jobs with ``num_replicas=``.
 
-The aggregate of a variable is enough to go on with. Its components are needed to go on to the same
-bits, as they add up in another order.
+The aggregate of a variable is enough to continue. Its components are needed for the same bits, as
+they add up in another order.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ __all__ = [
     "divide",
     "finish",
     "mpi_operator",
+    "unify_nan",
 ]
 
 _UFUNCS = {
@@ -68,7 +69,7 @@ def finish(op: ReduceOp, total: np.ndarray, size: int) -> np.ndarray:
     """Return the combination `total` of `size` rows, divided for MEAN, with one kind of NaN."""
     if op is ReduceOp.MEAN:
         divide(total, size)
-    _unify_nan(total)
+    unify_nan(total)
     return total
 
 
@@ -96,11 +97,12 @@ def divide(buffer: np.ndarray, size: int) -> None:
             np.true_divide(part, size, out=part)
 
 
-def _unify_nan(result: np.ndarray) -> None:
+def unify_nan(result: np.ndarray) -> None:
+    """Give every NaN of `result` the bits of ``numpy.nan``."""
     # Which of two NaN a sum passes on may depend on an element's place in the vector registers.
     if result.dtype.kind == "c":
-        _unify_nan(result.real)
-        _unify_nan(result.imag)
+        unify_nan(result.real)
+        unify_nan(result.imag)
     elif result.dtype.kind == "f":
         np.copyto(result, np.nan, where=np.isnan(result))
 

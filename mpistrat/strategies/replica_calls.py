@@ -50,6 +50,8 @@ def merged_results(
 ) -> Any:
     """Return what the replicas of this rank have returned as one nest of distributed values."""
     # `merge` joins the leaves in another way than that of `run`.
+    if all(each is None for each in results):  # as of most steps
+        return None
     flat = [nests.flatten(each) for each in results]
     structures = [structure for _, structure in flat]
     for position, structure in enumerate(structures):

@@ -31,7 +31,7 @@ from mpistrat.strategies.replica_calls import (
 from mpistrat.strategies.replica_group import ReplicaGroup
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import DistributedValues
+from mpistrat.values import DistributedValues, LocalReplicas
 from mpistrat.variables import ReplicatedOnRead, Variable
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class ReplicatedExtended(StrategyExtended):
             pick = functools.partial(own, position)
             call = functools.partial(
                 fn,
-                *[nests.map_nest(pick, each) for each in args],
-                **{name: nests.map_nest(pick, each) for name, each in named.items()},
+                *[_picked(pick, each) for each in args],
+                **{name: _picked(pick, each) for name, each in named.items()},
             )
             functions.append(functools.partial(self._run_one, call, replica_id))
         with span("run", "run"):
@@ -246,3 +246,8 @@ class ReplicatedExtended(StrategyExtended):
 
         made = ReplicatedDataset(datasets, self._group.each, self._group.per_replica, self._own_of)
         return self._owned(made)
+
+
+def _picked(pick: Callable[[Any], Any], nest: Any) -> Any:
+    """Return `nest` with what `pick` returns for each leaf."""
+    return pick(nest) if type(nest) is LocalReplicas else nests.map_nest(pick, nest)
