@@ -385,6 +385,27 @@ def test_accumulated_gradients(replicas, num):
     assert sgd.iterations.numpy() == 1
 
 
+def test_moving_averages_follow_once(replicas):
+    with replicas.scope():
+        variable = ms.Variable(np.zeros(2))
+        average = ms.optimizers.ExponentialMovingAverage(0.5)
+    replicas.run(lambda: average.apply([variable]))
+    variable.assign([4.0, 8.0])
+    replicas.run(lambda: average.apply([variable]))
+    assert average.average(variable).numpy().tolist() == [2, 4]
+
+
+def test_state_of_a_replica_needs_a_rank_for_itself(replicas, num, size, mpi_tmp_path):
+    state = ms.PerReplicaState(np.random.default_rng(1))
+    with replicas.scope():
+        checkpoint = ms.Checkpoint(state=state)
+        if num == size:
+            checkpoint.write(mpi_tmp_path / "state.h5")
+            return
+        with pytest.raises(NotImplementedError, match="more replicas than ranks"):
+            checkpoint.write(mpi_tmp_path / "state.h5")
+
+
 def test_metrics(replicas, num):
     with replicas.scope():
         mean = ms.metrics.Mean()
