@@ -11,6 +11,7 @@ and exits with code 75: run it again.
 
 import argparse
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -271,6 +272,13 @@ def parse_arguments():
         help="normalize hidden layers by the statistics of each rank's examples, or of all ranks'",
     )
     add(
+        "--replicas",
+        type=int,
+        metavar="R",
+        help="divide the training into R parts, and get the same bits on any number of ranks up to "
+        "R; the last line printed is then a digest of the weights",
+    )
+    add(
         "--walltime-margin",
         type=float,
         default=60,
@@ -281,20 +289,29 @@ def parse_arguments():
     return parser.parse_args()
 
 
+def digest_of(layers):
+    """Return a digest of the bits of all weights."""
+    digest = hashlib.sha256()
+    for layer in layers:
+        for variable in (layer["kernel"], layer["bias"]):
+            digest.update(variable.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def describe(strategy):
     """Return on how many ranks, with which MPI library and on which device a job runs."""
     from mpi4py import MPI  # here, because the strategy starts MPI
 
     library, version = MPI.get_vendor()
     version = ".".join(map(str, version))
-    ranks = strategy.num_replicas_in_sync
+    ranks = strategy.size
     return f"{ranks} rank(s), {library} {version}, {strategy.extended.device}"
 
 
 def main():
     """Train, test and save. **Collective**: every rank runs this program."""
     args = parse_arguments()
-    strategy = ms.MPIStrategy(device=args.device)
+    strategy = ms.MPIStrategy(device=args.device, num_replicas=args.replicas)
     speaks = strategy.extended.should_save_summary  # on rank 0
     if args.epochs < 1:
         raise ValueError(f"--epochs must be at least 1, not {args.epochs}.")
@@ -325,13 +342,15 @@ def main():
             manager.save(step=len(history.rows))
             show(history.rows[-1], training.num_examples, time.perf_counter() - began)
     if speaks:
-        num_ranks = strategy.num_replicas_in_sync
+        num_ranks = strategy.size
         title = (
             f"Digits: {args.epochs} epochs on {num_ranks} rank{'s' if num_ranks > 1 else ''}, "
             f"global batch size {args.batch_size}"
         )
         write_learning_curve(history.rows, args.output, title)
         print(f"test accuracy: {history.rows[-1]['test_accuracy']:.4f}")
+        if args.replicas is not None:
+            print(f"weights: {digest_of(training.layers)}")
 
 
 if __name__ == "__main__":

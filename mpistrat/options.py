@@ -163,9 +163,10 @@ class CommunicationOptions:
     """Whether the bits of a reduction depend on the number of ranks and the values alone.
 
     For every op and dtype: each element is combined in a fixed tree in rank order, so neither
-    the run, the rank, packing, sizes nor the placement of ranks on nodes show in the result. It
-    costs some speed. NaN come out with the bits of ``numpy.nan``. `start_all_reduce` then does
-    the whole reduction before it returns."""
+    the run, the rank, packing, sizes nor the placement of ranks on nodes show in the result. On
+    one node shared memory keeps that order at no cost. Over several nodes it costs some speed,
+    and `start_all_reduce` does the whole reduction before it returns. NaN come out with the bits
+    of ``numpy.nan``."""
     wire_dtype: Literal["float16", "bfloat16"] | None = None
     """What floats are rounded to before they travel in SUM and MEAN: ``"float16"``,
     ``"bfloat16"``, or ``None`` for no rounding.

@@ -5,7 +5,14 @@ Pure functions of integers. Every rank computes the same, so nothing here commun
 
 from __future__ import annotations
 
-__all__ = ["ceil_div", "cut", "part_lengths", "slice_of_rank"]
+import itertools
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ["Fold", "ceil_div", "cut", "part_lengths", "replicas_of_ranks", "slice_of_rank"]
+
+
+T = TypeVar("T")
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
@@ -33,3 +40,45 @@ def slice_of_rank(num_examples: int, size: int, rank: int) -> slice:
     share = ceil_div(num_examples, size)
     start = min(rank * share, num_examples)
     return slice(start, min(start + share, num_examples))
+
+
+def replicas_of_ranks(num_replicas: int, size: int) -> list[range]:
+    """Return the replicas of each rank: contiguous, the first ranks may have one more."""
+    stops = [0]
+    for length in part_lengths(num_replicas, size):
+        stops.append(stops[-1] + length)
+    return [range(*pair) for pair in itertools.pairwise(stops)]
+
+
+class Fold(Generic[T]):
+    """Sum of `num_rows` rows by the tree of `mpistrat.comm.ops.combine`, as far as it has come.
+
+    A node of the tree is what one row holds after a step of that function: the sum of the rows
+    ``[k w, min((k + 1) w, num_rows))``, where w is a power of two. Nodes are given in the order of
+    their rows, from any row on; those that are complete are combined at once, as the digits of a
+    binary counter are.
+    """
+
+    def __init__(self, num_rows: int, combine: Callable[[T, T], T]) -> None:
+        self._num_rows = num_rows
+        self._combine = combine
+        self.nodes: list[tuple[int, int, T]] = []
+        """First row, width and sum of each node that waits for another one."""
+
+    def add(self, begin: int, value: T, width: int = 1) -> None:
+        """Take the node of `width` rows from `begin` on."""
+        while True:
+            # Without a row behind it, a node is that of twice the width, too.
+            while (
+                width < self._num_rows
+                and begin % (2 * width) == 0
+                and begin + width >= self._num_rows
+            ):
+                width *= 2
+            has_left = bool(self.nodes) and self.nodes[-1][:2] == (begin - width, width)
+            if begin % (2 * width) == 0 or not has_left:
+                break
+            begin, _, left = self.nodes.pop()
+            value = self._combine(left, value)
+            width *= 2
+        self.nodes.append((begin, width, value))

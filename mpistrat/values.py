@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -21,6 +21,7 @@ from mpistrat.system.text import brief
 __all__ = [
     "DistributedValues",
     "IndexedSlices",
+    "LocalReplicas",
     "Mirrored",
     "Number",
     "PerReplica",
@@ -64,12 +65,16 @@ class DistributedValues(Generic[T_co]):
         _containers[id(component)] = self
 
     @property
-    def values(self) -> tuple[T_co]:
-        """The components on this rank: a tuple with one element. Local."""
+    def values(self) -> tuple[T_co, ...]:
+        """The components on this rank: a tuple with one element for each replica here. Local."""
         return (self._component,)
 
+    def _own(self) -> Any:
+        """Return the component of the replica that runs here."""
+        return self._component
+
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        (component,) = self.values
+        component = self._own()
         if isinstance(component, Ragged):
             raise TypeError(
                 "A Ragged is no array: its rows differ in length. Take its values and row_splits, "
@@ -108,6 +113,39 @@ class PerReplica(DistributedValues[T_co]):
             "function given to strategy.run(fn, args=(value,)) gets this replica's component; "
             "numpy.asarray(value) is that too."
         )
+
+
+class LocalReplicas(PerReplica[T_co]):
+    """A `PerReplica` under ``num_replicas=``, with a component for each replica of this rank."""
+
+    # `turn` returns the position of the replica that runs here, ``None`` outside of all.
+
+    __slots__ = ("_components", "_turn")
+
+    def __init__(self, components: Sequence[T_co], turn: Callable[[], int | None]) -> None:
+        super().__init__(components[0])
+        self._components, self._turn = tuple(components), turn
+        for component in self._components:
+            _containers[id(component)] = self
+
+    @property
+    def values(self) -> tuple[T_co, ...]:
+        """The components on this rank, in order of the replicas. Local."""
+        return self._components
+
+    def _own(self) -> Any:
+        position = self._turn()
+        if position is None:
+            if len(self._components) > 1:
+                raise ValueError(
+                    f"{self!r} holds the components of {len(self._components)} replicas, but one "
+                    "is asked for here. Use it in a function given to strategy.run, or its values."
+                )
+            position = 0
+        return self._components[position]
+
+    def __repr__(self) -> str:
+        return f"PerReplica({', '.join(map(brief, self._components))})"
 
 
 class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
@@ -262,7 +300,7 @@ def is_value(leaf: object) -> bool:
 
 def local_component(leaf: Any) -> Any:
     """Return this rank's component of a distributed value, anything else as it is."""
-    return leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
+    return leaf._own() if isinstance(leaf, DistributedValues) else leaf
 
 
 def localize(nest: Any) -> Any:

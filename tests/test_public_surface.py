@@ -41,7 +41,8 @@ SURFACE = {
         assert_replicas_agree batch_reduce_to broadcast_to call_for_each_replica
         colocate_vars_with device dump_flight_record experimental_between_graph gradient_buffers
         experimental_make_numpy_dataset experimental_require_static_shapes
-        experimental_run_steps_on_iterator experimental_should_init non_slot_devices
+        experimental_run_steps_on_iterator experimental_should_init local_replica_ids
+        non_slot_devices
         parameter_devices read_var reduce_to should_checkpoint should_save_summary update
         update_non_slot value_container variable_created_in_scope worker_devices xp
     """,

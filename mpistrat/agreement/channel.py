@@ -97,6 +97,8 @@ class Channel(ClosableChannel):
         """The other ranks on the side channel, where there is one."""
         self.departures = Departures(self.ranks)
         """Other ranks that come to no further collective."""
+        self.reports: list[dict[str, Any]] = []
+        """Those of the ranks, where their replicas disagree."""
         self.stuck_at: str | None = None
         """Where this rank stopped waiting in a round, which is still open."""
         self.is_reported = False

@@ -30,6 +30,7 @@ from mpistrat.checkpoint.tensors import Box, TensorArray, TensorState
 from mpistrat.checkpoint.writer import (
     BufferLifetime,
     Item,
+    replicas_item,
     state_item,
     variable_item,
 )
@@ -39,6 +40,7 @@ from mpistrat.system.text import rank_list
 from mpistrat.trackable import Trackable
 from mpistrat.variables import (
     MirroredVariable,
+    ReplicatedOnRead,
     ShardedVariable,
     SplitVariable,
     SyncOnReadVariable,
@@ -143,6 +145,7 @@ class StateCollector:
             num_replicas=self.collectives.layout.num_replicas,
             mpi_library=self.collectives.channel.transport.library,
             created=created,
+            arithmetic=self.collectives.arithmetic,
         )
 
     def items(self) -> Iterator[Item]:
@@ -155,6 +158,8 @@ class StateCollector:
                 yield _item_of_parts(name, variable, self._is_parallel)
             else:
                 yield _item_of(name, variable)
+            if isinstance(variable, ReplicatedOnRead):
+                yield replicas_item(name, variable._components_for_root())
         for name, state in self._states.items():
             yield from self._items_of_state(name, state)
         for name, own in self._of_replicas.items():

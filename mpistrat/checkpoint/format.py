@@ -1,7 +1,8 @@
 """Format of checkpoint files: versions, names, attributes and digests.
 
 A file holds one HDF5 data set per variable under ``/variables``, the digests of its pages under
-``/digests`` where it is large, and one JSON text per object with other state under ``/state``.
+``/digests`` where it is large, and one JSON text per object with other state under ``/state``. With
+``num_replicas=`` the components of SyncOnRead variables are under ``/replicas``.
 Errors and commands name the paths without these groups.
 """
 
@@ -28,6 +29,7 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "OLD_VERSION",
+    "REPLICAS",
     "STATE",
     "VARIABLES",
     "Header",
@@ -41,6 +43,8 @@ FORMAT = "mpistrat-checkpoint"
 VARIABLES = "variables"
 STATE = "state"
 DIGESTS = "digests"
+REPLICAS = "replicas"
+"""The components of SyncOnRead variables under ``num_replicas=``, one row a replica."""
 OLD_VERSION = 1
 """Of files with SHA-256 digests, whose states hold only arrays and JSON values."""
 DEEPEST = 100
@@ -69,6 +73,12 @@ class Header:
     mpistrat_version: str = __version__
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
+    arithmetic: str = ""
+    """Fingerprint of the arithmetic that the bits depend on, of a job with ``num_replicas=``."""
+
+    def attributes(self) -> dict[str, str | int]:
+        """Return the attributes that a file has."""
+        return {name: each for name, each in asdict(self).items() if name != "arithmetic" or each}
 
     @staticmethod
     def timestamp(created_s: float | None = None) -> str:
@@ -78,7 +88,7 @@ class Header:
 
     def digest(self, like: str = "") -> str:
         """Return what the attribute ``digest`` holds: over the others, as JSON with sorted keys."""
-        return digest_of_text(json.dumps(asdict(self), sort_keys=True).encode(), like)
+        return digest_of_text(json.dumps(self.attributes(), sort_keys=True).encode(), like)
 
     @property
     def created_s(self) -> float:

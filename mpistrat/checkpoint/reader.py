@@ -28,6 +28,7 @@ from mpistrat.checkpoint.format import (
     FORMAT,
     FORMAT_VERSION,
     OLD_VERSION,
+    REPLICAS,
     STATE,
     VARIABLES,
     Header,
@@ -76,10 +77,12 @@ class CheckpointReader:
             contents = survey(file)
         self.header = _read_header(file, path)
         with naming_damage(path, "the tree"):
-            contents.check({VARIABLES, STATE}, {DIGESTS})
+            contents.check({VARIABLES, STATE}, {DIGESTS, REPLICAS})
         self._nodes = contents.below(VARIABLES)
         self._state = contents.below(STATE)
         self._digests = contents.below(DIGESTS)
+        self._replicas = contents.below(REPLICAS)
+        self.replica_paths = list(self._replicas)
         self._offsets: dict[str, int] = {}
         self.variables: dict[str, VariableInfo] = {}
         self._read_tree(has_offsets(file.id))
@@ -95,7 +98,7 @@ class CheckpointReader:
         unpacked = 0
         types = TypesInFile()
         found: list[tuple[tuple[int, ...], np.dtype]] = []
-        for name, node in (*self._nodes.items(), *self._state.items()):
+        for name, node in (*self._nodes.items(), *self._state.items(), *self._replicas.items()):
             with naming_damage(self.path, name):
                 dtype, is_as_in_memory = types.of(node)
                 shape = node.shape
@@ -105,7 +108,7 @@ class CheckpointReader:
                     offset = offset_of_block(node, num_bytes)
                 if offset is None:
                     num_bytes = check_layout(node, dtype.itemsize, file_bytes)
-                else:  # its bytes lie in this file as they are in memory
+                elif self._nodes.get(name) is node:  # its bytes lie here as they are in memory
                     self._offsets[name] = offset
                 unpacked += num_bytes
                 check_expansion(unpacked, file_bytes)
@@ -196,6 +199,21 @@ class CheckpointReader:
             sizes = zip(offsets, into.shape, strict=True)
             into[...] = dataset[tuple(slice(begin, begin + size) for begin, size in sizes)]
 
+    def read_replicas(self, name: str) -> np.ndarray:
+        """Return the components of a SyncOnRead variable, of shape ``(num_replicas, *shape)``."""
+        with naming_damage(self.path, f"{REPLICAS}/{name}"):
+            node = self._replicas[name]
+            dataset = h5py().Dataset(node)
+            check_streams(dataset)
+            stored = read_short_text(node, "digest")
+            values = np.asarray(dataset[()])
+            check_digest(digest_of_array(values, stored).text, stored)
+            info = self.variables.get(name)
+            expected = None if info is None else (self.header.num_replicas, *info.shape)
+            if values.shape != expected:
+                raise ValueError(f"the components have the shape {values.shape}, not {expected}")
+            return values.astype(values.dtype.newbyteorder("="), copy=False)
+
     def read_state(self, name: str) -> Any:
         """Return the JSON part of the state of an object."""
         with naming_damage(self.path, name):
@@ -215,6 +233,7 @@ class CheckpointReader:
         for names, read in (
             (self.variables, self._read_through),
             (self._digests, self._verify_pages),
+            (self.replica_paths, self.read_replicas),
             (self.state_paths, self.read_state),
         ):
             for name in names:
@@ -288,6 +307,7 @@ def _read_header(file: Any, path: Path) -> Header:
             f"versions {OLD_VERSION} and {FORMAT_VERSION}. Install the mpistrat that wrote it "
             f"({given['mpistrat_version']!r}), or a newer one."
         )
+    given["arithmetic"] = given["arithmetic"] or ""
     missing = [name for name in known if type(given[name]) is not type(getattr(Header, name))]
     if missing:
         raise CheckpointCorruptError(

@@ -149,6 +149,12 @@ def assign_replicas(stateful: Iterable[object], layout: Layout) -> None:
     """Let each `PerReplicaState` know which replica this is."""
     for each in stateful:
         if isinstance(each, PerReplicaState):
+            if layout.num_replicas * layout.ranks_per_replica > layout.num_ranks:
+                raise NotImplementedError(
+                    "PerReplicaState with more replicas than ranks (num_replicas): an object "
+                    "exists once on a rank. Use ReplicaContext.rng for random numbers, or a SyncOnRead "
+                    "variable."
+                )
             each._assign(layout.replica_id, layout.num_replicas)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.checkpoint.components import load_components, read_components
 from mpistrat.checkpoint.deferred import (
     Restoration,
     Shape,
@@ -183,6 +184,7 @@ def restore(
         values = _read(collectives, file, check)
         here = variables.keys() | file.shards.keys()
         others = {name: shape for name, shape in shapes.items() if name not in here}
+        components = read_components(collectives, path, variables)
         restoration = Restoration(
             path,
             layout,
@@ -201,6 +203,7 @@ def restore(
             variable._load_value(np.zeros(variable.full_shape, variable.dtype))
         with collectives.common_outcome(_WHAT, path):  # no rank reads what others still load
             file.load_in_place()
+        load_components(collectives, components, variables)
         attach_slots(slots, made)
         restoration.take(tree, {**variables, **fresh})
         restoration.wait_for_children("", root)

@@ -8,7 +8,7 @@ import functools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view, is_on_host
 from mpistrat.checkpoint.digests import ArrayDigest, digest_of_array, digest_of_text
-from mpistrat.checkpoint.format import DIGESTS, STATE, VARIABLES, Header
+from mpistrat.checkpoint.format import DIGESTS, REPLICAS, STATE, VARIABLES, Header
 from mpistrat.checkpoint.nodes import Groups, write_attribute, write_values
 from mpistrat.checkpoint.ownership import WRITERS, Writers
 from mpistrat.checkpoint.raw_io import (
@@ -38,6 +38,7 @@ __all__ = [
     "Item",
     "create_checkpoint",
     "explaining",
+    "replicas_item",
     "state_item",
     "variable_item",
 ]
@@ -59,7 +60,7 @@ class Item:
     """One data set on its way into a file."""
 
     group: str
-    """`VARIABLES` or `STATE`."""
+    """`VARIABLES`, `STATE` or `REPLICAS`."""
     path: str
     array: Array | None
     """Its values, which rank 0 always has and the others may have: for state the text."""
@@ -98,6 +99,11 @@ def state_item(path: str, state: Any, arrays: Sequence[str] = ()) -> Item:
     return Item(STATE, path, np.array(dump_json(state).encode()), {"arrays": arrays})
 
 
+def replicas_item(path: str, array: Array | None) -> Item:
+    """Return the item of the components of a SyncOnRead variable, one row a replica."""
+    return Item(REPLICAS, path, array, {})
+
+
 class CheckpointWriter:
     """The content of a checkpoint file that is being written.
 
@@ -113,7 +119,7 @@ class CheckpointWriter:
         self, file: Any, header: Header, path: str | os.PathLike[str], stack: contextlib.ExitStack
     ) -> None:
         self._path = path
-        for name, value in asdict(header).items():
+        for name, value in header.attributes().items():
             write_attribute(file.id, name, value)
         write_attribute(file.id, "digest", header.digest())
         self.temporary: str = file.filename
@@ -142,7 +148,7 @@ class CheckpointWriter:
         with explaining(self._path):
             if item.group == STATE:
                 self._write_text(item, host_view(array))
-            elif array.nbytes < BYTES_WORTH_A_THREAD:
+            elif item.group == REPLICAS or array.nbytes < BYTES_WORTH_A_THREAD:
                 self._write_small(item, host_view(array))
             else:
                 self._write_large(item, array)

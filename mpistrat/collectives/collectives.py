@@ -238,6 +238,8 @@ class Collectives:
         """Those of one array, by op and description, for calls that bring no options."""
         self.rank = channel.rank
         self.size = channel.size
+        self.arithmetic = ""
+        """Fingerprint of what the bits depend on, where they do not depend on the ranks."""
         self.is_closed = False
         """Whether `close` was called."""
         self.name_of_close = "close"
@@ -284,6 +286,12 @@ class Collectives:
         if self._unclosed is not None:
             self._unclosed.detach()
         self.is_closed = True
+
+    def again(self, channel: Channel | None = None, layout: Layout | None = None) -> Collectives:
+        """Return others of this kind, with another channel or layout where given."""
+        return type(self)(
+            channel or self.channel, self.capabilities, self.options, layout or self.layout
+        )
 
     def has_checked(self, options: CommunicationOptions) -> bool:
         """Return whether these are the options that were checked when this was made."""

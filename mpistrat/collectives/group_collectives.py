@@ -122,8 +122,8 @@ class GroupCollectives(ReplicaMoves):
             As for `all_reduce`. Arrays are copied, so they may be written to at once. PyTorch
             tensors, such as the ``.grad`` of a parameter, are reduced in place: ``wait()`` writes
             to them and returns them. They must have no ``requires_grad``. `IndexedSlices` are
-            reduced before this returns, and with the options `deterministic` and `wire_dtype`
-            everything is.
+            reduced before this returns, and everything is with the option `wire_dtype` and, over
+            several nodes, `deterministic`.
 
         Returns
         -------

@@ -29,6 +29,7 @@ class HierarchicalReducer:
     # with the ranks of other nodes that own the same one. The smallest node limits the slices.
 
     min_bytes = 0
+    keeps_order = False  # between nodes it is MPI's
 
     def __init__(
         self,

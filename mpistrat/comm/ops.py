@@ -10,7 +10,16 @@ import numpy as np
 from mpistrat.arrays import Array, is_on_host
 from mpistrat.options import ReduceOp
 
-__all__ = ["MOVES_AS", "combine", "compiled_function", "divide", "mpi_operator"]
+__all__ = [
+    "MOVES_AS",
+    "combine",
+    "combined_pair",
+    "compiled_function",
+    "divide",
+    "finish",
+    "mpi_operator",
+    "unify_nan",
+]
 
 _UFUNCS = {
     ReduceOp.SUM: np.add,
@@ -29,19 +38,39 @@ def combine(op: ReduceOp, pieces: np.ndarray) -> np.ndarray:
     size, step = len(pieces), 1
     with np.errstate(all="ignore"):
         while step < size:
-            low, high = pieces[: size - step : 2 * step], pieces[step :: 2 * step]
-            if op is ReduceOp.PROD and pieces.dtype.kind == "c":
-                _multiply_complex(low, high)
-            elif op in (ReduceOp.MIN, ReduceOp.MAX) and pieces.dtype.kind == "f":
-                _select(op, low, high)
-            else:
-                _UFUNCS[op](low, high, out=low)
+            combine_pair(op, pieces[: size - step : 2 * step], pieces[step :: 2 * step])
             step *= 2
-    result: np.ndarray = pieces[0]
+    return finish(op, pieces[0], size)
+
+
+def combine_pair(op: ReduceOp, target: np.ndarray, other: np.ndarray) -> None:
+    """Overwrite `target` with its combination with `other`, the rows behind it."""
+    if op is ReduceOp.PROD and target.dtype.kind == "c":
+        _multiply_complex(target, other)
+    elif op in (ReduceOp.MIN, ReduceOp.MAX) and target.dtype.kind == "f":
+        _select(op, target, other)
+    else:
+        _UFUNCS[op](target, other, out=target)
+
+
+def combined_pair(
+    op: ReduceOp, left: np.ndarray, right: np.ndarray, room: np.ndarray
+) -> np.ndarray:
+    """Return what `combine_pair` makes of both, which stay as they are, in `room`."""
+    if op in (ReduceOp.SUM, ReduceOp.MEAN) or left.dtype.kind in "iu":
+        total: np.ndarray = _UFUNCS[op](left, right, out=room)
+        return total
+    np.copyto(room, left)
+    combine_pair(op, room, right)
+    return room
+
+
+def finish(op: ReduceOp, total: np.ndarray, size: int) -> np.ndarray:
+    """Return the combination `total` of `size` rows, divided for MEAN, with one kind of NaN."""
     if op is ReduceOp.MEAN:
-        divide(result, size)
-    _unify_nan(result)
-    return result
+        divide(total, size)
+    unify_nan(total)
+    return total
 
 
 def _select(op: ReduceOp, target: np.ndarray, other: np.ndarray) -> None:
@@ -68,11 +97,12 @@ def divide(buffer: np.ndarray, size: int) -> None:
             np.true_divide(part, size, out=part)
 
 
-def _unify_nan(result: np.ndarray) -> None:
+def unify_nan(result: np.ndarray) -> None:
+    """Give every NaN of `result` the bits of ``numpy.nan``."""
     # Which of two NaN a sum passes on may depend on an element's place in the vector registers.
     if result.dtype.kind == "c":
-        _unify_nan(result.real)
-        _unify_nan(result.imag)
+        unify_nan(result.real)
+        unify_nan(result.imag)
     elif result.dtype.kind == "f":
         np.copyto(result, np.nan, where=np.isnan(result))
 

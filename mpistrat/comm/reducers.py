@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpistrat.comm.ops import MOVES_AS, combine, divide
+from mpistrat.comm.ops import MOVES_AS, combine, divide, unify_nan
 from mpistrat.comm.packing import Message
 from mpistrat.comm.transport import Transport
 from mpistrat.comm.wire import accumulator_dtype, cast
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut, slice_of_rank
 
-__all__ = ["MpiReducer", "ReduceScatterReducer"]
+__all__ = ["MpiReducer", "ReduceScatterReducer", "plan_blocks", "slice_lengths"]
 
 
 class MpiReducer:
@@ -90,6 +90,13 @@ class ReduceScatterReducer:
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
+        if self._transport.size == 1:
+            for source, target in zip(message.sources, message.targets, strict=True):
+                if target is not source:
+                    np.copyto(target, source)
+                for block in self._blocks(target):
+                    unify_nan(block)
+            return
         joined, split = message.joined()
         for block in self._blocks(joined):
             lengths = slice_lengths(block.size, self._transport.size)
@@ -114,7 +121,7 @@ class ReduceScatterReducer:
         split()
 
     def _blocks(self, buffer: np.ndarray) -> list[np.ndarray]:
-        flat = buffer.reshape(-1)
+        flat = buffer.reshape(-1)  # a view: messages are in C order
         return [flat[each] for each in plan_blocks(flat.size, flat.itemsize, self._transport.size)]
 
     def _own_slice(self, op: ReduceOp, block: np.ndarray, lengths: list[int]) -> np.ndarray:

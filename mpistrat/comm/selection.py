@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import numpy as np
 
 from mpistrat.comm.device_reducers import DeviceCapabilities, DirectReducer, StagedReducer
@@ -9,7 +11,7 @@ from mpistrat.comm.nccl import NcclReducer
 from mpistrat.comm.ops import compiled_function
 from mpistrat.comm.pack_plan import Pack, Plan
 from mpistrat.comm.reducers import MpiReducer, ReduceScatterReducer
-from mpistrat.comm.transport import Reducer, Transport
+from mpistrat.comm.transport import NodeReducer, Reducer, Transport
 from mpistrat.comm.wire import is_narrow
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 
@@ -106,14 +108,16 @@ def _choose_on_host(
     num_bytes: int,
     staged: bool = False,
 ) -> tuple[Reducer, str]:
-    if options.deterministic:
-        return ReduceScatterReducer(transport), "deterministic: the order of the operands is ours"
     if is_narrow(dtype):
         return ReduceScatterReducer(transport), f"MPI cannot add {dtype}"
     if dtype.char == "g" and op in (ReduceOp.MIN, ReduceOp.MAX):
         # Other floats travel as integers that are ordered alike: see `as_ordered_integers`.
         return ReduceScatterReducer(transport), f"MPI does not define {op.name} of NaN"
     asked, node = options.implementation, transport.node
+    if options.deterministic:
+        if _keeps_order(node, op, dtype) and (asked in _SHARING or staged):
+            return node, "ranks share memory, where the order of the operands is ours"
+        return ReduceScatterReducer(transport), "deterministic: the order of the operands is ours"
     if asked not in _SHARING and not staged:
         return MpiReducer(transport), f"asked for: {asked.name}"
     if node is None:
@@ -125,8 +129,12 @@ def _choose_on_host(
     return node, "ranks share memory"
 
 
+def _keeps_order(node: NodeReducer | None, op: ReduceOp, dtype: np.dtype) -> TypeGuard[NodeReducer]:
+    """Return whether `node` reduces `dtype` in the tree of `comm.ops.combine`."""
+    return node is not None and node.keeps_order and node.knows(op, dtype)
+
+
 def is_shareable(options: CommunicationOptions, op: ReduceOp, pack: Pack) -> bool:
     """Return whether shared memory may be used for `pack`, where there is some."""
-    is_ours = options.deterministic or is_narrow(pack.wire)
     is_known = compiled_function(op, pack.dtype) is not None and not pack.on_device
-    return is_known and not is_ours and options.implementation in _SHARING
+    return is_known and not is_narrow(pack.wire) and options.implementation in _SHARING

@@ -25,9 +25,10 @@ _SMALL_BYTES = 2**15
 
 
 class SharedMemoryReducer:
-    """Reduces messages in `memory`, each element in rank order, by one rank for all."""
+    """Reduces messages in `memory`, each element in a fixed tree, by one rank for all."""
 
     min_bytes = 0
+    keeps_order = True
 
     def __init__(self, memory: NodeMemory, occupancy: Occupancy) -> None:
         self._memory = memory

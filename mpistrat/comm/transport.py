@@ -111,6 +111,8 @@ class NodeReducer(Reducer, Protocol):
 
     min_bytes: int
     """Below, a message is reduced faster by MPI."""
+    keeps_order: bool
+    """Whether the operands of all ranks are combined in the tree of `comm.ops.combine`."""
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
         """Return whether it can reduce `dtype` by `op`, MEAN included."""

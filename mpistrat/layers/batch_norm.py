@@ -209,13 +209,17 @@ class BatchNorm(Trackable):
     def _examples_and_averages(self, x: Any) -> tuple[Array, list[Array]]:
         """Return the checked `x` and the moving averages: collective where reading those is."""
         averages, owner = [self.moving_mean, self.moving_variance], self.gamma.strategy
-        own = [each.values[0] for each in averages]
         what = f"BatchNorm.forward of {self.name!r}"
         if owner is None or context.mode_for(owner, what) is not context.Kind.CROSS_REPLICA:
-            return self._checked("forward", x), own
-        with owner.extended._replicas.call("BatchNorm.forward", self.name) as call:
-            x = self._checked("forward", x)
-            return x, call.all_reduce(ReduceOp.MEAN, own)
+            return self._checked("forward", x), [each.values[0] for each in averages]
+
+        def reduced() -> tuple[Array, list[Array]]:
+            with owner.extended._replicas.call("BatchNorm.forward", self.name) as call:
+                own = [each.values[0] for each in averages]
+                return self._checked("forward", x), call.all_reduce(ReduceOp.MEAN, own)
+
+        found: tuple[Array, list[Array]] = owner.extended._on_replicas(reduced)
+        return found
 
     def backward(
         self, saved: Normalization, gradient_y: Array

@@ -120,15 +120,23 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
             raise ValueError(
                 f"The metric {self.name!r} has no result before its first update_state."
             )
-        sums = {what: variable.values[0] for what, variable in self._sums.items()}
         strategy = next(iter(self._sums.values())).strategy
-        if strategy is not None:
+        if strategy is None:
+            sums = self._own_sums()
+        else:
             context.mode_for(strategy, f"The metric {self.name!r}")
-            kind = f"{type(self).__name__}.result"
-            with strategy.extended._replicas.call(kind, self.name) as call:
-                reduced = call.all_reduce(ReduceOp.SUM, list(sums.values()))
-            sums = dict(zip(sums, reduced, strict=True))
+            reduced = strategy.extended._on_replicas(lambda: self._reduced_sums(strategy))
+            sums = dict(zip(self._sums, reduced, strict=True))
         return self._compute({what: np.float64(host_copy(array)) for what, array in sums.items()})
+
+    def _own_sums(self) -> dict[str, Array]:
+        return {what: variable.values[0] for what, variable in self._sums.items()}
+
+    def _reduced_sums(self, strategy: Any) -> list[Array]:
+        """Return the sums over all replicas. **Collective**."""
+        with strategy.extended._replicas.call(f"{type(self).__name__}.result", self.name) as call:
+            reduced: list[Array] = call.all_reduce(ReduceOp.SUM, [*self._own_sums().values()])
+            return reduced
 
     def reset_state(self) -> None:
         """Start again from zero.
@@ -167,10 +175,13 @@ class SumsByUpdate(Metric[Any]):
             with self._strategy.extended._collectives.call(kind, self.name) as call:
                 sums = compute()
                 call.agree(str(_shapes(sums)))
-            with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self._strategy)):
-                for what, shape in _shapes(sums).items():
-                    self._make_sum(what, shape)
+            self._strategy.extended._once(lambda: self._make_sums(_shapes(sums)))
         self._add(*sums.values())
+
+    def _make_sums(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self._strategy)):
+            for what, shape in shapes.items():
+                self._make_sum(what, shape)
 
 
 def _shapes(sums: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -36,6 +36,7 @@
 
 enum { GOAL = 64, LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, VALUES = 4 };
 enum { IS_ASLEEP = 8, EXPECTED = 16, NUM_WAKES = 72, NAP_NS = 1000000, TURNS_OF_NAP = 256 };
+enum { MOST_ENTRIES = 32 }; /* the counter of up to 2**31 ranks */
 enum { PAST_BYTES = 1 << 22 }; /* more results than this do not stay in a core's caches */
 
 /* ---- waiting ---- */
@@ -256,6 +257,43 @@ static combine_function *const combine_functions[] = {
     max_i1, max_i2, max_i4, max_i8, max_u1, max_u2, max_u4, max_u8,
 };
 
+/* Which NaN a sum passes on depends on the order of the operands in its registers, so the last sum
+   of all makes it NumPy's. */
+#define LAST(NAME, TYPE, MASK, VALUE)                                                       \
+    EACH_MACHINE static void NAME(char *result, const char *left, const char *right,        \
+                                  int64_t num_bytes)                                        \
+    {                                                                                       \
+        TYPE *out = (TYPE *)result;                                                         \
+        const TYPE *a = (const TYPE *)left, *b = (const TYPE *)right;                       \
+        int64_t count = num_bytes / (int64_t)sizeof(TYPE);                                  \
+        MASK is_any_nan = 0;                                                                \
+        EACH_APART                                                                          \
+        for (int64_t i = 0; i < count; i++) {                                               \
+            TYPE value = VALUE;                                                             \
+            is_any_nan |= -(MASK)(value != value);                                          \
+            out[i] = value;                                                                 \
+        }                                                                                   \
+        for (int64_t i = 0; is_any_nan && i < count; i++)                                   \
+            if (out[i] != out[i])                                                           \
+                out[i] = (TYPE)__builtin_nanf("");                                          \
+    }
+LAST(last_sum_f4, float, int32_t, a[i] + b[i])
+LAST(last_sum_f8, double, int64_t, a[i] + b[i])
+LAST(last_prod_f4, float, int32_t, a[i] * b[i])
+LAST(last_prod_f8, double, int64_t, a[i] * b[i])
+
+static combine_function *last_function(int64_t function)
+{
+    enum { SUM_F4 = 0, SUM_F8 = 1, PROD_F4 = 6, PROD_F8 = 7 };
+    switch (function) {
+    case SUM_F4: return last_sum_f4;
+    case SUM_F8: return last_sum_f8;
+    case PROD_F4: return last_prod_f4;
+    case PROD_F8: return last_prod_f8;
+    default: return combine_functions[function];
+    }
+}
+
 EACH_MACHINE static void divide_f4(float *a, int64_t count, float divisor)
 {
     for (int64_t i = 0; i < count; i++)
@@ -375,25 +413,60 @@ static char *room_at(const struct place *to, char *room, int64_t num_bytes)
     return fits && !writes_past(to) ? to->piece->target + to->offset : room;
 }
 
-/* Reduce bytes [start, stop) of a block, in rank order. Those of this rank are read at `in`, those
-   of the others in their halves. The results go to `out`, and to this rank's half if `shares`. */
+/* The sum of one chunk over the ranks, as far as it has come: a binary counter. Each entry is the sum
+   of 2**k neighbours, the last one of the smallest k. comm/ops.py has the same tree. */
+struct counter {
+    combine_function *combine, *last;
+    const char *entry[MOST_ENTRIES];
+    int num_entries;
+    char *sums; /* room for the sum of each entry, at a distance of `stride` */
+    int64_t stride;
+};
+
+/* Add what rank q brings, and combine the entries that are complete: all for the last rank, whose
+   sum goes to `result`. What this rank brings may lie there, so nothing is written there before. */
+static void count_in(struct counter *counter, const char *part, int64_t q, int64_t size, char *result,
+                     int64_t num_bytes)
+{
+    int is_last = q == size - 1;
+    for (int64_t bit = 1; counter->num_entries > 0 && (is_last || (q & bit)); bit *= 2) {
+        int i = --counter->num_entries;
+        if (is_last && i == 0) {
+            counter->last(result, counter->entry[i], part, num_bytes);
+            return;
+        }
+        counter->combine(counter->sums + i * counter->stride, counter->entry[i], part, num_bytes);
+        part = counter->sums + i * counter->stride;
+    }
+    counter->entry[counter->num_entries++] = part;
+}
+
+/* Reduce bytes [start, stop) of a block, in a fixed tree of the ranks. Those of this rank are read
+   at `in`, those of the others in their halves. The results go to `out`, and to this rank's half if
+   `shares`. */
 static void reduce_range(const struct sequence *seq, const struct arithmetic *how, int64_t use,
                          int64_t start, int64_t stop, struct place in, struct place out, int shares)
 {
-    combine_function *combine = combine_functions[how->function];
     char total[CHUNK] __attribute__((aligned(64))), room[CHUNK] __attribute__((aligned(64)));
+    int64_t most = stop - start < CHUNK ? stop - start : CHUNK;
+    struct counter counter = {
+        .combine = combine_functions[how->function],
+        .last = last_function(how->function),
+        .stride = (most + GRAIN - 1) / GRAIN * GRAIN,
+    };
+    int64_t num_sums = 0;
+    while ((int64_t)1 << num_sums < seq->size)
+        num_sums++;
+    char sums[num_sums * counter.stride + GRAIN];
+    counter.sums = sums + (-(intptr_t)sums & (GRAIN - 1));
     for (int64_t at = start; at < stop; at += CHUNK) {
         int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
         char *result = room_at(&out, total, num_bytes);
-        const char *sum = NULL;
+        counter.num_entries = 0;
         for (int64_t q = 0; q < seq->size; q++) {
             const char *part = q == seq->own ? next_of(&in, room, num_bytes)
                                               : half_of(seq, q, use) + at;
-            /* What this rank brings may lie where the result goes, so that comes last. */
-            char *next = q == seq->size - 1 ? result : total;
-            if (q > 0)
-                combine(next, sum, part, num_bytes);
-            sum = q > 0 ? next : part;
+            count_in(&counter, part, q, seq->size, result, num_bytes);
         }
         if (how->divisor != 1)
             divide(result, num_bytes, how->itemsize, how->divisor);

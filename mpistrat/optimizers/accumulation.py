@@ -64,6 +64,20 @@ class _Counts:
         self.num_gradients, self.num_added = num_gradients, state["num_added"]
 
 
+@dataclass
+class _CountsOfRank:
+    """The counts of the replicas of this rank, which are equal where a checkpoint is made."""
+
+    counts: list[_Counts]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.counts[0].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for each in self.counts:
+            each.load_state_dict(state)
+
+
 class GradientAccumulator(Trackable):
     """Adds up gradients of several micro-batches, and reduces the sums over replicas once.
 
@@ -123,13 +137,19 @@ class GradientAccumulator(Trackable):
             self._sums = [_new_sum(variable) for variable in self._variables]
         for variable, total in zip(self._variables, self._sums, strict=True):
             self._attach_child("gradient_sum", total, of=variable)
-        self._counts = _Counts([0] * len(self._variables))
-        self._attach_child("counts", self._counts)
+        self._counts_here = owner.extended._each_own(lambda: _Counts([0] * len(self._variables)))
+        self._attach_child("counts", _CountsOfRank(self._counts_here))
 
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The variables that gradients are accumulated for. Local."""
         return self._variables
+
+    @property
+    def _counts(self) -> _Counts:
+        """Those of the replica that runs."""
+        counts: _Counts = self._owner.extended._own_of(self._counts_here)
+        return counts
 
     @property
     def num_added(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpistrat import context
@@ -111,6 +111,10 @@ class ExponentialMovingAverage(Trackable):
                 f"decay={decay}",
                 *((each.name, str(each.dtype), each.full_shape) for each in variables),
             )
+        strategy.extended._once(functools.partial(self._follow, variables, decay))
+
+    def _follow(self, variables: Sequence[Variable], decay: float) -> None:
+        """Move each average towards its variable. **Collective** where one is new."""
         for variable in variables:
             if self._slots.find(variable, _SLOT) is None:
                 self._attach_child(_SLOT, _first_average(variable), of=variable)

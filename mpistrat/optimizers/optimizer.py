@@ -225,7 +225,7 @@ class Optimizer(Trackable, abc.ABC):
         summed = is_replica and not skip_gradients_aggregation
         with extended._replicas.call(f"{type(self).__name__}.apply_gradients") as call:
             step = self._agreed_step(call, strategy, pairs, summed)
-        step()
+        extended._once(step)
 
     def _agreed_step(
         self, call: CollectiveCall, strategy: Any, pairs: Any, summed: bool
@@ -233,7 +233,7 @@ class Optimizer(Trackable, abc.ABC):
         """Return what takes the step, once the ranks agree on it. **Collective**."""
         if self.loss_scale is not None:  # a program may have set another one since the last step
             check_owners(call.kind, strategy, self.loss_scale._variables)
-        known, gradients = self._known_step(strategy, pairs) if summed else (None, [])
+        known, gradients = self._known_step(call, strategy, pairs) if summed else (None, [])
         variables: Sequence[Variable]
         if known is None:
             gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
@@ -265,14 +265,16 @@ class Optimizer(Trackable, abc.ABC):
             self, strategy, known, settled, variables, late, rate, number, scale, summed
         ).take
 
-    def _known_step(self, strategy: Any, pairs: Any) -> tuple[PreparedStep | None, list[Any]]:
+    def _known_step(
+        self, call: CollectiveCall, strategy: Any, pairs: Any
+    ) -> tuple[PreparedStep | None, list[Any]]:
         """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients."""
         # ``(None, [])`` for all that is not known or does not fit, also for what are no pairs.
         try:
             gradients, variables = zip(*pairs, strict=True)
         except (TypeError, ValueError):
             return None, []
-        known = self._prepared.get(tuple(map(id, variables)))
+        known = self._prepared.get((id(call.channel), *map(id, variables)))
         given = list(gradients)
         # A program may have given the optimizer another counter.
         if known is None or known.strategy is not strategy or known.counter is not self.iterations:

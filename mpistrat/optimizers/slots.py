@@ -133,7 +133,7 @@ _MAX_STEPS = 64
 
 
 class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
-    """The prepared steps of one optimizer, by the ids of the variables."""
+    """The prepared steps of one optimizer, by the ids of channel and variables."""
 
     # A copy of the optimizer prepares its own.
 
@@ -163,6 +163,7 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
             return
         if len(self) >= _MAX_STEPS:
             self.clear()
-        self[tuple(map(id, variables))] = PreparedStep(
+        key = (id(call.channel), *map(id, variables))
+        self[key] = PreparedStep(
             strategy, variables, counter, counter._storage, reduction, parameters
         )

@@ -19,7 +19,6 @@ from mpistrat.collectives.nested import all_gather_nest
 from mpistrat.context import call_in_update_context
 from mpistrat.errors import ContextError
 from mpistrat.failures import flight_dumps, logs
-from mpistrat.layout import Layout
 from mpistrat.options import (
     CommunicationOptions,
     ReduceOp,
@@ -36,6 +35,7 @@ from mpistrat.strategies.reductions import (
     reduce_to_host,
     with_whole_values,
 )
+from mpistrat.strategies.replica_hooks import ReplicaHooks
 from mpistrat.strategies.variable_kinds import VariableKinds
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
@@ -45,7 +45,7 @@ from mpistrat.variables import Variable, check_replicas_agree, container_of, var
 __all__ = ["StrategyExtended"]
 
 
-class StrategyExtended(VariableKinds, InputDistribution, ExtendedV1):
+class StrategyExtended(ReplicaHooks, VariableKinds, InputDistribution, ExtendedV1):
     """The part of a strategy for libraries: optimizers, metrics, layers, checkpoints.
 
     Parameters
@@ -73,6 +73,8 @@ class StrategyExtended(VariableKinds, InputDistribution, ExtendedV1):
     True
     >>> extended.value_container(weight.value()) is weight
     True
+    >>> strategy.rank in extended.local_replica_ids
+    True
     >>> path = extended.dump_flight_record("flight.{rank}.json")
     """
 
@@ -89,18 +91,13 @@ class StrategyExtended(VariableKinds, InputDistribution, ExtendedV1):
         # On the way of every step: attributes of their own.
         self._replicas, self._shards = groups.replicas, groups.shards
 
-    @property
-    def _layout(self) -> Layout:
-        """Which replica and which shard of it this rank is."""
-        return self._collectives.layout
-
     def _copied_for(self, container: Any) -> StrategyExtended:
         """Return a copy for another strategy on the same ranks."""
         old = self._collectives
         twin = copy.copy(self)
         twin._container = container
         if not old.is_closed:
-            ranks = Collectives(old.channel, old.capabilities, old.options, old.layout)
+            ranks = old.again()
             twin._set_ranks(ranks, self._groups.copied(ranks))
         twin._variable_numbers = itertools.count()
         return twin

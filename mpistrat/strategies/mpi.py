@@ -12,11 +12,12 @@ from mpistrat.agreement.call import AllOrNone
 from mpistrat.arguments import as_integer
 from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.ordered import OrderedCollectives, check_can_order, in_order
 from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.selection import check_options
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.connect import open_channel
-from mpistrat.layout import Layout
+from mpistrat.layout import Layout, SharedLayout
 from mpistrat.mpi.world import (
     World,
     communicator,
@@ -38,6 +39,7 @@ from mpistrat.strategies.devices import (
 )
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.groups import open_groups
+from mpistrat.strategies.replicated import ReplicatedExtended
 from mpistrat.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -72,6 +74,10 @@ class MPIStrategy(Strategy):
         How many consecutive ranks compute one replica together: model parallelism. It divides the
         number of ranks, and rank = replica x `ranks_per_replica` + shard. See
         `ReplicaContext.shards`, and the argument `split_axis` of `Variable`.
+    num_replicas : int, optional
+        How many replicas there are, of which each rank runs its share, one after the other; at
+        least as many as ranks. Results are then the same bits on any number of ranks. By default
+        each rank has one.
 
     Raises
     ------
@@ -131,6 +137,7 @@ class MPIStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         variable_partitioner: Callable[..., Sequence[int]] | None = None,
         ranks_per_replica: int = 1,
+        num_replicas: int | None = None,
     ) -> None:
         prepare_device(device)
         kind = type(self).__name__
@@ -159,6 +166,12 @@ class MPIStrategy(Strategy):
                     f"{num_shards} divides into replicas. Leave one of them out, or cut variables "
                     "over the ranks of a replica: ms.Variable(..., split_axis=0)."
                 )
+            if num_replicas is not None:
+                _check_is_alone(layout, variable_partitioner)
+                total = as_integer("num_replicas", num_replicas)
+                layout = SharedLayout.of(total, comm.size, comm.rank)
+                check_can_order(options)
+                options = in_order(options)
             chosen = settings()
             channel.timeout_s = chosen.timeout_s
             flight_dumps.install(
@@ -177,7 +190,7 @@ class MPIStrategy(Strategy):
 
                 inject_from_environment(channel)
         world = open_world(comm)
-        with AllOrNone(channel, kind, _described(layout)):
+        with AllOrNone(channel, kind, layout.difference):
             self._check_world(world)
             offer = make_offer(device, world.local_rank)
             if offer is None:
@@ -191,8 +204,14 @@ class MPIStrategy(Strategy):
             _warn_of_shared_cores(num_mates, world.num_cores)
         if comm.size > 1:
             _warn_of_missing_kernels()
-        ranks = Collectives(channel, capabilities, options, layout)
-        super().__init__(self._extended_class(ranks, open_groups(ranks)))
+        extended: StrategyExtended
+        if num_replicas is None:
+            ranks = Collectives(channel, capabilities, options, layout)
+            extended = self._extended_class(ranks, open_groups(ranks))
+        else:
+            ranks = OrderedCollectives(channel, capabilities, options, layout)
+            extended = ReplicatedExtended(ranks)
+        super().__init__(extended)
         self.extended._variable_partitioner = variable_partitioner
         self._cluster_resolver = ClusterResolver(
             task_id=world.rank,
@@ -224,12 +243,7 @@ class MPIStrategy(Strategy):
         num_nodes = len(self._cluster_resolver.hosts)
         nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
         layout = self.extended._layout
-        part = ""
-        if layout.ranks_per_replica > 1:
-            part = (
-                f", replica {layout.replica_id} of {layout.num_replicas}, shard {layout.shard} of "
-                f"{layout.ranks_per_replica},"
-            )
+        part = f", {layout.part}," if layout.part else ""
         return (
             f"<{type(self).__name__} rank {self.rank} of {self.size}{part} on "
             f"{self.extended.device}, {nodes}, "
@@ -237,10 +251,13 @@ class MPIStrategy(Strategy):
         )
 
 
-def _described(layout: Layout) -> str | None:
-    """Return what the arguments of all ranks must agree on."""
-    num_ranks = layout.ranks_per_replica
-    return None if num_ranks == 1 else f"{num_ranks} ranks per replica"
+def _check_is_alone(layout: Layout, variable_partitioner: object) -> None:
+    """Refuse what divides anything over ranks, beside ``num_replicas=``."""
+    if layout.ranks_per_replica > 1 or variable_partitioner is not None:
+        raise NotImplementedError(
+            "num_replicas beside ranks_per_replica or a variable_partitioner: what these divide "
+            "over ranks would depend on their number. Leave one of them out."
+        )
 
 
 def _open_devices(

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import context, nests
+from mpistrat.arguments import as_integer
 from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.ordered import OrderedCollectives, in_order
 from mpistrat.errors import ContextError, warn_deprecated
+from mpistrat.layout import SharedLayout
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.options import (
     CommunicationOptions,
@@ -24,6 +27,7 @@ from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.reductions import parse_place
+from mpistrat.strategies.replicated import ReplicatedExtended
 from mpistrat.strategies.strategy import Strategy
 from mpistrat.values import PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
@@ -179,6 +183,8 @@ class OneDeviceStrategy(Strategy):
     ----------
     device : str
         ``"cpu:0"``, ``"gpu:K"``, or a longer form such as ``"/device:CPU:0"``.
+    num_replicas : int, optional
+        How many replicas to run, one after the other: the bits of an `MPIStrategy` with as many.
 
     Raises
     ------
@@ -194,12 +200,19 @@ class OneDeviceStrategy(Strategy):
     1
     """
 
-    def __init__(self, device: str = "cpu:0") -> None:
+    def __init__(self, device: str = "cpu:0", *, num_replicas: int | None = None) -> None:
         if not isinstance(device, str):
             raise TypeError(f'device must be a string such as "cpu:0", not {device!r}.')
         place = parse_place(device, num_tasks=1)
         own_device = Device.resolve(f"{place.kind}:{place.index}", local_rank=0)
-        super().__init__(StrategyExtended(Collectives.solo(own_device)))
+        ranks = Collectives.solo(own_device)
+        if num_replicas is None:
+            super().__init__(StrategyExtended(ranks))
+            return
+        layout = SharedLayout.of(as_integer("num_replicas", num_replicas), 1, 0)
+        options = in_order(ranks.options)
+        ordered = OrderedCollectives(ranks.channel, ranks.capabilities, options, layout)
+        super().__init__(ReplicatedExtended(ordered))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -209,4 +222,5 @@ class OneDeviceStrategy(Strategy):
         return ClusterResolver(0, 1, 0, (host,), launcher.name)
 
     def __repr__(self) -> str:
-        return f"<OneDeviceStrategy on {self.extended.device}>"
+        part = self.extended._layout.part
+        return f"<OneDeviceStrategy{f' {part}' if part else ''} on {self.extended.device}>"

@@ -141,7 +141,7 @@ class _Components:
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Mirrored | MirroredVariable | ShardedVariable):
                 _check_mirrored(kind, op, leaf)
-                (component,) = leaf.values
+                component = leaf.values[0]
                 is_view = isinstance(leaf, Variable)
                 self.mirrored[position] = component.copy() if is_view else component
                 kept.append(())

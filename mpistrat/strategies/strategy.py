@@ -57,7 +57,7 @@ class Strategy(LogicalDevices, ClusterMember):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose gradients are reduced together. Local."""
-        return self._extended._collectives.layout.num_replicas
+        return self._extended._layout.num_replicas
 
     def close(self) -> None:
         """Free communicators, descriptors, threads and shared memory that no other strategy uses.

@@ -15,17 +15,21 @@ class VariableKinds:
     """Whether variables lie on other ranks, which this one asks by messages."""
     _kind_of_variables = "mirrored"
     """Of those that are written together and not cut."""
+    _kind_of_counters = "mirrored"
+    """Of variables that all ranks change alike without a message."""
+    _kind_on_read = "on_read"
+    """Of SyncOnRead variables."""
     _variable_partitioner: Callable[..., Any] | None = None
     """What is asked into how many parts a variable is cut."""
 
     def _kind_of_variable(self, initial: Any, on_read: bool) -> str:
         """Return the kind of a new variable, by the name that its class has registered."""
         if on_read:
-            return "split_on_read" if initial.is_split else "on_read"
+            return "split_on_read" if initial.is_split else self._kind_on_read
         if initial.is_cut_by(self._variable_partitioner):
             return "sharded"
         if initial.is_replicated:
-            return "mirrored"
+            return self._kind_of_counters
         kind = self._kind_of_variables
         return "split" if initial.is_split and kind == "mirrored" else kind
 

@@ -6,5 +6,13 @@
 from mpistrat.testing.conformance import StrategyTests, assert_all_ranks
 from mpistrat.testing.faults import Injection, inject
 from mpistrat.testing.launch import run as run_on_ranks
+from mpistrat.testing.reduction_tree import reduction_tree
 
-__all__ = ["Injection", "StrategyTests", "assert_all_ranks", "inject", "run_on_ranks"]
+__all__ = [
+    "Injection",
+    "StrategyTests",
+    "assert_all_ranks",
+    "inject",
+    "reduction_tree",
+    "run_on_ranks",
+]

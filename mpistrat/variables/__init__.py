@@ -6,6 +6,7 @@ from mpistrat.variables.drift import check_replicas_agree, variables_to_compare
 from mpistrat.variables.flat_sharded import FlatShardedVariable
 from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
 from mpistrat.variables.remote import RemoteVariable
+from mpistrat.variables.replicated import ReplicatedOnRead
 from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.split import SplitVariable
 from mpistrat.variables.variable import Variable, container_of
@@ -17,6 +18,7 @@ __all__ = [
     "FlatShardedVariable",
     "MirroredVariable",
     "RemoteVariable",
+    "ReplicatedOnRead",
     "ShardedVariable",
     "SplitVariable",
     "SyncOnReadVariable",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -28,7 +30,7 @@ from mpistrat.variables.writes import (
     check_modes,
 )
 
-__all__ = ["Variable", "container_of"]
+__all__ = ["Variable", "container_of", "register_storage"]
 
 Initial: TypeAlias = npt.ArrayLike | Callable[..., npt.ArrayLike] | InitialValue
 Value: TypeAlias = npt.ArrayLike | DistributedValues[Any]
@@ -37,7 +39,18 @@ _HOST = Device("cpu")
 _by_storage: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 
 
-class Variable(ShownVariable, RowWrites, RowReads):
+class _MadeTogether(ABCMeta):
+    """Makes a variable in replica context once for all replicas of the rank."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        make = functools.partial(super().__call__, *args, **kwargs)
+        frame = context.current()
+        if frame is None or frame.kind is not context.Kind.REPLICA:
+            return make()
+        return frame.strategy.extended._make_together(make, kwargs.get("name"))
+
+
+class Variable(ShownVariable, RowWrites, RowReads, metaclass=_MadeTogether):
     """A named array that a program writes in place, distributed by the strategy in scope.
 
     In a strategy's scope this makes a *mirrored* variable, or a *SyncOnRead* variable where
@@ -187,7 +200,7 @@ class Variable(ShownVariable, RowWrites, RowReads):
     def _keep(self, storage: Array) -> None:
         """Have `storage` as the memory of this variable."""
         self._storage = storage
-        _by_storage[id(_memory_of(storage))] = self
+        register_storage(storage, self)
 
     def _begin(
         self, call: CollectiveCall, initial: InitialValue
@@ -379,7 +392,7 @@ class Variable(ShownVariable, RowWrites, RowReads):
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         twin._storage = self._storage.copy()
-        _by_storage[id(twin._storage)] = twin
+        register_storage(twin._storage, twin)
         memo[id(self)] = twin
         return twin
 
@@ -387,6 +400,11 @@ class Variable(ShownVariable, RowWrites, RowReads):
 def _memory_of(storage: Array) -> Any:
     """Return what views of `storage` have as their base."""
     return storage if storage.base is None else storage.base
+
+
+def register_storage(storage: Array, variable: Variable) -> None:
+    """Have `container_of` return `variable` for views of its `storage`."""
+    _by_storage[id(_memory_of(storage))] = variable
 
 
 def container_of(value: Any) -> Any:

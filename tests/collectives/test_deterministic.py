@@ -11,6 +11,7 @@ import mpistrat as ms
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import ReduceScatterReducer
+from mpistrat.comm.selection import choose_reducer
 from tests.helpers import as_bytes, result_of, triangle
 from tests.tree_reduction import expected_reduction, values_of
 
@@ -208,3 +209,38 @@ def test_options_that_differ_are_a_mismatch(strategy, others):
     options = ms.CommunicationOptions(deterministic=bool(others))
     with pytest.raises(ms.errors.EpochMismatchError, match="with deterministic=True"):
         strategy.extended.reduce_to("sum", np.ones(3), "cpu:0", options)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"), [("sum", "f4"), ("mean", "f8"), ("prod", "c8"), ("min", "f4")]
+)
+def test_what_moves_the_arrays_does_not_matter(all_reduce, rank, size, op, dtype):
+    if op == "min" and size > 1:
+        length, odd = 999, np.array([np.nan, -0.0, 0.0], dtype)
+    else:
+        length, odd = 50_001, np.array([np.nan, -np.nan, np.inf], dtype)
+    value = values_of(rank, length, dtype)
+    value[rank::7] = odd[rank % 3]
+    by_mpi = ms.CommunicationOptions(
+        deterministic=True, implementation=ms.CommunicationImplementation.MPI
+    )
+    expected = all_reduce(op, value, by_mpi)
+    for part in (slice(None), slice(0, 300), slice(17, 18)):
+        assert as_bytes(all_reduce(op, value[part])) == as_bytes(expected[part])
+        assert as_bytes(all_reduce(op, [value[part]])[0]) == as_bytes(expected[part])
+
+
+def test_it_costs_nothing_on_one_node(strategy, rank, size):
+    transport = strategy.extended._collectives.channel.transport
+    if transport.node is None or not transport.node.keeps_order:
+        pytest.skip("no ranks share memory")
+    dtype = np.dtype(np.float32)
+    for num_bytes in (4, 2**16, 2**24):
+        reducer, why = choose_reducer(transport, DETERMINISTIC, ms.ReduceOp.SUM, dtype, num_bytes)
+        assert reducer is transport.node, why
+    rows = [values_of(r, 100_001, "f4") for r in range(size)]
+    shared = ms.CommunicationOptions(implementation=ms.CommunicationImplementation.SHARED)
+    default = result_of(
+        strategy, lambda: ms.get_replica_context().all_reduce("sum", rows[rank], shared)
+    )
+    assert as_bytes(default) == as_bytes(expected_reduction("sum", rows))

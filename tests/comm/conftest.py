@@ -11,6 +11,7 @@ collect_ignore = outside_mpiexec(
     "test_pool.py",
     "test_ops.py",
     "test_shared_memory.py",
+    "test_shared_tree.py",
     "test_slices.py",
     "test_waiting.py",
     "test_wire.py",

@@ -98,7 +98,7 @@ check(collectives.broadcast(numbers(rank), size - 1), places % 50 + size)
 WAYS = {
     "shared": "implementation=ms.CommunicationImplementation.SHARED",
     "whole": "implementation=ms.CommunicationImplementation.MPI",
-    "deterministic": "deterministic=True",
+    "deterministic": "deterministic=True, implementation=ms.CommunicationImplementation.MPI",
 }
 
 

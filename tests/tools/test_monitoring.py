@@ -19,7 +19,9 @@ from tools.scaling.counting import counted, total_work
 calls = []
 strategy = ms.MPIStrategy(counted(MPI.COMM_WORLD, calls), device="cpu")
 by_mpi = ms.CommunicationOptions(implementation=ms.CommunicationImplementation.MPI)
-deterministic = ms.CommunicationOptions(deterministic=True)
+deterministic = ms.CommunicationOptions(
+    deterministic=True, implementation=ms.CommunicationImplementation.MPI
+)
 
 def reduce():
     for num_bytes in (1200, 1_200_000):

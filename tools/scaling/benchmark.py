@@ -28,7 +28,7 @@ from mpistrat.bench.benchmark import (
 from mpistrat.bench.measure import facts_of_last_collective
 from mpistrat.bench.networks import NUM_PARAMETERS
 from mpistrat.mpi.world import World, open_world
-from mpistrat.options import CommunicationOptions, ReduceOp
+from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import MPIStrategy, get_replica_context
 from mpistrat.system.cpu import num_cores
@@ -49,7 +49,9 @@ NETWORK_BYTES_PER_S = 12.5e9
 _NUM_NODES = (64, 1024)
 _PREDICTED_SIZES = (8, 2**20, 4 * NUM_PARAMETERS)
 _FITTED_SIZES = (8, 2**10, 2**16, 2**20, 2**23)
-_DETERMINISTIC = CommunicationOptions(deterministic=True)
+_DETERMINISTIC = CommunicationOptions(
+    deterministic=True, implementation=CommunicationImplementation.MPI
+)
 _WAYS = ("raw Allreduce", "all_reduce", "all_reduce, deterministic")
 _POLL_S = 0.002
 

@@ -22,9 +22,7 @@ def accuracy_of(done):
     return float(done.stdout.partition("test accuracy: ")[2].split()[0])
 
 
-@pytest.mark.parametrize(
-    ("ranks", "servers"), [(3, 0), pytest.param(4, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("ranks", "servers"), [(3, 0), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_asynchronous_training_continues_under_replicas(digits, tmp_path, ranks, servers):
     file = tmp_path / "run.h5"
     options = ["--data", digits, "--file", file]

@@ -1,0 +1,189 @@
+"""Channel of one replica among several on its rank: they agree by the channel of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpistrat.agreement.channel import Channel
+from mpistrat.agreement.ledger import Outcome, Status, disagreement_error
+from mpistrat.comm.replica_reducer import Meetings
+from mpistrat.comm.replica_transport import ReplicaTransport
+from mpistrat.errors import EpochError
+from mpistrat.system.text import format_detail
+
+__all__ = ["ReplicaChannel", "describe_apart"]
+
+_DIFFERENT = ("replicas that differ",)
+
+
+@dataclass(frozen=True)
+class _Vote:
+    """What one replica brings to a round."""
+
+    status: Status
+    digest: int
+    signature: Any
+    timeout_s: float | None
+    extra: int
+
+
+class ReplicaChannel(Channel):
+    """The agreement of all replicas, as one of them sees it; `ranks` is that of the ranks.
+
+    The replicas of a rank meet first. If they bring the same, their rank brings it to a round of
+    the ranks.
+    """
+
+    def __init__(
+        self, ranks: Channel, meetings: Meetings, replica_id: int, num_replicas: int
+    ) -> None:
+        self._ranks, self._meet = ranks, meetings.meet
+        transport = ReplicaTransport(ranks.transport, meetings, replica_id, num_replicas)
+        super().__init__(transport, ranks.timeout_s)
+        self.checks = ranks.checks
+        self.departures = ranks.departures
+        self.ledger = ranks.ledger  # whose collectives these are
+        self.flight.resize(1)
+        self.num_strategies = ranks.num_strategies
+
+    @property
+    def closed(self) -> RuntimeError | None:
+        """The error that has ended the agreement of the ranks."""
+        return self._ranks.closed
+
+    @closed.setter
+    def closed(self, error: RuntimeError | None) -> None:
+        if error is not None:  # which the constructor says
+            self._ranks.closed = error
+
+    def vote(
+        self, status: Status, signature: object, timeout_s: float | None, extra: int = 0
+    ) -> Outcome:
+        """Meet the other replicas of this rank, and take part in a round of the ranks."""
+        digest = self.ledger.digest(signature) ^ extra
+        vote = _Vote(status, digest, signature, timeout_s, extra)
+        try:
+            outcome: Outcome = self._meet("agreement", vote, self._vote_as_rank)
+        except EpochError:
+            if status is Status.CALL:
+                raise
+            outcome = Outcome.MIXED  # this replica has an error of its own to raise
+        return outcome
+
+    def _vote_as_rank(self, votes: list[_Vote]) -> list[Outcome]:
+        """Bring what the replicas of this rank have in common to a round. **Collective**."""
+        ranks, first = self._ranks, votes[0]
+        are_equal = all((v.status, v.digest) == (first.status, first.digest) for v in votes)
+        status, signature, extra = first.status, first.signature, first.extra
+        if not are_equal:
+            status, signature, extra = Status.CALL, _DIFFERENT, 0
+        entry = ranks.flight.begin(ranks.ledger, signature, "", None)
+        outcome = ranks.vote(status, signature, first.timeout_s, extra)
+        entry.agreed_ns = entry.ended_ns = entry.began_ns
+        entry.state = "done"
+        return [outcome if are_equal else Outcome.MIXED] * len(votes)
+
+    def report(
+        self, what: str, site: str, *, ended: bool = False, cause: bool = False
+    ) -> dict[str, Any]:
+        """Return the report of this replica, for replicas that disagree."""
+        return super().report(what, site, ended=ended, cause=cause) | {"replica": self.rank}
+
+    def exchange_reports(self, report: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the report of every replica after a round that was mixed. **Collective**."""
+        if self.closed is not None:  # they have been exchanged already
+            return []
+        reports: list[Any] = self._meet("reports", report, self._exchange_reports)
+        return reports
+
+    def _exchange_reports(self, reports: list[dict[str, Any]]) -> list[list[Any]]:
+        """Exchange reports among ranks; of one that is in no replica it stands for each."""
+        assert isinstance(self.transport, ReplicaTransport)
+        of_ranks = self._ranks.exchange_reports(_report_of_rank(self._ranks, reports))
+        self._ranks.reports = of_ranks
+        found = [
+            report
+            for share, of_rank in zip(self.transport.shares, of_ranks, strict=True)
+            for report in of_rank.get("replicas", [of_rank] * len(share))
+        ]
+        return [found] * len(reports)
+
+    def disagreement(self, reports: Sequence[dict[str, Any]]) -> EpochError:
+        """Close the channel of the ranks, and return the error to raise for their reports."""
+        if self.closed is None:
+            error = disagreement_error(self._ranks.reports, self._ranks.rank)
+            self.closed = error
+        known = self.closed
+        assert isinstance(known, EpochError)
+        error = type(known)(str(known))
+        error._caused_elsewhere = known._caused_elsewhere
+        return error
+
+    def place(self, rank: int | None = None) -> str:
+        """Return what messages call a replica, by default this one."""
+        return f"replica {self.rank if rank is None else rank} of {self.size}"
+
+    def note_failure(self, error: BaseException, site: str) -> None:
+        """Record that a function raised on this rank."""
+        self._ranks.note_failure(error, site)
+
+
+def _report_of_rank(ranks: Channel, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the report of a rank whose replicas have made `reports`."""
+    lines: dict[tuple[str, str], list[int]] = {}
+    for report in reports:
+        lines.setdefault((report["what"], report["site"]), []).append(report["replica"])
+    (what, site) = next(reversed(lines))
+    cause = any(report["cause"] for report in reports) or len(lines) > 1
+    if len(lines) > 1:
+        what, site = _joined([(_at(w, which), s, which) for (w, s), which in lines.items()])
+    own = ranks.report(what, site, cause=cause)
+    verdicts = {str(report.get("verdict")): report.get("verdict") for report in reports}
+    if len(verdicts) == 1 and None not in verdicts.values():
+        own["verdict"] = reports[0]["verdict"]
+    return own | {"replicas": list(reports)}
+
+
+def _joined(lines: Sequence[tuple[str, str, list[int]]]) -> tuple[str, str]:
+    """Return what some replicas do, of which each line is of some, and the last line's place."""
+    texts = [
+        f"{_replica_list(which)} {what}" + (f" at {site}" if site else "")
+        for what, site, which in lines[:-1]
+    ]
+    what, site, which = lines[-1]
+    return ", ".join([*texts, f"{_replica_list(which)} {what}"]), site
+
+
+def _at(what: str, replicas: Sequence[int]) -> str:
+    return f"{'are' if len(replicas) > 1 else 'is'} at {what}"
+
+
+def _replica_list(replicas: Sequence[int]) -> str:
+    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
+
+
+def describe_apart(
+    ranks: Channel, returned: Sequence[int], waiting: Sequence[tuple[int, str, Any, str]]
+) -> EpochError:
+    """Close `ranks`, and return the error for replicas of this rank that do not meet.
+
+    **Collective**. `waiting` are replicas with what they wait in, what they give there and where.
+    """
+    lines: dict[tuple[str, str], list[int]] = {}
+    for replica, what, given, site in waiting:
+        named = _call_text(given.signature) if isinstance(given, _Vote) else what
+        lines.setdefault((named, site), []).append(replica)
+    texts = [(_at(what, which), site, which) for (what, site), which in lines.items()]
+    if returned:
+        texts.insert(0, ("returned", "", list(returned)))
+    ranks.vote(Status.CALL, _DIFFERENT, None)
+    report = ranks.report(*_joined(texts), cause=True)
+    return ranks.disagreement(ranks.exchange_reports(report))
+
+
+def _call_text(signature: Sequence[Any]) -> str:
+    kind, name, *rest = [*signature, None, None][: max(len(signature), 2)]
+    details = [format_detail(each) for each in rest[1:] if each not in ((), None)]
+    return " ".join([kind if name is None else f"{kind} of {name!r}", *details])

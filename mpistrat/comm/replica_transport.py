@@ -1,0 +1,186 @@
+"""Transport of replicas: several on each rank, which move bytes by the transport of the rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.comm.replica_reducer import Meetings, ReplicaReducer
+from mpistrat.comm.transport import NodeReducer, Piggyback, SoloRound, Transport
+from mpistrat.options import ReduceOp
+from mpistrat.sharding import replicas_of_ranks
+
+__all__ = ["ReplicaTransport"]
+
+
+class ReplicaTransport:
+    """One replica among all of them: its rank, in a `Transport`, is the number of the replica.
+
+    The replicas of a rank meet in each method, and then the rank moves what they all bring. Their
+    agreement is that of `ReplicaChannel`, which needs no round from here.
+    """
+
+    piggyback: Piggyback | None = None
+
+    def __init__(
+        self, transport: Transport, meetings: Meetings, replica_id: int, num_replicas: int
+    ) -> None:
+        self.rank = replica_id
+        self.size = num_replicas
+        self.library = transport.library
+        self.world_ranks: Sequence[int] = ()
+        self.world_size = 0
+        self.pool = transport.pool
+        self.occupancy = transport.occupancy
+        self._transport = transport
+        self._meet, self._errand, self._mail = meetings.meet, meetings.errand, meetings.mail
+        self.shares = replicas_of_ranks(num_replicas, transport.size)
+        """The replicas of each rank."""
+        self._share = self.shares[transport.rank]
+        self._rank_of = [rank for rank, share in enumerate(self.shares) for _ in share]
+        self.node: NodeReducer | None = ReplicaReducer(
+            meetings, transport, replica_id, num_replicas
+        )
+
+    def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
+        """Refuse: reductions of replicas go by the tree of their reducer."""
+        raise AssertionError("replicas reduce by their tree")
+
+    def start_all_reduce(
+        self, op: ReduceOp, source: np.ndarray, target: np.ndarray
+    ) -> Callable[[], object]:
+        """Refuse, as `all_reduce`."""
+        raise AssertionError("replicas reduce by their tree")
+
+    def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
+        """Refuse, as `all_reduce`."""
+        raise AssertionError("replicas reduce by their tree")
+
+    def drain(self) -> None:
+        """Do nothing: nothing is under way."""
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        """Replace `buffer` of every replica by that of `root`."""
+        self.broadcast_each([buffer], [root])
+
+    def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
+        """Replace each of `buffers` of every replica by that of its root."""
+        self._meet("broadcast", buffers, functools.partial(self._broadcast_all, roots))
+
+    def _broadcast_all(
+        self, roots: Sequence[int], of_replicas: list[Sequence[np.ndarray]]
+    ) -> list[None]:
+        for number, root in enumerate(roots):
+            buffers = [each[number] for each in of_replicas]
+            owner = root - self._share.start if root in self._share else 0
+            # In memory of its own, as what a root gives may be read-only.
+            self._transport.broadcast(buffers[owner], self._rank_of[root])
+            for position, buffer in enumerate(buffers):
+                if position != owner:
+                    np.copyto(buffer, buffers[owner])
+        return [None] * len(of_replicas)
+
+    def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Return the 1-d parts of all replicas, one behind the other."""
+        gathered: np.ndarray = self._meet(
+            "all_gather", part, functools.partial(self._gather_all, counts, None)
+        )
+        return gathered
+
+    def start_all_gather(
+        self, part: np.ndarray, counts: Sequence[int]
+    ) -> Callable[[], np.ndarray | None]:
+        """Gather short parts, and return what returns them."""
+        gathered = self.all_gather(part, counts)
+        return lambda: gathered
+
+    def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
+        """Do `all_gather` for `root` alone; ``None`` for the other replicas."""
+        gathered: np.ndarray | None = self._meet(
+            "gather", part, functools.partial(self._gather_all, counts, root)
+        )
+        return gathered
+
+    def _gather_all(
+        self, counts: Sequence[int], root: int | None, parts: list[np.ndarray]
+    ) -> list[np.ndarray | None]:
+        own = np.concatenate([part.reshape(-1) for part in parts])
+        of_ranks = [sum(counts[share.start : share.stop]) for share in self.shares]
+        if root is None:
+            gathered = self._transport.all_gather(own, of_ranks)
+            # The program may write to each.
+            return [gathered, *(gathered.copy() for _ in parts[1:])]
+        there = self._transport.gather(own, of_ranks, self._rank_of[root])
+        return [there if replica == root else None for replica in self._share]
+
+    def all_to_all(
+        self, buffer: np.ndarray, counts: Sequence[int], incoming: Sequence[int]
+    ) -> np.ndarray:
+        """Send each replica its part of `buffer`, and return the parts sent to this one."""
+        came: np.ndarray = self._meet("all_to_all", (buffer, counts, incoming), self._exchange_all)
+        return came
+
+    def _exchange_all(self, given: list[tuple[np.ndarray, Any, Any]]) -> list[np.ndarray]:
+        """Send, to each rank, the parts of this rank's replicas, sender by sender."""
+        sent = [_split(buffer.reshape(-1), counts) for buffer, counts, _ in given]
+        pieces = [parts[to] for share in self.shares for parts in sent for to in share]
+        counts_out = [
+            sum(counts[to] for _, counts, _ in given for to in share) for share in self.shares
+        ]
+        counts_in = [
+            sum(incoming[of] for _, _, incoming in given for of in share) for share in self.shares
+        ]
+        dtype = given[0][0].dtype
+        joined = np.concatenate([np.empty(0, dtype), *pieces])
+        came = self._transport.all_to_all(joined, counts_out, counts_in)
+        # From each rank: for each of its replicas, what it sends to each one here.
+        lengths = [
+            incoming[of] for share in self.shares for of in share for _, _, incoming in given
+        ]
+        parts = _split(came, lengths)
+        num_here = len(given)
+        return [
+            np.concatenate([np.empty(0, dtype), *parts[position::num_here]])
+            for position in range(num_here)
+        ]
+
+    def send(self, buffer: np.ndarray, rank: int) -> None:
+        """Send `buffer` to replica `rank`, which calls `receive`."""
+        if rank in self._share:
+            self._mail.setdefault((self.rank, rank), []).append(buffer.copy())
+        else:
+            self._errand(lambda: self._transport.send(buffer, self._rank_of[rank]))
+
+    def receive(self, buffer: np.ndarray, rank: int) -> None:
+        """Overwrite `buffer` with what replica `rank` sends."""
+        if rank in self._share:
+            mail = self._mail.get((rank, self.rank))
+            if not mail:
+                raise NotImplementedError(
+                    "With several replicas on a rank, a scan has no gradient: what comes later "
+                    "would be needed first."
+                )
+            np.copyto(buffer, mail.pop(0))
+        else:
+            self._errand(lambda: self._transport.receive(buffer, self._rank_of[rank]))
+
+    def round(self, num_values: int) -> SoloRound:
+        """Return a round that nobody waits for."""
+        return SoloRound(num_values)
+
+    def wait_busily(self, is_busy: bool) -> None:
+        """Do nothing: it is the rank that waits."""
+
+    def close(self) -> None:
+        """Do nothing: all belongs to the rank."""
+
+    def abort(self, exit_code: int) -> None:
+        """End every process of the job."""
+        self._transport.abort(exit_code)
+
+
+def _split(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    return np.split(buffer, np.cumsum(counts)[:-1])

@@ -1,0 +1,56 @@
+"""Distributed data set of a rank with several replicas: one part for each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from mpistrat import nests
+from mpistrat.data.distributed_dataset import DistributedDataset
+from mpistrat.values import PerReplica
+
+__all__ = ["ReplicatedDataset"]
+
+_END = object()
+
+
+class ReplicatedDataset(DistributedDataset):
+    """The data sets of the replicas of this rank, whose elements are joined."""
+
+    def __init__(
+        self,
+        of_replicas: Sequence[DistributedDataset],
+        each: Callable[[Callable[[], Any]], list[Any]],
+        per_replica: Callable[[Sequence[Any]], Any],
+        own_of: Callable[[Sequence[Any]], Any],
+    ) -> None:
+        # `each` calls a function as each replica, and `own_of` returns the item of the one that
+        # runs; `per_replica` joins components.
+        first = of_replicas[0]
+        super().__init__(first._rank_dataset, first._device, first._collectives)
+        self._of_replicas = of_replicas
+        self._each, self._per_replica, self._own_of = each, per_replica, own_of
+
+    def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
+        """Yield the elements of a pass, each array as a `PerReplica` of all replicas here."""
+        parts = [each._elements(pass_number, start) for each in self._of_replicas]
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(contextlib.closing(part))
+            while True:
+                elements = self._each(lambda: next(self._own_of(parts), _END))
+                if elements[0] is _END:
+                    return
+                yield self._joined(elements)
+                del elements
+
+    def _joined(self, elements: Sequence[Any]) -> Any:
+        flat = [nests.flatten(each) for each in elements]
+        rows = zip(*(leaves for leaves, _ in flat), strict=True)
+        return nests.unflatten(flat[0][1], [self._joined_leaf(row) for row in rows])
+
+    def _joined_leaf(self, leaves: Sequence[Any]) -> Any:
+        if not isinstance(leaves[0], PerReplica):
+            return leaves[0]
+        return self._per_replica([leaf.values[0] for leaf in leaves])

@@ -1,0 +1,203 @@
+"""Replicas of one rank that fail, differ, or do not meet."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat as ms
+
+
+@pytest.fixture(params=[4, 5])
+def replicas(request):
+    comm = MPI.COMM_WORLD.Dup()
+    return ms.MPIStrategy(comm, device="cpu", num_replicas=request.param)
+
+
+@pytest.fixture
+def ids(replicas):
+    return list(replicas.extended.local_replica_ids)
+
+
+def own():
+    return ms.get_replica_context().replica_id_in_sync_group
+
+
+def check_works(strategy):
+    num = strategy.num_replicas_in_sync
+    total = strategy.run(lambda: ms.get_replica_context().all_reduce("sum", own()))
+    assert total.values[0] == num * (num - 1) // 2
+    assert not ms.has_strategy()
+
+
+def test_an_error_of_all_leaves_run_unchanged(replicas):
+    error = KeyError("mine")
+
+    def fn():
+        raise error
+
+    with pytest.raises(KeyError) as caught:
+        replicas.run(fn)
+    assert caught.value is error
+    check_works(replicas)
+
+
+@pytest.mark.parametrize("who", ["first", "last"])
+def test_others_never_begin_or_are_unwound(replicas, ids, who):
+    guilty = ids[0] if who == "first" else ids[-1]
+    seen = []
+
+    def fn():
+        seen.append(("begin", own()))
+        try:
+            if own() == guilty:
+                raise OSError("mine")
+            ms.get_replica_context().all_reduce("sum", 1)
+        except OSError:
+            raise
+        except Exception as error:
+            seen.append(("wrong", error))
+        finally:
+            seen.append(("end", own()))
+            if own() != guilty:
+                with pytest.raises(ms.errors.ContextError, match="another one has failed"):
+                    ms.get_replica_context().all_reduce("sum", 1)
+
+    with pytest.raises(OSError, match="mine"):
+        replicas.run(fn)
+    begun = ids if who == "last" else ids[:1]
+    assert sorted(each for what, each in seen if what == "begin") == begun
+    assert sorted(each for what, each in seen if what == "end") == begun
+    assert "wrong" not in dict(seen)
+    check_works(replicas)
+
+
+def test_an_error_in_a_caught_block_of_the_first_does_not_surface_there(replicas, ids):
+    caught = []
+
+    def fn():
+        try:
+            if own() == ids[-1]:
+                raise LookupError("last")
+            ms.get_replica_context().barrier()
+        except Exception as error:
+            caught.append(type(error))
+            raise
+
+    with pytest.raises(LookupError, match="last"):
+        replicas.run(fn)
+    assert caught == [LookupError]
+
+
+@pytest.mark.parametrize("case", ["op", "kind", "name", "shape", "returns"])
+def test_replicas_of_a_rank_that_differ(replicas, ids, case):
+    if replicas.num_replicas_in_sync < 2 * replicas.size:
+        pytest.skip("needs two replicas on each rank")
+    with replicas.scope():
+        variables = [
+            ms.Variable(0.0, name=name, aggregation=ms.VariableAggregation.SUM) for name in "ab"
+        ]
+
+    def fn():
+        replica, is_last = ms.get_replica_context(), own() == ids[-1]
+        if case == "op":
+            replica.all_reduce("max" if is_last else "sum", 1.0)
+        elif case == "kind":
+            if is_last:
+                replica.barrier()
+            else:
+                replica.all_reduce("sum", 1.0)
+        elif case == "name":
+            variables[is_last].assign(1.0)
+        elif case == "shape":
+            replica.all_reduce("sum", np.ones(2 + is_last))
+        elif not is_last:
+            replica.all_reduce("sum", 1.0)
+
+    with pytest.raises(ms.errors.EpochMismatchError) as caught:
+        replicas.run(fn)
+    text = str(caught.value)
+    assert f"{ids[-1]}" in text
+    assert "replica" in text
+    assert text.count("test_replica_failures.py:") >= (1 if case == "returns" else 2)
+    if case == "returns":
+        assert f"replica {ids[-1]} returned" in text
+        assert "all_reduce" in text
+    assert not ms.has_strategy()
+    with pytest.raises(ms.errors.EpochError):
+        replicas.run(lambda: ms.get_replica_context().barrier())
+    assert not ms.has_strategy()
+
+
+def test_one_rank_alone_that_differs(replicas, ids, rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks")
+
+    def fn():
+        op = "max" if own() == 0 else "sum"
+        ms.get_replica_context().all_reduce(op, 1.0)
+
+    with pytest.raises(ms.errors.EpochMismatchError, match="all_reduce"):
+        replicas.run(fn)
+
+
+def test_merging_other_functions_is_a_mismatch(replicas, ids):
+    def one(strategy):
+        return 1
+
+    def other(strategy):
+        return 2
+
+    def fn():
+        return ms.get_replica_context().merge_call(one if own() == ids[0] else other)
+
+    if len(ids) == 1:
+        assert replicas.run(fn).values == (1,)
+        return
+    with pytest.raises(ms.errors.EpochMismatchError, match="merge alike"):
+        replicas.run(fn)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [(True, TypeError), (2.0, TypeError), ("4", TypeError), (0, ValueError), (-1, ValueError)],
+)
+def test_bad_numbers_of_replicas(given, error):
+    with pytest.raises(error, match="num_replicas"):
+        ms.MPIStrategy(device="cpu", num_replicas=given)
+    with pytest.raises(error, match="num_replicas"):
+        ms.OneDeviceStrategy(num_replicas=given)
+
+
+def test_more_ranks_than_replicas(others, size):
+    with pytest.raises(ValueError, match=f"num_replicas={size - 1} .* {size},"):
+        ms.MPIStrategy(device="cpu", num_replicas=size - 1)
+
+
+def test_ranks_that_want_different_numbers(others, size):
+    with pytest.raises(ms.errors.EpochMismatchError, match="replicas"):
+        ms.MPIStrategy(MPI.COMM_WORLD.Dup(), device="cpu", num_replicas=size + bool(others))
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"variable_partitioner": ms.partitioners.FixedShardsPartitioner(2)}, NotImplementedError),
+        ({"communication_options": {"wire_dtype": "float16"}}, NotImplementedError),
+    ],
+)
+def test_what_cannot_be_combined(size, more, error):
+    if "communication_options" in more:
+        more = {"communication_options": ms.CommunicationOptions(**more["communication_options"])}
+    with pytest.raises(error, match="num_replicas"):
+        ms.MPIStrategy(device="cpu", num_replicas=size, **more)
+
+
+def test_options_of_a_call(replicas):
+    def fn():
+        options = ms.CommunicationOptions(wire_dtype="float16")
+        with pytest.raises(NotImplementedError, match="wire_dtype"):
+            ms.get_replica_context().all_reduce("sum", np.ones(3), options)
+        options = ms.CommunicationOptions(implementation=ms.CommunicationImplementation.MPI)
+        return ms.get_replica_context().all_reduce("sum", np.ones(3), options)
+
+    assert replicas.run(fn).values[0].tolist() == [replicas.num_replicas_in_sync] * 3

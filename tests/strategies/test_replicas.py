@@ -1,0 +1,579 @@
+"""Several replicas on a rank: what each part of the API does with them."""
+
+import contextvars
+import threading
+
+import h5py
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from tests.tree_reduction import expected_reduction, values_of
+
+ON_READ = ms.VariableSynchronization.ON_READ
+SUM, MEAN = ms.VariableAggregation.SUM, ms.VariableAggregation.MEAN
+
+
+@pytest.fixture(scope="module", params=[4, 5, 12])
+def replicas(request):
+    strategy = ms.MPIStrategy(device="cpu", num_replicas=request.param)
+    yield strategy
+    strategy.close()
+
+
+@pytest.fixture
+def num(replicas):
+    return replicas.num_replicas_in_sync
+
+
+@pytest.fixture
+def ids(replicas):
+    return list(replicas.extended.local_replica_ids)
+
+
+def own():
+    return ms.get_replica_context().replica_id_in_sync_group
+
+
+def as_replicas(strategy):
+    """Return a `PerReplica` of the numbers of the replicas."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: float(context.replica_id_in_sync_group)
+    )
+
+
+def test_shares_are_contiguous_and_the_first_may_have_one_more(replicas, num, ids, rank, size):
+    quotient, remainder = divmod(num, size)
+    start = rank * quotient + min(rank, remainder)
+    assert ids == list(range(start, start + quotient + (rank < remainder)))
+    assert num == replicas.num_replicas_in_sync
+    assert f"of {num}" in repr(replicas)
+    assert replicas.cluster_resolver.task_id == rank
+    assert replicas.cluster_resolver.num_workers == size
+
+
+def test_replicas_take_turns_in_order_and_meet(replicas, num, ids):
+    seen = []
+
+    def fn():
+        for phase in range(3):
+            seen.append((phase, own()))
+            total = ms.get_replica_context().all_reduce("sum", own())
+            assert total == num * (num - 1) // 2
+
+    replicas.run(fn)
+    assert seen == [(phase, each) for phase in range(3) for each in ids]
+
+
+def test_each_replica_gets_its_component_of_each_argument(replicas, ids):
+    given = as_replicas(replicas)
+    seen = []
+    replicas.run(
+        lambda a, b, c: seen.append((a, b["x"][0], c)),
+        args=(given, {"x": [given]}),
+        kwargs={"c": 7},
+    )
+    assert seen == [(float(each), float(each), 7) for each in ids]
+    by_closure = replicas.run(lambda: ms.get_replica_context().all_reduce("max", given))
+    assert by_closure.values == (float(replicas.num_replicas_in_sync - 1),) * len(ids)
+
+
+def test_what_run_returns(replicas, ids):
+    marker = object()
+
+    def fn():
+        number = own()
+        return {
+            "array": np.full(2, number),
+            "number": number,
+            "none": None,
+            "same": marker,
+            "text": "".join(["a", "b"]),
+            "other": object(),
+            "some": None if number == ids[0] else marker,
+        }
+
+    result = replicas.run(fn)
+    assert [each.tolist() for each in result["array"].values] == [[each] * 2 for each in ids]
+    assert result["number"].values == tuple(ids)
+    assert result["none"] is None
+    assert result["same"] is marker
+    assert result["text"] == "ab"
+    assert isinstance(result["other"], ms.PerReplica) is (len(ids) > 1)
+    assert isinstance(result["some"], ms.PerReplica) is (len(ids) > 1)
+    assert replicas.run(lambda: None) is None
+    assert isinstance(result["number"], ms.PerReplica)
+    numbers = replicas.run(lambda: float(own()))
+    assert repr(numbers) == f"PerReplica({', '.join(repr(float(each)) for each in ids)})"
+
+
+def test_other_structures_are_refused(replicas, ids):
+    if len(ids) == 1:
+        assert len(replicas.run(lambda: [own()] * (own() + 1))) == ids[0] + 1
+        return
+    with pytest.raises(ValueError, match="different structure"):
+        replicas.run(lambda: [0] * (own() + 1))
+
+
+def test_local_results(replicas, ids):
+    value = as_replicas(replicas)
+    assert replicas.experimental_local_results(value) == tuple(map(float, ids))
+    nests = replicas.experimental_local_results({"a": value, "b": 3})
+    assert nests == tuple({"a": float(each), "b": 3} for each in ids)
+    assert replicas.experimental_local_results(3) == (3,)
+
+
+def test_components_that_do_not_fit_are_refused(replicas, ids):
+    given = ms.PerReplica(np.ones(2))
+    if len(ids) == 1:
+        assert replicas.run(lambda x: x.sum(), args=(given,)).values == (2.0,)
+        return
+    with pytest.raises(ValueError, match=rf"1 component\(s\), but this rank has {len(ids)}"):
+        replicas.run(lambda x: x, args=(given,))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda s: s.reduce("sum", np.ones(3)),
+        lambda s: s.reduce("sum", {"a": 2.0}),
+        lambda s: s.gather(np.ones(3), 0),
+        lambda s: s.extended.reduce_to("sum", np.ones(3), "cpu:0"),
+    ],
+)
+def test_a_plain_array_is_no_replicas_component(replicas, ask):
+    with pytest.raises(ValueError, match="which one's depends on the number of ranks"):
+        ask(replicas)
+
+
+def test_reduce_and_gather(replicas, num):
+    value = as_replicas(replicas)
+    assert replicas.reduce("sum", value) == num * (num - 1) / 2
+    assert replicas.reduce("mean", value) == (num - 1) / 2
+    rows = replicas.run(lambda: np.full((own() % 3, 2), own()))
+    expected = [each for each in range(num) for _ in range(each % 3)]
+    assert replicas.gather(rows, 0)[:, 0].tolist() == expected
+    assert replicas.reduce("mean", rows, axis=0).tolist() == [np.mean(expected)] * 2
+    assert replicas.reduce("max", rows, axis=(0, 1)) == max(expected)
+    with replicas.scope():
+        there = ms.Variable(0.0)
+    assert replicas.extended.reduce_to("max", value, there).values[0] == num - 1
+    pairs = [(value, there), (rows, "cpu:0")] if num < 0 else [(value, there), (value, "cpu:0")]
+    mirrored, placed = replicas.extended.batch_reduce_to("sum", pairs)
+    assert float(mirrored) == placed == num * (num - 1) / 2
+
+
+def test_reduce_to_one_rank(replicas, num, rank, size):
+    value = as_replicas(replicas)
+    for root in range(size):
+        there = f"/job:worker/task:{root}/device:CPU:0"
+        result = replicas.extended.reduce_to("sum", value, there)
+        assert result == (num * (num - 1) / 2 if rank == root else None)
+
+
+def test_collectives_of_replicas(replicas, num, ids):
+    def fn():
+        replica, number = ms.get_replica_context(), own()
+        assert replica.num_replicas_in_sync == num
+        handle = replica.start_all_reduce("sum", np.full(3, number))
+        replica.barrier()
+        gathered = replica.all_gather(np.full((number % 2 + 1, 1), number), 0)
+        assert gathered[:, 0].tolist() == [each for each in range(num) for _ in range(each % 2 + 1)]
+        assert handle.wait().tolist() == [num * (num - 1) // 2] * 3
+        assert replica.all_gather_object({"a": number}) == [{"a": each} for each in range(num)]
+        assert replica.broadcast_object(f"from {number}", num - 1) == f"from {num - 1}"
+        assert replica.broadcast(number if number == 1 else None, 1) == 1
+        part = replica.reduce_scatter("sum", np.arange(num + 1))
+        lengths = [2, *[1] * (num - 1)]
+        start = sum(lengths[:number])
+        assert part.tolist() == (np.arange(start, start + lengths[number]) * num).tolist()
+        came = replica.all_to_all(np.arange(num) + 100 * number)
+        assert came.tolist() == [100 * each + number for each in range(num)]
+        assert replica.scatter(np.arange(num) * 3).tolist() == [3 * number]
+        assert replica.shift(np.array([number]), 1, fill=-1).tolist() == [number - 1]
+        assert replica.shift(np.array([number]), -1, periodic=True)[0] == (number + 1) % num
+        assert replica.scan("sum", number) == number * (number + 1) // 2
+        own_out = np.full(4, float(number))
+        assert replica.all_reduce("max", own_out, out=own_out) is own_out
+        assert own_out.tolist() == [num - 1.0] * 4
+        slices = ms.IndexedSlices(np.full((1, 2), number), [number])
+        summed = replica.all_reduce("sum", slices)
+        assert summed.indices.tolist() == list(range(num))
+        value = np.array([float(number)])
+        total = replica.all_reduce("prod", value + 1)
+        pulled = ms.gradients.all_reduce_pullback("prod", value + 1, total, np.ones(1))
+        np.testing.assert_allclose(pulled, num * total / (value + 1))
+
+    replicas.run(fn)
+
+
+def test_merge_call(replicas, num, ids):
+    calls, marker = [], object()
+
+    def merge(strategy, number, thing, nest, flag):
+        calls.append((number.values, thing, nest["x"].values, flag))
+        assert ms.in_cross_replica_context()
+        total = strategy.reduce("sum", number)
+        mirrored = strategy.extended.reduce_to("max", number, "cpu:0")
+        return total, number, np.zeros(1), strategy.extended.broadcast_to(mirrored, "cpu:0"), "text"
+
+    def fn():
+        total, number, array, most, text = ms.get_replica_context().merge_call(
+            merge, (own(), marker, {"x": np.full(2, own())}), {"flag": True}
+        )
+        array += own()  # its own copy
+        return total, number, array, most, text
+
+    total, number, array, most, text = replicas.run(fn)
+    assert len(calls) == 1
+    assert calls[0][0] == tuple(ids)
+    assert calls[0][1] is marker
+    assert [each.tolist() for each in calls[0][2]] == [[each] * 2 for each in ids]
+    assert calls[0][3] is True
+    assert total.values == (num * (num - 1) // 2,) * len(ids)
+    assert number.values == tuple(ids)
+    assert [each.tolist() for each in array.values] == [[each] for each in ids]
+    assert most.values == (num - 1,) * len(ids)
+    assert text == "text"
+
+
+def test_an_error_of_a_meeting_is_raised_in_each_replica(replicas, ids):
+    caught = []
+
+    def merge(strategy):
+        raise KeyError("merge")
+
+    def fn():
+        with pytest.raises(KeyError, match="merge"):
+            ms.get_replica_context().merge_call(merge)
+        with pytest.raises(ValueError, match="axis"):
+            ms.get_replica_context().all_gather(np.ones(2), 3)
+        caught.append(own())
+        return ms.get_replica_context().all_reduce("sum", 1)
+
+    assert replicas.run(fn).values[0] == replicas.num_replicas_in_sync
+    assert caught == ids
+
+
+def test_mirrored_variables(replicas, num, ids):
+    with replicas.scope():
+        variable = ms.Variable(np.zeros(2), aggregation=SUM, name="v")
+        mean = ms.Variable(0.0, aggregation=MEAN)
+        first = ms.Variable(0.0, aggregation=ms.VariableAggregation.ONLY_FIRST_REPLICA)
+    assert len(variable.values) == len(ids)
+    assert all(np.shares_memory(each, variable.values[0]) for each in variable.values)
+
+    def fn():
+        assert variable.assign_add(np.full(2, own() + 1)).tolist() == [num * (num + 1) / 2] * 2
+        mean.assign(float(own()))
+        first.assign_add(float(own() + 3))
+        rows = ms.IndexedSlices(np.ones(1), [own() % 2])
+        variable.scatter_add(rows, read_value=False)
+
+    replicas.run(fn)
+    even = (num + 1) // 2
+    assert variable.numpy().tolist() == [num * (num + 1) / 2 + each for each in (even, num - even)]
+    assert mean.numpy() == (num - 1) / 2
+    assert first.numpy() == 3
+    variable.assign([1, 2])
+    assert variable.numpy().tolist() == [1, 2]
+    with pytest.raises(ValueError, match="not a PerReplica"):
+        mean.assign(as_replicas(replicas))
+    replicas.extended.assert_replicas_agree([variable, mean])
+
+
+def test_sync_on_read_variables(replicas, num, ids):
+    with replicas.scope():
+        total = ms.Variable(np.zeros(2), synchronization=ON_READ, aggregation=SUM)
+        mean = ms.Variable(1.0, synchronization=ON_READ, aggregation=MEAN)
+        count = ms.Variable(np.int64(0), synchronization=ON_READ, aggregation=SUM)
+
+    def fn():
+        total.assign_add(np.full(2, own()))
+        mean.assign(float(own()))
+        count.assign(own())
+        return total.value()[0], mean.read_value()
+
+    values, _ = replicas.run(fn)
+    assert values.values == tuple(ids)
+    assert [float(each[0]) for each in total.values] == ids
+    assert total.numpy().tolist() == [num * (num - 1) / 2] * 2
+    assert mean.numpy() == (num - 1) / 2
+    total.assign([num, 2 * num])
+    assert [each.tolist() for each in total.values] == [[1, 2]] * len(ids)
+    count.assign(num + 2)
+    assert [int(each) for each in count.values] == [1 + (each < 2) for each in ids]
+    assert count.numpy() == num + 2
+    seen = replicas.extended.update(mean, lambda v: v.assign_add(1.0), group=False)
+    assert len(seen) == len(ids)
+    assert mean.numpy() == (num - 1) / 2 + 1
+
+
+def test_update_of_a_mirrored_variable_is_once_a_rank(replicas):
+    with replicas.scope():
+        variable = ms.Variable(1.0)
+    calls = []
+
+    def update(v, x):
+        calls.append(1)
+        return v.assign_add(x)
+
+    total = replicas.extended.reduce_to("mean", as_replicas(replicas), variable)
+    replicas.extended.update(variable, update, (total,))
+    assert len(calls) == 1
+    assert variable.numpy() == 1 + (replicas.num_replicas_in_sync - 1) / 2
+
+
+def test_a_variable_made_in_a_replica_function(replicas, num, ids):
+    made = []
+
+    def fn():
+        variable = ms.Variable(lambda: float(own() if not ms.in_cross_replica_context() else 5))
+        made.append(variable)
+        return variable.value()
+
+    values = replicas.run(fn)
+    assert all(each is made[0] for each in made)
+    assert values.values == (5.0,) * len(ids)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_optimizers_take_one_step_for_all(replicas, num, ids, kind):
+    rows = [values_of(each, 7, "f4") for each in range(num)]
+    with replicas.scope():
+        variable = ms.Variable(np.zeros(7, np.float32))
+        table = ms.Variable(np.zeros((3, 2), np.float32))
+        optimizer = getattr(ms.optimizers, kind)(0.5, global_clipnorm=3.0)
+    plain = ms.Variable(np.zeros(7, np.float32))
+    plain_table = ms.Variable(np.zeros((3, 2), np.float32))
+    alone = getattr(ms.optimizers, kind)(0.5, global_clipnorm=3.0)
+
+    def fn():
+        slices = ms.IndexedSlices(np.full((1, 2), own(), np.float32), [own() % 3])
+        before = int(optimizer.iterations.numpy())
+        optimizer.apply_gradients([(rows[own()], variable), (slices, table)])
+        assert int(optimizer.iterations.numpy()) == before + 1
+        return before
+
+    for step in range(3):
+        assert replicas.run(fn).values == (step,) * len(ids)
+        slices = ms.IndexedSlices(
+            np.repeat(np.arange(num, dtype=np.float32), 2).reshape(-1, 2), np.arange(num) % 3
+        )
+        alone.apply_gradients([(expected_reduction("sum", rows), plain), (slices, plain_table)])
+    assert variable.numpy().tobytes() == plain.numpy().tobytes()
+    assert table.numpy().tobytes() == plain_table.numpy().tobytes()
+
+
+def test_accumulated_gradients(replicas, num):
+    rows = [values_of(each, 5, "f4") for each in range(num)]
+    with replicas.scope():
+        variable = ms.Variable(np.zeros(5, np.float32))
+        sgd = ms.optimizers.SGD(1.0)
+        accumulator = ms.optimizers.GradientAccumulator([variable])
+
+    def fn():
+        for micro in range(3):
+            accumulator.add([(rows[own()] * np.float32(micro + 1), variable)])
+            assert accumulator.num_added == micro + 1
+        accumulator.apply(sgd)
+        assert accumulator.num_added == 0
+
+    replicas.run(fn)
+    sums = [row * np.float32(1) + row * np.float32(2) + row * np.float32(3) for row in rows]
+    assert variable.numpy().tobytes() == (0 - expected_reduction("sum", sums)).tobytes()
+    assert sgd.iterations.numpy() == 1
+
+
+def test_moving_averages_follow_once(replicas):
+    with replicas.scope():
+        variable = ms.Variable(np.zeros(2))
+        average = ms.optimizers.ExponentialMovingAverage(0.5)
+    replicas.run(lambda: average.apply([variable]))
+    variable.assign([4.0, 8.0])
+    replicas.run(lambda: average.apply([variable]))
+    assert average.average(variable).numpy().tolist() == [2, 4]
+
+
+def test_state_of_a_replica_needs_a_rank_for_itself(replicas, num, size, mpi_tmp_path):
+    state = ms.PerReplicaState(np.random.default_rng(1))
+    with replicas.scope():
+        checkpoint = ms.Checkpoint(state=state)
+        if num == size:
+            checkpoint.write(mpi_tmp_path / "state.h5")
+            return
+        with pytest.raises(NotImplementedError, match="more replicas than ranks"):
+            checkpoint.write(mpi_tmp_path / "state.h5")
+
+
+def test_metrics(replicas, num):
+    with replicas.scope():
+        mean = ms.metrics.Mean()
+    late = ms.metrics.from_sums(lambda x: {"sum": x.sum()}, lambda sums: sums["sum"])
+    with replicas.scope():
+        late = ms.metrics.from_sums(lambda x: {"sum": x.sum()}, lambda sums: sums["sum"])
+
+    def fn():
+        mean.update_state([own(), own()])
+        late.update_state(np.full(2, own()))
+        late.update_state(np.full(2, own()))
+        return mean.result()
+
+    assert replicas.run(fn).values[0] == (num - 1) / 2
+    assert mean.result() == (num - 1) / 2
+    assert late.result() == 2 * num * (num - 1)
+    mean.reset_state()
+    assert np.isnan(mean.result()) or mean.result() == 0
+
+
+def test_batches_are_split_over_replicas(replicas, num, ids):
+    dataset = ms.data.Dataset.range(31).batch(10)
+    calls = []
+    batches = replicas.experimental_distribute_dataset(dataset.map(lambda x: calls.append(0) or x))
+    share = -(-10 // num)
+    start = 0
+    for batch in batches:
+        length = min(10, 31 - start)
+        part = -(-length // num)
+        expected = [
+            list(range(start + min(each * part, length), start + min((each + 1) * part, length)))
+            for each in ids
+        ]
+        assert [each.tolist() for each in batch.values] == expected
+        start += length
+    assert start == 31
+    assert share >= 1
+    assert len(calls) >= 4 * len(ids)
+
+
+@pytest.mark.parametrize("policy", ["OFF", "FILE"])
+def test_other_ways_to_share_data(replicas, num, ids, policy, mpi_tmp_path, rank):
+    if policy == "OFF":
+        dataset = ms.data.Dataset.range(2 * num).batch(num)
+        expected = [[0]] * len(ids)
+    else:
+        paths = [mpi_tmp_path / f"{each:02d}.h5" for each in range(num + 1)]
+        if rank == 0:
+            for number, path in enumerate(paths):
+                with h5py.File(path, "w") as file:
+                    file["x"] = np.full(2, number)
+        replicas.barrier()
+        dataset = ms.data.Dataset.from_hdf5(paths).batch(num)
+        expected = [[each] for each in ids]
+    batches = replicas.experimental_distribute_dataset(
+        dataset.with_options(auto_shard_policy=ms.data.AutoShardPolicy[policy])
+    )
+    first = next(iter(batches))
+    leaf = first["x"] if policy == "FILE" else first
+    assert [each[:1].tolist() for each in leaf.values] == expected
+
+
+def test_data_sets_from_a_function(replicas, num, ids):
+    contexts = []
+
+    def dataset_fn(context):
+        contexts.append(context)
+        assert context.num_input_pipelines == context.num_replicas_in_sync == num
+        number = context.input_pipeline_id
+        return ms.data.Dataset.range(number + 1).batch(context.get_per_replica_batch_size(num))
+
+    batches = replicas.distribute_datasets_from_function(dataset_fn)
+    assert [each.input_pipeline_id for each in contexts] == ids
+    firsts = [[each.tolist() for each in batch.values] for batch in batches]
+    assert len(firsts) == num
+    assert firsts[0] == [[0]] * len(ids)
+    assert firsts[-1] == [[num - 1] if each == num - 1 else [] for each in ids]
+
+
+def test_random_numbers_depend_on_key_and_replica(replicas, ids):
+    drawn = replicas.run(lambda: ms.get_replica_context().rng(3, 4).integers(2**40))
+    for each, found in zip(ids, drawn.values, strict=True):
+        sequence = np.random.SeedSequence((3, 4), spawn_key=(2**32 - 2, each))
+        assert found == np.random.Generator(np.random.PCG64(sequence)).integers(2**40)
+
+
+def test_contexts_of_replicas(replicas, ids):
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+    seen = []
+
+    def fn():
+        seen.append(variable.get())
+        variable.set(own() + 100)
+        ms.get_replica_context().barrier()
+        assert variable.get() == own() + 100
+        in_thread = []
+        thread = threading.Thread(target=lambda: in_thread.append(ms.has_strategy()))
+        thread.start()
+        thread.join()
+        assert in_thread == [False]
+
+    def divide():
+        with pytest.raises(FloatingPointError):
+            np.ones(1) / np.zeros(1)
+
+    with np.errstate(divide="raise"):
+        replicas.run(fn)
+        replicas.run(divide)
+    assert seen == [7] * len(ids)
+    assert variable.get() == 7
+
+
+def test_batch_norm(replicas, num):
+    examples = np.random.default_rng(1).normal(size=(num, 3, 2)).astype(np.float32)
+    with replicas.scope():
+        norm = ms.layers.BatchNorm(2, synchronized=True)
+
+    def fn():
+        y, saved = norm.forward(examples[own()])
+        gradient, _ = norm.backward(saved, np.ones_like(y))
+        assert gradient.shape == y.shape
+        return y
+
+    result = replicas.run(fn)
+    flat = examples.reshape(-1, 2).astype(np.float64)
+    expected = (flat - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-3)
+    gathered = replicas.gather(result, 0)
+    np.testing.assert_allclose(gathered, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(norm.moving_mean.numpy(), flat.mean(0) * 0.01, rtol=1e-4)
+    y, _ = norm.forward(examples[0], training=False)
+    assert y.shape == (3, 2)
+
+
+def test_a_checkpoint(replicas, num, mpi_tmp_path):
+    def make():
+        with replicas.scope():
+            variables = {
+                "mirrored": ms.Variable(np.arange(3.0)),
+                "total": ms.Variable(np.zeros(2), synchronization=ON_READ, aggregation=SUM),
+            }
+        return variables, ms.Checkpoint(**variables)
+
+    variables, checkpoint = make()
+    replicas.run(lambda: variables["total"].assign_add(np.full(2, own() + 1.0)))
+    path = checkpoint.write(mpi_tmp_path / "state.h5")
+    variables["mirrored"].assign([7.0, 7.0, 7.0])
+    again, restored = make()
+    restored.restore(path).assert_consumed()
+    assert again["mirrored"].numpy().tolist() == [0, 1, 2]
+    assert again["total"].numpy().tolist() == [num * (num + 1) / 2] * 2
+
+
+def test_a_checkpoint_keeps_the_components(replicas, num, ids, mpi_tmp_path, rank):
+    with replicas.scope():
+        total = ms.Variable(np.zeros(3, np.float32), synchronization=ON_READ, aggregation=SUM)
+    rows = [values_of(each, 3, "f4") for each in range(num)]
+    replicas.run(lambda: total.assign(rows[own()]))
+    path = ms.Checkpoint(total=total).write(mpi_tmp_path / "state.h5")
+    with h5py.File(path) as file:
+        assert file["replicas/total"][()].tobytes() == np.stack(rows).tobytes()
+        assert file.attrs["num_replicas"] == num
+        assert len(file.attrs["arithmetic"]) == 16
+    replicas.run(lambda: total.assign(np.zeros(3, np.float32)))
+    ms.Checkpoint(total=total).restore(path).assert_consumed()
+    assert [each.tobytes() for each in total.values] == [rows[each].tobytes() for each in ids]
+    with ms.MPIStrategy(device="cpu", num_replicas=num + 1).scope():
+        other = ms.Variable(np.zeros(3, np.float32), synchronization=ON_READ, aggregation=SUM)
+    ms.Checkpoint(total=other).restore(path).assert_consumed()
+    np.testing.assert_allclose(other.numpy(), expected_reduction("sum", rows), rtol=1e-6)
+    assert len({each.tobytes() for each in other.values}) == 1
