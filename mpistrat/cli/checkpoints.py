@@ -118,7 +118,7 @@ def _content(reader: CheckpointReader, with_statistics: bool) -> dict[str, Any]:
         if with_statistics:
             variables[name] |= asdict(summarize(numbers_of(reader, name)))
     return {
-        "attributes": asdict(reader.header) | {"digest": reader.header.digest()},
+        "attributes": reader.header.attributes() | {"digest": reader.header.digest()},
         "variables": variables,
         "state": {name: plain_state(reader.read_state(name)) for name in reader.state_paths},
     }

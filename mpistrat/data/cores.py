@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 
-from mpistrat.settings import environment, settings
+from mpistrat.settings import environment
 from mpistrat.system.cpu import num_cores
 
-__all__ = ["cores_of_rank", "num_decoding_threads"]
+__all__ = ["cores_of_rank"]
 
 _RANKS_OF_NODE = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -34,15 +34,3 @@ def _ranks_of_node() -> int:
         if digits:
             return max(int(digits[0]), 1)
     return 1
-
-
-_MAX_DECODING_THREADS = 8
-"""Python's own part of reading a chunk keeps more from helping."""
-
-
-def num_decoding_threads() -> int:
-    """Return the number of threads of a reader: by default this rank's share of the cores."""
-    chosen = settings().data_threads
-    if chosen is not None:
-        return chosen
-    return min(cores_of_rank(), _MAX_DECODING_THREADS)

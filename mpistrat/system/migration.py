@@ -95,7 +95,6 @@ _HINTS = {
         "DistributedSampler": _BATCHES,
         "TensorDataset": "ms.data.Dataset.from_arrays(arrays)",
         "TFRecordDataset": "ms.data.Dataset.from_hdf5(files)",
-        "AUTOTUNE": "a number of batches: dataset.prefetch(2)",
     },
     "mpistrat.metrics": {
         "SparseCategoricalAccuracy": "ms.metrics.Accuracy, which compares class labels",

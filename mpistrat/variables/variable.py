@@ -6,7 +6,7 @@ import functools
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,12 +42,14 @@ _by_storage: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDicti
 class _MadeTogether(ABCMeta):
     """Makes a variable in replica context once for all replicas of the rank."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        make = functools.partial(super().__call__, *args, **kwargs)
-        frame = context.current()
-        if frame is None or frame.kind is not context.Kind.REPLICA:
-            return make()
-        return frame.strategy.extended._make_together(make, kwargs.get("name"))
+    if not TYPE_CHECKING:  # to a type checker every variable would be Any
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            make = functools.partial(super().__call__, *args, **kwargs)
+            frame = context.current()
+            if frame is None or frame.kind is not context.Kind.REPLICA:
+                return make()
+            return frame.strategy.extended._make_together(make, kwargs.get("name"))
 
 
 class Variable(ShownVariable, RowWrites, RowReads, metaclass=_MadeTogether):

@@ -111,7 +111,9 @@ def test_a_coordinator_is_for_the_chief(rank, size):
 
 
 @pytest.mark.parametrize(
-    "function", [lambda: 1, functools.partial(echo, 1), Trainer().step, 3], ids=str
+    "function",
+    [lambda: 1, functools.partial(echo, 1), Trainer().step, 3],
+    ids=["lambda", "partial", "method", "number"],
 )
 def test_functions_without_a_name(job, function):
     def local():
