@@ -29,21 +29,21 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 262,
-    "lines": 51_500,
+    "files": 345,
+    "lines": 65_800,
     "longest file": 400,
     "median file": (150, 220),
-    "loose modules": 18,
-    "exported names": 1_110,
+    "loose modules": 21,
+    "exported names": 1_370,
     "circles of files": 0,
     "circles of folders": 0,
-    "step: files": 16,
+    "step: files": 17,
     "step: changes of file": 40,
-    "restore: files": 31,
+    "restore: files": 34,
     "restore: agreement rounds": 6,
-    "write: files": 30,
+    "write: files": 33,
     "write: agreement rounds": 3,
-    "batch: files": 16,
+    "batch: files": 20,
 }
 """The largest value of each figure; for a pair, the smallest too."""
 
