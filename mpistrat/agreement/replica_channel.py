@@ -79,7 +79,9 @@ class ReplicaChannel(Channel):
         status, signature, extra = first.status, first.signature, first.extra
         if not are_equal:
             status, signature, extra = Status.CALL, _DIFFERENT, 0
-        entry = ranks.flight.begin(ranks.ledger, signature, "", None)
+        # Refusals say less than a call: its kind, name and owner.
+        noted = (*signature, *("",) * (3 - len(signature)))
+        entry = ranks.flight.begin(ranks.ledger, noted, "", None)
         outcome = ranks.vote(status, signature, first.timeout_s, extra)
         entry.agreed_ns = entry.ended_ns = entry.began_ns
         entry.state = "done"
