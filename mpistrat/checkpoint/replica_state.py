@@ -152,8 +152,8 @@ def assign_replicas(stateful: Iterable[object], layout: Layout) -> None:
             if layout.num_replicas * layout.ranks_per_replica > layout.num_ranks:
                 raise NotImplementedError(
                     "PerReplicaState with more replicas than ranks (num_replicas): an object "
-                    "exists once on a rank. Use ReplicaContext.rng for random numbers, or a SyncOnRead "
-                    "variable."
+                    "exists once on a rank. Use ReplicaContext.rng for random numbers, or a "
+                    "SyncOnRead variable."
                 )
             each._assign(layout.replica_id, layout.num_replicas)
 

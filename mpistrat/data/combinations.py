@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arguments import as_bool, as_integer
+from mpistrat.data.batching import Enumerate
 from mpistrat.data.combining import Concatenated, Zipped
 from mpistrat.data.filtering import Filtered
 from mpistrat.data.pipeline import Pipeline
@@ -17,7 +18,7 @@ from mpistrat.data.selecting import Indices, SelectBatches, Selected
 from mpistrat.data.sources import CountSource
 from mpistrat.data.streams import view_or_stream
 from mpistrat.data.transformations import Transformations
-from mpistrat.data.transforms import Enumerate, Repeat
+from mpistrat.data.transforms import Repeat
 from mpistrat.data.views import View
 from mpistrat.data.windows import Windowed
 from mpistrat.options import AutoShardPolicy

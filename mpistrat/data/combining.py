@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
+from mpistrat.data.batching import Batch
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import ENDLESS, Block, PassKey, blocks_of_range
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import ArraySpec, describe
-from mpistrat.data.transforms import Batch, Repeat, SameOrder, Skip, Take
+from mpistrat.data.transforms import Repeat, SameOrder, Skip, Take
 from mpistrat.data.views import (
     Child,
     Part,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arguments import as_bool, as_integer
+from mpistrat.data.batching import Unbatch, WholeBatches, wrapped
 from mpistrat.data.cache import Cached, size_in_bytes
 from mpistrat.data.combinations import Combinations
 from mpistrat.data.errors import Sound
 from mpistrat.data.padded_batch import PaddedBatch
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.ragged_batch import RaggedBatch
-from mpistrat.data.transforms import Map, SameOrder, Unbatch, WholeBatches, wrapped
+from mpistrat.data.transforms import Map, SameOrder
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
+from mpistrat.data.batching import Batch, Enumerate
 from mpistrat.data.mapping import Entry, GroupEnd, Mapper
 from mpistrat.data.numbering import Numbering
 from mpistrat.data.order import Block, PassKey, Reader
 from mpistrat.data.random import PassStream
 from mpistrat.data.stacking import Column, columns_of
-from mpistrat.data.transforms import Batch, Enumerate, Map
+from mpistrat.data.transforms import Map
 from mpistrat.errors import DataError
 
 __all__ = ["ElementMaker", "examples_to_read"]

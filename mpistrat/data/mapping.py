@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests, pytorch
+from mpistrat.data.batching import Enumerate
 from mpistrat.data.numbering import Numbering
 from mpistrat.data.order import Block
 from mpistrat.data.parallel_map import ParallelMap, num_threads
 from mpistrat.data.random import MapScope, PassStream
-from mpistrat.data.transforms import Enumerate, Map
+from mpistrat.data.transforms import Map
 from mpistrat.errors import DataError
 
 __all__ = ["Entry", "GroupEnd", "Mapper"]

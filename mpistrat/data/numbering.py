@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.data.batching import Batch
 from mpistrat.data.order import Source, Transformation, span_of
 from mpistrat.data.random import PassKey
-from mpistrat.data.transforms import Batch
 
 __all__ = ["Numbering"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat import sharding
+from mpistrat.data.batching import Batch, Enumerate, Unbatch, wrapped
 from mpistrat.data.elements import ElementMaker, examples_to_read
+from mpistrat.data.lookahead import look_ahead
 from mpistrat.data.numbering import Numbering
 from mpistrat.data.order import (
     ENDLESS,
@@ -30,7 +31,7 @@ from mpistrat.data.order import (
 from mpistrat.data.random import PassStream
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import open_batch, spec_of, with_room_for_text
-from mpistrat.data.transforms import Batch, Enumerate, Map, Prefetch, SameOrder, Unbatch, wrapped
+from mpistrat.data.transforms import Map, Prefetch, SameOrder
 from mpistrat.errors import DataError
 from mpistrat.system.threads import in_background
 
@@ -299,7 +300,7 @@ class Pipeline:
             closing(self.maker(reader, stream)) as make,
         ):
             needs_first = num_batchings == 1 and make.needs_first
-            blocks = _look_ahead(order.blocks(stream.key, None, start), reader, rows_of)
+            blocks = look_ahead(order.blocks(stream.key, None, start), reader, rows_of)
             if not num_batchings:
                 for block in blocks:
                     yield from make.examples(block)
@@ -377,51 +378,3 @@ class _Repeated:
     def read(self, block: Block) -> Any:
         """Return rows."""
         return self._reader.read(block % self._span)
-
-
-_FIRST_ROWS = 2**10
-"""Of so many rows a reader knows before the first element, or that would wait for all others."""
-
-_ROWS_AT_A_TIME = 2**12
-_SHARE_AT_A_TIME = 8
-"""Rows of several batches are announced together, or announcing keeps the threads from decoding: at
-most so many rows, and a part of those that the reader wants to know."""
-
-
-def _look_ahead(
-    blocks: Iterator[Block], reader: Reader, rows_of: Callable[[Block], list[Block]]
-) -> Iterator[Block]:
-    """Yield `blocks`; of the rows of this rank in them `reader` knows as many as it wants ahead."""
-    ahead: deque[tuple[Block, int]] = deque()
-    num_ahead = 0
-    wanted = reader.lookahead_rows
-    if not wanted:
-        yield from blocks
-        return
-    most, wanted = wanted, min(wanted, _FIRST_ROWS)
-    while True:
-        is_short = num_ahead < wanted - min(_ROWS_AT_A_TIME, wanted // _SHARE_AT_A_TIME)
-        waiting: list[Block] = []
-        num_waiting = 0
-        while not ahead or (is_short and num_ahead < wanted):
-            # No block more than needed: a generator behind it may take its time.
-            block = next(blocks, None)
-            if block is None:
-                break
-            parts = rows_of(block)
-            count = sum(map(len, parts))
-            ahead.append((block, count))
-            num_ahead += count
-            waiting += parts
-            num_waiting += count
-            if num_waiting >= _ROWS_AT_A_TIME:
-                reader.expect(np.concatenate(waiting))
-                waiting, num_waiting = [], 0
-        if waiting:
-            reader.expect(np.concatenate(waiting))
-        if not ahead:
-            return
-        block, count = ahead.popleft()
-        num_ahead -= count
-        yield block
-        wanted = min(2 * wanted, most)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
+from mpistrat.data.batching import Batch
 from mpistrat.data.spec import ArraySpec
 from mpistrat.data.stacking import Column, stacked
-from mpistrat.data.transforms import Batch
 from mpistrat.ragged import Ragged
 
 __all__ = ["RaggedBatch"]

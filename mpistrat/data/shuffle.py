@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpistrat.data.batching import regroup
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import ENDLESS, Block, Order, PassKey, skip_items
-from mpistrat.data.transforms import Reordering, regroup
+from mpistrat.data.transforms import Reordering
 from mpistrat.sharding import ceil_div
 
 __all__ = ["WINDOW_BYTES", "Partitions", "Shuffle"]

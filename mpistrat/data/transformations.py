@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mpistrat.arguments import as_bool, as_integer
+from mpistrat.data.batching import Batch
 from mpistrat.data.order import Transformation
 from mpistrat.data.parallel_map import AUTOTUNE
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.shuffle import Shuffle
-from mpistrat.data.transforms import Batch, Map, Prefetch, Repeat, Shard, Skip, Take
+from mpistrat.data.transforms import Map, Prefetch, Repeat, Shard, Skip, Take
 from mpistrat.options import AutoShardPolicy
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
-"""Transformations of the order: take, skip, shard, repeat, batch, map, prefetch."""
+"""Transformations of the order: take, skip, shard, repeat, map, prefetch."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat import nests
 from mpistrat.data.order import (
     ENDLESS,
     UNKNOWN,
@@ -23,13 +21,8 @@ from mpistrat.data.order import (
     moved_items,
     skip_items,
 )
-from mpistrat.data.spec import batched
-from mpistrat.data.stacking import Column, stacked
-from mpistrat.sharding import ceil_div
 
 __all__ = [
-    "Batch",
-    "Enumerate",
     "Map",
     "Prefetch",
     "Reordering",
@@ -38,10 +31,6 @@ __all__ = [
     "Shard",
     "Skip",
     "Take",
-    "Unbatch",
-    "WholeBatches",
-    "regroup",
-    "wrapped",
 ]
 
 
@@ -59,7 +48,7 @@ class Reordering(Transformation):
         return number
 
     def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
-        """Return the items at `positions` of the pass `key`, of which all are computed."""
+        """Return the items at `positions` of the pass `key`. All are computed."""
         return upstream.then(self).found_at(positions, key, known)
 
 
@@ -222,134 +211,6 @@ class Repeat(Reordering):
             start = 0
 
 
-@dataclass(frozen=True)
-class Batch(Reordering):
-    """Items in groups of `batch_size`: each becomes one item."""
-
-    batch_size: int
-    drop_remainder: bool
-
-    @property
-    def known_length(self) -> int | None:
-        """The length of every batch, where it is one."""
-        return self.batch_size if self.drop_remainder else None
-
-    def spec_of(self, element_spec: Any, is_mapped: bool) -> Any:
-        """Return the nest of specs of a batch of elements, also of those that a map made."""
-        return batched(element_spec, self.known_length)
-
-    def stack(self, column: Column, structure: nests.Structure, number: int) -> Any:
-        """Return a column, leaf `number` of the elements' `structure`, as one value."""
-        return stacked(column, self.batch_size)
-
-    @property
-    def needs_one_shape(self) -> bool:
-        """Whether all elements of a batch must have one shape."""
-        return type(self) is Batch
-
-    def length(self, num_items: int) -> int:
-        """Return how many items leave."""
-        if num_items < 0:
-            return num_items
-        if self.drop_remainder:
-            return num_items // self.batch_size
-        return ceil_div(num_items, self.batch_size)
-
-    def blocks(
-        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
-    ) -> Iterator[Block]:
-        """Return one item, a block, for each batch of the pass `key`."""
-        blocks = upstream.blocks(key, self.batch_size, start * self.batch_size)
-        for group in regroup(blocks, self.batch_size):
-            if self.drop_remainder and len(group) < self.batch_size:
-                return
-            item = np.empty(1, object)
-            item[0] = group
-            yield item
-
-
-@dataclass(frozen=True)
-class WholeBatches(Reordering):
-    """The items that fill batches of `batch_size`, without those left over."""
-
-    batch_size: int
-
-    def length(self, num_items: int) -> int:
-        """Return how many items leave."""
-        return num_items if num_items < 0 else num_items // self.batch_size * self.batch_size
-
-    def rows(self, rows: range) -> range | None:
-        """Return the rows that leave."""
-        return rows[: self.length(len(rows))]
-
-    def blocks(
-        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
-    ) -> Iterator[Block]:
-        """Return the items of the pass `key`, without the first `start`."""
-        first = start // self.batch_size
-        blocks = upstream.blocks(key, batch_size, first * self.batch_size)
-        groups = regroup(blocks, self.batch_size)
-        whole = itertools.takewhile(lambda group: len(group) == self.batch_size, groups)
-        return skip_items(whole, start % self.batch_size)
-
-
-@dataclass(frozen=True)
-class Unbatch(Reordering):
-    """The items of batches, one by one."""
-
-    batch_size: int
-    are_whole: bool
-    """Whether no batch is shorter."""
-
-    def length(self, num_items: int) -> int:
-        """Return how many items leave; a short batch may be among those taken or repeated."""
-        if num_items <= 0:
-            return num_items
-        return num_items * self.batch_size if self.are_whole else UNKNOWN
-
-    def blocks(
-        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
-    ) -> Iterator[Block]:
-        """Return the items of the pass `key`, without the first `start`."""
-        first = start // self.batch_size if self.are_whole else 0
-        batches = upstream.blocks(key, None, first)
-        items = (np.asarray(item) for block in batches for item in block)
-        return skip_items(items, start - first * self.batch_size)
-
-
-class NumberedBatch(np.ndarray):
-    """The items of a batch that has been enumerated."""
-
-    numbers: tuple[int, ...] = ()
-    """Those that each `Enumerate` has given it."""
-
-    def __array_finalize__(self, source: Any) -> None:
-        self.numbers = getattr(source, "numbers", ())
-
-
-@dataclass(frozen=True)
-class Enumerate(Reordering):
-    """Each batch with its number, from `start` on."""
-
-    start: int
-
-    def length(self, num_items: int) -> int:
-        """Return the same number."""
-        return num_items
-
-    def blocks(
-        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
-    ) -> Iterator[Block]:
-        """Return the items of the pass `key`, without the first `start`."""
-        numbers = itertools.count(self.start + start)
-        for block in upstream.blocks(key, batch_size, start):
-            numbered = np.empty_like(block)
-            for place, item in enumerate(block):
-                numbered[place] = item.view(NumberedBatch)
-                numbered[place].numbers = (*getattr(item, "numbers", ()), next(numbers))
-            yield numbered
-
-
 class SameOrder(Reordering):
     """A transformation of elements that leaves their order alone."""
 
@@ -389,40 +250,8 @@ class Map(SameOrder):
         return f"Map(fn={function_name(self.fn)}{seed})"
 
 
-def wrapped(transformation: Transformation) -> Transformation:
-    """Return a transformation of batches as one of their elements."""
-    if isinstance(transformation, Enumerate):
-        raise ValueError(
-            "unbatch takes apart arrays along their first dimension, which the number that "
-            "enumerate gives a batch does not have. Call enumerate after unbatch."
-        )
-    if not isinstance(transformation, Map):
-        return transformation
-    return dataclasses.replace(transformation, num_wraps=transformation.num_wraps + 1)
-
-
 @dataclass(frozen=True)
 class Prefetch(SameOrder):
     """Up to `num_elements` elements prepared ahead, in a thread."""
 
     num_elements: int
-
-
-def regroup(blocks: Iterator[Block], length: int) -> Iterator[Block]:
-    """Return the same items in blocks of `length`; the last one may be shorter."""
-    waiting: list[Block] = []
-    missing = length
-    for block in blocks:
-        if not waiting and len(block) == length:
-            yield block
-            continue
-        start = 0
-        while len(block) - start >= missing:
-            waiting.append(block[start : start + missing])
-            yield np.concatenate(waiting)
-            waiting, start, missing = [], start + missing, length
-        if start < len(block):
-            waiting.append(block[start:])
-            missing -= len(block) - start
-    if waiting:
-        yield np.concatenate(waiting)

@@ -9,7 +9,8 @@ from mpistrat.variables.remote import RemoteVariable
 from mpistrat.variables.replicated import ReplicatedOnRead
 from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.split import SplitVariable
-from mpistrat.variables.variable import Variable, container_of
+from mpistrat.variables.storages import container_of
+from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import can_cast
 
 __all__ = [

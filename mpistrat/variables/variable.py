@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -15,12 +14,13 @@ from mpistrat import context
 from mpistrat.arrays import Array, Device, host_copy, place
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.options import VariableAggregation, VariableSynchronization
-from mpistrat.values import DistributedValues, container_of_component
+from mpistrat.values import DistributedValues
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.lookup import RowReads, read_only
 from mpistrat.variables.names import default_name, note_given_name
 from mpistrat.variables.scatter import RowWrites
 from mpistrat.variables.shown import ShownVariable
+from mpistrat.variables.storages import register_storage
 from mpistrat.variables.writes import (
     ASSIGN,
     ASSIGN_ADD,
@@ -30,13 +30,12 @@ from mpistrat.variables.writes import (
     check_modes,
 )
 
-__all__ = ["Variable", "container_of", "register_storage"]
+__all__ = ["Variable"]
 
 Initial: TypeAlias = npt.ArrayLike | Callable[..., npt.ArrayLike] | InitialValue
 Value: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 _HOST = Device("cpu")
-_by_storage: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 
 
 class _MadeTogether(ABCMeta):
@@ -397,20 +396,3 @@ class Variable(ShownVariable, RowWrites, RowReads, metaclass=_MadeTogether):
         register_storage(twin._storage, twin)
         memo[id(self)] = twin
         return twin
-
-
-def _memory_of(storage: Array) -> Any:
-    """Return what views of `storage` have as their base."""
-    return storage if storage.base is None else storage.base
-
-
-def register_storage(storage: Array, variable: Variable) -> None:
-    """Have `container_of` return `variable` for views of its `storage`."""
-    _by_storage[id(_memory_of(storage))] = variable
-
-
-def container_of(value: Any) -> Any:
-    """Return the variable or distributed value that `value` is a component of, or `value`."""
-    storage = getattr(value, "base", None)
-    variable = _by_storage.get(id(storage)) if storage is not None else None
-    return container_of_component(value) if variable is None else variable

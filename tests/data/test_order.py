@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpistrat.data.batching import Batch
 from mpistrat.data.order import ENDLESS, ChunkLayout, Order
 from mpistrat.data.shuffle import Partitions, Shuffle
 from mpistrat.data.sources import GeneratorSource, RangeSource
 from mpistrat.data.spec import ArraySpec
-from mpistrat.data.transforms import Batch, Prefetch, Repeat, Shard, Skip, Take
+from mpistrat.data.transforms import Prefetch, Repeat, Shard, Skip, Take
 from mpistrat.sharding import slice_of_rank
 
 _LIMIT = 60

@@ -7,16 +7,18 @@ cache: the system has them in memory, or reads them from the disk when it is ask
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpistrat.data.hdf5.catalog import Catalog
+from mpistrat.data.hdf5.files import OpenFiles
 from mpistrat.data.hdf5.storage import Storage
 from mpistrat.native import native_library
 
-__all__ = ["PlacedField", "RowCopies", "is_placed", "rows_of_runs"]
+__all__ = ["PlacedLeaf", "RowCopies", "is_placed"]
 
 
 def is_placed(catalog: Catalog, field: int) -> bool:
@@ -30,7 +32,7 @@ Rows = tuple[np.ndarray, np.ndarray | None, np.ndarray]
 """Numbers of rows, or of the first ones of runs, their places, and the output."""
 
 
-def rows_of_runs(firsts: np.ndarray, places: np.ndarray | None, output: np.ndarray) -> Rows:
+def _rows_of_runs(firsts: np.ndarray, places: np.ndarray | None, output: np.ndarray) -> Rows:
     """Return the rows of runs, their places, and the output of shape ``(rows, *shape)``."""
     steps = np.arange(output.shape[1])
     places = np.arange(len(firsts)) if places is None else places
@@ -103,7 +105,7 @@ class PlacedField:
         if are_whole.all():
             return self.begin(mapped, file, firsts, places, output, num_helpers)
         places = np.arange(len(firsts)) if places is None else places
-        rest = rows_of_runs(firsts[~are_whole], places[~are_whole], output)
+        rest = _rows_of_runs(firsts[~are_whole], places[~are_whole], output)
         copies = self.begin(mapped, file, *rest, num_helpers)
         if are_whole.any():
             whole = firsts[are_whole], places[are_whole], output
@@ -161,3 +163,58 @@ def _place_of(dtype: np.dtype, members: tuple[str, ...]) -> tuple[int, int]:
         dtype, offset = dtype.fields[name][:2]
         begin += offset
     return begin, dtype.itemsize
+
+
+class PlacedLeaf:
+    """A leaf of the examples whose rows are copied from their place."""
+
+    def __init__(
+        self,
+        number: int,
+        field: int,
+        members: tuple[str, ...],
+        catalog: Catalog,
+        files: OpenFiles,
+        empty: Callable[..., np.ndarray],
+    ) -> None:
+        self.number, self.field = number, field
+        self.rows = PlacedField(catalog, field, members)
+        self._catalog, self._files, self._empty = catalog, files, empty
+        spec = catalog.outputs[number].spec
+        self._shape, self._dtype = spec._known_shape, spec.dtype
+
+    def begin(
+        self, files: np.ndarray, rows: np.ndarray, num_helpers: int, *length: int
+    ) -> RowCopies:
+        """Begin to copy rows once, or runs of a `length` from `rows` on."""
+        begin = self.rows.begin_runs if length else self.rows.begin
+        output = self._empty((len(rows), *length, *self._shape), self._dtype)
+        parts = []
+        for file in np.unique(files).tolist() if files.ndim else (0,):
+            places = None if not files.ndim else np.flatnonzero(files == file)
+            own = rows if places is None else rows[places]
+            with self._files.lock:
+                mapped = self._files.mapping(file)
+            copy = None
+            if mapped is not None:
+                copy = begin(mapped, file, own, places, output, num_helpers)
+            parts.append((copy, file, own, places))
+        return RowCopies(output, parts)
+
+    def end(self, copies: RowCopies, are_runs: bool = False) -> np.ndarray:
+        """Return the rows whose copies were begun."""
+        output = copies.output
+        for copy, file, own, places in copies.parts:
+            try:
+                if copy is not None:
+                    self.rows.end(copy)
+                    continue
+                rows_to = (own, places, output)
+                rows_to = _rows_of_runs(*rows_to) if are_runs else rows_to
+                with self._files.lock:  # it cannot be mapped
+                    self.rows.read_slowly(self._files.descriptor(file), file, *rows_to)
+            except OSError as reason:
+                first, last = int(own.min()), int(own.max())
+                error = self._catalog.read_error(reason, file, self.field, first, last + 1)
+                raise error from reason
+        return output

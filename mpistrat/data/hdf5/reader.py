@@ -18,7 +18,7 @@ from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
 from mpistrat.data.hdf5.chunk_plan import plan_fields
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
-from mpistrat.data.hdf5.placed_rows import PlacedField, RowCopies, is_placed, rows_of_runs
+from mpistrat.data.hdf5.placed_rows import PlacedLeaf, RowCopies, is_placed
 from mpistrat.data.hdf5.read_ahead import ExpectedRows, is_run, num_decoding_threads
 from mpistrat.data.hdf5.single_examples import Allocate, SingleReader, leaf_of
 from mpistrat.data.order import Block
@@ -85,7 +85,7 @@ class Hdf5Reader:
         placed = [field for field in others if is_placed(catalog, field)]
         # Of compound rows each member that is needed is copied from its place.
         self._placed = [
-            (number, field, PlacedField(catalog, field, output.leaf.members))
+            PlacedLeaf(number, field, output.leaf.members, catalog, self._files, empty)
             for number, output in enumerate(catalog.outputs)
             if (field := output.column) is not None and field in placed
         ]
@@ -134,9 +134,11 @@ class Hdf5Reader:
                 if self._cached:
                     self._take_cached(numbers, files, rows, columns)
                 begun, begun_columns = self._take_begun(numbers)
-                for number, field, placed in self._placed:
-                    copies = begun.get(number) or self._begin_placed(number, placed, files, rows)
-                    leaves[number] = self._end_placed(field, placed, copies)
+                for placed in self._placed:
+                    copies = begun.get(placed.number)
+                    if copies is None:
+                        copies = placed.begin(files, rows, self._num_helpers)
+                    leaves[placed.number] = placed.end(copies)
                 self._gather(files, rows, columns, begun_columns)
                 for reader in self._singles:
                     leaves |= reader.columns(numbers, files, rows, self._empty)
@@ -168,14 +170,13 @@ class Hdf5Reader:
         files, rows = self._locate(firsts)
         if files.ndim and (files != self._locate(firsts + (length - 1))[0]).any():
             return self.read((firsts[:, None] + np.arange(length)).ravel())
-        placed_of = {number: placed for number, _, placed in self._placed}
+        placed_of = {placed.number: placed for placed in self._placed}
         leaves = []
         for number, found in enumerate(self._catalog.outputs):
             shape = found.spec._known_shape
-            if number in placed_of and found.column is not None:
+            if number in placed_of:
                 placed = placed_of[number]
-                copies = self._begin_placed(number, placed, files, rows, length)
-                output = self._end_placed(found.column, placed, copies, are_runs=True)
+                output = placed.end(placed.begin(files, rows, self._num_helpers, length), True)
             else:
                 output = self._empty((len(firsts), length, *shape), found.spec.dtype)
             leaves.append(output.reshape(-1, *shape))
@@ -207,10 +208,10 @@ class Hdf5Reader:
             asked: set[int] = set()
             with self._files.lock:
                 descriptor = self._files.descriptor(file)
-                for _, field, placed in self._placed:
-                    if field not in asked:  # one member of compound rows brings the others
-                        placed.ask_for(descriptor, file, own)
-                    asked.add(field)
+                for placed in self._placed:
+                    if placed.field not in asked:  # one member of compound rows brings the others
+                        placed.rows.ask_for(descriptor, file, own)
+                    asked.add(placed.field)
 
     def _begin_next(self, count: int) -> None:
         """Begin to copy the next rows in other threads, as far as nothing has to be decoded."""
@@ -221,8 +222,8 @@ class Hdf5Reader:
         copies: dict[int, RowCopies] = {}
         columns: dict[int, np.ndarray] = {}
         with contextlib.suppress(DataError):  # which is raised again where these rows are read
-            for number, _, placed in self._placed:
-                copies[number] = self._begin_placed(number, placed, files, rows)
+            for placed in self._placed:
+                copies[placed.number] = placed.begin(files, rows, self._num_helpers)
         for field in self._announced:
             shape, dtype = self._specs[field]
             empty = partial(self._empty, (len(rows), *shape), dtype)
@@ -237,41 +238,6 @@ class Hdf5Reader:
         """Return the copies of these rows that were begun."""
         begun, self._begun = self._begun, None
         return begun[1:] if begun and begun[0].tobytes() == numbers.tobytes() else ({}, {})
-
-    def _begin_placed(
-        self, number: int, placed: PlacedField, files: np.ndarray, rows: np.ndarray, *length: int
-    ) -> RowCopies:
-        """Begin to copy rows once, or runs of a `length` from `rows` on, from their place."""
-        spec = self._catalog.outputs[number].spec
-        begin = placed.begin_runs if length else placed.begin
-        output = self._empty((len(rows), *length, *spec._known_shape), spec.dtype)
-        helpers, parts = self._num_helpers, []
-        for file in np.unique(files).tolist() if files.ndim else (0,):
-            places = None if not files.ndim else np.flatnonzero(files == file)
-            own = rows if places is None else rows[places]
-            with self._files.lock:
-                mapped = self._files.mapping(file)
-            copy = None if mapped is None else begin(mapped, file, own, places, output, helpers)
-            parts.append((copy, file, own, places))
-        return RowCopies(output, parts)
-
-    def _end_placed(
-        self, field: int, placed: PlacedField, copies: RowCopies, are_runs: bool = False
-    ) -> np.ndarray:
-        """Return the rows whose copies were begun."""
-        output = copies.output
-        for copy, file, own, places in copies.parts:
-            try:
-                if copy is not None:
-                    placed.end(copy)
-                    continue
-                rows_to = rows_of_runs(own, places, output) if are_runs else (own, places, output)
-                with self._files.lock:  # it cannot be mapped
-                    placed.read_slowly(self._files.descriptor(file), file, *rows_to)
-            except OSError as reason:
-                first, last = int(own.min()), int(own.max())
-                raise self._catalog.read_error(reason, file, field, first, last + 1) from reason
-        return output
 
     def _gather(
         self,
