@@ -1,4 +1,4 @@
-"""Look-ahead of a reader: which rows it is told of before they are read."""
+"""Look-ahead of a reader: which rows it learns of before they are read."""
 
 from __future__ import annotations
 
