@@ -38,8 +38,11 @@ def test_an_error_that_one_rank_catches_ends_the_others(tmp_path, ranks, call):
     script = tmp_path / "program.py"
     prelude = PRELUDE
     if call == "reduce":
-        options = "communication_options=ms.CommunicationOptions(deterministic=True)"
-        prelude = prelude.replace("ms.MPIStrategy()", f"ms.MPIStrategy({options})")
+        by_mpi = "implementation=ms.CommunicationImplementation.MPI"
+        options = f"ms.CommunicationOptions(deterministic=True, {by_mpi})"
+        prelude = prelude.replace(
+            "ms.MPIStrategy()", f"ms.MPIStrategy(communication_options={options})"
+        )
     script.write_text(prelude + FAIL.format(call=CALLS[call]))
     result = launch.run([script], ranks, 60, env={"MPISTRAT_EXIT_GRACE_S": "1"})
     what = f"ransfer of data in {call} at program.py:18 was interrupted by MemoryError"

@@ -336,7 +336,7 @@ def train(strategy, optimizer, rank, uses_buffers=False):
     names = made._rule.kernel.slots
     slots = [made.slot(each, name) for each in variables for name in names]
     slots += [average.average(each) for each in variables]
-    return [as_bytes(each.numpy()) for each in (*variables, *slots, made.iterations)]
+    return [each.numpy() for each in (*variables, *slots, made.iterations)]
 
 
 OPTIMIZERS = {
@@ -353,10 +353,16 @@ OPTIMIZERS = {
 @pytest.mark.filterwarnings("ignore:The loss scale")
 @pytest.mark.parametrize("uses_buffers", [False, True], ids=["arrays", "buffers"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_steps_are_those_of_mirrored_variables(central, strategy, rank, optimizer, uses_buffers):
+def test_steps_are_those_of_mirrored_variables(
+    central, strategy, rank, size, optimizer, uses_buffers
+):
     make_one = OPTIMIZERS[optimizer]
     expected = train(strategy, make_one, rank)
-    assert train(central, make_one, rank, uses_buffers) == expected
+    found = train(central, make_one, rank, uses_buffers)
+    if size <= 3:
+        assert list(map(as_bytes, found)) == list(map(as_bytes, expected))
+    for one, other in zip(found, expected, strict=True):  # more may be added in another order
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_are_summed(central, rank, size):
