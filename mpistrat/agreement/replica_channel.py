@@ -69,7 +69,7 @@ class ReplicaChannel(Channel):
         except EpochError:
             if status is Status.CALL:
                 raise
-            outcome = Outcome.MIXED  # this replica has an error of its own to raise
+            outcome = Outcome.MIXED  # this replica has its own error to raise
         return outcome
 
     def _vote_as_rank(self, votes: list[_Vote]) -> list[Outcome]:

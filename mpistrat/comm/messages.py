@@ -46,7 +46,7 @@ class Message:
     body: Any
     """Bytes."""
     buffers: list[np.ndarray]
-    """Of bytes, each in memory of its own that the receiver may keep."""
+    """Of bytes, each in its own memory, which the receiver may keep."""
 
 
 class Sending:

@@ -140,7 +140,7 @@ class _MemoryFile:
 
 def _mapped(path: str, token: bytes, num_bytes: int) -> NodeFile | None:
     """Return the memory behind `path`, ``None`` if that is another file here."""
-    # Opened anew, so that each process has its own lock on it.
+    # Opened again, so that each process has its own lock on it.
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(handle).st_size != num_bytes or os.pread(handle, len(token), 0) != token:

@@ -111,7 +111,7 @@ class ReplicaReducer:
         """Do nothing: nothing is under way."""
 
     def close(self) -> None:
-        """Do nothing: it has nothing of its own."""
+        """Do nothing: there is nothing to free."""
 
     def _reduce(self, op: ReduceOp, messages: list[Message]) -> list[None]:
         """Reduce the messages of this rank's replicas with those of other ranks. **Collective**."""

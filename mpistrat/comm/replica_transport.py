@@ -76,7 +76,7 @@ class ReplicaTransport:
         for number, root in enumerate(roots):
             buffers = [each[number] for each in of_replicas]
             owner = root - self._share.start if root in self._share else 0
-            # In memory of its own, as what a root gives may be read-only.
+            # In its own memory, as what a root gives may be read-only.
             self._transport.broadcast(buffers[owner], self._rank_of[root])
             for position, buffer in enumerate(buffers):
                 if position != owner:

@@ -22,7 +22,7 @@ __all__ = [
 
 
 class PerWorkerValues(Travels):
-    """A value that each worker has of its own. Passed to a closure it is that of its worker.
+    """A value of which each worker has its own. Passed to a closure it is that of its worker.
 
     Here it is the iterator of a per-worker data set. On the chief it has no elements.
 

@@ -73,7 +73,7 @@ class Listing:
 
     def is_of(self, file: Any) -> bool:
         """Return whether some of the data sets lie in an open file where this says."""
-        # The file may be a copy, byte by byte or written anew.
+        # The file may be a copy, byte by byte or written again.
         step = max(len(self.names) // _NUM_TRIED, 1)
         for number in range(0, len(self.names), step):
             if self.offsets[number] >= 0:
