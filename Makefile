@@ -25,6 +25,8 @@ LAUNCH := $(PY) -m mpistrat.testing
 SHELL := /bin/bash
 export OMP_NUM_THREADS := 1
 export OPENBLAS_NUM_THREADS := 1
+# Each of the many processes would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests have more ranks than cores: one that waits in MPI lets another run at once.
 test-%: export MPIR_CVAR_POLLS_BEFORE_YIELD := 1
 test-%: export OMPI_MCA_mpi_yield_when_idle := 1
@@ -44,6 +46,10 @@ train: $(VENV)/.jobs data/digits.h5  ## train on the digits with RANKS ranks; AR
 train-torch: $(VENV)/.jobs data/digits.h5  ## train with PyTorch, by JOB=ddp, fsdp, fabric or accelerate
 	$(LAUNCH) -n $(RANKS) --limit 1800 -- jobs/train_torch_$(JOB).py $(ARGS)
 
+# The files that have tests of a marker, unless ARGS names some: to collect all takes as long as many
+# of the tests.
+marked = $(if $(findstring tests/,$(ARGS)),,$(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' | sort))
+
 test: test-serial test-quick  ## run the serial tests, 3 ranks, and one launch for each kind of failure
 	+$(MAKE) test-3 ARGS="-q -m 'not thorough'"
 
@@ -51,7 +57,7 @@ test-serial: $(VENV)/.test  ## run pure code, and what needs ranks on one, witho
 	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile --with-mpi -m "not launches and not slurm and not slow" $(ARGS)
 
 test-quick: $(VENV)/.test  ## run one launch for each kind of failure
-	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile -m quick $(ARGS)
+	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile -m quick $(call marked,quick) $(ARGS)
 
 test-full: test-serial test-1 test-2 test-3 test-4 test-launch  ## run all but test-slow and test-slurm
 
@@ -59,10 +65,10 @@ test-%: $(VENV)/.test  ## run under mpiexec what needs ranks, on so many, as in 
 	$(LAUNCH) -n $* --limit 900 -- -m pytest --with-mpi -p no:cacheprovider $(ARGS)
 
 test-launch: $(VENV)/.test  ## run the tests that start MPI programs of their own
-	timeout --kill-after=10 1800 $(PY) -m pytest -n 2 --dist loadfile -m "launches and not slow" --durations=15 $(ARGS)
+	timeout --kill-after=10 1800 $(PY) -m pytest -n 2 --dist loadfile -m "launches and not slow" --durations=15 $(call marked,launches) $(ARGS)
 
 test-slow: $(VENV)/.test  ## run the long tail of the tests
-	timeout --kill-after=10 1800 $(PY) -m pytest -n 2 --dist loadfile -m slow $(ARGS)
+	timeout --kill-after=10 1800 $(PY) -m pytest -n 2 --dist loadfile -m slow $(call marked,slow) $(ARGS)
 
 test-slurm: $(VENV)/.test  ## run the tests on a Slurm cluster of two nodes on this machine
 	timeout --kill-after=10 1200 $(PY) -m pytest tests/programs/slurm -m slurm --require-slurm $(ARGS)

@@ -39,7 +39,6 @@ from mpistrat.strategies import (
     MPIStrategy,
     MultiStepContext,
     OneDeviceStrategy,
-    ParameterServerStrategy,
     ParameterServerStrategyV1,
     Strategy,
     StrategyExtended,
@@ -51,7 +50,6 @@ from mpistrat.strategies import (
     in_cross_replica_context,
 )
 from mpistrat.strategies import print_on_chief as print
-from mpistrat.strategies.server_extended import load_roles_by as _load_roles_by
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from mpistrat.variables import ShardedVariable, Variable
 from mpistrat.version import __version__
@@ -112,10 +110,15 @@ _ROOMS = (
     *("coordinator", "data", "gradients", "layers", "metrics", "optimizers", "partitioners"),
     "testing",
 )
-_OF_CHECKPOINT = (
-    *("Checkpoint", "CheckpointManager", "PerReplicaState", "PreemptionCheckpointHandler"),
-    "latest_checkpoint",
-)
+_LATER = {
+    "Checkpoint": "mpistrat.checkpoint",
+    "CheckpointManager": "mpistrat.checkpoint",
+    "ParameterServerStrategy": "mpistrat.coordinator.coordinator",
+    "PerReplicaState": "mpistrat.checkpoint",
+    "PreemptionCheckpointHandler": "mpistrat.checkpoint",
+    "latest_checkpoint": "mpistrat.checkpoint",
+}
+"""Where other names are that wait."""
 
 if _typing.TYPE_CHECKING:
     from mpistrat import (
@@ -135,13 +138,14 @@ if _typing.TYPE_CHECKING:
         PreemptionCheckpointHandler,
         latest_checkpoint,
     )
+    from mpistrat.strategies.parameter_server import ParameterServerStrategy
 else:  # type checkers take a name that is missing for an error
 
     def __getattr__(name: str) -> object:
         if name in _ROOMS:
             return _importlib.import_module(f"mpistrat.{name}")
-        if name in _OF_CHECKPOINT:
-            found = globals()[name] = getattr(_importlib.import_module("mpistrat.checkpoint"), name)
+        if name in _LATER:
+            found = globals()[name] = getattr(_importlib.import_module(_LATER[name]), name)
             return found
         from mpistrat.system.migration import missing_name
 
@@ -157,15 +161,6 @@ def _tensor_library() -> object:
     return TorchTensors()
 
 
-def _roles() -> _typing.Any:
-    from types import SimpleNamespace
-
-    from mpistrat.coordinator.serving import end, fail, serve
-
-    return SimpleNamespace(serve=serve, end=end, fail=fail)
-
-
 _pytorch.register_tensors(_tensor_library)
-_load_roles_by(_roles)
 _install_shutdown(_open_last_channel, _abort_world)
 _install_logs()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 import threading
+from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Frame",
     "Kind",
+    "MadeInScope",
     "Scope",
     "call_in_update_context",
     "current",
@@ -153,6 +156,20 @@ class Scope(ContextDecorator, Generic[S]):
             "in which they were entered. A generator that yields inside a scope keeps it open "
             "until it ends: enter the scope around the loop instead."
         ) from None
+
+
+class MadeInScope(ABCMeta):
+    """Metaclass of objects whose making is one collective call of the strategy in scope."""
+
+    if not TYPE_CHECKING:  # to a type checker every object would be Any
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            """Make an object."""
+            frame = current()
+            if frame is None or frame.kind is not Kind.CROSS_REPLICA:
+                return super().__call__(*args, **kwargs)
+            make = functools.partial(super().__call__, *args, **kwargs)
+            return frame.collectives.as_unit(cls.__name__, make)
 
 
 def set_base(frame: Frame | None) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "MpistratError",
     "OutOfRangeError",
     "ReplicaDriftError",
+    "ReplicaLostError",
     "UnavailableError",
 ]
 
@@ -55,6 +56,10 @@ CollectiveMismatchError = EpochMismatchError
 CollectiveTimeoutError = EpochTimeoutError
 
 
+class ReplicaLostError(EpochError):
+    """State of replicas was lost with their ranks, so an elastic strategy cannot continue."""
+
+
 class ReplicaDriftError(EpochError):
     """The replicas of a variable differ where they should be equal.
 
@@ -77,6 +82,9 @@ class LaunchError(MpistratError, RuntimeError):
 
 class DataError(MpistratError, ValueError):
     """A data file, field or shape that does not fit."""
+
+    _is_of_field: bool = False
+    """Whether a field alone cannot be read as examples, so that ``fields=None`` leaves it out."""
 
 
 class OutOfRangeError(MpistratError, IndexError):

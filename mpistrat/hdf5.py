@@ -26,6 +26,7 @@ __all__ = [
     "contiguous_offset",
     "create_atomically",
     "error_text",
+    "explain_permission",
     "extension_path",
     "filters_edge_chunks",
     "filters_of",
@@ -127,10 +128,13 @@ def _type_of(dtype: Any) -> Any:
     return h5py().h5t.py_create(dtype, logical=True)
 
 
-def contiguous_offset(dataset: Any) -> int | None:
-    """Return where the elements of `dataset` begin in its file, ``None`` if not in one piece."""
+def contiguous_offset(dataset: Any, dtype: Any) -> int | None:
+    """Return where the elements of `dataset` begin in its file, ``None`` if not in one piece.
+
+    There they must lie as in arrays of `dtype`.
+    """
     # A user block at the beginning of the file counts too.
-    if not has_offsets(dataset.id) or not is_stored_as(dataset.id, dataset.dtype):
+    if not has_offsets(dataset.id) or not is_stored_as(dataset.id, dtype):
         return None
     return offset_of_block(dataset.id, dataset.nbytes)
 
@@ -197,7 +201,7 @@ def _explain_absence(path: Path) -> str:
     try:
         path.stat()
     except PermissionError:
-        return f"The file {path} cannot be read: permission denied for a folder above it."
+        return explain_permission(path, " for a folder above it")
     except (OSError, ValueError):
         pass
     beginning = "" if path.is_absolute() else f"; it is relative to {Path.cwd()}"
@@ -216,10 +220,10 @@ def _explain(path: Path, reason: OSError) -> str:
             "that program has closed the file, or copy it."
         )
     if "unable to lock file" in text:
+        why = os.strerror(reason.errno) if reason.errno else text
         return (
-            f"{path} is on a file system that cannot lock files ({_plain(reason)}). Set "
-            "HDF5_USE_FILE_LOCKING=FALSE in the environment of every rank; nothing may write to "
-            "the file meanwhile."
+            f"{path} is on a file system that cannot lock files ({why}). Set HDF5_USE_FILE_"
+            "LOCKING=FALSE in the environment of every rank; nothing may write to it meanwhile."
         )
     if "already open for write" in text:
         return (
@@ -233,12 +237,14 @@ def _explain(path: Path, reason: OSError) -> str:
             f"{max_open_files()} in this process, with ulimit -n, or close files."
         )
     if reason.errno == errno.EACCES:
-        return f"The file {path} cannot be read: permission denied."
+        return explain_permission(path)
     return f"{path} cannot be opened as an HDF5 file: {text}."
 
 
-def _plain(reason: OSError) -> str:
-    return os.strerror(reason.errno) if reason.errno else str(reason)
+def explain_permission(path: str | os.PathLike[str], where: str = "") -> str:
+    """Return that this process may not read a file, and what to do."""
+    remedy = f"Let user {os.geteuid()} on {os.uname().nodename} read it; namei -l shows who may."
+    return f"The file {path} cannot be read: permission denied{where}. {remedy}"
 
 
 @contextlib.contextmanager

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextvars
 import copy
 import ctypes
-import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mpistrat.errors import ContextError
+from mpistrat.native import native_library
+from mpistrat.pytorch import in_modes_of_here
 
 __all__ = ["Meeting", "Member"]
 
@@ -26,93 +27,141 @@ class Unwound(BaseException):
     """Ends a member that has met others, one of which has failed. Not an `Exception`: see `run`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a member has met the others for."""
-
-    what: str
-    """Members with another one do not meet."""
-    given: Any
-    act: Callable[[list[Any]], Sequence[Any]]
-    """Called once with what all have given; that of the first member is taken."""
+Request = tuple[str, Any, Callable[[list[Any]], Sequence[Any]]]
+"""What a member has met the others for, what it has given, and what is called once with what all
+have given; that of the first member is taken. Members with another "what" do not meet."""
 
 
 class Member:
     """One function of a run, and how far it has come."""
 
-    def __init__(self, function: Callable[[], Any], context: contextvars.Context) -> None:
-        self._function, self._context = function, context
-        self.request: Request | None = None
-        """While it waits for the others, or for what they have met for."""
-        self.errand: Callable[[], object] | None = None
-        """What the calling thread is to do for it at once."""
-        self.outcome: Any = None
-        self.error: BaseException | None = None
-        """What to raise where it waits; at the end, what has ended it."""
-        self.thread = 0
-        """Identifier of the thread that runs it."""
-        self.has_begun = self.has_ended = False
+    # Defaults on the class: most of it is set once in a run, if ever.
+    request: Request | None = None
+    """While it waits for the others, or for what they have met for."""
+    errand: Callable[[], object] | None = None
+    """What the calling thread is to do for it at once."""
+    outcome: Any = None
+    error: BaseException | None = None
+    """What to raise where it waits; at the end, what has ended it."""
+    thread = 0
+    """Identifier of the thread that runs it."""
+    has_begun = has_ended = False
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        context: contextvars.Context,
+        pass_turn: Callable[[], Any],
+    ) -> None:
+        self.function, self.context = function, context
+        self.pass_turn = pass_turn
+        """Returns the turn to give when this one has ended, ``None`` for the calling thread's."""
 
     def go(self) -> None:
         """Run from the begin to the end."""
         self.has_begun = True
         self.thread = threading.get_ident()
         try:
-            self.outcome, self.error = self._context.run(self._function), None
+            self.outcome, self.error = self.context.run(self.function), None
         except BaseException as error:
             self.error = error
         self.has_ended = True
 
 
+class _PlainTurns:
+    """Turns of threads where nothing is compiled: see ``native/turns.c``."""
+
+    @staticmethod
+    def make_turn() -> threading.Lock:
+        """Return a turn that nobody has been given."""
+        turn = threading.Lock()
+        turn.acquire()
+        return turn
+
+    @staticmethod
+    def hand_over(given: threading.Lock | None, awaited: threading.Lock | None) -> None:
+        """Give one turn, and wait for the other."""
+        if given is not None:
+            given.release()
+        if awaited is not None:
+            awaited.acquire()
+
+    park = hand_over
+
+    @staticmethod
+    def has_taken(turn: threading.Lock) -> bool:
+        """Return False: a lock does not tell."""
+        return False
+
+
 class _Carrier:
     """A kept thread that has the turn or waits for it."""
 
-    def __init__(self, number: int) -> None:
-        self._go, self._back = threading.Lock(), threading.Lock()
-        self._go.acquire()
-        self._back.acquire()
+    def __init__(self, number: int, home: Any) -> None:
+        # `home` is the turn of the thread that runs the first member.
+        turns: Any = native_library() or _PlainTurns
+        self._go, self._home = turns.make_turn(), home
+        self._hand_over, self._park = turns.hand_over, turns.park
+        self._has_taken = turns.has_taken
         self._member: Member | None = None
         self._thread = threading.Thread(
             target=self._work, name=f"mpistrat-replica-{number}", daemon=True
         )
         self._thread.start()
 
-    def give_turn(self, member: Member) -> None:
-        """Let the thread run `member`, begun already or not, until it gives the turn back."""
+    def take_on(self, member: Member) -> Any:
+        """Return the turn to give this thread, so that it runs `member`, begun already or not."""
         self._member = member
-        self._go.release()
+        return self._go
+
+    def give_turn(self, turn: Any, running: Callable[[], _Carrier]) -> BaseException | None:
+        """Give a thread its `turn`, and wait until one gives the turn back to the calling thread.
+
+        Return what a signal has raised here just then. `running` returns whose turn it is.
+        """
+        given = turn
         while True:
             try:
-                self._back.acquire()
-                return
+                self._hand_over(given, self._home)
+                return None
             except BaseException as error:
+                if self._has_taken(self._home):
+                    return error
                 # Ctrl-C comes to the main thread, and means the one whose turn it is.
-                self._interrupt(type(error))
+                given = None
+                running().interrupt(type(error))
 
-    def _interrupt(self, error: type[BaseException]) -> None:
+    def interrupt(self, error: type[BaseException]) -> None:
+        """Raise `error` in the thread."""
         thread = ctypes.c_ulong(self._thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(error))
 
-    def park(self) -> None:
-        """Give the turn back, and wait for the next one. Called by the thread itself."""
-        self._back.release()
-        self._go.acquire()
+    def park(self, given: Any) -> None:
+        """Give a turn, and wait for the next one of this thread. Called by the thread itself."""
+        self._park(self._home if given is None else given, self._go)
 
     def end(self) -> None:
         """End the thread."""
         self._member = None
-        self._go.release()
+        self._hand_over(self._go, None)
 
     def _work(self) -> None:
+        given = None
         while True:
-            self._go.acquire()
+            self._park(given, self._go)
             member = self._member
             if member is None:
                 return
             member.go()
+            self._member, given = None, member.pass_turn() or self._home
             del member
-            self._member = None
-            self._back.release()
+
+
+class Turns(Protocol):
+    """Who knows whose turn it is."""
+
+    turn: int | None
+    """The number of the member that runs, ``None`` while what they have met for is done."""
 
 
 class Meeting:
@@ -120,17 +169,16 @@ class Meeting:
 
     def __init__(
         self,
-        size: int,
-        on_turn: Callable[[int | None], object],
+        turns: Turns,
         on_disagreement: Callable[[Sequence[Member]], BaseException],
     ) -> None:
-        # `on_turn` is called with the number of the member that runs next, and with ``None`` before
-        # what they have met for. `on_disagreement` returns the error for members that do not meet.
-        self._size = size
-        self._on_turn, self._on_disagreement = on_turn, on_disagreement
+        # `on_disagreement` returns the error for members that do not meet.
+        self._turns, self._on_disagreement = turns, on_disagreement
         self._carriers: list[_Carrier] = []
+        self._home = (native_library() or _PlainTurns).make_turn()
+        # The threads wait for turns, and know nothing of this: they would outlive it.
+        weakref.finalize(self, _end, self._carriers).atexit = False
         self._members: list[Member] = []
-        self._current = 0
         self._failure: BaseException | None = None
         """The first error that has ended a member."""
         self._is_unwinding = False
@@ -140,29 +188,50 @@ class Meeting:
         """Whether it runs."""
         return bool(self._members)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a member has ended with an error, for which the others end too."""
+        return self._failure is not None
+
+    def thread_of(self, number: int) -> int:
+        """Return the identifier of the thread that runs a member, 0 where none does."""
+        members = self._members[number : number + 1]
+        return members[0].thread if members else 0
+
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return what `functions` return, in order.
 
         Where one raises, those that have not begun never begin, and the others get an `Unwound`
         where they wait; then the error is raised.
         """
-        # Copied before the first one can change its own.
-        self._members = [Member(each, contextvars.copy_context()) for each in functions]
+        self._make_carriers(len(functions) - 1)
+        # What belongs to a thread is copied before the first one can change its own.
+        functions = in_modes_of_here(functions)
+        copied, pass_turn = contextvars.copy_context, self._pass_turn
+        self._members = [Member(each, copied(), pass_turn) for each in functions]
+        if len(functions) == 1:
+            return [self._run_alone(self._members[0])]
         self._is_unwinding, self._failure = False, None
-        while len(self._carriers) < len(functions) - 1:
-            self._carriers.append(_Carrier(len(self._carriers) + 1))
         members = self._members
         try:
-            self._turn(0)
-            self._go(members[0], members[0].go)
-            while self._failure is None and not all(each.has_ended for each in members):
-                self._bring_others()
+            self._turns.turn = 0
+            members[0].go()
+            self._note_end(members[0])
+            while not self.has_failed and self._bring_others():
+                pass
             self._unwind()
-            if self._failure is not None:
-                raise self._failure
             return [each.outcome for each in members]
         finally:
-            self._members, self._failure = [], None
+            self._members, self._failure, self._is_unwinding = [], None, False
+
+    def _run_alone(self, member: Member) -> Any:
+        """Run the only member, which meets nobody: the short way."""
+        self._turns.turn = 0
+        member.thread = threading.get_ident()
+        try:
+            return member.context.run(member.function)
+        finally:
+            self._members = []
 
     def meet(self, what: str, given: Any, act: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Wait for the other members, and return this one's item of what `act` returns."""
@@ -170,52 +239,105 @@ class Meeting:
             raise ContextError(
                 f"{what} was called by a replica that ends because another one has failed."
             )
-        number = self._current
+        number = self._turns.turn
+        assert number is not None
+        if len(self._members) == 1:
+            return self._act_alone(given, act)
         member = self._members[number]
-        member.request = Request(what, given, act)
+        member.request = what, given, act
         if number:
-            self._carriers[number - 1].park()
+            self._carriers[number - 1].park(self._pass_turn())
         else:
             self._bring_others()
-        self._turn(number)
+        self._turns.turn = number
         if self._failure is not None:
             member.request, self._is_unwinding = None, True
             raise Unwound
-        self._raise_error(member)
+        if member.error is not None:
+            self._raise_error(member)
         outcome, member.outcome = member.outcome, None
         return outcome
 
+    def _act_alone(self, given: Any, act: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        self._turns.turn = None
+        try:
+            return act([given])[0]
+        finally:
+            self._turns.turn = 0
+
     def errand(self, do: Callable[[], object]) -> None:
         """Have the calling thread call `do`, at once."""
-        number = self._current
-        if number == 0:
+        number = self._turns.turn
+        if not number:
             do()
             return
         self._members[number].errand = do
-        self._carriers[number - 1].park()
+        self._carriers[number - 1].park(None)
         self._raise_error(self._members[number])
 
     def close(self) -> None:
         """End the threads."""
-        for each in self._carriers:
-            each.end()
-        self._carriers.clear()
+        _end(self._carriers)
 
-    def _bring_others(self) -> None:
-        """Let each other member come to the meeting or to its end; then do what they met for."""
-        for number, member in enumerate(self._members):
-            if number and not member.has_ended and member.request is None:
-                self._give_turn(number)
-                if self._failure is not None:
-                    return
-        if any(each.request is not None for each in self._members):
-            self._act()
+    def _make_carriers(self, count: int) -> None:
+        try:
+            while len(self._carriers) < count:
+                self._carriers.append(_Carrier(len(self._carriers) + 1, self._home))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"This rank has {count + 1} replicas, which need {count} threads, but the system "
+                f"gives {len(self._carriers)} ({error}). Start more ranks, take fewer replicas, or "
+                "raise the limit of processes (ulimit -u)."
+            ) from error
+
+    def _bring_others(self) -> bool:
+        """Let each other member come to the meeting or to its end; then do what they met for.
+
+        Return whether they have met.
+        """
+        number = self._next_after(0)
+        if number:
+            self._give_turn(number)
+        if self._failure is None:
+            for member in self._members:
+                if member.request is not None:
+                    self._act()
+                    return True
+        return False
+
+    def _next_after(self, number: int) -> int:
+        """Return the number of the next member that can go on, 0 where there is none."""
+        for other in range(number + 1, len(self._members)):
+            member = self._members[other]
+            if member.request is None and not member.has_ended:
+                return other
+        return 0
+
+    def _pass_turn(self) -> Any:
+        """Return the turn to give by a member that meets or ends, ``None`` for the first one's."""
+        number = self._turns.turn
+        assert number is not None
+        if self._is_unwinding or self._members[number].error is not None:
+            return None
+        other = self._next_after(number)
+        if not other:
+            return None
+        self._turns.turn = other
+        return self._carriers[other - 1].take_on(self._members[other])
+
+    def _running(self) -> _Carrier:
+        return self._carriers[(self._turns.turn or 1) - 1]
 
     def _give_turn(self, number: int) -> None:
-        member, carrier = self._members[number], self._carriers[number - 1]
+        """Let member `number` run, and those it passes the turn to, until one gives it back."""
         while True:
-            self._turn(number)
-            self._go(member, functools.partial(carrier.give_turn, member))
+            self._turns.turn = number
+            carrier, member = self._carriers[number - 1], self._members[number]
+            interruption = carrier.give_turn(carrier.take_on(member), self._running)
+            number = self._turns.turn
+            member = self._members[number]
+            self._note_end(member)
+            self._failure = self._failure or interruption
             if member.errand is None:
                 return
             errand, member.errand = member.errand, None
@@ -226,28 +348,25 @@ class Meeting:
 
     def _act(self) -> None:
         """Do what the members have met for, and give each its outcome, or the error."""
-        requests = [each.request for each in self._members]
-        waiting = [each for each in self._members if each.request is not None]
-        self._turn(None)
+        members = self._members
+        self._turns.turn = None
         try:
-            if len({None if each is None else each.what for each in requests}) > 1:
-                raise self._on_disagreement(self._members)
-            outcomes = requests[0].act([each.given for each in requests if each is not None])  # type: ignore[union-attr]
-            for member, outcome in zip(waiting, outcomes, strict=True):
-                member.outcome = outcome
+            requests = [each.request for each in members]
+            first = requests[0]
+            if first is None or None in requests:
+                raise self._on_disagreement(members)
+            kinds, given, _ = zip(*requests, strict=True)
+            if kinds.count(first[0]) != len(members):
+                raise self._on_disagreement(members)
+            for member, outcome in zip(members, first[2](given), strict=True):
+                member.outcome, member.request = outcome, None
         except BaseException as error:
+            waiting = [each for each in members if each.request is not None]
             for number, member in enumerate(waiting):
                 member.error = error if number == 0 else _again(error)
-        for member in waiting:
-            member.request = None
+                member.request = None
 
-    def _turn(self, number: int | None) -> None:
-        if number is not None:
-            self._current = number
-        self._on_turn(number)
-
-    def _go(self, member: Member, go: Callable[[], None]) -> None:
-        go()
+    def _note_end(self, member: Member) -> None:
         if member.has_ended and self._failure is None:
             self._failure = member.error
 
@@ -257,11 +376,20 @@ class Meeting:
             raise error
 
     def _unwind(self) -> None:
-        """End the members that wait."""
+        """End the members that wait, if one has failed, and raise its error."""
+        if self._failure is None:
+            return
         self._is_unwinding = True
         for number, member in enumerate(self._members):
             if number and member.has_begun and not member.has_ended:
                 self._give_turn(number)
+        raise self._failure
+
+
+def _end(carriers: list[_Carrier]) -> None:
+    for each in carriers:
+        each.end()
+    carriers.clear()
 
 
 def _again(error: BaseException) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
@@ -14,6 +15,7 @@ __all__ = [
     "apply_differentiable",
     "host_array",
     "import_torch",
+    "in_modes_of_here",
     "is_bfloat16",
     "is_loaded",
     "is_tensor",
@@ -78,6 +80,52 @@ def is_tensor(value: object) -> bool:
 def is_bfloat16(tensor: Any) -> bool:
     """Return whether a tensor has the dtype that `host_array` widens."""
     return str(tensor.dtype) == "torch.bfloat16"
+
+
+def in_modes_of_here(functions: Sequence[Callable[[], Any]]) -> Sequence[Callable[[], Any]]:
+    """Return functions that run, in any thread, in the modes that PyTorch has in this one now.
+
+    What they set with ``torch.set_grad_enabled`` is gone when they end.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return functions
+    has_gradients = torch.is_grad_enabled()
+    # One function runs in this thread, which has all other modes.
+    modes = _modes_of_here(torch) if len(functions) > 1 else []
+
+    def with_gradients(function: Callable[[], Any]) -> Any:
+        before = torch.is_grad_enabled()
+        if before is not has_gradients:
+            torch.set_grad_enabled(has_gradients)
+        try:
+            return function()
+        finally:
+            if torch.is_grad_enabled() is not before:
+                torch.set_grad_enabled(before)
+
+    def in_modes(function: Callable[[], Any]) -> Any:
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode())
+            return with_gradients(function)
+
+    return [functools.partial(in_modes if modes else with_gradients, each) for each in functions]
+
+
+def _modes_of_here(torch: Any) -> list[Callable[[], Any]]:
+    """Return what makes the modes of this thread, except that of gradients."""
+    modes: list[Callable[[], Any]] = [torch.inference_mode] * torch.is_inference_mode_enabled()
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            dtype, caches = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+            modes.append(functools.partial(torch.autocast, kind, dtype, cache_enabled=caches))
+    # To ask for the default device takes longer than an empty tensor, which lies there.
+    if torch.empty(0).device.type != "cpu":
+        device = torch.get_default_device()
+        if device.type != "cpu":
+            modes.append(lambda: device)
+    return modes
 
 
 _DENSE = "torch.strided"

@@ -5,11 +5,20 @@ Pure functions of integers. Every rank computes the same, so nothing here commun
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["Fold", "ceil_div", "cut", "part_lengths", "replicas_of_ranks", "slice_of_rank"]
+__all__ = [
+    "Fold",
+    "ceil_div",
+    "consecutive",
+    "cut",
+    "part_lengths",
+    "replicas_of_ranks",
+    "slice_of_rank",
+]
 
 
 T = TypeVar("T")
@@ -27,6 +36,11 @@ def cut(num_elements: int, length: int) -> list[slice]:
     ]
 
 
+def consecutive(lengths: Iterable[int]) -> list[slice]:
+    """Return slices of these lengths, one behind the other."""
+    return [slice(*ends) for ends in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
+
+
 def part_lengths(length: int, num_parts: int) -> list[int]:
     """Divide `length`: the first ``length % num_parts`` parts hold one element more."""
     quotient, remainder = divmod(length, num_parts)
@@ -42,12 +56,11 @@ def slice_of_rank(num_examples: int, size: int, rank: int) -> slice:
     return slice(start, min(start + share, num_examples))
 
 
-def replicas_of_ranks(num_replicas: int, size: int) -> list[range]:
+@functools.lru_cache(maxsize=64)
+def replicas_of_ranks(num_replicas: int, size: int) -> Sequence[range]:
     """Return the replicas of each rank: contiguous, the first ranks may have one more."""
-    stops = [0]
-    for length in part_lengths(num_replicas, size):
-        stops.append(stops[-1] + length)
-    return [range(*pair) for pair in itertools.pairwise(stops)]
+    slices = consecutive(part_lengths(num_replicas, size))
+    return tuple(range(each.start, each.stop) for each in slices)
 
 
 class Fold(Generic[T]):

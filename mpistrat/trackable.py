@@ -12,6 +12,7 @@ from typing import Any
 
 from mpistrat.arrays import is_array
 from mpistrat.pytorch import is_tensor
+from mpistrat.system.units import on_undo
 
 __all__ = ["Dependent", "Reach", "Trackable", "has_attributes", "walk_objects"]
 
@@ -64,8 +65,10 @@ class Trackable:
             self._on_new_child(name, child, of)
         if of is None:
             self._children[name] = child
+            on_undo(lambda: self._children.pop(name, None))
         else:
             self._dependents.append(Dependent(name, child, of))
+            on_undo(self._dependents.pop)
 
 
 class Reach(enum.Enum):

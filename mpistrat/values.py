@@ -26,12 +26,13 @@ __all__ = [
     "Number",
     "PerReplica",
     "T",
-    "container_of_component",
+    "container_of",
     "is_value",
     "local_component",
     "localize",
     "mirror",
     "per_replica",
+    "register_storage",
     "unwrap_mirrored",
 ]
 
@@ -42,6 +43,9 @@ Number: TypeAlias = "complex | np.number[Any]"
 
 _containers: weakref.WeakValueDictionary[int, DistributedValues[Any]]
 _containers = weakref.WeakValueDictionary()
+
+_by_storage: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Variables, by the memory that views of their storage have as their base."""
 
 
 class DistributedValues(Generic[T_co]):
@@ -320,9 +324,17 @@ def mirror(nest: Any) -> Any:
     return nests.map_nest(lambda leaf: Mirrored(leaf) if is_value(leaf) else leaf, nest)
 
 
-def container_of_component(component: Any) -> Any:
-    """Return the distributed value that holds `component`, itself where none does."""
-    return _containers.get(id(component), component)
+def register_storage(storage: Array, variable: Any) -> None:
+    """Have `container_of` return `variable` for views of its `storage`."""
+    memory = storage if storage.base is None else storage.base
+    _by_storage[id(memory)] = variable
+
+
+def container_of(value: Any) -> Any:
+    """Return the variable or distributed value that `value` is a component of, or `value`."""
+    storage = getattr(value, "base", None)
+    variable = _by_storage.get(id(storage)) if storage is not None else None
+    return _containers.get(id(value), value) if variable is None else variable
 
 
 def unwrap_mirrored(leaf: Any) -> Any:

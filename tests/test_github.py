@@ -1,5 +1,6 @@
 """Workflows, forms and the citation: valid by their schemas, and true of this repository."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -22,10 +23,10 @@ SCHEMAS = {
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
-def test_the_file_is_valid(path):
-    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema"]
-    command = [*check, f"vendor.{SCHEMAS[path]}", str(path)]
+@pytest.mark.parametrize("schema", sorted(set(SCHEMAS.values())))
+def test_files_are_valid(schema):
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
+    command = [*check, *(str(path) for path in SCHEMAS if SCHEMAS[path] == schema)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -87,7 +88,4 @@ def test_hooks_call_what_is_installed():
     assert local["repo"] == "local"
     for hook in local["hooks"]:
         module = hook["entry"].removeprefix("python -m ").split()[0]
-        found = subprocess.run(
-            [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, timeout=60
-        )
-        assert found.returncode == 0, hook["id"]
+        assert importlib.util.find_spec(module) is not None, hook["id"]

@@ -26,3 +26,11 @@ def test_slice_of_rank_is_the_formula_of_the_contract(num_examples, size, data):
     share = -(-num_examples // size)
     expected = range(num_examples)[rank * share : min((rank + 1) * share, num_examples)]
     assert range(num_examples)[sharding.slice_of_rank(num_examples, size, rank)] == expected
+
+
+@given(st.lists(st.integers(0, 50)))
+def test_consecutive_slices(lengths):
+    slices = sharding.consecutive(lengths)
+    covered = [each for part in slices for each in range(part.start, part.stop)]
+    assert covered == list(range(sum(lengths)))
+    assert [part.stop - part.start for part in slices] == lengths

@@ -81,7 +81,7 @@ SEEDS = {
 INTERNAL = """
     StrategyBase StrategyV1 StrategyExtendedV1 StrategyExtendedV2 ReplicaContextBase
     ReplicaContextV1 UpdateContext get_update_replica_id require_replica_context
-    distribution_strategy_gauge distribution_strategy_replica_gauge ClusterCoordinator
+    distribution_strategy_gauge distribution_strategy_replica_gauge
 """
 
 # That they warn is tested in tests/strategies/test_extended_v1.py.
@@ -184,6 +184,11 @@ def test_names_that_are_internal_there_are_listed_and_not_public_here():
     listed = [name for there, _ in rows("Internal there, absent here") for name in named(there)]
     assert sorted(listed) == sorted(INTERNAL.split())
     assert not set(listed) & set(ms.__all__)
+
+
+def test_the_names_of_the_coordinator_exist():
+    ((there, _),) = rows("tf.distribute.coordinator")
+    assert set(named(there)) == set(ms.coordinator.__all__)
 
 
 def test_ignored_names_are_listed():

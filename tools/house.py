@@ -29,19 +29,19 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 345,
-    "lines": 65_800,
+    "files": 347,
+    "lines": 69_000,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 21,
-    "exported names": 1_370,
+    "exported names": 1_427,
     "circles of files": 0,
     "circles of folders": 0,
-    "step: files": 17,
+    "step: files": 18,
     "step: changes of file": 40,
-    "restore: files": 34,
+    "restore: files": 35,
     "restore: agreement rounds": 6,
-    "write: files": 33,
+    "write: files": 35,
     "write: agreement rounds": 3,
     "batch: files": 20,
 }

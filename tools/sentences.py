@@ -23,7 +23,7 @@ CODE = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for code within a sentence, so that no phrase reaches across it."""
 
 LIMITS = {
-    "all pages: words": 33_200,
+    "all pages: words": 35_100,
     "README.md: lines": 120,
     "docs/architecture.md: words": 1_200,
 }

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -67,6 +68,16 @@ class Walk:
 def is_chief(strategy: ms.Strategy) -> bool:
     """Return whether this is rank 0, which writes and prints."""
     return bool(strategy.extended.should_checkpoint)
+
+
+def shortest(strategy: ms.Strategy, call: Callable[[], object]) -> Walk:
+    """Return the walk of the call that passed the fewest files of three: others met a late rank."""
+    walks = []
+    for _ in range(3):
+        with Walk(strategy) as walk:
+            call()
+        walks.append(walk)
+    return min(walks, key=lambda walk: len(set(walk.files)))
 
 
 def walk_step(strategy: ms.Strategy) -> Walk:
@@ -128,11 +139,8 @@ def walk_checkpoint(strategy: ms.Strategy, folder: str) -> tuple[Walk, Walk]:
     with strategy.scope():
         variables = [ms.Variable(np.ones(5, np.float32), name=f"v{i}") for i in range(4)]
     checkpoint = ms.Checkpoint(variables=variables)
-    with Walk(strategy) as write:
-        checkpoint.write(path)
-    with Walk(strategy) as restore:
-        checkpoint.restore(path)
-    return write, restore
+    write = shortest(strategy, lambda: checkpoint.write(path))
+    return write, shortest(strategy, lambda: checkpoint.restore(path))
 
 
 def main() -> None:

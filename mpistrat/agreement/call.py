@@ -220,10 +220,15 @@ class Call:
             for array in arrays:
                 self.channel.on_received(array)
 
+    @staticmethod
+    def number_of(number: float) -> int:
+        """Return the integer that stands for `number` in a digest."""
+        return int.from_bytes(struct.pack("d", number), "big")
+
     def include(self, number: float, text: str) -> None:
         """Add `number` to the next agreement, and `text` about it to error messages."""
         # Not a detail: a signature that stays equal is digested only once.
-        self._extra = int.from_bytes(struct.pack("d", number), "big")
+        self._extra = self.number_of(number)
         self._extra_text = text
 
     def format_signature(self, *details: object) -> str:

@@ -79,6 +79,12 @@ class Channel(ClosableChannel):
         """The kind of that collective."""
         self.overlap: Overlap | None = None
         """A collective called meanwhile, which the other ranks do not know of yet."""
+        self.running: Callable[[], tuple[int, str] | None] = lambda: None
+        """Returns the thread of the replica whose turn it is, and what it is called, if any."""
+        self.is_tolerant = False
+        """Whether it is proved that the ranks outlive one that dies."""
+        self.is_revoked: Callable[[], bool] = bool
+        """Returns whether a rank of the program has given up its communicator."""
         self.num_strategies = 0
         """How many strategies have shared the channel."""
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -114,6 +120,8 @@ class Channel(ClosableChannel):
         """Memory for results that no other rank maps, unlike `pool`, which is the transport's."""
         self._departed = self.departures.found
         self._round = transport.round(4)
+        self.meet: Callable[[int, int], int] | None = self._round.meet
+        """Takes part in a round for `vote`, where one rank is one replica."""
         self._outgoing = self._round.send.data.cast("B")
         self._incoming = self._round.receive.data.cast("B")
 
@@ -180,23 +188,34 @@ class Channel(ClosableChannel):
         digest = ledger.digest(signature) ^ extra
         ledger.sequence += 1
         if self._departed:
-            self.check_complete(f"{call_name(signature)} at {call_site()}")
+            self.check_departed(signature)
         self.pending = True
         try:
             known = self._round.meet(status, digest)
-            if not known:
-                self._wait(signature, timeout_s)
+            if known != _ALL_EQUAL or status is not _CALL:
+                return self.end_round(known, signature, timeout_s)
         except BaseException as error:
-            self._leave_round(call_name(signature), error)
+            self.leave_round(call_name(signature), error)
             raise
         self.pending = False
-        if known == _ALL_EQUAL and status is _CALL:
-            return _ALL_CALL
+        return _ALL_CALL
+
+    def check_departed(self, signature: object) -> None:
+        """Raise if a rank has left that the call with this `signature` needs."""
+        if self._departed:
+            self.check_complete(f"{call_name(signature)} at {call_site()}")
+
+    def end_round(self, known: int, signature: object, timeout_s: float | None) -> Outcome:
+        """Wait for late ranks, if nothing is `known`, and return the outcome. **Collective**."""
+        if not known:
+            self._wait(signature, timeout_s)
+        self.pending = False
         return self.outcome()
 
-    def _leave_round(self, what: str, error: BaseException) -> None:
+    def leave_round(self, what: str, error: BaseException) -> None:
         """Close the channel, as the round stays open: nothing can be agreed upon any more."""
         self._round.withdraw()
+        self.explain_loss(error)
         if self.closed is not None:
             self.stuck_at = call_site()
             return
@@ -235,7 +254,7 @@ class Channel(ClosableChannel):
             if self.departures.failures:
                 self._check_failures(what)
             if timeout_s is not None and waited_s > limit_s:
-                self._give_up(what, timeout_s, is_last=limit_s > timeout_s)
+                self.give_up(what, timeout_s, is_last=limit_s > timeout_s)
                 limit_s = waited_s + _SECOND_LIMIT_S
             if remind_at_s is None:
                 # Not before: most waits are shorter than it takes to read the settings.
@@ -249,7 +268,7 @@ class Channel(ClosableChannel):
         """Raise, while waiting, if a rank has left."""
         waited_s = self.departures.waited_s()
         if waited_s is not None:  # too long for another rank, which has waited for the same ones
-            self._give_up(what, waited_s, is_last=True)
+            self.give_up(what, waited_s, is_last=True)
         self.check_complete(f"{what} at {call_site()}")
 
     def _check_failures(self, what: str) -> None:
@@ -261,7 +280,7 @@ class Channel(ClosableChannel):
             departure = Departure("gave up", f"waited in {what} at {site} for {whom}")
             self._leave(departure, lambda *_: departure_error(failed, f"{what} at {site}"))
 
-    def _give_up(self, what: str, waited_s: float, is_last: bool) -> None:
+    def give_up(self, what: str, waited_s: float, is_last: bool) -> None:
         """Raise because of missing ranks; return where all have come, unless it `is_last`."""
         site = call_site()
         departure = Departure("gave up", f"waited {waited_s:g} s in {what} at {site}", waited_s)
@@ -309,15 +328,17 @@ class Channel(ClosableChannel):
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**, unchecked."""
-        own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        own = _json_item(value)
         lengths = self.transport.all_gather(np.array([own.size], np.int64), [1] * self.size)
-        joined = self.transport.all_gather(own, lengths.tolist()).tobytes()
-        ends = np.cumsum(lengths).tolist()
-        return [json.loads(joined[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+        return _json_items(self.transport.all_gather(own, lengths.tolist()))
+
+    def barrier(self) -> None:
+        """Wait for all ranks. **Collective**, unchecked."""
+        self.transport.all_gather(np.zeros(1, np.uint8), [1] * self.size)
 
     def start_exchange(self, value: Any) -> Callable[[], list[Any] | None]:
         """Begin an exchange; the function returned gives ``None`` until all values are there."""
-        own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        own = _json_item(value)
         transport, counts = self.transport, [1] * self.size
         poll = transport.start_all_gather(np.array([own.size], np.int64), counts)
         lengths: list[int] | None = None
@@ -331,8 +352,7 @@ class Channel(ClosableChannel):
                 lengths = found.tolist()
                 poll = transport.start_all_gather(own, lengths)
                 return values()
-            ends, joined = np.cumsum(lengths).tolist(), found.tobytes()
-            return [json.loads(joined[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+            return _json_items(found)
 
         return values
 
@@ -367,3 +387,14 @@ class Channel(ClosableChannel):
         # What refers to this object in a circle would keep the memory until a garbage collection.
         self.on_free = self.peers = None
         self.transport.close()
+
+
+def _json_item(value: Any) -> np.ndarray:
+    """Return the bytes of one JSON value, which are joined with those of the other ranks."""
+    return np.frombuffer(json.dumps(value).encode() + b",", np.uint8)
+
+
+def _json_items(joined: np.ndarray) -> list[Any]:
+    """Return the values, parsed at once: each of 1,000 replicas gets those of all."""
+    items: list[Any] = json.loads(b"[" + joined.tobytes()[:-1] + b"]")
+    return items

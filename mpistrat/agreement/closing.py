@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,12 +16,17 @@ from mpistrat.agreement.departures import (
 )
 from mpistrat.agreement.ledger import Ledger, disagreement_error
 from mpistrat.comm.pool import Pool
+from mpistrat.comm.transport import Transport
 from mpistrat.errors import EpochError
 from mpistrat.system.callsite import call_site
 
 __all__ = ["ClosableChannel"]
 
 _logger = logging.getLogger("mpistrat")
+
+_PROOF_S = 3.0
+"""How long a rank whose wait was ended waits to learn which other one has died."""
+_POLL_S = 0.002
 
 
 class ClosableChannel:
@@ -37,6 +43,8 @@ class ClosableChannel:
     departures: Departures
     peers: Peers | None
     stuck_at: str | None
+    inside: str | None
+    transport: Transport
     closed: RuntimeError | None
     closed_by: int | None
     on_failure: Any
@@ -67,6 +75,26 @@ class ClosableChannel:
         """Raise if a rank has left that the collective `what` needs."""
         if self.closed is None:
             self.closed = self.departures.error(what)
+        self.check_open()
+
+    def explain_loss(self, error: BaseException | None) -> None:
+        """Close the channel and raise an `EpochError`, if a wait has failed by a rank's death."""
+        ranks = self.transport.lost_ranks(error)
+        if ranks is None:
+            return
+        self.transport.revoke()  # the others may wait for this rank
+        for rank in ranks:
+            what = "gone" if self.peers is None else self.peers.describe_rank(rank)
+            self.departures.found.setdefault(rank, Departure("ended", what))
+        until = time.monotonic() + _PROOF_S
+        while not self.departures.lost() and time.monotonic() < until:
+            time.sleep(_POLL_S)  # another rank has left because of it, and this one learns why
+        if self.closed is None:
+            self.stuck_at = call_site()
+            where = f"{self.inside or 'a collective'} at {self.stuck_at}"
+            self.closed = self.departures.error(where) or EpochError(
+                f"A rank has left {where} on {self.place()}, because another one has died."
+            )
         self.check_open()
 
     def leave_interrupted(self, what: str, error: BaseException) -> None:

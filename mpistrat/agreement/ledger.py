@@ -13,11 +13,20 @@ from typing import Any
 from mpistrat.errors import EpochError, EpochMismatchError
 from mpistrat.system.text import rank_list
 
-__all__ = ["Ledger", "Outcome", "Signature", "Status", "call_name", "disagreement_error"]
+__all__ = [
+    "SPREAD",
+    "Ledger",
+    "Outcome",
+    "Signature",
+    "Status",
+    "call_name",
+    "digest_of",
+    "disagreement_error",
+]
 
 _MASK = 2**64 - 1
 # Odd constants spread small counters over all 64 bits, so that two counters never cancel.
-_SPREAD = (
+SPREAD = (
     0x9E3779B97F4A7C15,
     0xC2B2AE3D27D4EB4F,
     0x165667B19E3779F9,
@@ -56,9 +65,16 @@ def call_name(signature: object) -> str:
     return str(signature[0]) if isinstance(signature, tuple) else str(signature)
 
 
-def _digest_of(signature: object) -> int:
-    # It must be the same on every rank, which hash() of a string is not.
-    return int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "big")
+def digest_of(signature: Any) -> int:
+    """Return 64 bits of `signature`, the same on every rank."""
+    known: int | None = signature.digest if type(signature) is Signature else None
+    if known is None:
+        # hash() of a string is not the same on every rank.
+        text = repr(signature).encode()
+        known = int.from_bytes(blake2b(text, digest_size=8).digest(), "big")
+        if type(signature) is Signature:
+            signature.digest = known
+    return known
 
 
 @dataclass
@@ -87,14 +103,14 @@ class Ledger:
 
     def digest(self, signature: Any) -> int:
         """Return 64 bits of the next collective's `signature` and the counters."""
-        base = signature.digest if type(signature) is Signature else _digest_of(signature)
+        base = signature.digest if type(signature) is Signature else None
         if base is None:
-            base = signature.digest = _digest_of(signature)
+            base = digest_of(signature)
         counters = self.runs, self.merge_calls, self.failures, self.updates
         if counters != self._mixed[0]:
-            mixed = sum(map(operator.mul, counters, _SPREAD[1:]))
+            mixed = sum(map(operator.mul, counters, SPREAD[1:]))
             self._mixed = (counters, mixed)
-        return (base + self.sequence * _SPREAD[0] + self._mixed[1]) & _MASK
+        return (base + self.sequence * SPREAD[0] + self._mixed[1]) & _MASK
 
 
 _COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures")

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.agreement.ledger import Outcome, Status, disagreement_error
+from mpistrat.agreement.ledger import Outcome, Signature, Status, digest_of, disagreement_error
 from mpistrat.comm.replica_reducer import Meetings
 from mpistrat.comm.replica_transport import ReplicaTransport
 from mpistrat.errors import EpochError
+from mpistrat.system.callsite import users_place
 from mpistrat.system.text import format_detail
+from mpistrat.tracing.flight_recorder import State
 
-__all__ = ["ReplicaChannel", "describe_apart"]
+__all__ = ["Done", "ReplicaChannel", "describe_apart"]
 
+_CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
 _DIFFERENT = ("replicas that differ",)
 
 
-@dataclass(frozen=True)
-class _Vote:
+class _Vote(NamedTuple):
     """What one replica brings to a round."""
 
     status: Status
@@ -27,6 +29,15 @@ class _Vote:
     signature: Any
     timeout_s: float | None
     extra: int
+    given: Any = None
+    do: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    """What the first replica does at once with what all have `given`, if all bring the same."""
+
+
+class Done(NamedTuple):
+    """What a replica gets of what was done at once."""
+
+    outcome: Any
 
 
 class ReplicaChannel(Channel):
@@ -40,9 +51,11 @@ class ReplicaChannel(Channel):
         self, ranks: Channel, meetings: Meetings, replica_id: int, num_replicas: int
     ) -> None:
         self._ranks, self._meet = ranks, meetings.meet
+        self.meetings = meetings
         transport = ReplicaTransport(ranks.transport, meetings, replica_id, num_replicas)
         super().__init__(transport, ranks.timeout_s)
         self.checks = ranks.checks
+        self.meet = None
         self.departures = ranks.departures
         self.ledger = ranks.ledger  # whose collectives these are
         self.flight.resize(1)
@@ -62,8 +75,7 @@ class ReplicaChannel(Channel):
         self, status: Status, signature: object, timeout_s: float | None, extra: int = 0
     ) -> Outcome:
         """Meet the other replicas of this rank, and take part in a round of the ranks."""
-        digest = self.ledger.digest(signature) ^ extra
-        vote = _Vote(status, digest, signature, timeout_s, extra)
+        vote = _Vote(status, digest_of(signature) ^ extra, signature, timeout_s, extra)
         try:
             outcome: Outcome = self._meet("agreement", vote, self._vote_as_rank)
         except EpochError:
@@ -72,20 +84,68 @@ class ReplicaChannel(Channel):
             outcome = Outcome.MIXED  # this replica has its own error to raise
         return outcome
 
-    def _vote_as_rank(self, votes: list[_Vote]) -> list[Outcome]:
+    def vote_and_do(
+        self,
+        signature: Signature,
+        timeout_s: float | None,
+        extra: int,
+        given: Any,
+        do: Callable[[Sequence[Any]], Sequence[Any]],
+    ) -> Outcome | Done:
+        """Vote for a call; once all agree, call `do` once with what the replicas here have given.
+
+        Return this replica's item of what it returns, or an outcome: of a call where `do` was not
+        called, because other replicas of this rank have brought nothing to do. **Collective**.
+        """
+        digest = signature.digest
+        if digest is None:
+            digest = digest_of(signature)
+        vote = _Vote(_CALL, digest ^ extra, signature, timeout_s, extra, given, do)
+        answer: Outcome | Done = self._meet("agreement", vote, self._vote_as_rank)
+        return answer
+
+    def _vote_as_rank(self, votes: list[_Vote]) -> list[Outcome | Done]:
         """Bring what the replicas of this rank have in common to a round. **Collective**."""
-        ranks, first = self._ranks, votes[0]
-        are_equal = all((v.status, v.digest) == (first.status, first.digest) for v in votes)
-        status, signature, extra = first.status, first.signature, first.extra
+        ranks, num_votes = self._ranks, len(votes)
+        status, digest, signature, timeout_s, extra, _, do = votes[0]
+        # All at once: there is one for each replica.
+        statuses, digests, _, _, _, given, at_once = zip(*votes, strict=True)
+        are_equal = digests.count(digest) == num_votes == statuses.count(status)
         if not are_equal:
-            status, signature, extra = Status.CALL, _DIFFERENT, 0
+            status, signature, extra = _CALL, _DIFFERENT, 0
+        ranks.check_open()
         # Refusals say less than a call: its kind, name and owner.
-        noted = (*signature, *("",) * (3 - len(signature)))
-        entry = ranks.flight.begin(ranks.ledger, noted, "", None)
-        outcome = ranks.vote(status, signature, first.timeout_s, extra)
-        entry.agreed_ns = entry.ended_ns = entry.began_ns
-        entry.state = "done"
+        noted = signature if len(signature) > 2 else (*signature, *("",) * (3 - len(signature)))
+        place = users_place(sys._getframe())  # the calling thread is in the first replica
+        entry = ranks.flight.begin(ranks.ledger, noted, "", place)
+        is_agreed = False
+        try:
+            outcome = ranks.vote(status, signature, timeout_s, extra)
+            is_agreed = are_equal and outcome is _ALL_CALL
+        finally:
+            if is_agreed:
+                entry.agreed_ns = entry.ended_ns = entry.began_ns
+                entry.state = State.DONE
+            else:
+                entry.state = State.FAILED if status is _CALL else State.REFUSED
+        if do is not None and is_agreed and at_once.count(do) == num_votes:
+            return list(map(Done, do(given)))
         return [outcome if are_equal else Outcome.MIXED] * len(votes)
+
+    def leave_data(self, error: BaseException) -> None:
+        """Report that this rank brings no more of the data that the others wait for."""
+        if self.closed is None:
+            self._ranks.leave_interrupted(f"transfer of data in {self.inside}", error)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the JSON `value` of every replica, in order. **Collective**, unchecked."""
+        values: list[Any] = self._meet("exchange", value, self._exchange_all)
+        return values
+
+    def _exchange_all(self, values: list[Any]) -> list[list[Any]]:
+        """Exchange the values of ranks: each of 1,000 replicas would parse those of all."""
+        found = [each for of_rank in self._ranks.exchange(values) for each in of_rank]
+        return [list(found) for _ in values]
 
     def report(
         self, what: str, site: str, *, ended: bool = False, cause: bool = False

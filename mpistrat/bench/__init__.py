@@ -9,6 +9,7 @@ from mpistrat.bench import (
     overlap,
     process_groups,
     reductions,
+    replicas,
     step,
     storage,
 )
@@ -26,6 +27,7 @@ BENCHMARKS = {
         reductions.GRADIENTS,
         optimizers.BENCHMARK,
         overlap.BENCHMARK,
+        replicas.BENCHMARK,
         step.BENCHMARK,
         storage.BENCHMARK,
         process_groups.BENCHMARK,

@@ -23,7 +23,7 @@ from mpistrat.bench.measure import Timings
 from mpistrat.coordinator import ClusterCoordinator
 from mpistrat.mpi.world import communicator
 from mpistrat.pytorch import import_torch
-from mpistrat.strategies import ParameterServerStrategy
+from mpistrat.strategies.parameter_server import ParameterServerStrategy
 from mpistrat.system.cpu import num_cores
 from mpistrat.variables import Variable
 

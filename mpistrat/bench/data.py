@@ -22,6 +22,7 @@ from mpistrat.bench.benchmark import (
     Table,
 )
 from mpistrat.bench.data_layouts import LAYOUTS, measure_layouts, write_layouts
+from mpistrat.bench.data_maps import MAPS, measure_maps, write_packed
 from mpistrat.bench.data_peers import (
     BATCH_SIZE,
     NUM_FANCY,
@@ -117,6 +118,7 @@ def measure(choices: Choices) -> Findings:
             if collectives.rank == 0:
                 write_files(folder, choices.num_examples)
                 write_layouts(folder, choices.num_examples)
+                write_packed(folder, choices.num_examples)
         paths = {name: folder / f"{name}.h5" for name in known_files()}
         records: dict[str, Callable[[], object]] = {}
         with collectives.all_or_none("bench data"):
@@ -137,12 +139,13 @@ def measure(choices: Choices) -> Findings:
         num_samples = choices.num_samples
         windows = measure_windows(strategy, folder, choices.num_examples, num_samples)
         layouts = measure_layouts(strategy, folder, choices.num_examples, num_samples)
+        maps = measure_maps(strategy, folder, choices.num_examples, num_samples)
     rows = [_row(name, lengths[name], choices.num_examples, timings) for name in calls]
     notes = [f"{each} is not installed, so it is left out." for each in _missing(calls)]
     starts: list[Row] = [{"what": name, **first.time("first_s", name)} for name in firsts]
     steps: list[Row] = [{"num_steps": _NUM_STEPS, "waiting": max(shares)}]
     results = {RESULTS: rows, LAYOUTS.key: layouts, _STARTS: starts, _STEPS: steps}
-    return Findings(results | {WINDOWS: windows}, tuple(notes))
+    return Findings(results | {WINDOWS: windows, MAPS.key: maps}, tuple(notes))
 
 
 def _candidates(
@@ -265,6 +268,7 @@ BENCHMARK = Benchmark(
             "Steps on the shuffled gzip file, prefetch(2), the rank that waits longest",
         ),
         WINDOWS_TABLE,
+        MAPS,
     ),
     (
         Bars(

@@ -45,7 +45,7 @@ from mpistrat.variables import Variable
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["BENCHMARK"]
+__all__ = ["BENCHMARK", "PackageLoop"]
 
 
 _LEARNING_RATE = 0.05

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from mpistrat.checkpoint.collect import StateCollector
 from mpistrat.checkpoint.object_graph import check_can_hold_state, walk
 from mpistrat.checkpoint.parallel_write import ParallelWriting
+from mpistrat.checkpoint.ranks import collectives_for
 from mpistrat.checkpoint.restore import RestoreStatus, restore
 from mpistrat.checkpoint.root_file import file_of_root
 from mpistrat.checkpoint.sharded_write import ShardedWriting
@@ -18,6 +20,8 @@ from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
 __all__ = ["Checkpoint", "save"]
+
+_Result = TypeVar("_Result")
 
 _WHAT = "Checkpoint.write"
 _logger = logging.getLogger("mpistrat")
@@ -135,7 +139,7 @@ class Checkpoint(Trackable):
         ContextError
             Inside ``strategy.run``.
         """
-        return save(self, path, parallel=parallel)
+        return self._as_unit("Checkpoint.write", lambda: save(self, path, parallel=parallel))
 
     def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
         """Fill all objects from the file `path`, all or none. **Collective**.
@@ -162,7 +166,13 @@ class Checkpoint(Trackable):
             If shapes or dtypes differ, or the keys of a module, or the groups of an optimizer; the
             message names all of them. Nothing is cast.
         """
-        return restore(self, path)
+        return self._as_unit("Checkpoint.restore", lambda: restore(self, path), writes=True)
+
+    def _as_unit(self, what: str, work: Callable[[], _Result], writes: bool = False) -> _Result:
+        """Return what `work` on all objects returns, after a loss by the ranks that are left."""
+        collectives = collectives_for(walk(self._checkpoint_children()), what)
+        result: _Result = collectives.as_unit(what, work, writes)
+        return result
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _OWN_ATTRIBUTES:

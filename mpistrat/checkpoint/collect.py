@@ -46,8 +46,8 @@ from mpistrat.variables import (
     SyncOnReadVariable,
     Variable,
 )
+from mpistrat.variables.divided import BYTES_PER_PIECE, SavedInPieces
 from mpistrat.variables.kinds import WrittenTogether
-from mpistrat.variables.whole import BYTES_PER_PIECE, SavedInPieces
 
 _logger = logging.getLogger("mpistrat")
 
@@ -86,10 +86,8 @@ class StateCollector:
         if not self.writes_here:
             _warn_of_root(what)
         self._states: dict[str, SplitState] = {}
-        self._of_replicas: dict[str, SplitState] = {}
+        self._of_replicas: dict[str, list[SplitState]] = {}
         """What each `PerReplicaState` has on this rank, by path."""
-        if tree.stateful:
-            assign_replicas(tree.stateful.values(), self.collectives.layout)
         of_ranks = self.collectives.on_all(lambda: self._check(root), what, self.path)
         if any(each[0] != of_ranks[0][0] for each in of_ranks):
             _refuse_differing(self.collectives, what, self.path, tree)
@@ -100,13 +98,15 @@ class StateCollector:
     def _check(self, root: Trackable) -> tuple[str, str]:
         """Take the states of objects, and return the digests of all paths and of all state."""
         _check_savable(self._tree)
+        if self._tree.stateful:
+            assign_replicas(self._tree.stateful.values(), self.collectives.layout)
         if self.collectives.rank == 0:  # expect_partial() may have been called there alone
             check_nothing_waits(self._what, root, self._tree)
         self._digests: dict[str, str] = {}
         is_compared = self.collectives.size > 1
         for name, each in self._tree.stateful.items():
             if isinstance(each, PerReplicaState):
-                self._of_replicas[name] = each._own_state(name)
+                self._of_replicas[name] = each._own_states(name)
                 continue
             state = self._states[name] = split_object(each, name)
             self._check_shards(name, state)
@@ -167,7 +167,8 @@ class StateCollector:
             items: list[Item] = []
             with self.collectives.common_outcome(self._what, name):
                 if join is not None:
-                    state = split_state(join(), name, keeps_types=has_marks(own[0]))
+                    keeps_types = any(has_marks(rest) for rest, _ in own)
+                    state = split_state(join(), name, keeps_types=keeps_types)
                     items += self._items_of_state(name, state)
             yield from items
 

@@ -7,7 +7,8 @@ they add up in another order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,33 +16,48 @@ from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.variables import ReplicatedOnRead, Variable
 
-__all__ = ["load_components", "read_components"]
+__all__ = ["Kept", "keep_components", "load_components", "load_kept", "read_components"]
+
+Kept: TypeAlias = tuple[int, dict[int, np.ndarray]]
+"""The number of replicas, and the components of some of them."""
 
 _WHAT = "Checkpoint.restore"
 _logger = logging.getLogger("mpistrat")
 
 
 def read_components(
-    collectives: Collectives, path: str, variables: Mapping[str, Variable]
+    collectives: Collectives,
+    path: str,
+    variables: Mapping[str, Variable],
+    others: Collection[str],
 ) -> dict[str, np.ndarray | None]:
-    """Return the components in a file of as many replicas, on rank 0, by path. **Collective**."""
+    """Return the components in a file of as many replicas, on rank 0, by path. **Collective**.
+
+    `others` are the paths of variables that the program has not made yet. Their strategy may be
+    unknown.
+    """
     wanted = [name for name, each in variables.items() if isinstance(each, ReplicatedOnRead)]
-    if not wanted:
-        return {}
+    if not collectives.arithmetic and not (others and collectives.layout.num_replicas == 1):
+        return {}  # a strategy without num_replicas=
+    num_replicas = collectives.layout.num_replicas
     found: dict[str, np.ndarray] = {}
 
     def read() -> list[str]:
         with open_checkpoint(path) as reader:
             header = reader.header
             if collectives.arithmetic and header.arithmetic not in ("", collectives.arithmetic):
-                _logger.info(
+                _logger.warning(
                     "Checkpoint %s was written by ranks with other arithmetic (%s, here %s): from "
-                    "here on the bits may differ from those of that job.",
+                    "here on the bits may differ from those of that job. Use the same type of CPU "
+                    "and the same OPENBLAS_NUM_THREADS (mpistrat run: --threads).",
                     *(path, header.arithmetic, collectives.arithmetic),
                 )
-            if header.num_replicas == collectives.layout.num_replicas:
-                names = [name for name in wanted if name in reader.replica_paths]
-                found.update((name, reader.read_replicas(name)) for name in names)
+            is_fitting = header.num_replicas == num_replicas
+            names = wanted if is_fitting else []
+            if is_fitting or num_replicas == 1:
+                names = [*names, *others]
+            present = reader.replicas.keys() & set(names)
+            found.update((name, reader.read_replicas(name)) for name in names if name in present)
         return list(found)
 
     names = collectives.on_root(read, _WHAT, path)
@@ -55,8 +71,46 @@ def load_components(
 ) -> None:
     """Set each variable to the components that rank 0 has. **Collective**."""
     for name, of_root in components.items():
-        variable = variables[name]
-        assert isinstance(variable, ReplicatedOnRead)
-        shape = (collectives.layout.num_replicas, *variable.shape)
-        values = np.empty(shape, variable.dtype) if of_root is None else of_root
-        variable._load_components(collectives.broadcast(values, kind=_WHAT))
+        if name in variables:
+            variable = variables[name]
+            assert isinstance(variable, ReplicatedOnRead)
+            values = _on_all(collectives, of_root, variable.shape, variable.dtype)
+            variable._load_components(dict(enumerate(values)))
+
+
+def keep_components(
+    collectives: Collectives,
+    components: Mapping[str, np.ndarray | None],
+    shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+) -> dict[str, Kept]:
+    """Return what this rank may need of the `components` that `shapes` names. **Collective**."""
+    kept = {}
+    for name, of_root in components.items():
+        if name in shapes:
+            values = _on_all(collectives, of_root, *shapes[name])
+            # An elastic job may give any rank any replica before the variable is made.
+            is_known = collectives.layout.num_replicas == len(values) and not collectives.is_elastic
+            rows = collectives.layout.local_replicas if is_known else range(len(values))
+            kept[name] = len(values), {row: values[row].copy() for row in rows}
+    return kept
+
+
+def load_kept(variable: Variable, kept: Kept | None) -> None:
+    """Set the components of a variable that was made after the restore. Local."""
+    if kept is None or not isinstance(variable, ReplicatedOnRead):
+        return
+    num_replicas, rows = kept
+    extended = variable.strategy.extended
+    has_all = rows.keys() >= set(extended.local_replica_ids)
+    if extended._layout.num_replicas == num_replicas and has_all:
+        variable._load_components(rows)
+
+
+def _on_all(
+    collectives: Collectives, of_root: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    values = of_root
+    if values is None:
+        values = np.empty((collectives.layout.num_replicas, *shape), dtype)
+    received: np.ndarray = collectives.broadcast(values, kind=_WHAT)
+    return received

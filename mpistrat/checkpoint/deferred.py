@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from mpistrat.checkpoint.components import Kept, load_kept
 from mpistrat.checkpoint.load_state import StateLoading
 from mpistrat.checkpoint.object_graph import PlacedSlot, Tree, slot_paths, split_object, walk
 from mpistrat.checkpoint.replica_state import PerReplicaState, assign_replicas
@@ -15,6 +17,7 @@ from mpistrat.checkpoint.state_json import join_state
 from mpistrat.checkpoint.tensors import Box, LoadedShard, TensorState
 from mpistrat.errors import CheckpointError, CheckpointMismatchError
 from mpistrat.layout import Layout
+from mpistrat.system.units import on_undo
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
 
@@ -236,6 +239,8 @@ class Restoration:
     """Values by path that no object has taken yet."""
     state: dict[str, Any]
     """JSON state by path that no object has taken yet."""
+    components: dict[str, Kept] = field(default_factory=dict)
+    """Components of replicas by path that no variable has taken yet."""
     restored: set[str] = field(default_factory=set)
     """Paths of the objects that have been filled."""
     variables: dict[str, Variable] = field(default_factory=dict)
@@ -249,7 +254,6 @@ class Restoration:
 
     def loading(self, tree: Tree) -> StateLoading:
         """Return what fills the stateful objects of `tree` that the file has."""
-        assign_replicas(tree.stateful.values(), self.layout)
         objects = {path: each for path, each in tree.stateful.items() if path in self.state}
         return StateLoading(self.path, objects, self._state_of)
 
@@ -258,6 +262,7 @@ class Restoration:
         for path, variable in tree.variables.items():
             if path in self.arrays:
                 variable._load_value(self.arrays[path])
+                load_kept(variable, self.components.pop(path, None))
 
     def take(self, tree: Tree, filled: Iterable[str] = ()) -> None:
         """Forget what the objects of `tree` have received, and wait for their later children.
@@ -289,6 +294,8 @@ class Restoration:
 
     def fill_new_child(self, prefix: str, name: str, child: object, of: object) -> None:
         """Fill the `child` that has been attached to the object at the path `prefix`."""
+        kept = {what: copy.copy(each) for what, each in vars(self).items()}
+        on_undo(lambda: vars(self).update(kept))
         objects = {name: child} if of is None else {}
         dependents = [] if of is None else [(prefix, Dependent(name, child, of))]
         tree = walk(objects, prefix, dependents, self.variables)
@@ -296,6 +303,7 @@ class Restoration:
         ready = [each for each in self.waiting if id(each[1].of) in here]
         if ready:
             tree = walk(objects, prefix, [*dependents, *ready], self.variables)
+        assign_replicas(tree.stateful.values(), self.layout)
         check_shapes(
             self.path, tree, {p: (a.shape, a.dtype) for p, a in self.arrays.items()}, self.state
         )

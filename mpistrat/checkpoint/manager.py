@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import numbers
 import os
@@ -31,6 +32,7 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from mpistrat.system.files import remove_file
 from mpistrat.system.text import html_table
+from mpistrat.system.units import on_undo
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
@@ -128,7 +130,25 @@ class CheckpointManager:
             raise TypeError(f"CheckpointManager needs a Checkpoint, not {checkpoint!r}.")
         self._checkpoint = checkpoint
         self._step_counter = step_counter
-        with self._collectives().call("CheckpointManager") as call:
+        self._collectives().as_unit(
+            "CheckpointManager",
+            lambda: self._open(
+                directory, max_to_keep, keep_every_n_hours, step_counter, asynchronous, parallel
+            ),
+        )
+
+    def _open(
+        self,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        keep_every_n_hours: float | None,
+        step_counter: Variable | Callable[[], int] | None,
+        asynchronous: bool,
+        parallel: bool,
+    ) -> None:
+        """Check the arguments, and look through the folder. **Collective**."""
+        collectives = self._collectives()
+        with collectives.call("CheckpointManager") as call:
             self._given = checked_path("CheckpointManager", directory)
             _check_counter(step_counter)
             _check_limit("max_to_keep", max_to_keep, numbers.Integral)
@@ -139,6 +159,11 @@ class CheckpointManager:
                 raise ValueError(
                     "A CheckpointManager saves with asynchronous=True or with parallel=True, not "
                     "with both: in the background rank 0 writes alone."
+                )
+            if asynchronous and collectives.is_elastic:
+                raise NotImplementedError(
+                    "A CheckpointManager with asynchronous=True beside elastic=True: the file "
+                    "would be lost with the rank that writes it. Leave one of them out."
                 )
             call.agree(self._given, max_to_keep, keep_every_n_hours, asynchronous, parallel)
         self._parallel = parallel
@@ -199,6 +224,10 @@ class CheckpointManager:
         ValueError
             For a negative step.
         """
+        return str(self._collectives().as_unit("CheckpointManager.save", lambda: self._save(step)))
+
+    def _save(self, step: int | None) -> str:
+        on_undo(functools.partial(setattr, self, "_retention", self._retention))
         self.wait()
         given = self._step(step)
         tree = self._tree()
@@ -245,6 +274,12 @@ class CheckpointManager:
             is then as it was.
         """
         what = "CheckpointManager.restore_or_initialize"
+        path: str | None = self._collectives().as_unit(
+            what, lambda: self._restore_or_initialize(what, init_fn), writes=True
+        )
+        return path
+
+    def _restore_or_initialize(self, what: str, init_fn: Callable[[], object] | None) -> str | None:
         with self._collectives().call(what) as call:
             if init_fn is not None and not callable(init_fn):
                 raise TypeError(f"init_fn must be a function or None, not {init_fn!r}.")

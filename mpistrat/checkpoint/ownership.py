@@ -59,6 +59,16 @@ class Writers:
         world = started_world() if is_started() else None
         return None if world is None else cls((world.rank,), world.size)
 
+    @property
+    def is_named(self) -> bool:
+        """Whether a file says who wrote it."""
+        # With num_replicas= the ranks of a whole job write the same file at any number of them.
+        are_all = len(self.ranks) == self.world_size or (
+            self.collectives is not None and self.collectives.is_elastic
+        )
+        has_many = self.collectives is not None and self.collectives.arithmetic != ""
+        return not (are_all and has_many)
+
     def __str__(self) -> str:
         return f"{rank_list(self.ranks)} of {self.world_size}"
 

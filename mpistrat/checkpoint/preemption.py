@@ -82,10 +82,15 @@ class PreemptionCheckpointHandler:
         self._has_warned = False
         self._previous: dict[signal.Signals, Any] = {}
         self._own = np.zeros(1, np.int64)
-        with self._collectives.call(_WHAT) as call:
-            numbers_of_signals = _checked_signals(signals)
-            self._end_s = _end_of_job(walltime_margin_s)
-            call.agree(*numbers_of_signals, walltime_margin_s)
+
+        def agree() -> list[signal.Signals]:
+            with self._collectives.call(_WHAT) as call:
+                numbers = _checked_signals(signals)
+                self._end_s = _end_of_job(walltime_margin_s)
+                call.agree(*numbers, walltime_margin_s)
+            return numbers
+
+        numbers_of_signals = self._collectives.as_unit(_WHAT, agree)
         if walltime_margin_s is not None and self._collectives.rank == 0:
             _warn_without_end()
         for number in numbers_of_signals:
@@ -127,9 +132,7 @@ class PreemptionCheckpointHandler:
         if self._noticed is None and time.time() >= self._end_s:
             self._noticed = "the end of the job is near"
         self._own[0] = self._noticed is not None
-        with self._collectives.call(_WHAT) as call:
-            (noticed,) = call.all_reduce(ReduceOp.MAX, [self._own])
-        if not noticed[0]:
+        if not self._collectives.as_unit(_WHAT, self._any_has_noticed):
             return False
         if self._noticed is not None:
             _logger.warning("%s: all ranks save a checkpoint.", self._noticed)
@@ -141,6 +144,12 @@ class PreemptionCheckpointHandler:
         if self._collectives.rank == 0:
             _logger.warning("Saved %s before the end of the job.", path)
         return True
+
+    def _any_has_noticed(self) -> bool:
+        """Return whether any rank has noticed the end of the job. **Collective**."""
+        with self._collectives.call(_WHAT) as call:
+            (noticed,) = call.all_reduce(ReduceOp.MAX, [self._own])
+        return bool(noticed[0])
 
     def close(self) -> None:
         """Handle signals as before this object was made. Local."""

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,15 @@ from mpistrat.checkpoint.validation import (
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.hdf5 import h5py, has_offsets, offset_of_block, open_for_reading
 
-__all__ = ["CheckpointReader", "naming_damage", "open_checkpoint"]
+__all__ = ["Block", "CheckpointReader", "naming_damage", "open_checkpoint"]
+
+
+class Block(NamedTuple):
+    """Where the values of a variable lie in a file, and the digest stored with them."""
+
+    offset: int
+    num_bytes: int
+    digest: str
 
 
 class CheckpointReader:
@@ -82,7 +90,8 @@ class CheckpointReader:
         self._state = contents.below(STATE)
         self._digests = contents.below(DIGESTS)
         self._replicas = contents.below(REPLICAS)
-        self.replica_paths = list(self._replicas)
+        self.replicas: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+        """Shape and dtype of the components of each SyncOnRead variable that has them."""
         self._offsets: dict[str, int] = {}
         self.variables: dict[str, VariableInfo] = {}
         self._read_tree(has_offsets(file.id))
@@ -112,6 +121,8 @@ class CheckpointReader:
                     self._offsets[name] = offset
                 unpacked += num_bytes
                 check_expansion(unpacked, file_bytes)
+        begin = len(found) - len(self._replicas)
+        self.replicas = dict(zip(self._replicas, found[begin:], strict=True))
         for (name, node), (shape, dtype) in zip(self._nodes.items(), found, strict=False):
             with naming_damage(self.path, name):
                 self.variables[name] = _read_info(node, shape, dtype)
@@ -160,6 +171,19 @@ class CheckpointReader:
         ``None`` where they do not lie there as one block, as they do in memory.
         """
         return self._offsets.get(name) if self.variables[name].size_bytes else 0
+
+    def blocks(self, least_bytes: int) -> dict[str, Block]:
+        """Return those of at least this many bytes, where they lie as they do in memory. Local."""
+        offsets = {
+            name: (self.offset_of(name), info)
+            for name, info in self.variables.items()
+            if info.size_bytes >= least_bytes
+        }
+        return {
+            name: Block(offset, info.size_bytes, info.digest)
+            for name, (offset, info) in offsets.items()
+            if offset is not None
+        }
 
     def _dataset(self, name: str) -> Any:
         return h5py().Dataset(self._nodes[name])
@@ -233,7 +257,7 @@ class CheckpointReader:
         for names, read in (
             (self.variables, self._read_through),
             (self._digests, self._verify_pages),
-            (self.replica_paths, self.read_replicas),
+            (self.replicas, self.read_replicas),
             (self.state_paths, self.read_state),
         ):
             for name in names:

@@ -13,6 +13,7 @@ from mpistrat.checkpoint.object_graph import Stateful, split_object, state_adapt
 from mpistrat.checkpoint.state_json import SplitState, dump_json, join_state, load_json
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.layout import Layout
+from mpistrat.values import PerReplica
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 __all__ = ["PerReplicaState", "assign_replicas", "gather_states"]
@@ -32,13 +33,16 @@ class PerReplicaState:
     Parameters
     ----------
     obj : generator, plain Variable, or object with ``state_dict()`` and ``load_state_dict()``
-        What a checkpoint takes, except nests of it.
+        What a checkpoint takes, except nests of it. Or a `PerReplica` of such objects, one for each
+        replica of this rank, as ``strategy.experimental_distribute_values_from_function`` makes
+        it: with more replicas than ranks (``num_replicas=``) it has to be one.
     reshard : callable, optional
         ``reshard(states, num_replicas)`` is called on each rank when a file of another number of
         replicas is restored. `states` holds what ``obj.state_dict()`` returned on each of them
         (for a generator its ``bit_generator.state``, for a variable ``{"value": array}``). It
         returns `num_replicas` such states, the same on all ranks. Without it such a file is
-        refused with a `CheckpointMismatchError`.
+        refused with a `CheckpointMismatchError`. Another number of ranks with the same number of
+        replicas needs none.
 
     Raises
     ------
@@ -51,24 +55,34 @@ class PerReplicaState:
     >>> generator = ms.PerReplicaState(np.random.default_rng([7, strategy.rank]))
     >>> checkpoint = ms.Checkpoint(generator=generator)
     >>> generator.load_state_dict(generator.state_dict())  # as a checkpoint does
+
+    One generator for each replica, on any number of ranks:
+
+    >>> generators = strategy.experimental_distribute_values_from_function(
+    ...     lambda context: np.random.default_rng([7, context.replica_id_in_sync_group])
+    ... )
+    >>> checkpoint = ms.Checkpoint(generators=ms.PerReplicaState(generators))
     """
 
     def __init__(self, obj: object, reshard: Reshard | None = None) -> None:
         if reshard is not None and not callable(reshard):
             raise TypeError(f"reshard must be a function or None, not {reshard!r}.")
-        self._target = _adapter(obj)
+        self._is_distributed = isinstance(obj, PerReplica)
+        own = obj.values if isinstance(obj, PerReplica) else (obj,)
+        self._targets = [_adapter(each) for each in own]
         self._reshard = reshard
-        self._replica_id = 0
-        self._num_replicas = 1
+        self._replicas = range(len(own))
+        self._num_replicas = len(own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"replicas": states}``, in which all but this replica's are ``None``. Local."""
+        """Return ``{"replicas": states}``, all but those of this rank ``None``. Local."""
         states: list[Any] = [None] * self._num_replicas
-        states[self._replica_id] = self._target.state_dict()
+        for replica_id, target in zip(self._replicas, self._targets, strict=True):
+            states[replica_id] = target.state_dict()
         return {"replicas": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give the object its replica's part of a state with those of all replicas. Local.
+        """Give each object its replica's part of a state with those of all replicas. Local.
 
         Raises
         ------
@@ -92,10 +106,21 @@ class PerReplicaState:
                     f"reshard returned {len(states)} states of {found} for {self._num_replicas} "
                     "replicas"
                 )
-        self._target.load_state_dict(states[self._replica_id])
+        for replica_id, target in zip(self._replicas, self._targets, strict=True):
+            target.load_state_dict(states[replica_id])
 
-    def _assign(self, replica_id: int, num_replicas: int) -> None:
-        self._replica_id, self._num_replicas = replica_id, num_replicas
+    def _assign(self, layout: Layout) -> None:
+        """Learn which replicas are on this rank, or raise where the objects are not of these."""
+        own, of_all = layout.local_replicas, layout.num_replicas
+        is_shared = of_all * layout.ranks_per_replica > layout.num_ranks
+        if len(own) != len(self._targets) or (is_shared and not self._is_distributed):
+            raise ValueError(
+                f"{self!r} is the state of {len(self._targets)} object(s), but this rank has "
+                f"{len(own)} of the {of_all} replicas. Give PerReplicaState what strategy."
+                "experimental_distribute_values_from_function returns, with an object for each "
+                "replica; or use ReplicaContext.rng for random numbers, or a SyncOnRead variable."
+            )
+        self._replicas, self._num_replicas = own, of_all
 
     def _is_to_reshard(self, state: object) -> bool:
         """Return whether `reshard` is to convert a `state` of another number of replicas."""
@@ -103,11 +128,11 @@ class PerReplicaState:
         is_other = isinstance(states, list) and len(states) != self._num_replicas
         return is_other and self._reshard is not None
 
-    def _own_state(self, path: str) -> SplitState:
-        return split_object(self._target, path)
+    def _own_states(self, path: str) -> list[SplitState]:
+        return [split_object(each, path) for each in self._targets]
 
     def __repr__(self) -> str:
-        return f"PerReplicaState({self._target!r})"
+        return f"PerReplicaState({', '.join(map(repr, self._targets))})"
 
 
 def _adapter(obj: object) -> Stateful:
@@ -146,47 +171,48 @@ class _VariableState:
 
 
 def assign_replicas(stateful: Iterable[object], layout: Layout) -> None:
-    """Let each `PerReplicaState` know which replica this is."""
+    """Let each `PerReplicaState` know which replicas are on this rank. Local: it may raise."""
     for each in stateful:
         if isinstance(each, PerReplicaState):
-            if layout.num_replicas * layout.ranks_per_replica > layout.num_ranks:
-                raise NotImplementedError(
-                    "PerReplicaState with more replicas than ranks (num_replicas): an object "
-                    "exists once on a rank. Use ReplicaContext.rng for random numbers, or a "
-                    "SyncOnRead variable."
-                )
-            each._assign(layout.replica_id, layout.num_replicas)
+            each._assign(layout)
 
 
 def gather_states(
-    collectives: Collectives, what: str, name: str, own_state: SplitState
+    collectives: Collectives, what: str, name: str, own_states: Sequence[SplitState]
 ) -> Callable[[], dict[str, Any]] | None:
     """Return on rank 0 what makes the state of all replicas from their parts. **Collective**."""
-    rest, arrays = own_state
-    heads = [[key, array.shape, array.dtype.str] for key, array in arrays.items()]
+    described = [
+        [dump_json(rest), [[key, array.shape, array.dtype.str] for key, array in arrays.items()]]
+        for rest, arrays in own_states
+    ]
     # The ranks of one replica share its state, and the first of them sends it.
     layout = collectives.layout
     senders = layout.ranks_of_shard(0)
-    sent = arrays.values() if layout.shard == 0 else ()
-    own = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in sent]
+    own = [
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for _, arrays in (own_states if layout.shard == 0 else ())
+        for array in arrays.values()
+    ]
     with collectives.call(what, name) as call:
-        of_ranks = call.exchange([dump_json(rest), heads])
+        of_ranks = call.exchange(described)
         num_bytes = [
-            sum(_num_bytes(*head[1:]) for head in heads) if rank in senders else 0
-            for rank, (_, heads) in enumerate(of_ranks)
+            sum(_num_bytes(*head[1:]) for _, heads in found for head in heads)
+            if rank in senders
+            else 0
+            for rank, found in enumerate(of_ranks)
         ]
         data = np.concatenate([np.empty(0, np.uint8), *own])
         gathered = collectives.channel.transport.gather(data, num_bytes, 0)
-    of_replicas = [of_ranks[rank] for rank in senders]
+    of_replicas = [each for rank in senders for each in of_ranks[rank]]
     return None if gathered is None else functools.partial(_join_all, of_replicas, gathered)
 
 
 def _join_all(of_replicas: Sequence[Any], gathered: np.ndarray) -> dict[str, Any]:
     """Return what `PerReplicaState.load_state_dict` takes."""
     states, begin = [], 0
-    for text, heads_of_rank in of_replicas:
+    for text, heads in of_replicas:
         found = {}
-        for key, shape, dtype in heads_of_rank:
+        for key, shape, dtype in heads:
             end = begin + _num_bytes(shape, dtype)
             found[key] = gathered[begin:end].view(dtype).reshape(shape)
             begin = end

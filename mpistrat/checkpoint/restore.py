@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint.components import load_components, read_components
+from mpistrat.checkpoint.components import keep_components, load_components, read_components
 from mpistrat.checkpoint.deferred import (
     Restoration,
     Shape,
@@ -164,7 +164,6 @@ def restore(
     collectives = collectives_for(tree, _WHAT)
     path = agree_on_path(collectives, _WHAT, path)
     layout = collectives.layout
-    assign_replicas(tree.stateful.values(), layout)
     with open_together(collectives, _WHAT, path) as file:
         state, shapes = file.state, file.shapes
         slots = deferred_slots(tree)
@@ -174,6 +173,7 @@ def restore(
         variables = {name: tree.variables[name] for name in shapes if name in tree.variables}
 
         def check() -> None:
+            assign_replicas(tree.stateful.values(), layout)
             check_shapes(path, tree, shapes, state)
             if not allow_missing:
                 check_nothing_missing(path, tree, {*shapes, *state, *fresh})
@@ -184,7 +184,7 @@ def restore(
         values = _read(collectives, file, check)
         here = variables.keys() | file.shards.keys()
         others = {name: shape for name, shape in shapes.items() if name not in here}
-        components = read_components(collectives, path, variables)
+        components = read_components(collectives, path, variables, others)
         restoration = Restoration(
             path,
             layout,
@@ -204,6 +204,7 @@ def restore(
         with collectives.common_outcome(_WHAT, path):  # no rank reads what others still load
             file.load_in_place()
         load_components(collectives, components, variables)
+        restoration.components = keep_components(collectives, components, others)
         attach_slots(slots, made)
         restoration.take(tree, {**variables, **fresh})
         restoration.wait_for_children("", root)

@@ -17,14 +17,13 @@ import socket
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import pieces
 from mpistrat.checkpoint.deferred import Shape, shapes_as_json, shapes_from_json
 from mpistrat.checkpoint.digests import check_digest
-from mpistrat.checkpoint.own_parts import has_bytes_of_file, has_part_of_file, read_own
 from mpistrat.checkpoint.ranks import WorkDivision, divide_work, this_worker
 from mpistrat.checkpoint.raw_io import (
     BYTES_PER_PIECE,
@@ -36,11 +35,18 @@ from mpistrat.checkpoint.raw_io import (
     reading_ahead,
 )
 from mpistrat.checkpoint.reader import (
+    Block,
     CheckpointReader,
     naming_damage,
     open_checkpoint,
 )
-from mpistrat.checkpoint.shards import Extent, read_box
+from mpistrat.checkpoint.shards import (
+    Extent,
+    has_bytes_of_file,
+    has_part_of_file,
+    read_box,
+    read_own,
+)
 from mpistrat.checkpoint.state_json import marked, unmarked
 from mpistrat.checkpoint.tensors import Box, LoadedShard
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
@@ -50,13 +56,10 @@ from mpistrat.variables import Variable
 
 __all__ = ["SharedFile", "Values", "broadcast_array", "load_variables", "open_together"]
 
-
-class Block(NamedTuple):
-    """Where the values of a large variable lie in a file, and the digest stored with them."""
-
-    offset: int
-    num_bytes: int
-    digest: str
+_SMALL_BYTES, _MOST_JOINED = 1 << 15, 64
+"""Variables of at most this many bytes travel together, and how many do at most."""
+_ALIGNMENT = 64
+"""Bytes, at a multiple of which each of them begins."""
 
 
 @dataclass(frozen=True)
@@ -234,18 +237,8 @@ def _describe(reader: CheckpointReader) -> dict[str, Any]:
         reader.verify()  # names what else is damaged
         raise
     shapes = {name: (each.shape, each.dtype) for name, each in reader.variables.items()}
-    return {"state": state, "shapes": shapes_as_json(shapes), "blocks": _find_blocks(reader)}
-
-
-def _find_blocks(reader: CheckpointReader) -> dict[str, Block]:
-    """Return where the large variables lie that lie in the file as they do in memory."""
-    blocks = {}
-    for name, info in reader.variables.items():
-        if info.size_bytes >= BYTES_WORTH_A_THREAD:
-            offset = reader.offset_of(name)
-            if offset is not None:
-                blocks[name] = Block(offset, info.size_bytes, info.digest)
-    return blocks
+    blocks = reader.blocks(BYTES_WORTH_A_THREAD)
+    return {"state": state, "shapes": shapes_as_json(shapes), "blocks": blocks}
 
 
 class _Part:
@@ -354,8 +347,11 @@ class _Piece:
 
 def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) -> Iterator[_Piece]:
     """Yield what `owner` sends, as this rank needs it."""
-    for name, variable in variables.items():
-        if values.owner(name) != owner:
+    own = {name: each for name, each in variables.items() if values.owner(name) == owner}
+    small = {name: each for name, each in own.items() if _num_bytes(each) <= _SMALL_BYTES}
+    yield from _joined(small, values)
+    for name, variable in own.items():
+        if name in small:
             continue
         array = values.arrays.get(name)
         if array is not None or has_bytes_of_file(variable):
@@ -365,6 +361,26 @@ def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) 
             yield from _pieces_to_assign(variable)
 
 
+def _joined(variables: Mapping[str, Variable], values: Values) -> Iterator[_Piece]:
+    """Yield many small variables as few pieces."""
+    names = list(variables)
+    for begin in range(0, len(names), _MOST_JOINED):
+        parts, end = {}, 0
+        for name in names[begin : begin + _MOST_JOINED]:
+            parts[name] = slice(end, end + _num_bytes(variables[name]))
+            end += -(-_num_bytes(variables[name]) // _ALIGNMENT) * _ALIGNMENT
+        memory = np.zeros(end, np.uint8)
+        flat = {name: memory[each].view(variables[name].dtype) for name, each in parts.items()}
+        for name in flat.keys() & values.arrays.keys():
+            flat[name][...] = values.arrays[name].reshape(-1)
+
+        def assign(flat: Mapping[str, np.ndarray] = flat) -> None:
+            for name in flat.keys() - values.arrays.keys():
+                variables[name]._load_piece(0, flat[name])
+
+        yield _Piece(memory, assign)
+
+
 def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
     """Yield pieces in temporary memory, which each next piece uses again."""
     size = math.prod(variable.full_shape)
@@ -372,6 +388,11 @@ def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
     for each in cut(size, _length(variable.dtype)):
         piece = memory[: each.stop - each.start]
         yield _Piece(piece, functools.partial(variable._load_piece, each.start, piece))
+
+
+def _num_bytes(variable: Variable) -> int:
+    """Return how many bytes a variable has in a file."""
+    return math.prod(variable.full_shape) * variable.dtype.itemsize
 
 
 def _length(dtype: np.dtype) -> int:

@@ -1,4 +1,4 @@
-"""Shards of arrays in a file: the runs of each, raw reads and writes, digests of the whole."""
+"""Shards of arrays in a file: which bytes of it each is, raw reads and writes, digests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,27 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from mpistrat.arrays import is_on_host
 from mpistrat.checkpoint.digests import ArrayDigest, hasher_like
 from mpistrat.checkpoint.raw_io import BYTES_WORTH_A_THREAD, read_at, write_at
 from mpistrat.checkpoint.tensors import Box
 from mpistrat.checkpoint.writer import CheckpointWriter, Item, explaining
 from mpistrat.errors import CheckpointError
+from mpistrat.options import VariableSynchronization
+from mpistrat.variables import CentralVariable, ShardedVariable, SplitVariable, Variable
 
-__all__ = ["Extent", "Room", "Written", "digests_in_file", "read_box", "sign", "write_box"]
+__all__ = [
+    "Extent",
+    "Room",
+    "Written",
+    "digests_in_file",
+    "has_bytes_of_file",
+    "has_part_of_file",
+    "read_box",
+    "read_own",
+    "sign",
+    "write_box",
+]
 
 
 class Extent(NamedTuple):
@@ -92,6 +106,41 @@ def read_box(handle: int, extent: Extent, shape: Sequence[int], box: Box, into: 
     for number, begin in enumerate(begins):
         run = flat[number * num_bytes : (number + 1) * num_bytes]
         read_at(handle, extent.offset + begin * extent.item_bytes, run)
+
+
+def has_bytes_of_file(variable: Variable) -> bool:
+    """Return whether the memory of `variable` is to hold the bytes of the file."""
+    is_whole = variable.synchronization is not VariableSynchronization.ON_READ
+    if variable._is_remote or _is_divided(variable):
+        return False
+    return is_whole and is_on_host(variable._storage)
+
+
+def has_part_of_file(variable: Variable) -> bool:
+    """Return whether the memory of `variable` is to hold a part of what is in the file."""
+    return _is_divided(variable) and is_on_host(variable._storage)
+
+
+def _is_divided(variable: Variable) -> bool:
+    """Return whether each rank fills a part of it."""
+    is_divided = isinstance(variable, ShardedVariable | CentralVariable | SplitVariable)
+    return is_divided and not variable._is_remote
+
+
+def _bytes_before(variable: Variable) -> int:
+    """Return how many bytes of the whole lie before those that this rank holds."""
+    if not isinstance(variable, ShardedVariable | CentralVariable):
+        return 0
+    return variable._own_elements.start * variable.dtype.itemsize
+
+
+def read_own(handle: int, extent: Extent, variable: Variable) -> None:
+    """Read what this rank holds of a variable that lies in `extent` of a file."""
+    if isinstance(variable, SplitVariable):
+        box = Box(variable._split.own_offset, variable.shape)
+        read_box(handle, extent, variable.full_shape, box, variable._own_storage)
+    else:
+        read_at(handle, extent.offset + _bytes_before(variable), variable._own_storage)
 
 
 def _parity(data: np.ndarray, item_bytes: int) -> int:

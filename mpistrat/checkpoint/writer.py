@@ -252,7 +252,7 @@ def create_checkpoint(
                 commit = functools.partial(writers.commit, created=header.created)
                 file = stack.enter_context(hdf5.create_atomically(path, commit))
             writer = CheckpointWriter(file, header, path, stack)
-            if writers is not None:
+            if writers is not None and writers.is_named:
                 write_attribute(writer.groups[VARIABLES], WRITERS, str(writers))
         yield writer
         writer.finish()

@@ -26,7 +26,7 @@ __all__ = ["COMMAND"]
 
 _NAMES = (
     *("agreement", "allreduce", "checkpoint", "coordinator", "data", "gradients"),
-    *("optimizers", "overlap", "step", "storage", "torch"),
+    *("optimizers", "overlap", "replicas", "step", "storage", "torch"),
 )
 
 

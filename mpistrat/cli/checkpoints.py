@@ -1,4 +1,4 @@
-"""Checkpoint commands: ``mpistrat inspect``, ``verify`` and ``diff``."""
+"""Checkpoint commands: ``mpistrat inspect`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
-from mpistrat.checkpoint.deferred import describe
 from mpistrat.checkpoint.format import BITS_OF_FLOATS, FORMAT
 from mpistrat.checkpoint.nodes import read_attribute
 from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
 from mpistrat.checkpoint.state_json import plain_state
 from mpistrat.cli.data_files import inspect_data
+from mpistrat.cli.diff import in_short
 from mpistrat.cli.output import (
     Command,
     check_can_draw,
@@ -35,12 +34,11 @@ from mpistrat.cli.output import (
     tree_labels,
 )
 from mpistrat.cli.ridges import draw
-from mpistrat.cli.state import differing_paths, in_short
-from mpistrat.cli.statistics import numbers_of, summarize, tell_apart
+from mpistrat.cli.statistics import numbers_of, summarize
 from mpistrat.errors import CheckpointError, DataError
 from mpistrat.system.text import readable_size
 
-__all__ = ["DIFF", "INSPECT", "VERIFY"]
+__all__ = ["INSPECT", "VERIFY"]
 
 _COLUMNS = ("variable", "shape", "dtype", "synchronization", "aggregation", "trainable", "size")
 _STATISTICS = ("min", "max", "mean", "nan_count")
@@ -117,11 +115,16 @@ def _content(reader: CheckpointReader, with_statistics: bool) -> dict[str, Any]:
         }
         if with_statistics:
             variables[name] |= asdict(summarize(numbers_of(reader, name)))
-    return {
+    content = {
         "attributes": reader.header.attributes() | {"digest": reader.header.digest()},
         "variables": variables,
         "state": {name: plain_state(reader.read_state(name)) for name in reader.state_paths},
     }
+    components = {
+        name: {"shape": list(shape), "dtype": str(dtype)}
+        for name, (shape, dtype) in reader.replicas.items()
+    }
+    return content | ({"replicas": components} if components else {})
 
 
 def _print_for_people(file: str, content: dict[str, Any], in_full: bool) -> None:
@@ -141,8 +144,15 @@ def _print_for_people(file: str, content: dict[str, Any], in_full: bool) -> None
         as_text = json.dumps if in_full else in_short
         rows = [(name, as_text(value)) for name, value in content["state"].items()]
         print_table(("state", "value"), rows)
+    components: dict[str, dict[str, Any]] = content.get("replicas", {})
+    if components:
+        columns = ("components of replicas", "shape", "dtype", "size")
+        print_table(columns, [(name, *_array_cells(each)) for name, each in components.items()])
     size = readable_size(sum(_size_bytes(each) for each in variables.values()))
-    print_line(f"{len(variables)} variable(s), {size}; {len(content['state'])} with other state")
+    text = f"{len(variables)} variable(s), {size}; {len(content['state'])} with other state"
+    if components:
+        text += f"; components of {len(components)} variable(s)"
+    print_line(text)
 
 
 def _rows(
@@ -161,9 +171,12 @@ def _rows(
 
 def _cells(variable: dict[str, Any], is_inner: bool, shown: list[str]) -> list[object]:
     modes = ["-" if is_inner else variable[key] for key in _COLUMNS[3:6]]
-    shape = tuple(variable["shape"])
-    size = readable_size(_size_bytes(variable))
-    return [shape, variable["dtype"], *modes, size, *(_number(variable[key]) for key in shown)]
+    shape, dtype, size = _array_cells(variable)
+    return [shape, dtype, *modes, size, *(_number(variable[key]) for key in shown)]
+
+
+def _array_cells(array: dict[str, Any]) -> tuple[object, object, object]:
+    return tuple(array["shape"]), array["dtype"], readable_size(_size_bytes(array))
 
 
 def _size_bytes(variable: dict[str, Any]) -> int:
@@ -272,107 +285,5 @@ Check that checkpoints are complete and undamaged, as after a full disk, a crash
 value is read and compared with its digest. The exit code is 1 if a file is not sound.
 
   mpistrat verify runs/digits
-""",
-)
-
-
-def _add_diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="FILE", help="a checkpoint (a)")
-    parser.add_argument("b", metavar="FILE", help="another checkpoint (b)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def _diff(arguments: argparse.Namespace) -> int:
-    try:
-        with open_checkpoint(arguments.a) as a, open_checkpoint(arguments.b) as b:
-            rows = [*_variables(a, b), *_state(a, b, in_full=arguments.json)]
-            names = [*{*a.variables, *b.variables}, *{*a.state_paths, *b.state_paths}]
-    except CheckpointError as error:
-        print_error("diff", error)
-        return 1 if os.path.isfile(arguments.a) and os.path.isfile(arguments.b) else 2
-    if arguments.json:
-        print_json({"equal": not rows, "num_paths": len(names), "differences": dict(rows)})
-        return 1 if rows else 0
-    if not rows:
-        both = on_one_line(f"{arguments.a} and {arguments.b} are ")
-        print_line(both, "equal", f": {len(names)} path(s)")
-        return 0
-    print_table(("path", "difference"), rows)
-    num_differing = len({path for path, _ in rows}.intersection(names))
-    ending = f"{num_differing} path(s) differ between a = {arguments.a} and b = {arguments.b}"
-    print_line(on_one_line(ending))
-    return 1
-
-
-def _variables(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, str]]:
-    for name in sorted({*a.variables, *b.variables}):
-        if name not in a.variables or name not in b.variables:
-            yield name, _only_in(name in a.variables)
-            continue
-        differences = [*_modes(a, b, name), *_values(a, b, name)]
-        if differences:
-            yield name, "; ".join(differences)
-
-
-def _modes(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str]:
-    for key in ("synchronization", "aggregation", "trainable"):
-        of_a, of_b = getattr(a.variables[name], key), getattr(b.variables[name], key)
-        # A plain variable is AUTO, and so were mirrored ones in older files.
-        if of_a != of_b and {of_a, of_b} != {"AUTO", "ON_WRITE"}:
-            yield f"{key} {of_a} in a, {of_b} in b"
-
-
-def _values(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str]:
-    of_a, of_b = a.variables[name], b.variables[name]
-    in_a, in_b = (describe(each.shape, each.dtype_name) for each in (of_a, of_b))
-    if in_a != in_b:
-        yield f"{in_a} in a, {in_b} in b"
-        return
-    # The values are read even where the digests are equal: reading notices damage.
-    found = tell_apart(numbers_of(a, name), numbers_of(b, name))
-    if found.count:
-        counts = f"{found.count} of {math.prod(of_a.shape)} element(s)"
-        yield f"largest difference {found.largest:.6g}, in {counts}"
-    elif found.num_other_bits:
-        yield "equal numbers in other bits (signs of zeros, or kinds of NaN)"
-
-
-_MAX_PATHS = 20
-"""Paths inside of one state that are named."""
-
-
-def _state(a: CheckpointReader, b: CheckpointReader, in_full: bool) -> Iterator[tuple[str, str]]:
-    """Yield each state that differs, and below it where."""
-    for name in sorted({*a.state_paths, *b.state_paths}):
-        if name not in a.state_paths or name not in b.state_paths:
-            yield name, _only_in(name in a.state_paths)
-            continue
-        of_a, of_b = (plain_state(each.read_state(name)) for each in (a, b))
-        inside = list(differing_paths(name, of_a, of_b))
-        if inside:
-            as_text = json.dumps if in_full else in_short
-            yield name, f"state {as_text(of_a)} in a, {as_text(of_b)} in b"
-        shown = inside if in_full else inside[:_MAX_PATHS]
-        yield from ((path, what) for path, what in shown if path != name)
-        if len(inside) > len(shown):
-            yield f"{name}/...", f"{len(inside) - len(shown)} more, which --json shows"
-
-
-def _only_in(in_a: bool) -> str:
-    return f"only in {'a' if in_a else 'b'}"
-
-
-DIFF = Command(
-    "diff",
-    "Show the differences between two checkpoints.",
-    _add_diff_arguments,
-    _diff,
-    "look at files",
-    """\
-Find out which variables and which other state differ between two checkpoints, and by how much:
-of two epochs, of two runs that should be equal, of one run on two clusters. The exit code is 0
-if they are equal, 1 if they differ.
-
-  mpistrat diff runs/a/checkpoint-30.h5 runs/b/checkpoint-30.h5
 """,
 )

@@ -21,6 +21,7 @@ from mpistrat.data.hdf5.filters import (
     name_of_filter,
 )
 from mpistrat.data.hdf5.linked_files import check_virtual_sources
+from mpistrat.data.hdf5.stored_types import READABLE, dtype_of, is_readable
 from mpistrat.data.shuffle import WINDOW_BYTES, Partitions
 from mpistrat.errors import DataError
 from mpistrat.system.text import readable_size
@@ -67,32 +68,38 @@ def _content(path: str, file: Any) -> dict[str, Any]:
 def _objects(file: Any) -> dict[str, Any]:
     """Return each data set under its first name, and the targets of links, not followed."""
     h5py = hdf5.h5py()
-    seen = {_address(file): "/"}
-    found = {}
-
-    def visit(path: str, link: Any) -> None:
-        if isinstance(link, h5py.SoftLink):
-            found[path] = f"link to {link.path}"
-        elif isinstance(link, h5py.ExternalLink):
-            found[path] = f"link to {link.path} of {link.filename}"
-        elif (address := _address(target := file[path])) in seen:
+    seen = {_address(file.id): "/"}
+    found: dict[str, Any] = {}
+    names: list[bytes] = []
+    # HDF5's tools visit in this order too: h5repack names an object by the name it meets first.
+    file.id.links.visit(names.append)
+    for name in names:  # by the low level, as they need not be UTF-8
+        path, links = _text(name), file.id.links
+        kind = links.get_info(name).type
+        if kind == h5py.h5l.TYPE_SOFT:
+            found[path] = f"link to {_text(links.get_val(name))}"
+        elif kind == h5py.h5l.TYPE_EXTERNAL:
+            filename, target_path = map(_text, links.get_val(name))
+            found[path] = f"link to {target_path} of {filename}"
+        elif (address := _address(target := h5py.h5o.open(file.id, name))) in seen:
             found[path] = f"another name of {seen[address]}"
         else:
             seen[address] = path
-            if isinstance(target, h5py.Dataset):
-                found[path] = target
-
-    # HDF5's tools visit in this order too: h5repack names an object by the name it meets first.
-    file.visititems_links(visit)
+            if isinstance(target, h5py.h5d.DatasetID):
+                found[path] = h5py.Dataset(target)
     return found
 
 
+def _text(name: bytes) -> str:
+    return name.decode(errors="backslashreplace")
+
+
 def _address(found: Any) -> int:
-    return int(hdf5.h5py().h5o.get_info(found.id).addr)
+    return int(hdf5.h5py().h5o.get_info(found).addr)
 
 
 def _describe(dataset: Any) -> dict[str, Any]:
-    shape, dtype, chunks = dataset.shape, dataset.dtype, dataset.chunks
+    shape, dtype, chunks = dataset.shape, dtype_of(dataset), dataset.chunks
     row_bytes = math.prod(shape[1:]) * dtype.itemsize if shape else 0
     filters = hdf5.filters_of(dataset)
     return {
@@ -108,6 +115,7 @@ def _describe(dataset: Any) -> dict[str, Any]:
         "bytes": row_bytes * shape[0] if shape else dtype.itemsize * (shape == ()),
         "stored_bytes": dataset.id.get_storage_size(),
         "is_field": bool(shape) and dtype.kind in "biufcS" and shape[0] > 0,
+        "is_readable": shape is not None and is_readable(dtype),
         "decoded_in_threads": chunks is not None and make_decoder(filters) is not None,
         "unreadable": _unreadable(dataset),
     }
@@ -236,11 +244,15 @@ def advice(path: str, datasets: _Described) -> tuple[list[str], str | None]:
 
 
 def _non_field_advice(datasets: _Described) -> Iterator[str]:
-    others = [name for name, each in datasets.items() if not each["is_field"]]
-    if others:
+    others = {name: each for name, each in datasets.items() if not each["is_field"]}
+    scalars = [name for name, each in others.items() if each["shape"] == []]
+    if scalars:
+        yield f"{_names(scalars)} can be read as examples only by a path with *: these are scalars."
+    unreadable = [name for name, each in others.items() if not each["is_readable"]]
+    if unreadable:
         yield (
-            f"{_names(others)} cannot be read as examples: these have a first dimension, and are "
-            "numbers, bools or strings of a fixed length."
+            f"{_names(unreadable)} cannot be read as examples: {READABLE}. Other members of a "
+            "compound type can be named."
         )
 
 

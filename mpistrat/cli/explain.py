@@ -165,7 +165,8 @@ def _absent(
         elif channel is None:
             what, site, state = "never opened this communicator", _user_place(dumps[rank]), "absent"
         else:
-            what = f"did not come ({dumps[rank]['reason']})"
+            replica = channel.get("replica")
+            what = f"did not come ({dumps[rank]['reason']}{f', {replica}' if replica else ''})"
             site, state = _user_place(dumps[rank]), "absent"
             counters = {name: channel[name] for name in _COUNTERS}
         found.append((rank, (what, site, state, tuple(counters.items()))))
@@ -174,7 +175,7 @@ def _absent(
 
 
 def _user_place(dump: dict[str, Any]) -> str:
-    """Return the innermost line of the main thread at the time of the dump, shortened."""
+    """Return the innermost line of the program at the time of the dump, shortened."""
     if not dump["stack"]:
         return ""
     place: str = dump["stack"][-1].partition(" in ")[0]

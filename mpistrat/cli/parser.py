@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from mpistrat.cli import bench, checkpoints, doctor, explain, run, timeline
+from mpistrat.cli import bench, checkpoints, diff, doctor, explain, run, timeline
 from mpistrat.cli.output import GROUPS, Command, print_error
 from mpistrat.version import __version__
 
@@ -112,7 +112,7 @@ COMMANDS = (
     run.COMMAND,
     checkpoints.INSPECT,
     checkpoints.VERIFY,
-    checkpoints.DIFF,
+    diff.DIFF,
     doctor.COMMAND,
     explain.COMMAND,
     timeline.COMMAND,

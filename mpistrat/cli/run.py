@@ -17,9 +17,9 @@ from pathlib import Path
 
 from mpistrat.cli.output import Command, print_error, print_note
 from mpistrat.errors import LaunchError
-from mpistrat.failures.losses import FLAG
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.mpi.mpiexec import Mpiexec, family_of, find_mpiexec, srun, srun_variables
+from mpistrat.mpi.survival import FLAG
 from mpistrat.settings import environment
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.processes import descendants, send_signal
@@ -153,10 +153,13 @@ def _plan(arguments: argparse.Namespace) -> _Job:
     program = [sys.executable, *flag, arguments.program, *arguments.arguments]
     # srun would end all ranks of the step with one.
     may_srun = not arguments.mpiexec and not arguments.fault_tolerant
-    if "SLURM_JOB_ID" in variables and may_srun and shutil.which("srun"):
+    is_allocated = "SLURM_JOB_ID" in variables
+    if is_allocated and may_srun and shutil.which("srun"):
         return _plan_with_srun(arguments, program)
-    ranks = arguments.ranks or _num_gpus() or 1
-    _check_cores(ranks, arguments.oversubscribe)
+    tasks = _number(variables.get("SLURM_NTASKS")) if is_allocated else None
+    ranks = arguments.ranks or tasks or _num_gpus() or 1
+    if not (is_allocated and arguments.fault_tolerant):  # Open MPI counts those of all nodes
+        _check_cores(ranks, arguments.oversubscribe)
     threads = arguments.threads or max(num_cores() // ranks, 1)
     if ranks == 1 and not arguments.mpiexec and not arguments.mpi_args:  # needs no launcher
         return _Job(program, _changes(arguments, threads, ""))

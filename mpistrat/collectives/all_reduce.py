@@ -19,8 +19,11 @@ from mpistrat.values import IndexedSlices, localize
 
 __all__ = ["all_reduce"]
 
-_NO_NESTS = (np.ndarray, int, float)
+_ndarray = np.ndarray
+_NUMBERS = (int, float)
+_NO_NESTS = (_ndarray, *_NUMBERS)
 """What is reduced most often, and surely holds no tensors."""
+_OPS = (str, ReduceOp)
 
 
 def all_reduce(
@@ -31,15 +34,15 @@ def all_reduce(
     out: Any,
 ) -> Any:
     """Do `ReplicaContext.all_reduce`. **Collective**."""
-    is_number = type(value) in (int, float) and out is None
-    is_one = options is None and (is_number or type(value) is np.ndarray)
-    if is_one and type(reduce_op) in (str, ReduceOp):
-        array = np.asarray(value)
+    is_number = type(value) in _NUMBERS and out is None
+    is_one = options is None and (is_number or type(value) is _ndarray)
+    if is_one and type(reduce_op) in _OPS:
+        array = np.asarray(value) if is_number else value
         known = collectives.repeated(reduce_op, array)
         if known is not None and (out is None or _can_repeat_into(array, out)):
-            results = known.all_reduce([array], None if out is None else [out])
-            if results is not None:
-                return results[0][()] if is_number else results[0]
+            result = known.all_reduce(array, out)
+            if result is not None:
+                return result[()] if is_number else result
     with collectives.call("all_reduce", options=options) as call:
         op = ReduceOp.parse(reduce_op)
         if type(value) not in _NO_NESTS and is_loaded() and has_tensors(localize(value)):

@@ -18,7 +18,8 @@ import numpy as np
 
 from mpistrat.agreement.call import AllOrNone, Call, CommonOutcome
 from mpistrat.agreement.channel import Channel
-from mpistrat.arrays import Array, Device, host_copy, host_view, native
+from mpistrat.arrays import Array, Device, host_copy, native
+from mpistrat.collectives.joint import JointReduction
 from mpistrat.collectives.prepared import PreparedReduction, dtype_name
 from mpistrat.collectives.repeated import RepeatedReduction
 from mpistrat.comm.device_reducers import DeviceCapabilities
@@ -26,8 +27,10 @@ from mpistrat.comm.pack_plan import GatherPlan
 from mpistrat.comm.packing import describe_function, placed_like
 from mpistrat.comm.selection import check_options
 from mpistrat.comm.transport import SoloTransport
+from mpistrat.comm.wire import TEXT_KINDS, with_width
 from mpistrat.layout import Layout
 from mpistrat.options import CommunicationOptions, ReduceOp
+from mpistrat.system.units import RunsUnits
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -111,6 +114,12 @@ class CollectiveCall(Call):
             collectives.prepared[key] = reduction
         return reduction
 
+    def repeated(self, reduction: PreparedReduction) -> RepeatedReduction | JointReduction:
+        """Return `reduction` as calls like this one repeat it."""
+        new_call = functools.partial(self._collectives.call, self.kind, self.name)
+        kind = JointReduction if reduction.of_replicas else RepeatedReduction
+        return kind(self, reduction, new_call)
+
     def all_reduce(
         self,
         op: ReduceOp,
@@ -164,7 +173,7 @@ class CollectiveCall(Call):
         with self.moving():
             widest = [max(width for _, width in each) for each in of_ranks]
             hosts = [
-                native(np.moveaxis(_with_width(array, width), axis, 0)).reshape(-1)
+                native(np.moveaxis(with_width(array, width), axis, 0)).reshape(-1)
                 for array, width in zip(arrays, widest, strict=True)
             ]
             self.note_moved(sum(host.nbytes for host in hosts), "all_gather")
@@ -200,7 +209,7 @@ class CollectiveCall(Call):
 
     @contextlib.contextmanager
     def communicator(self) -> Iterator[MPI.Intracomm]:
-        """Give the communicator that moves data within the ``with`` block, once agreed."""
+        """Give the communicator that moves data, ``None`` to all but a rank's first replica."""
         transport: Any = self.channel.transport
         with self.moving(), transport.occupancy:
             yield transport.comm
@@ -212,7 +221,7 @@ class CollectiveCall(Call):
             return self.channel.exchange(value)
 
 
-class Collectives:
+class Collectives(RunsUnits):
     """The collectives of one group of ranks; `options` are for calls that bring none."""
 
     def __init__(
@@ -234,14 +243,13 @@ class Collectives:
         self.describe = describe_function()
         self.prepared: dict[Any, PreparedReduction] = {}
         """What `CollectiveCall.prepare` has made."""
-        self._repeated: dict[tuple[object, bytes], RepeatedReduction] = {}
+        self._repeated: dict[tuple[object, bytes], RepeatedReduction | JointReduction] = {}
         """Those of one array, by op and description, for calls that bring no options."""
         self.rank = channel.rank
         self.size = channel.size
         self.arithmetic = ""
         """Fingerprint of what the bits depend on, where they do not depend on the ranks."""
         self.is_closed = False
-        """Whether `close` was called."""
         self.name_of_close = "close"
         """What errors call it, where a program does by another name."""
         self.on_close: dict[object, Callable[[], object]] = {}
@@ -315,7 +323,7 @@ class Collectives:
             options = self.options if name is None else self._lossless_options
         return CollectiveCall(self, kind, name, options)
 
-    def repeated(self, op: object, array: np.ndarray) -> RepeatedReduction | None:
+    def repeated(self, op: object, array: np.ndarray) -> RepeatedReduction | JointReduction | None:
         """Return what does the `all_reduce` of an array that was made before, if any."""
         described = self.describe([array])
         known = self._repeated.get((op, described)) if described is not None else None
@@ -328,8 +336,7 @@ class Collectives:
             return
         if len(self._repeated) >= _MAX_PREPARED:
             self._repeated.clear()
-        new_call = functools.partial(self.call, call.kind)
-        self._repeated[op, described] = RepeatedReduction(call, reduction, new_call)
+        self._repeated[op, described] = call.repeated(reduction)
 
     def all_or_none(self, kind: str, name: str | None = None) -> AllOrNone:
         """Return a context manager: where its body fails on any rank, it fails on all."""
@@ -370,20 +377,8 @@ class Collectives:
         return self.gather_json(value if self.rank == root else None, kind)[root]
 
 
-_TEXT = "SU"
-"""Kinds of dtype whose width is that of the longest text in an array."""
-
-
 def _name_without_width(dtype: np.dtype) -> str:
-    return dtype.kind if dtype.kind in _TEXT else dtype_name(dtype)
-
-
-def _with_width(array: Array, itemsize: int) -> np.ndarray:
-    """Return `array` in host memory, text as wide as `itemsize` bytes an element."""
-    host, kind = host_view(array), array.dtype.kind
-    if kind not in _TEXT or host.itemsize == itemsize:
-        return host
-    return host.astype(f"{kind}{itemsize // np.dtype(f'{kind}1').itemsize}")
+    return dtype.kind if dtype.kind in TEXT_KINDS else dtype_name(dtype)
 
 
 def _warn_unclosed(rank: int, size: int) -> None:

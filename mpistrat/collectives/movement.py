@@ -5,6 +5,7 @@ Each is a class: `forward` takes the arrays of a nest, `backward` the gradients 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from mpistrat.comm.pack_plan import GatherPlan
 from mpistrat.comm.packing import placed_like
 from mpistrat.comm.wire import is_floating, named_dtype
 from mpistrat.options import ReduceOp
-from mpistrat.sharding import part_lengths
+from mpistrat.sharding import consecutive, part_lengths
 
 __all__ = ["AllToAll", "Broadcast", "Move", "Scatter", "Shift", "axis_of", "described"]
 
@@ -120,18 +121,23 @@ class _Route:
 
     def travel(self, call: CollectiveCall, array: np.ndarray) -> np.ndarray:
         """Send the parts of `array`, and return those that come, joined. **Collective**."""
-        bounds = np.cumsum(self.lengths)[:-1]
-        parts = np.split(native(array), bounds, axis=self.split_axis)
+        whole, slices = native(array), consecutive(self.lengths)
+        parts = [whole[_along(self.split_axis, part)] for part in slices]
         buffer = np.concatenate([part.reshape(-1) for part in parts])
-        sizes = [int(np.prod(shape)) for shape in self.incoming]
+        sizes = [math.prod(shape) for shape in self.incoming]
         call.note_moved(buffer.nbytes, "all_to_all")
         received = call.channel.transport.all_to_all(buffer, [part.size for part in parts], sizes)
         call.show_received([received])
-        pieces = np.split(received, np.cumsum(sizes)[:-1])
-        return np.concatenate(
-            [piece.reshape(shape) for piece, shape in zip(pieces, self.incoming, strict=True)],
-            axis=self.concat_axis,
-        )
+        pieces = [
+            received[part].reshape(shape)
+            for part, shape in zip(consecutive(sizes), self.incoming, strict=True)
+        ]
+        return np.concatenate(pieces, axis=self.concat_axis)
+
+
+def _along(axis: int, part: slice) -> tuple[slice, ...]:
+    """Return the index of `part` of an axis."""
+    return (*(slice(None),) * axis, part)
 
 
 def _with_length(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:

@@ -18,11 +18,14 @@ import numpy as np
 
 from mpistrat.arguments import as_integer
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.sharding import consecutive
 
 __all__ = [
+    "as_bytes",
     "as_text",
     "barrier",
     "broadcast_object",
+    "from_bytes",
     "from_text",
     "gather_objects",
     "join_object",
@@ -37,7 +40,7 @@ def barrier(collectives: Collectives) -> None:
     with collectives.call("barrier") as call:
         call.agree()
         if not call.channel.checks:  # else the agreement has waited for all
-            call.channel.exchange(None)
+            call.channel.barrier()
 
 
 def broadcast_object(collectives: Collectives, kind: str, value: Any, root: int) -> Any:
@@ -70,8 +73,20 @@ def gather_objects(collectives: Collectives, kind: str, value: Any) -> list[Any]
             call.note_moved(own.nbytes, "all_gather")
             joined = transport.all_gather(own, lengths.tolist())
         call.show_received([joined])
-    parts = np.split(joined, np.cumsum(lengths)[:-1])
-    return _on_every_rank(collectives, kind, lambda: [pickle.loads(part.data) for part in parts])
+    parts = consecutive(lengths.tolist())
+    return _on_every_rank(
+        collectives, kind, lambda: [pickle.loads(joined[part].data) for part in parts]
+    )
+
+
+def as_bytes(value: Any) -> bytes:
+    """Return an object as bytes for other ranks."""
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return the object that another rank has converted by `as_bytes`."""
+    return pickle.loads(data)
 
 
 def _pickled(kind: str, value: Any) -> np.ndarray:

@@ -116,22 +116,26 @@ class Scan(Move):
 
     def _fold(self, call: CollectiveCall, own: np.ndarray, first: Any) -> np.ndarray:
         """Return what comes from the ranks before, folded with `own` or not. **Collective**."""
-        rank, size, transport = call.channel.rank, call.channel.size, call.channel.transport
-        step = -1 if self.is_reversed else 1
-        before, after = rank - step, rank + step
-        result = np.empty_like(own)
         call.note_moved(own.nbytes, "scan")
+        if not self.is_reversed:
+            return self._fold_forwards(call, own, first)
+        # Replicas of one rank run in order, so what comes later goes to the front first.
+        return _mirrored(call, self._fold_forwards(call, _mirrored(call, own), first))
+
+    def _fold_forwards(self, call: CollectiveCall, own: np.ndarray, first: Any) -> np.ndarray:
+        rank, size, transport = call.channel.rank, call.channel.size, call.channel.transport
+        result = np.empty_like(own)
         for part in cut(own.size, max(_PIECE_BYTES // own.itemsize, 1)):
             folded = own[part]
-            if 0 <= before < size:
+            if rank > 0:
                 came = np.empty_like(folded)
-                transport.receive(came, before)
+                transport.receive(came, rank - 1)
                 with np.errstate(all="ignore"):
                     folded = _FOLDS[self.op](came, folded)
             else:
                 came = np.full_like(folded, first)
-            if 0 <= after < size:
-                transport.send(folded, after)
+            if rank + 1 < size:
+                transport.send(folded, rank + 1)
             result[part] = came if self.is_exclusive else folded
         return result
 
@@ -141,3 +145,11 @@ class Scan(Move):
         """Add up the gradients of the ranks from this one on. **Collective**."""
         back = Scan(self.op, self.is_exclusive, not self.is_reversed)
         return back.forward(call, gradients, "gradient")
+
+
+def _mirrored(call: CollectiveCall, own: np.ndarray) -> np.ndarray:
+    """Return the array of the rank that is as far from the last as this is from the first."""
+    size = call.channel.size
+    counts = [0] * size
+    counts[size - 1 - call.channel.rank] = own.size
+    return call.channel.transport.all_to_all(own, counts, counts)

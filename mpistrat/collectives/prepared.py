@@ -17,30 +17,42 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Signature
 from mpistrat.arrays import Array
 from mpistrat.comm.device_reducers import DeviceCapabilities
+from mpistrat.comm.ops import compiled_function
 from mpistrat.comm.pack_plan import plan_reduction
 from mpistrat.comm.packing import Packing, ReusedPacking, pack
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
+from mpistrat.comm.replica_reducer import ReplicaReducer
 from mpistrat.comm.selection import check_plan, choose_reducer, is_shareable
 from mpistrat.comm.transport import Piggyback
 from mpistrat.native import native_library
 from mpistrat.options import CommunicationOptions, ReduceOp
 
-__all__ = ["PreparedReduction", "dtype_name"]
+__all__ = ["Begun", "PreparedReduction", "dtype_name"]
 
 _logger = logging.getLogger("mpistrat")
+
+_BY_PYTHON, _READY, _IN_ROUND, _IN_BLOCKS, _IN_SLICES, _GATHERED = range(6)
+"""How numbers travel, as ``native/repeated.c`` takes it."""
+_NOTHING, _NO_ROUND = (0,) * 11, (0,) * 4
+_NO_BLOCKS = (0, 0)
+
+_Move = Callable[..., object]
 
 
 class _Exchange:
     """Numbers as they travel, and where their reduction goes; `unpack` makes the results of it."""
+
+    # With `is_direct` MPI moves them, else they travel with the agreement.
 
     def __init__(
         self,
         source: np.ndarray,
         target: np.ndarray,
         unpack: Callable[[], list[Array]] | None = None,
+        is_direct: bool = False,
     ) -> None:
-        self.source, self.target, self.unpack = source, target, unpack
+        self.source, self.target, self.unpack, self.is_direct = source, target, unpack, is_direct
 
 
 Begun = _Exchange | Packing
@@ -82,9 +94,9 @@ class PreparedReduction:
         )
         # Kept, because the cache of `CollectiveCall.prepare` knows options by their identity.
         self.options = options
-        self._op, self._plan, self._described = op, plan, described
+        self.op, self.plan, self._described = op, plan, described
         self._library = native_library()
-        transport = call.channel.transport
+        self._transport = transport = call.channel.transport
         # What chooses a reducer does not change while a channel lives, and is equal on all ranks.
         self._reducers = [
             choose_reducer(
@@ -109,24 +121,30 @@ class PreparedReduction:
 
     def _use_piggyback(self, piggyback: Piggyback) -> None:
         """Have the arrays travel with the agreement itself, where there is room for all."""
-        first, *others = self._plan.packs
+        first, *others = self.plan.packs
         if others or first.num_bytes > piggyback.room:
             return
         self._piggyback = piggyback
-        self._write_result = piggyback.result(self._op, first.dtype)
-        if first.small and not first.large and self._plan.is_unchanged:
+        self._write_result = piggyback.result(self.op, first.dtype)
+        if first.small and not first.large and self.plan.is_unchanged:
             # One buffer for all calls: the lock of the channel lets one in at a time.
             self._joined = np.empty(first.small_size, first.wire)
 
     @property
     def travels_with_agreement(self) -> bool:
         """Whether nothing moves once the ranks agree."""
-        return self._piggyback is not None and not self._is_direct
+        return self._piggyback is not None
 
     @property
     def keeps_dtypes(self) -> bool:
         """Whether the arrays are plain, and the results of their dtypes."""
-        return self._plan.is_unchanged
+        return self.plan.is_unchanged
+
+    @property
+    def of_replicas(self) -> list[ReplicaReducer]:
+        """What reduces each pack, where replicas that share a rank do all of it; else empty."""
+        found = [each for each, _ in self._reducers if isinstance(each, ReplicaReducer)]
+        return found if len(found) == len(self._reducers) else []
 
     def fits(self, arrays: list[Array]) -> bool:
         """Return whether `arrays` are plain ones that this was prepared for."""
@@ -157,6 +175,39 @@ class PreparedReduction:
         """Overwrite each array with its reduction over ranks."""
         self.all_reduce(call, arrays, arrays)
 
+    def compiled_way(self) -> tuple[tuple[int, ...], _Move | None]:
+        """Return how ``native/repeated.c`` moves one array, and the function that it calls."""
+        plan, transport = self.plan, self._transport
+        if not plan.is_single or not plan.is_unchanged or not plan.packs[0].num_bytes:
+            return (_BY_PYTHON, *_NOTHING), None
+        pack, node, meeting = plan.packs[0], transport.node, transport.piggyback
+        move = self._direct.ready(self.op, pack.dtype) if self._is_direct else None
+        if self._piggyback is not None and not self._piggyback.is_shared:
+            function = compiled_function(self.op, pack.dtype)
+            assert function is not None
+            number, itemsize = function
+            how = number, transport.size if self.op is ReduceOp.MEAN else 1, itemsize
+            return (_GATHERED, *self._piggyback.way, 0, *how, *_NO_BLOCKS, transport.size), move
+        if self._is_direct:
+            return (_READY, *_NOTHING), move
+        way = () if node is None else node.way(self.op, pack.dtype, pack.num_bytes)
+        if node is None or not way or (self._piggyback is None and self._node is None):
+            return (_BY_PYTHON, *_NOTHING), None
+        if meeting is None or not meeting.is_shared:
+            return (_IN_SLICES, *_NO_ROUND, *way), node.ready(self.op, pack.dtype)
+        travel = _IN_BLOCKS if self._piggyback is None else _IN_ROUND
+        return (travel, *meeting.way, *way), None
+
+    def check_wait(self) -> None:
+        """Raise where a wait for data has ended because ranks leave."""
+        if self._node is not None:
+            self._node.check()
+
+    def withdraw_brought(self) -> None:
+        """Do `withdraw` for what compiled code has given to shared memory."""
+        if self._node is not None:
+            self._node.withdraw()
+
     def begin(
         self,
         channel: Channel,
@@ -167,13 +218,14 @@ class PreparedReduction:
         """Do the part of `all_reduce` that needs no other rank, which saves a wait."""
         is_checked = channel.checks  # without checks there is nothing that could travel with them
         begun: Begun
-        if self._is_direct:
-            return _Exchange(arrays[0], _target(arrays[0], out, channel.pool))
         if self._piggyback is not None and is_checked:
             begun = self._begin_with_agreement(channel, arrays, out, lends)
             self._piggyback.attach(begun.source)
             return begun
-        packing = self._pack(channel, arrays, out, lends)
+        if self._is_direct:
+            target = _target(arrays[0], out, channel.pool)
+            return _Exchange(arrays[0], target, is_direct=True)
+        packing = self.pack(channel, arrays, out, lends)
         if self._node is not None and is_checked:
             self._node.attach(packing.messages[0])
         return packing
@@ -188,8 +240,8 @@ class PreparedReduction:
         if type(begun) is _Exchange:
             if call is not None:
                 self._note_exchange(call, begun)
-            if self._is_direct:
-                self._direct.all_reduce_one(self._op, begun.source, begun.target)
+            if begun.is_direct:
+                self._direct.all_reduce_one(self.op, begun.source, begun.target)
             else:
                 self._write_result(begun.target)
             if call is not None:
@@ -200,7 +252,7 @@ class PreparedReduction:
         for (reducer, why), message in zip(self._reducers, begun.messages, strict=True):
             if call is not None:
                 self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
-            reducer.all_reduce(self._op, message)
+            reducer.all_reduce(self.op, message)
             if call is not None:
                 call.show_received(message.targets)
         if call is not None:
@@ -210,7 +262,7 @@ class PreparedReduction:
     def _note_exchange(self, call: Call, exchange: _Exchange) -> None:
         source = exchange.source
         name, why = "Piggyback", "travels with the agreement"
-        if self._is_direct:
+        if exchange.is_direct:
             name, why = "MpiReducer", self._reducers[0][1]
         else:
             call.is_moving = False  # the data has come with the agreement
@@ -224,14 +276,14 @@ class PreparedReduction:
         lends: bool,
     ) -> _Exchange:
         # The first two ways are short cuts through `pack`, for what is reduced most often.
-        if self._plan.is_single and self._plan.is_plain:
+        if self.plan.is_single and self.plan.is_plain:
             array = arrays[0]
             return _Exchange(array, _target(array, out, channel.pool))
         joined = self._joined
         if joined is not None and out is None:
             self._library.join(arrays, joined)
             return _Exchange(joined, joined, lambda: self._library.split(joined, arrays))
-        packing = self._pack(channel, arrays, out, lends)
+        packing = self.pack(channel, arrays, out, lends)
         source, target, split = packing.messages[0].whole()
 
         def unpack() -> list[Array]:
@@ -240,17 +292,18 @@ class PreparedReduction:
 
         return _Exchange(source, target, unpack)
 
-    def _pack(
+    def pack(
         self,
         channel: Channel,
         arrays: Sequence[Array],
         out: Sequence[np.ndarray] | None,
         lends: bool,
     ) -> Packing:
-        if not lends or not self._plan.is_unchanged:
-            return pack(self._plan, arrays, channel.pool, out=out)
+        """Return `arrays` in the form in which they are reduced: see `all_reduce`."""
+        if not lends or not self.plan.is_unchanged:
+            return pack(self.plan, arrays, channel.pool, out=out)
         if self._reused is None:
-            self._reused = ReusedPacking(self._plan, channel.pool)
+            self._reused = ReusedPacking(self.plan, channel.pool)
         self._reused.fill(arrays)
         return self._reused
 
@@ -259,12 +312,12 @@ class PreparedReduction:
         channel = call.channel
         # Copied, because the program may write to its arrays before the end. Not to shared memory,
         # because the process may fork before it.
-        packing = pack(self._plan, arrays, channel.private_pool, copy=True)
+        packing = pack(self.plan, arrays, channel.private_pool, copy=True)
         call.agree_on(self.signature)
         ends = []
         for (reducer, why), message in zip(self._reducers, packing.messages, strict=True):
             self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
-            ends.append(reducer.start_all_reduce(self._op, message))
+            ends.append(reducer.start_all_reduce(self.op, message))
         call.is_moving = False
 
         def end() -> list[Array]:
@@ -277,11 +330,11 @@ class PreparedReduction:
 
     def reduce(self, call: Call, arrays: Sequence[Array], root: int) -> list[Array] | None:
         """Return each array reduced over ranks on `root`, ``None`` on the other ranks."""
-        packing = pack(self._plan, arrays, call.channel.pool)
+        packing = pack(self.plan, arrays, call.channel.pool)
         call.agree_on(self.signature)
         for (reducer, why), message in zip(self._reducers, packing.messages, strict=True):
             self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
-            reducer.reduce(self._op, message, root)
+            reducer.reduce(self.op, message, root)
         call.is_moving = False
         if call.channel.rank != root:
             return None

@@ -1,97 +1,163 @@
 """Repeated reductions: the short way through a call that the program has made before.
 
 `CollectiveCall` looks at all that may be unusual in a call, which takes longer than to reduce a few
-numbers. Of a call that was made before, only what may have changed since is looked at here. Where
-anything is not as usual, a `CollectiveCall` does the work.
+numbers. Of a call that was made before, only what may have changed since is looked at, by compiled
+code. Where anything is not as usual, a `CollectiveCall` does the work.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable
 from time import monotonic_ns
+from typing import Any
 
 import numpy as np
 
 from mpistrat.agreement.call import Call
 from mpistrat.agreement.channel import Channel
-from mpistrat.agreement.ledger import Outcome, Status
+from mpistrat.agreement.ledger import SPREAD, Outcome, Status
 from mpistrat.arrays import Array
-from mpistrat.collectives.prepared import PreparedReduction
-from mpistrat.system.callsite import users_place
-from mpistrat.tracing.flight_recorder import State
-from mpistrat.tracing.spans import active
+from mpistrat.collectives.prepared import Begun, PreparedReduction
+from mpistrat.native import native_library
+from mpistrat.system.callsite import CodeOwner, code_owners, issuers, users_place
+from mpistrat.tracing.flight_recorder import FlightEntry, State
+from mpistrat.tracing.spans import active, state_of_recording
 
-__all__ = ["RepeatedReduction"]
+__all__ = ["RepeatedReduction", "is_as_usual"]
 
 _logger = logging.getLogger("mpistrat")
 
-_CALL, _ALL_CALL, _AGREED, _DONE = Status.CALL, Outcome.ALL_CALL, State.AGREED, State.DONE
-"""Module names are found faster than members of their classes, at each collective."""
+_WAY = struct.Struct("=12q6Q")
+"""How the numbers travel, as ``native/repeated.c`` takes it."""
+
+_PROGRESS, _ENTRY = -2, -1
+_OUTSIDE, _INSIDE, _BROUGHT, _AGREED = range(4)
+"""How far a call has come, as ``native/repeated.c`` notes it."""
 
 
 class RepeatedReduction:
-    """A prepared reduction, and the calls in which it is repeated."""
+    """A prepared reduction of one array, and the calls in which it is repeated."""
 
     def __init__(
         self, call: Call, reduction: PreparedReduction, new_call: Callable[[], Call]
     ) -> None:
         # `new_call` returns a call like `call`.
         self._new_call = new_call
-        self._channel = call.channel
-        self._kind, self._timeout_s = call.kind, call.timeout_s
+        self._channel = channel = call.channel
+        self._timeout_s = call.timeout_s
         self.reduction = reduction
+        self._keeps_dtypes = reduction.keeps_dtypes
+        way, move = reduction.compiled_way()
+        occupancy = channel.transport.occupancy
+        self._repeat = native_library().repeat
+        # In the order of the enumeration in ``native/repeated.c``.
+        self._list: list[Any] = [
+            channel,
+            channel.ledger,
+            channel.departures.found,
+            call.kind,
+            _WAY.pack(*way, reduction.signature.digest or 0, *SPREAD),
+            channel.lock.acquire,
+            channel.lock.release,
+            state_of_recording,
+            _logger,
+            logging.DEBUG,
+            self._begin,
+            users_place,
+            issuers,
+            code_owners,
+            CodeOwner.USER,
+            channel.flight,
+            FlightEntry,
+            reduction.signature,
+            "",
+            State.WAITING,
+            self._check_departed,
+            channel.meet,
+            self._vote,
+            self._end_round,
+            monotonic_ns,
+            State.AGREED,
+            self._end,
+            move,
+            State.DONE,
+            channel.pool.take,
+            occupancy.__enter__,
+            reduction.check_wait,
+            occupancy.__exit__,
+            _OUTSIDE,
+            None,
+        ]
 
-    def all_reduce(
-        self, arrays: Sequence[Array], out: Sequence[np.ndarray] | None = None
-    ) -> list[Array] | None:
-        """Return each array reduced over ranks, ``None`` where a call must do it. **Collective**.
+    def all_reduce(self, array: np.ndarray, out: np.ndarray | None = None) -> Array | None:
+        """Return `array` reduced over ranks, ``None`` where a call must do it. **Collective**.
 
         The arguments are those of `PreparedReduction.all_reduce`.
         """
-        channel, reduction = self._channel, self.reduction
-        lock = channel.lock
-        if out is not None and not reduction.keeps_dtypes:
+        if out is not None and not self._keeps_dtypes:
             return None
-        if not lock.acquire(False):
-            return None
-        if not _is_as_usual(channel):
-            lock.release()
-            return None
-        channel.inside = self._kind
-        entry, is_agreed = None, False
         try:
-            begun = reduction.begin(channel, arrays, out)
-            if channel.checks:
-                place, signature = users_place(sys._getframe(2)), reduction.signature
-                entry = channel.flight.begin(channel.ledger, signature, "", place)
-                if channel.vote(_CALL, signature, self._timeout_s) is not _ALL_CALL:
-                    raise self._new_call().disagreement(signature)
-                entry.agreed_ns = monotonic_ns()
-                entry.state = _AGREED
-            is_agreed = True
-            results = reduction.end(None, begun)
-            if entry is not None:
-                entry.ended_ns = monotonic_ns()
-                entry.state = _DONE
+            result: Array | None = self._repeat(self._list, array, out)
         except BaseException as error:
-            reduction.withdraw()
-            call = self._new_call()
-            has_come = reduction.travels_with_agreement and channel.checks
-            call.resume(entry, is_agreed and not has_come)
-            call.__exit__(type(error), error, error.__traceback__)
+            self._end_failed(error)
             raise
-        channel.inside = None
-        lock.release()
-        if channel.overlap is not None:
-            call = self._new_call()
-            call.resume(entry, is_moving=False)
-            call.end_overlap(None)
-        return results
+        if result is not None and self._channel.overlap is not None:
+            self._call_to_end(is_moving=False).end_overlap(None)
+        return result
+
+    def _begin(self, array: np.ndarray, out: np.ndarray | None) -> Begun:
+        outs = None if out is None else [out]
+        return self.reduction.begin(self._channel, [array], outs)
+
+    def _check_departed(self) -> None:
+        self._channel.check_departed(self.reduction.signature)
+
+    def _vote(self) -> None:
+        signature = self.reduction.signature
+        outcome = self._channel.vote(Status.CALL, signature, self._timeout_s)
+        if outcome is not Outcome.ALL_CALL:
+            raise self._new_call().disagreement(signature)
+
+    def _end_round(self, known: int) -> None:
+        signature = self.reduction.signature
+        outcome = self._channel.end_round(known, signature, self._timeout_s)
+        if outcome is not Outcome.ALL_CALL:
+            raise self._new_call().disagreement(signature)
+
+    def _end(self, begun: Begun) -> Array:
+        return self.reduction.end(None, begun)[0]
+
+    def _end_failed(self, error: BaseException) -> None:
+        """Give the channel back after an `error`, if it was taken."""
+        channel, progress = self._channel, self._list[_PROGRESS]
+        if progress == _OUTSIDE:
+            return
+        self._list[_PROGRESS] = _OUTSIDE
+        if channel.meet is not None and channel.pending:
+            channel.leave_round(channel.inside or "", error)
+        if progress == _BROUGHT:
+            self.reduction.withdraw_brought()
+        self.reduction.withdraw()
+        # What travels with the agreement has come with it.
+        has_come = self.reduction.travels_with_agreement and channel.checks
+        call = self._call_to_end(progress == _AGREED and not has_come)
+        call.__exit__(type(error), error, error.__traceback__)
+
+    def _call_to_end(self, is_moving: bool) -> Call:
+        """Return a call that takes over what was begun here."""
+        call = self._new_call()
+        call.resume(self._list[_ENTRY], is_moving)
+        return call
 
 
-def _is_as_usual(channel: Channel) -> bool:
+def _is_watched() -> bool:
+    """Return whether a timeline or a log shows what moves."""
+    return active() is not None or _logger.isEnabledFor(logging.DEBUG)
+
+
+def is_as_usual(channel: Channel) -> bool:
     """Return whether a collective can do without a `Call`, which looks at all that may be."""
     return (
         channel.inside is None
@@ -99,6 +165,5 @@ def _is_as_usual(channel: Channel) -> bool:
         and not channel.departures.found
         and channel.on_collective is None
         and channel.on_received is None
-        and active() is None
-        and not _logger.isEnabledFor(logging.DEBUG)
+        and not _is_watched()
     )

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import address_of
+from mpistrat.comm.node_file import Place, all_of
 from mpistrat.comm.ops import compiled_function, divide, mpi_operator
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.shared_memory import NodeMemory
 from mpistrat.comm.shared_reducer import SharedMemoryReducer
 from mpistrat.comm.transport import NodeReducer, Occupancy, Reducer
+from mpistrat.mpi.survival import revoke
+from mpistrat.mpi.world import ranks_of_node
+from mpistrat.native import native_library
 from mpistrat.options import ReduceOp
 from mpistrat.settings import settings_at_the_end
+from mpistrat.system.cpu import mask_of_cores, own_cores
 
 __all__ = ["share_memory"]
+
+
+class _Attached(NamedTuple):
+    """A message whose first block was copied in, and what `Message.whole` returned for it."""
+
+    message: Message
+    source: np.ndarray
+    target: np.ndarray
+    split: Callable[[], object]
 
 
 class HierarchicalReducer:
@@ -46,27 +61,65 @@ class HierarchicalReducer:
         self._size = comm.size
         colour = memory.rank if memory.rank < num_slices else MPI.UNDEFINED
         self._peers = comm.Split(colour, comm.rank)
+        self._attached: _Attached | None = None
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
         """Return whether the compiled code reduces `dtype` by `op`."""
         return compiled_function(op, dtype) is not None
 
     def attach(self, message: Message) -> None:
-        """Do nothing: the ranks agree over MPI, which does not wait for this memory."""
+        """Copy in the first block of `message`, so that nobody waits for it after the agreement."""
+        self._attached = _Attached(message, *message.whole())
+        if message.num_bytes:
+            self._contribute(address_of(self._attached.source), message.num_bytes)
 
     def detach(self) -> None:
-        """Do nothing: nothing is attached."""
+        """Withdraw what was attached last."""
+        if self._attached is not None and self._attached.message.num_bytes:
+            self.withdraw()
+        self._attached = None
+
+    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> tuple[int, ...]:
+        """Return the numbers with which compiled code reduces an array of one block by `op`."""
+        function = compiled_function(op, dtype)
+        if function is None or num_bytes > self._memory.BLOCK_BYTES:
+            return ()
+        number, itemsize = function
+        return (self._memory.reductions.pointer, number, 1, itemsize, 0, 0, self._num_slices)
+
+    def check(self) -> None:
+        """Raise where a wait of compiled code has ended because ranks leave."""
+        self._memory.reductions.check()
+
+    def withdraw(self) -> None:
+        """Withdraw what compiled code has attached."""
+        self._memory.library.reduce_withdraw(self._memory.reductions.pointer)
+
+    def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
+        """Return what reduces a slice of `dtype` over nodes."""
+        operator, peers = mpi_operator(op, np.empty(0, dtype)), self._peers
+
+        def reduce(own: np.ndarray) -> None:
+            peers.Allreduce(MPI.IN_PLACE, own, operator)
+            if op is ReduceOp.MEAN:
+                divide(own, self._size)
+
+        return reduce
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
-        source, target, split = message.whole()
-        step = self._memory.BLOCK_BYTES
-        start, goal = address_of(source), address_of(target)
+        attached, self._attached = self._attached, None
+        is_attached = attached is not None and attached.message is message
+        if attached is None or not is_attached:
+            attached = _Attached(message, *message.whole())
+        source, num_bytes = attached.source, message.num_bytes
+        start, goal = address_of(source), address_of(attached.target)
         with self._occupancy:
-            for done in range(0, source.nbytes, step):
-                num_bytes = min(step, source.nbytes - done)
-                self._reduce_block(op, source.dtype, start + done, goal + done, num_bytes)
-        split()
+            for done in range(0, num_bytes, self._memory.BLOCK_BYTES):
+                if done or not is_attached:
+                    self._contribute(start + done, num_bytes - done)
+                self._reduce_block(op, source.dtype, start + done, goal + done, num_bytes - done)
+        attached.split()
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
         """Reduce each array of `message`, on every rank: that costs no more. **Collective**."""
@@ -79,25 +132,38 @@ class HierarchicalReducer:
     def drain(self) -> None:
         """Do nothing: nothing is under way."""
 
+    def revoke(self) -> None:
+        """Have every rank leave its waits in the communicator of the ranks with the same slice."""
+        revoke(self._peers)
+
     def close(self) -> None:
         """Free the communicator of the ranks with the same slice. **Collective**."""
         if self._peers != MPI.COMM_NULL:
             self._peers.Free()
 
+    def _contribute(self, source: int, num_bytes: int) -> None:
+        """Copy in the block that begins at `source`, `num_bytes` before the end of the array."""
+        memory, length = self._memory, min(self._memory.BLOCK_BYTES, num_bytes)
+        memory.library.contribute_slices(
+            memory.reductions.pointer, self._num_slices, source, length
+        )
+
     def _reduce_block(
         self, op: ReduceOp, dtype: np.dtype, source: int, target: int, num_bytes: int
     ) -> None:
+        """Reduce the block that `_contribute` has copied in."""
         memory, library = self._memory, self._memory.library
+        num_bytes = min(memory.BLOCK_BYTES, num_bytes)
         function = compiled_function(op, dtype)
         assert function is not None
         sequence, slices = memory.reductions.pointer, self._num_slices
         place = library.reduce_slice(sequence, function[0], slices, source, num_bytes)
+        memory.reductions.check()
         own = memory.view(*place).view(dtype)
-        if self._peers != MPI.COMM_NULL and own.size:
-            self._peers.Allreduce(MPI.IN_PLACE, own, mpi_operator(op, own))
-            if op is ReduceOp.MEAN:
-                divide(own, self._size)
+        if own.size:  # the ranks without a slice have no peers
+            self.ready(op, dtype)(own)
         library.collect_slices(sequence, slices, target, num_bytes)
+        memory.reductions.check()
 
 
 _TRIED_BYTES = (2**18, 2**14, 2**6)
@@ -120,16 +186,50 @@ class _Sharing:
     """Whether all ranks are on one node."""
 
 
+class _Facts(NamedTuple):
+    """What a rank says before memory is shared."""
+
+    num_mates: int
+    """How many ranks are on its node."""
+    has_library: bool
+    place: Place | None
+    """Of the memory, from the first rank of a node."""
+    cores: int
+    """Mask of those that it may use."""
+    asked_bytes: int
+    """`shared_min_bytes` of the settings, -1 without."""
+    known_bytes: int
+    """What was measured before for as many ranks, -1 without."""
+
+
 def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) -> _Sharing | None:
     """Return memory that the ranks of each node share, if several run on one. **Collective**."""
     if comm.size == 1:
         return None
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    sizes = comm.allgather(node.size)
-    memory = NodeMemory.open(node) if max(sizes) > 1 else None
-    node.Free()
-    is_shared = comm.allreduce(memory is not None, MPI.LAND)
-    if not is_shared or memory is None:
+    node, has_library = ranks_of_node(comm), native_library() is not None
+    num_mates = len(node)
+    is_first = comm.rank == node[0] and num_mates > 1 and has_library
+    offer = NodeMemory.offer(num_mates) if is_first else None
+    asked = settings_at_the_end().shared_min_bytes
+    # As few messages as possible: with more ranks than cores, each takes long.
+    own = _Facts(
+        num_mates,
+        has_library,
+        None if offer is None else offer.place,
+        mask_of_cores(own_cores()),
+        -1 if asked is None else asked,
+        _measured.get(comm.size, -1),
+    )
+    facts: list[_Facts] = comm.allgather(own)
+    sizes = [each.num_mates for each in facts]
+    memory = None
+    if max(sizes) > 1 and all(each.has_library for each in facts):
+        memory = _open([facts[each] for each in node], node.index(comm.rank))
+        if not all_of(comm, memory is not None):
+            memory = None
+    if offer is not None:
+        offer.close()
+    if memory is None:
         return None
     reducer: NodeReducer
     holds_all = min(sizes) == comm.size
@@ -139,28 +239,30 @@ def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) 
         reducer = HierarchicalReducer(memory, comm, min(sizes), otherwise, occupancy)
     # A few milliseconds now, because no rule says from which size on shared memory is faster: but
     # where ranks share cores, it is, since MPI keeps the cores while it waits.
-    is_faster = holds_all and memory.shares_cores
-    reducer.min_bytes = _min_bytes(comm, reducer.all_reduce, otherwise.all_reduce, is_faster)
+    min_bytes = max(each.asked_bytes for each in facts)
+    if min_bytes >= 0 or (holds_all and memory.shares_cores):
+        reducer.min_bytes = max(min_bytes, 0)
+    else:
+        # Ranks have been in other groups before.
+        before = [each.known_bytes for each in facts]
+        is_new = min(before) < 0
+        found = _measure(comm, reducer.all_reduce, otherwise.all_reduce) if is_new else max(before)
+        _measured[comm.size] = reducer.min_bytes = found
     return _Sharing(memory, reducer, holds_all)
+
+
+def _open(facts: Sequence[_Facts], local_rank: int) -> NodeMemory | None:
+    """Return the memory of the ranks with these `facts`, ``None`` where it cannot be had."""
+    place, cores = facts[0].place, 0
+    for each in facts:
+        cores |= each.cores
+    if place is None:
+        return None
+    return NodeMemory.open(place, local_rank, len(facts), cores.bit_count())
 
 
 _measured: dict[int, int] = {}
 """What `_measure` has found, by the number of ranks: a program may make thousands of groups."""
-
-
-def _min_bytes(comm: MPI.Intracomm, shared: _Reduce, otherwise: _Reduce, is_faster: bool) -> int:
-    """Return from which size on shared memory is used, the same on every rank."""
-    asked = settings_at_the_end().shared_min_bytes
-    given = -1 if asked is None else asked
-    of_ranks: list[tuple[int, int]] = comm.allgather((given, _measured.get(comm.size, -1)))
-    given = max(each for each, _ in of_ranks)
-    if given >= 0 or is_faster:
-        return max(given, 0)
-    # Ranks have been in other groups before.
-    known = [found for _, found in of_ranks]
-    found = _measure(comm, shared, otherwise) if min(known) < 0 else max(known)
-    _measured[comm.size] = found
-    return found
 
 
 def _measure(comm: MPI.Intracomm, shared: _Reduce, otherwise: _Reduce) -> int:

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from mpistrat.comm.mpi_transport import in_parts
 from mpistrat.comm.pool import Pool
+from mpistrat.mpi.survival import is_loss
 
 __all__ = ["BackOff", "Message", "Messenger", "Sending"]
 
@@ -229,7 +230,7 @@ class Messenger:
 
     def _note(self, error: MPI.Exception) -> None:
         """Note which ranks have died, or raise an error that has another reason."""
-        if not _is_loss(error):
+        if not is_loss(error):
             raise error
         failed = self._headers.Get_failed()
         own = self._headers.Get_group()
@@ -286,9 +287,3 @@ def _complete(message: Message, length: int) -> Message:
         message.body = message.buffers.pop()
         message.body = message.body.data
     return message
-
-
-def _is_loss(error: MPI.Exception) -> bool:
-    """Return whether an error of MPI says that a rank has died."""
-    losses = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_IN_STATUS)
-    return MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN and error.Get_error_class() in losses

@@ -1,12 +1,9 @@
-"""MPI transport: collectives of a communicator, and rounds of agreement."""
+"""MPI transport: collectives of a communicator."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import os
-import struct
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,147 +12,20 @@ from mpi4py import MPI
 
 from mpistrat.arrays import pieces, synchronize
 from mpistrat.comm.hierarchical import share_memory
-from mpistrat.comm.ops import compiled_function, mpi_operator
+from mpistrat.comm.ops import mpi_operator
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
-from mpistrat.comm.shared_memory import NodeMemory
+from mpistrat.comm.rounds import GatheredRound, MpiRound, SharedRound, mpi_round
+from mpistrat.comm.shared_memory import WaitLeft
 from mpistrat.comm.transport import NodeReducer, Occupancy, Piggyback, Round, SoloRound
+from mpistrat.mpi.survival import failed_ranks, has_failed, lost_ranks, revoke
 from mpistrat.mpi.world import library_version, world_ranks, world_size
 from mpistrat.options import ReduceOp
 
 __all__ = ["MpiTransport", "in_parts"]
 
-_MASK = 2**64 - 1
-_VALUES = struct.Struct("=4Q")
-
 _PART_BYTES = 2**28
 """The longest message, so that counts of any MPI library hold it."""
-
-_POLLS = 200
-"""Polls in about 100 us, after which a waiting rank looks at limits and losses too."""
-
-_PATIENT_POLLS = 24
-"""Polls in the few microseconds that ranks need which come together. To yield takes as long."""
-
-_TURNS = 4096
-"""Looks at shared memory in about the same time."""
-
-_LONG_S = 0.01
-"""How long a wait keeps the core over MPI, which wakes nobody."""
-_REST_S = 0.0002
-
-_LOOK_NS = 50_000
-"""How long a rank that has other things to do looks whether the others come: to hand an operation
-over to a thread takes longer."""
-
-_ROOM_OF_ALL = 2**15
-"""Bytes. Every rank reads the numbers of all: more of them are faster slice by slice."""
-
-
-class _MpiRound:
-    """Base of the rounds in which MPI makes progress when it is polled."""
-
-    start: Callable[[], object]
-    done: Callable[[], bool]
-    free: Callable[[], object] = bool
-    withdraw: Callable[[], object] = bool
-    """Does nothing: MPI cannot cancel a collective."""
-    is_busy = True
-    """Whether waits keep the core until they are long."""
-
-    def __init__(self, num_values: int) -> None:
-        self.send = np.zeros(num_values, np.uint64)
-        self.receive = np.zeros(num_values, np.uint64)
-        self._outgoing, self._incoming = self.send.data.cast("B"), self.receive.data.cast("B")
-
-    def meet(self, first: int, second: int) -> int:
-        """Contribute two numbers, and return the result if it is there within `_POLLS`."""
-        _VALUES.pack_into(self._outgoing, 0, first, _MASK - first, second, _MASK - second)
-        self.start()
-        done = self.done
-        for turn in range(_POLLS):
-            if done():
-                return 2 if self._incoming == self._outgoing else 1
-            if turn >= _PATIENT_POLLS:
-                os.sched_yield()
-        return 0
-
-    def rest(self, waited_s: float) -> None:
-        """Let others have the core for a moment."""
-        if self.is_busy and waited_s < _LONG_S:
-            os.sched_yield()
-        else:
-            time.sleep(_REST_S)
-
-    def expect(self, number: int) -> bool:
-        """Return False: MPI cannot tell before the round."""
-        return False
-
-
-class _PersistentRound(_MpiRound):
-    """A round over a persistent collective (MPI 4.1, section 6.13)."""
-
-    # Its messages are short enough for libraries to send them without waiting for their arrival.
-    # With longer ones, MPICH over TCP ends a rank that has sent to another one that was killed,
-    # before this package can report that one.
-
-    def __init__(self, comm: MPI.Intracomm, num_values: int) -> None:
-        super().__init__(num_values)
-        request = comm.Allreduce_init(self.send, self.receive, MPI.MAX)
-        self.start = request.Start
-        self.done = request.Test
-        self.free = request.Free
-
-
-class _NonblockingRound(_MpiRound):
-    """A round over a nonblocking collective, for libraries older than MPI 4.0."""
-
-    def __init__(self, comm: MPI.Intracomm, num_values: int) -> None:
-        super().__init__(num_values)
-        request = MPI.REQUEST_NULL
-
-        def start() -> None:
-            nonlocal request
-            request = comm.Iallreduce(self.send, self.receive, MPI.MAX)
-
-        self.start = start
-        self.done = lambda: request.Test()
-
-
-class _SharedRound:
-    """A round in memory that all ranks share, with room for a few numbers."""
-
-    NUM_VALUES = 4
-
-    def __init__(self, node: NodeMemory) -> None:
-        self.send = np.zeros(self.NUM_VALUES, np.uint64)
-        self.receive = np.zeros(self.NUM_VALUES, np.uint64)
-        self._rounds = node.rounds  # the C structure lives as long as this object
-        pointer, library = node.rounds.pointer, node.library
-        send, receive = self.send.ctypes.data, self.receive.ctypes.data
-        self.start = functools.partial(library.round_start, pointer, send)
-        self.done = functools.partial(library.round_done, pointer, receive, 1)
-        self._rest = functools.partial(library.round_rest, pointer, receive)
-        self.expect = functools.partial(library.round_expect, pointer, _LOOK_NS)
-        # A rank that comes later waits, and learns why, in place of finding all there.
-        self.withdraw = functools.partial(library.reduce_withdraw, pointer)
-        self.meet = functools.partial(library.round_meet, pointer, send, receive, _TURNS)
-        self.room = min(node.ROUND_BYTES, _ROOM_OF_ALL // node.size)
-        """How many bytes may travel with a round."""
-        self._size = node.size
-        self.attach = functools.partial(library.round_contribute, pointer)
-        self._result = functools.partial(library.round_result, pointer)
-
-    def rest(self, waited_s: float) -> None:
-        """Let others have the core for a moment, or until one of them has come."""
-        self._rest()
-
-    def result(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
-        """Return what writes the reduction of numbers that came with the last round to an array."""
-        function = compiled_function(op, dtype)
-        assert function is not None
-        divisor = self._size if op is ReduceOp.MEAN else 1
-        return functools.partial(self._result, function[0], divisor, function[1])
 
 
 class MpiTransport:
@@ -164,7 +34,7 @@ class MpiTransport:
     def __init__(self, comm: MPI.Intracomm) -> None:
         # Only messages of this package may travel here: the caller passes a private duplicate.
         self.comm = comm
-        self._rounds: list[_MpiRound] = []
+        self._rounds: list[MpiRound] = []
         self._under_way: list[tuple[list[MPI.Request], np.ndarray, np.ndarray]] = []
         self.rank = comm.rank
         self.size = comm.size
@@ -175,11 +45,10 @@ class MpiTransport:
         self.piggyback: Piggyback | None = None
         self.occupancy = Occupancy()
         self._sharing = share_memory(comm, MpiReducer(self), self.occupancy)
-        arena = None
+        self.pool = Pool()
         if self._sharing is not None:
             self.node = self._sharing.reducer
-            arena = self._sharing.memory.arena if self._sharing.holds_all else None
-        self.pool = Pool(arena)
+            self.pool = Pool(self._sharing.memory.arena if self._sharing.holds_all else None)
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Reduce `source` into `target`. **Collective**."""
@@ -188,6 +57,20 @@ class MpiTransport:
         with self.occupancy:
             for part, goal in _pairs(source, target):
                 self.comm.Allreduce(part, goal, operator)
+
+    def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray, np.ndarray], object]:
+        """Return what does `all_reduce` by `op` to a source and a target of `dtype` on the host."""
+        operator, occupancy = mpi_operator(op, np.empty(0, dtype)), self.occupancy
+        all_reduce = self.comm.Allreduce
+
+        def move(source: np.ndarray, target: np.ndarray) -> None:
+            if target.nbytes > _PART_BYTES:
+                self.all_reduce(op, source, target)
+                return
+            with occupancy:
+                all_reduce(MPI.IN_PLACE if source is target else source, target, operator)
+
+        return move
 
     def start_all_reduce(
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
@@ -332,14 +215,12 @@ class MpiTransport:
         if self.size == 1:
             return SoloRound(num_values)
         if self._sharing is not None and self._sharing.holds_all:
-            self.piggyback = _SharedRound(self._sharing.memory)
+            self.piggyback = SharedRound(self._sharing.memory)
             return self.piggyback
-        made: _MpiRound
-        try:
-            made = _PersistentRound(self.comm, num_values)
-        except NotImplementedError:
-            made = _NonblockingRound(self.comm, num_values)
+        made = mpi_round(self.comm)
         self._rounds.append(made)
+        if isinstance(made, GatheredRound):
+            self.piggyback = made
         return made
 
     def wait_busily(self, is_busy: bool) -> None:
@@ -348,6 +229,27 @@ class MpiTransport:
             each.is_busy = is_busy
         if self._sharing is not None:
             self._sharing.memory.wait_busily(is_busy)
+
+    def lost_ranks(self, error: BaseException | None) -> list[int] | None:
+        """Return the ranks that are known to be dead, if `error` comes of that, else ``None``."""
+        # Open MPI has ended collectives without an error that lacked the data of a dead rank.
+        if error is None:
+            return failed_ranks(self.comm) if has_failed(self.comm) else None
+        if isinstance(error, WaitLeft):
+            return failed_ranks(self.comm)
+        return lost_ranks(self.comm, error)
+
+    def leave_waits(self) -> None:
+        """Have waits for data in shared memory end with an error, from any thread."""
+        if self._sharing is not None:
+            self._sharing.memory.leave()
+
+    def revoke(self) -> None:
+        """Have every rank leave its waits for data with an error, as one of them is dead."""
+        self.leave_waits()
+        revoke(self.comm)
+        if self.node is not None:
+            self.node.revoke()
 
     def close(self) -> None:
         """Free the communicator and what belongs to it. **Collective**."""

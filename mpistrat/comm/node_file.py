@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpistrat.mpi.survival import revoked_on_loss
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NodeFile", "share_memory_file"]
+__all__ = ["MemoryFile", "NodeFile", "Place", "all_of", "map_file", "share_memory_file"]
 
 _TOKEN_BYTES = 16
 
@@ -32,28 +34,22 @@ def share_memory_file(comm: MPI.Comm, num_bytes: int) -> np.ndarray | None:
 
 def _share(comm: MPI.Comm, num_bytes: int, is_sparse: bool) -> NodeFile | None:
     """Return a file that all ranks of `comm` map, if they can. **Collective**."""
-    made = None
-    size = max(num_bytes, _TOKEN_BYTES)
-    if comm.rank == 0:
-        with contextlib.suppress(OSError, AttributeError, KeyError):  # Linux has memfd_create
-            # Else a rank would be killed where it writes to what is not there.
-            if is_sparse or num_bytes <= _free_bytes():
-                made = _MemoryFile.new(size)
-    # Another rank may see another /proc, as in a container: the token proves the file.
-    place: tuple[str, bytes] | None = comm.bcast(made and (made.path, made.token))
-    file = None
-    if place is not None:
-        with contextlib.suppress(OSError, ValueError):
-            file = _mapped(*place, size)
-    seen = comm.allgather(file is not None)
+    made = MemoryFile.offer(num_bytes, is_sparse) if comm.rank == 0 else None
+    place: Place | None = comm.bcast(made and made.place)
+    file = None if place is None else map_file(place, num_bytes)
+    is_shared = all_of(comm, file is not None)
     if made is not None:
         made.close()
-    if file is None or not all(seen):  # on all ranks, or on none
-        return None
-    file.memory[:_TOKEN_BYTES] = 0
-    comm.Barrier()
-    file.memory = file.memory[:num_bytes]
-    return file
+    return file if is_shared else None  # on all ranks, or on none
+
+
+def all_of(comm: MPI.Comm, is_true: bool) -> bool:
+    """Return whether something is true on all ranks of `comm`. **Collective**."""
+    from mpi4py import MPI
+
+    found = np.array([is_true], np.uint8)
+    comm.Allreduce(MPI.IN_PLACE, found, MPI.MIN)
+    return bool(found[0])
 
 
 class NodeFile:
@@ -72,13 +68,12 @@ class NodeFile:
         """Return memory of this process alone."""
         token, size = os.urandom(_TOKEN_BYTES), max(num_bytes, 1)
         with contextlib.suppress(OSError, AttributeError):
-            made = _MemoryFile.new(max(num_bytes, _TOKEN_BYTES))
+            made = MemoryFile.new(num_bytes)
             try:
-                file = _mapped(made.path, made.token, max(num_bytes, _TOKEN_BYTES))
+                file = map_file(made.place, num_bytes)
             finally:
                 made.close()
             if file is not None:
-                file.memory[:_TOKEN_BYTES] = 0
                 return file
         return cls(np.frombuffer(mmap.mmap(-1, size), np.uint8), None, token)
 
@@ -92,10 +87,12 @@ class NodeFile:
 
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         try:
-            tokens = node.allgather(known)
+            with revoked_on_loss(node):
+                tokens = node.allgather(known)
             if known is not None and tokens.count(known) == len(tokens):
                 return None
-            return _share(node, num_bytes, is_sparse=True)
+            with revoked_on_loss(node):
+                return _share(node, num_bytes, is_sparse=True)
         finally:
             node.Free()
 
@@ -119,36 +116,57 @@ def _free_bytes() -> int:
     return sum(int(fields[name].split()[0]) for name in ("MemAvailable", "SwapFree")) * 1024
 
 
-class _MemoryFile:
+Place = tuple[str, bytes]
+"""The path of a file, and the token behind its memory. Another rank may see another /proc, as in a
+container: the token proves that it is the same file there."""
+
+
+class MemoryFile:
     """The file behind the memory, open as long as other ranks may map it."""
 
     def __init__(self, handle: int, token: bytes) -> None:
         self._handle = handle
-        self.path = f"/proc/{os.getpid()}/fd/{handle}"
-        self.token = token
+        self.place: Place = (f"/proc/{os.getpid()}/fd/{handle}", token)
 
     @classmethod
-    def new(cls, num_bytes: int) -> _MemoryFile:
+    def new(cls, num_bytes: int) -> MemoryFile:
+        """Return a file of `num_bytes` zeros and a token."""
         made = cls(os.memfd_create("mpistrat"), os.urandom(_TOKEN_BYTES))
-        os.truncate(made._handle, num_bytes)
-        os.pwrite(made._handle, made.token, 0)
+        os.truncate(made._handle, num_bytes + _TOKEN_BYTES)
+        os.pwrite(made._handle, made.place[1], num_bytes)
         return made
 
+    @classmethod
+    def offer(cls, num_bytes: int, is_sparse: bool = False) -> MemoryFile | None:
+        """Return a new file, ``None`` where the node cannot give its memory."""
+        with contextlib.suppress(OSError, AttributeError, KeyError):  # Linux has memfd_create
+            # Else a rank would be killed where it writes to what is not there.
+            if is_sparse or num_bytes <= _free_bytes():
+                return cls.new(num_bytes)
+        return None
+
     def close(self) -> None:
+        """Keep those from mapping the file who have not yet."""
         os.close(self._handle)
 
 
-def _mapped(path: str, token: bytes, num_bytes: int) -> NodeFile | None:
-    """Return the memory behind `path`, ``None`` if that is another file here."""
-    # Opened again, so that each process has its own lock on it.
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+def map_file(place: Place, num_bytes: int) -> NodeFile | None:
+    """Return the memory of the file at `place`, ``None`` if there is none, or another."""
+    path, token = place
     try:
-        if os.fstat(handle).st_size != num_bytes or os.pread(handle, len(token), 0) != token:
-            os.close(handle)
-            return None
-        memory = np.frombuffer(mmap.mmap(handle, num_bytes), np.uint8)
+        # Opened again, so that each process has its own lock on it.
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        length = num_bytes + len(token)
+        if os.fstat(handle).st_size == length and os.pread(handle, len(token), num_bytes) == token:
+            memory = np.frombuffer(mmap.mmap(handle, length), np.uint8)[:num_bytes]
+            return NodeFile(memory, handle, token)
+    except (OSError, ValueError):
+        pass
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.close(handle)
+        os.close(handle)
         raise
-    return NodeFile(memory, handle, token)
+    os.close(handle)
+    return None

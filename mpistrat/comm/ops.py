@@ -103,7 +103,7 @@ def unify_nan(result: np.ndarray) -> None:
     if result.dtype.kind == "c":
         unify_nan(result.real)
         unify_nan(result.imag)
-    elif result.dtype.kind == "f":
+    elif result.dtype.kind == "f" and result.size and np.isnan(result.min()):
         np.copyto(result, np.nan, where=np.isnan(result))
 
 

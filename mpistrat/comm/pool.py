@@ -21,8 +21,8 @@ __all__ = ["Pool"]
 _SMALLEST = 2**16
 """Smaller arrays come from NumPy, which keeps such memory itself."""
 
-_LARGEST_SHARED = 2**20
-"""Larger results do not stay in a core's own cache until they have been written everywhere."""
+_LARGEST_SHARED = 2**24
+"""Of larger results, few fit into an arena at a time."""
 
 _ALIGNMENT = 64
 

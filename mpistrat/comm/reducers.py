@@ -35,6 +35,18 @@ class MpiReducer:
         self._transport.all_reduce(MOVES_AS[op], source, target)
         self._finish(op, target)
 
+    def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray, np.ndarray], object]:
+        """Return what does `all_reduce_one` to host arrays of `dtype`."""
+        move = self._transport.ready(MOVES_AS[op], dtype)
+        if op is not ReduceOp.MEAN:
+            return move
+
+        def move_and_divide(source: np.ndarray, target: np.ndarray) -> None:
+            move(source, target)
+            self._finish(op, target)
+
+        return move_and_divide
+
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
         """Begin to reduce each array of `message`. **Collective**, without waiting."""
         source, target, split = message.whole()
@@ -94,8 +106,7 @@ class ReduceScatterReducer:
             for source, target in zip(message.sources, message.targets, strict=True):
                 if target is not source:
                     np.copyto(target, source)
-                for block in self._blocks(target):
-                    unify_nan(block)
+                unify_nan(target)
             return
         joined, split = message.joined()
         for block in self._blocks(joined):

@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.comm.ops import MOVES_AS, combined_pair, finish
+from mpistrat.comm.ops import combined_pair, compiled_function, finish
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import plan_blocks, slice_lengths
-from mpistrat.comm.selection import choose_reducer
+from mpistrat.comm.row_order import LocalRows, RowOrder
+from mpistrat.comm.shared_reducer import SharedMemoryReducer
 from mpistrat.comm.transport import Transport
-from mpistrat.options import CommunicationOptions, ReduceOp
+from mpistrat.native import native_library
+from mpistrat.options import ReduceOp
 from mpistrat.sharding import Fold, replicas_of_ranks
 
 __all__ = ["Meetings", "ReplicaReducer"]
@@ -31,10 +33,9 @@ item of what that returns."""
 
 _SMALL_BYTES = 2**15
 """Up to here, over all ranks, a second message costs more than to combine all on every rank."""
-_IN_ORDER = CommunicationOptions(deterministic=True)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Meetings:
     """How the replicas of a rank meet, and what they leave for each other, by their numbers."""
 
@@ -47,6 +48,8 @@ class Meetings:
     """What is reduced next, if the replicas agree."""
     reduced: dict[int, Message] = field(default_factory=dict)
     """What was reduced by the first replica for all."""
+    usual_at: int = -1
+    """The number of the collective at which one of them has found nothing unusual to look at."""
 
 
 class ReplicaReducer:
@@ -67,8 +70,24 @@ class ReplicaReducer:
         self._share = shares[transport.rank]
         self._nodes_of_ranks = [_nodes_in(share, num_replicas) for share in shares]
         """First replica and width of the pieces of each rank."""
-        self._is_tree_of_ranks = _is_tree_of_ranks(self._nodes_of_ranks, num_replicas)
+        self._order = _order(
+            num_replicas,
+            tuple(self._nodes_of_ranks)
+            if transport.size > 1
+            else (tuple((replica, 1) for replica in self._share),),
+        )
+        self._parts = [self._part(*node) for node in self._nodes_of_ranks[transport.rank]]
+        """Which replicas of this rank are each of its pieces, and in which order."""
+        library = native_library()
+        self._local = None if library is None else LocalRows(library)
         self._pool = Pool()
+
+    def _part(self, begin: int, width: int) -> tuple[slice, RowOrder | None]:
+        count = min(width, self._num_replicas - begin)
+        start = begin - self._share.start
+        nodes = (tuple((begin + each, 1) for each in range(count)),)
+        order = None if count == 1 else _order(self._num_replicas, nodes)
+        return slice(start, start + count), order
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
         """Return True: all that can be reduced is."""
@@ -82,6 +101,19 @@ class ReplicaReducer:
         """Withdraw what was attached last."""
         self._attached.pop(self._replica_id, None)
 
+    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> tuple[int, ...]:
+        """Return nothing: replicas meet in Python."""
+        return ()
+
+    def ready(self, op: ReduceOp, dtype: np.dtype) -> None:
+        """Return ``None``, as `way` returns nothing."""
+
+    def check(self) -> None:
+        """Do nothing, as `ready`."""
+
+    def withdraw(self) -> None:
+        """Do nothing, as `ready`."""
+
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective** over replicas."""
         attached = self._attached
@@ -89,14 +121,14 @@ class ReplicaReducer:
             # All have met to agree, and the first goes on first: it need not meet them again.
             if self._replica_id == self._share.start and len(attached) == len(self._share):
                 messages = [attached[each] for each in self._share]
-                self._reduce(op, messages)
+                self.reduce_together(op, messages)
                 attached.clear()
                 self._reduced.update(zip(self._share[1:], messages[1:], strict=True))
                 return
             del attached[self._replica_id]
         elif self._reduced.pop(self._replica_id, None) is message:
             return
-        self._meet("reduction", message, functools.partial(self._reduce, op))
+        self._meet("reduction", message, functools.partial(self.reduce_together, op))
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
         """Reduce each array of `message`, for all replicas. **Collective** over replicas."""
@@ -110,77 +142,90 @@ class ReplicaReducer:
     def drain(self) -> None:
         """Do nothing: nothing is under way."""
 
+    def revoke(self) -> None:
+        """Do nothing: there is no communicator."""
+
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
 
-    def _reduce(self, op: ReduceOp, messages: list[Message]) -> list[None]:
+    def reduce_together(self, op: ReduceOp, messages: list[Message]) -> list[None]:
         """Reduce the messages of this rank's replicas with those of other ranks. **Collective**."""
         first = messages[0]
         if first.num_bytes:
-            pieces = self._pieces(op, messages)
-            combined = [np.empty(0)] * len(pieces)
-            with np.errstate(all="ignore"):
-                if self._is_tree_of_ranks:
-                    combined = self._reduce_one_each(op, [each[0] for each in pieces], first)
-                else:
-                    combined = self._reduce_joined(op, pieces)
-            for total, target in zip(combined, first.targets, strict=True):
-                finish(op, total, self._num_replicas)
-                if not np.may_share_memory(total, target):
-                    np.copyto(target, total.reshape(target.shape))
+            targets = list(first.targets)
+            self.reduce_arrays(op, [each.sources for each in messages], targets)
             for other in messages[1:]:
-                for target, source in zip(other.targets, first.targets, strict=True):
+                for target, source in zip(other.targets, targets, strict=True):
                     np.copyto(target, source.reshape(target.shape))
         return [None] * len(messages)
 
-    def _pieces(self, op: ReduceOp, messages: list[Message]) -> list[list[np.ndarray]]:
-        """Return the pieces of this rank, for each array."""
-        pieces = []
-        for rows in zip(*[message.sources for message in messages], strict=True):
-            flat = [row.reshape(-1) for row in rows]
-            fold = Fold(self._num_replicas, self._adder(op, flat))
-            with np.errstate(all="ignore"):
-                for replica, row in zip(self._share, flat, strict=True):
-                    fold.add(replica, row)
-            pieces.append([value for _, _, value in fold.nodes])
+    def reduce_arrays(
+        self,
+        op: ReduceOp,
+        of_replicas: Sequence[Sequence[np.ndarray]],
+        targets: Sequence[np.ndarray],
+    ) -> None:
+        """Reduce the arrays of each replica of this rank to `targets`. **Collective** over ranks.
+
+        They are as in a `Message`, not all of them empty.
+        """
+        divisor = self._num_replicas if op is ReduceOp.MEAN else 1
+        local = self._compiled(op, targets[0].dtype)
+        if local is not None and self._transport.size == 1:
+            local.combine(op, self._order, _joined_rows(of_replicas), targets, divisor)
+            return
+        pieces = self._pieces(op, local, of_replicas)
+        node = self._transport.node
+        if local is not None and isinstance(node, SharedMemoryReducer):
+            node.reduce_rows(op, self._order, _joined_rows(pieces), targets, divisor)
+            return
+        flat = [[each.reshape(-1) for each in piece] for piece in pieces]
+        with np.errstate(all="ignore"):
+            combined = self._reduce_joined(op, flat)
+        for total, target in zip(combined, targets, strict=True):
+            finish(op, total, self._num_replicas)
+            np.copyto(target, total.reshape(target.shape))
+
+    def _compiled(self, op: ReduceOp, dtype: np.dtype) -> LocalRows | None:
+        """Return the compiled code, if it knows such numbers."""
+        return None if compiled_function(op, dtype) is None else self._local
+
+    def _pieces(
+        self, op: ReduceOp, local: LocalRows | None, of_replicas: Sequence[Sequence[np.ndarray]]
+    ) -> list[Sequence[np.ndarray]]:
+        """Return the pieces of this rank, each of one array for each of a replica."""
+        pieces: list[Sequence[np.ndarray]] = []
+        for part, order in self._parts:
+            sums = of_replicas[part.start]
+            if order is not None:  # else the arrays of one replica are the piece
+                sums = [self._pool.take(each.shape, each.dtype) for each in sums]
+                if local is not None:
+                    local.combine(op, order, _joined_rows(of_replicas[part]), sums)
+                else:
+                    self._add(op, part, of_replicas[part], sums)
+            pieces.append(sums)
         return pieces
 
-    def _adder(
-        self, op: ReduceOp, given: Sequence[np.ndarray]
-    ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """Return a function that combines two rows, and writes to none that is `given`."""
-        kept = {id(each) for each in given}
-
-        def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-            room = left
-            if id(left) in kept:
-                room = self._pool.take(left.shape, left.dtype)
-            return combined_pair(op, left, right, room)
-
-        return add
-
-    def _reduce_one_each(
-        self, op: ReduceOp, pieces: list[np.ndarray], message: Message
-    ) -> list[np.ndarray]:
-        """Return the combinations of the one piece that each rank has. **Collective**."""
-        moves_as = MOVES_AS[op]
-        if self._transport.size == 1:
-            return [
-                piece.copy() if np.shares_memory(piece, source) else piece
-                for piece, source in zip(pieces, message.sources, strict=True)
-            ]
-        targets = [target.reshape(-1) for target in message.targets]
-        own = Message(pieces, targets, self._pool)
-        reducer, _ = choose_reducer(self._transport, _IN_ORDER, moves_as, own.dtype, own.num_bytes)
-        reducer.all_reduce(moves_as, own)
-        return targets
+    def _add(
+        self,
+        op: ReduceOp,
+        part: slice,
+        of_replicas: Sequence[Sequence[np.ndarray]],
+        sums: list[np.ndarray],
+    ) -> None:
+        """Combine the arrays of the replicas of one piece, where nothing compiled can."""
+        begin = self._share.start + part.start
+        nodes = [(begin + position, 1) for position in range(len(of_replicas))]
+        with np.errstate(all="ignore"):
+            for total, *rows in zip(sums, *of_replicas, strict=True):
+                self._fold(op, nodes, [row.copy() for row in rows], total)
 
     def _reduce_joined(self, op: ReduceOp, pieces: list[list[np.ndarray]]) -> list[np.ndarray]:
         """Return the combinations of the pieces of each array. **Collective**."""
-        if len(pieces) == 1:
-            return [self._reduce_pieces(op, pieces[0])]
-        joined = [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
-        ends = np.cumsum([each[0].size for each in pieces])[:-1]
+        if len(pieces[0]) == 1:
+            return [self._reduce_pieces(op, [piece[0] for piece in pieces])]
+        joined = [np.concatenate(piece) for piece in pieces]
+        ends = np.cumsum([each.size for each in pieces[0]])[:-1]
         return np.split(self._reduce_pieces(op, joined), ends)
 
     def _reduce_pieces(self, op: ReduceOp, pieces: list[np.ndarray]) -> np.ndarray:
@@ -210,31 +255,41 @@ class ReplicaReducer:
 
     def _fold_all(self, op: ReduceOp, rows: np.ndarray) -> np.ndarray:
         """Return the combination of one row for each piece of each rank."""
+        nodes = [node for nodes in self._nodes_of_ranks for node in nodes]
+        return self._fold(op, nodes, list(rows))
+
+    def _fold(
+        self,
+        op: ReduceOp,
+        nodes: Sequence[tuple[int, int]],
+        rows: Sequence[np.ndarray],
+        total: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Return the combination of `rows`, which are `nodes`, in their memory; or in `total`."""
         fold: Fold[np.ndarray] = Fold(
             self._num_replicas, lambda left, right: combined_pair(op, left, right, left)
         )
-        nodes = [node for nodes in self._nodes_of_ranks for node in nodes]
         for (begin, width), row in zip(nodes, rows, strict=True):
             fold.add(begin, row, width)
-        ((_, _, total),) = fold.nodes
-        return total
+        ((_, _, found),) = fold.nodes
+        if total is not None:
+            np.copyto(total, found)
+        return found
 
 
-def _is_tree_of_ranks(nodes_of_ranks: list[list[tuple[int, int]]], num_replicas: int) -> bool:
-    """Return whether the pieces, one a rank, are combined as any rows of the ranks are."""
-    if any(len(nodes) != 1 for nodes in nodes_of_ranks):
-        return False
-    of_pieces: Fold[Any] = Fold(num_replicas, lambda left, right: (left, right))
-    of_ranks: Fold[Any] = Fold(len(nodes_of_ranks), lambda left, right: (left, right))
-    for rank, ((begin, width),) in enumerate(nodes_of_ranks):
-        of_pieces.add(begin, rank, width)
-        of_ranks.add(rank, rank)
-    return bool(of_pieces.nodes[0][2] == of_ranks.nodes[0][2])
+def _joined_rows(of_replicas: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """Return the arrays of all, one behind the other."""
+    return [array for arrays in of_replicas for array in arrays]
 
 
-def _nodes_in(share: range, num_replicas: int) -> list[tuple[int, int]]:
+# The replicas of a rank ask for the same.
+_order = functools.lru_cache(maxsize=64)(RowOrder)
+
+
+@functools.lru_cache(maxsize=1024)
+def _nodes_in(share: range, num_replicas: int) -> tuple[tuple[int, int], ...]:
     """Return first replica and width of the largest nodes inside `share`."""
     fold: Fold[None] = Fold(num_replicas, lambda left, right: None)
     for replica in share:
         fold.add(replica, None)
-    return [(begin, width) for begin, width, _ in fold.nodes]
+    return tuple((begin, width) for begin, width, _ in fold.nodes)

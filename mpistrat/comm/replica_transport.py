@@ -41,6 +41,9 @@ class ReplicaTransport:
         """The replicas of each rank."""
         self._share = self.shares[transport.rank]
         self._rank_of = [rank for rank, share in enumerate(self.shares) for _ in share]
+        is_first = replica_id == self._share.start
+        self.comm = getattr(transport, "comm", None) if is_first else None
+        """The communicator of the rank, for the first of its replicas."""
         self.node: NodeReducer | None = ReplicaReducer(
             meetings, transport, replica_id, num_replicas
         )
@@ -48,6 +51,10 @@ class ReplicaTransport:
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Refuse: reductions of replicas go by the tree of their reducer."""
         raise AssertionError("replicas reduce by their tree")
+
+    def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray, np.ndarray], object]:
+        """Return what refuses, as `all_reduce`."""
+        return functools.partial(self.all_reduce, op)
 
     def start_all_reduce(
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
@@ -125,30 +132,35 @@ class ReplicaTransport:
 
     def _exchange_all(self, given: list[tuple[np.ndarray, Any, Any]]) -> list[np.ndarray]:
         """Send, to each rank, the parts of this rank's replicas, sender by sender."""
-        sent = [_split(buffer.reshape(-1), counts) for buffer, counts, _ in given]
-        pieces = [parts[to] for share in self.shares for parts in sent for to in share]
-        counts_out = [
-            sum(counts[to] for _, counts, _ in given for to in share) for share in self.shares
+        dtype, shares = given[0][0].dtype, self.shares
+        outgoing = np.array([counts for _, counts, _ in given])
+        ends = np.cumsum(outgoing, axis=1) - outgoing
+        ends = np.concatenate([ends, outgoing.sum(axis=1, keepdims=True)], axis=1).tolist()
+        # What one sends to the replicas of a rank lies together.
+        pieces = [
+            buffer.reshape(-1)[bounds[share.start] : bounds[share.stop]]
+            for share in shares
+            for (buffer, _, _), bounds in zip(given, ends, strict=True)
         ]
-        counts_in = [
-            sum(incoming[of] for _, _, incoming in given for of in share) for share in self.shares
-        ]
-        dtype = given[0][0].dtype
-        joined = np.concatenate([np.empty(0, dtype), *pieces])
-        came = self._transport.all_to_all(joined, counts_out, counts_in)
-        # From each rank: for each of its replicas, what it sends to each one here.
-        lengths = [
-            incoming[of] for share in self.shares for of in share for _, _, incoming in given
-        ]
-        parts = _split(came, lengths)
-        num_here = len(given)
-        return [
-            np.concatenate([np.empty(0, dtype), *parts[position::num_here]])
-            for position in range(num_here)
-        ]
+        incoming = np.array([lengths for _, _, lengths in given])
+        came = self._transport.all_to_all(
+            np.concatenate([np.empty(0, dtype), *pieces]),
+            [int(outgoing[:, share.start : share.stop].sum()) for share in shares],
+            [int(incoming[:, share.start : share.stop].sum()) for share in shares],
+        )
+        # From each replica, what it sends to each one here. Most send nothing, as in a shift.
+        lengths = incoming.T.reshape(-1)
+        begins = (np.cumsum(lengths) - lengths).reshape(incoming.T.shape)
+        joined = []
+        for position, row in enumerate(incoming):
+            senders = np.flatnonzero(row)
+            bounds = zip(begins[senders, position].tolist(), row[senders].tolist(), strict=True)
+            parts = [came[begin : begin + length] for begin, length in bounds]
+            joined.append(np.concatenate([np.empty(0, dtype), *parts]))
+        return joined
 
     def send(self, buffer: np.ndarray, rank: int) -> None:
-        """Send `buffer` to replica `rank`, which calls `receive`."""
+        """Send `buffer` to replica `rank`, which calls `receive` and, on this rank, runs later."""
         if rank in self._share:
             self._mail.setdefault((self.rank, rank), []).append(buffer.copy())
         else:
@@ -157,13 +169,7 @@ class ReplicaTransport:
     def receive(self, buffer: np.ndarray, rank: int) -> None:
         """Overwrite `buffer` with what replica `rank` sends."""
         if rank in self._share:
-            mail = self._mail.get((rank, self.rank))
-            if not mail:
-                raise NotImplementedError(
-                    "With several replicas on a rank, a scan has no gradient: what comes later "
-                    "would be needed first."
-                )
-            np.copyto(buffer, mail.pop(0))
+            np.copyto(buffer, self._mail[rank, self.rank].pop(0))
         else:
             self._errand(lambda: self._transport.receive(buffer, self._rank_of[rank]))
 
@@ -174,13 +180,18 @@ class ReplicaTransport:
     def wait_busily(self, is_busy: bool) -> None:
         """Do nothing: it is the rank that waits."""
 
+    def lost_ranks(self, error: BaseException | None) -> None:
+        """Return ``None``: the rank learns which others are dead."""
+
+    def leave_waits(self) -> None:
+        """Do nothing: it is the rank that waits."""
+
+    def revoke(self) -> None:
+        """Do nothing: it is the rank that waits."""
+
     def close(self) -> None:
         """Do nothing: all belongs to the rank."""
 
     def abort(self, exit_code: int) -> None:
         """End every process of the job."""
         self._transport.abort(exit_code)
-
-
-def _split(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    return np.split(buffer, np.cumsum(counts)[:-1])

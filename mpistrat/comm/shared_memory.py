@@ -6,18 +6,15 @@ import bisect
 import ctypes
 import functools
 import mmap
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from mpistrat.comm.node_file import share_memory_file
+from mpistrat.comm.node_file import MemoryFile, Place, map_file
 from mpistrat.native import native_library
-from mpistrat.system.cpu import own_cores
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["Arena", "NodeMemory", "StepSequence"]
+__all__ = ["Arena", "NodeMemory", "StepSequence", "WaitLeft"]
 
 _MAP_FIXED = 0x10  # of <linux/mman.h>; the module mmap does not name it
 
@@ -92,11 +89,19 @@ _BACKGROUND_START = _ROUND_SEQUENCE_BYTES + _PAGE + 2 * _HALF_BYTES
 _ARENA_START = -(-(_BACKGROUND_START + _PAGE + 2 * _HALF_BYTES) // _PAGE) * _PAGE
 _BYTES_PER_RANK = _ARENA_START + _ARENA_BYTES
 
-_PATIENCE = 6
-"""Where the C structure has the patience."""
+_HAS_LEFT = 24
+"""Bytes from the start of a rank's line: whether it waits for others no longer."""
+_LINE_HEAD = 128
+"""Bytes from the start of a rank's line to its halves."""
+_STEP, _PATIENCE = 2, 6
+"""Where the C structure has the number of steps, and the patience."""
 _BUSY_NS, _SHARED_NS = 50_000, 10_000
 """How long a wait takes a core for itself, and one that others need. To wake a thread takes 5 to 50
 us."""
+
+
+class WaitLeft(Exception):
+    """A rank has left what all wait for in shared memory, as another one is dead."""
 
 
 class StepSequence:
@@ -107,8 +112,23 @@ class StepSequence:
     ) -> None:
         head = [len(lines), rank, 0, half, arena, arena_bytes, _BUSY_NS]
         self._structure = np.array([*head, *lines], np.int64)
+        self._has_left = ctypes.c_int64.from_address(lines[rank] + _HAS_LEFT)
         self.pointer: int = self._structure.ctypes.data
         """The address of the C structure, valid as long as this object."""
+
+    @property
+    def step(self) -> int:
+        """The steps at which this rank has arrived."""
+        return int(self._structure[_STEP])
+
+    def leave(self) -> None:
+        """Have every rank leave the waits of this sequence, for good, from any thread."""
+        self._has_left.value = 1
+
+    def check(self) -> None:
+        """Raise where a wait has ended because ranks leave."""
+        if self._has_left.value:
+            raise WaitLeft
 
     def wait_busily(self, is_busy: bool) -> None:
         """Have waits keep the core until they are long, or only while they are short."""
@@ -140,6 +160,14 @@ class NodeMemory:
             )
             for start, length in ((_ROUND_SEQUENCE_BYTES, _ARENA_BYTES), (_BACKGROUND_START, 0))
         )
+        first = _LINE_HEAD + _ROUND_HEAD
+        self._brought = [
+            [
+                memory[start : start + _ROUND_BYTES].data
+                for start in range(half, memory.size, _BYTES_PER_RANK)
+            ]
+            for half in (first, first + _ROUND_HEAD + _ROUND_BYTES)
+        ]
         self.shares_cores = shares_cores
         """Whether there are more ranks than cores."""
         self.background.wait_busily(False)
@@ -148,22 +176,32 @@ class NodeMemory:
         self.arena = Arena(memory[start : start + _ARENA_BYTES])
         """Memory for results of the reductions of this rank."""
 
+    @staticmethod
+    def offer(num_ranks: int) -> MemoryFile | None:
+        """Return a file for the memory of `num_ranks` ranks on this node, if there can be one."""
+        return MemoryFile.offer(_BYTES_PER_RANK * num_ranks)
+
     @classmethod
-    def open(cls, comm: MPI.Comm) -> NodeMemory | None:
-        """Return memory that all ranks of `comm`, on one node, share, if any. **Collective**."""
-        library = native_library()
-        is_known = comm.allgather(library is not None)
-        memory = share_memory_file(comm, _BYTES_PER_RANK * comm.size) if all(is_known) else None
-        if memory is None or library is None:
+    def open(cls, place: Place, rank: int, size: int, num_cores: int) -> NodeMemory | None:
+        """Return the memory that the ranks of a node, on so many cores, share, if this one can."""
+        file, library = map_file(place, _BYTES_PER_RANK * size), native_library()
+        if file is None or library is None:
             return None
-        seen = comm.allgather(own_cores())
-        cores = frozenset[int]().union(*seen)
-        return cls(memory, comm.rank, comm.size, library, comm.size > len(cores))
+        return cls(file.memory, rank, size, library, size > num_cores)
 
     def wait_busily(self, is_busy: bool) -> None:
         """Set how the calling thread waits: busily only where each rank has a core."""
         for sequence in (self.rounds, self.reductions):
             sequence.wait_busily(is_busy and not self.shares_cores)
+
+    def brought(self) -> Sequence[memoryview]:
+        """Return what each rank has brought to the last round: views, until the next one."""
+        return self._brought[self.rounds.step & 1]
+
+    def leave(self) -> None:
+        """Have every rank leave its waits, for good, from any thread."""
+        for sequence in (self.rounds, self.reductions, self.background):
+            sequence.leave()
 
     def view(self, address: int, num_bytes: int) -> np.ndarray:
         """Return a view of a part of the memory."""

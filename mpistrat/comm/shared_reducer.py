@@ -10,6 +10,7 @@ import numpy as np
 from mpistrat.arrays import address_of
 from mpistrat.comm.ops import compiled_function
 from mpistrat.comm.packing import Message
+from mpistrat.comm.row_order import RowOrder
 from mpistrat.comm.shared_memory import NodeMemory, StepSequence
 from mpistrat.comm.transport import Occupancy
 from mpistrat.options import ReduceOp
@@ -53,8 +54,27 @@ class SharedMemoryReducer:
     def detach(self) -> None:
         """Withdraw what was attached last."""
         if self._attached is not None and self._attached.num_bytes:
-            self._memory.library.reduce_withdraw(self._memory.reductions.pointer)
+            self.withdraw()
         self._attached = None
+
+    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> tuple[int, ...]:
+        """Return the numbers with which compiled code reduces an array by `op` in this memory."""
+        function = compiled_function(op, dtype)
+        assert function is not None
+        number, itemsize = function
+        divisor = self._memory.size if op is ReduceOp.MEAN else 1
+        return (self._memory.reductions.pointer, number, divisor, itemsize, *self.sizes, 0)
+
+    def ready(self, op: ReduceOp, dtype: np.dtype) -> None:
+        """Return ``None``: there is one node."""
+
+    def check(self) -> None:
+        """Raise where a wait of compiled code has ended because ranks leave."""
+        self._memory.reductions.check()
+
+    def withdraw(self) -> None:
+        """Withdraw what compiled code has attached."""
+        self._memory.library.reduce_withdraw(self._memory.reductions.pointer)
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
@@ -62,6 +82,29 @@ class SharedMemoryReducer:
         self._attached = None
         with self._occupancy:
             self._reduce(self._memory.reductions, op, message, is_attached)
+
+    def reduce_rows(
+        self,
+        op: ReduceOp,
+        order: RowOrder,
+        rows: list[np.ndarray],
+        targets: Sequence[np.ndarray],
+        divisor: int,
+    ) -> None:
+        """Combine all rows of all ranks in `order`, and divide them. **Collective**.
+
+        `rows` are those of this rank, one behind the other, each of one array for each target.
+        """
+        function = compiled_function(op, targets[0].dtype)
+        assert function is not None
+        # Several rows in smaller blocks, so that they stay in a core's own cache too.
+        block = _BLOCK_BYTES // (2 * max(order.num_rows) - 1) // _ALIGNMENT * _ALIGNMENT
+        sizes = block, _SMALL_BYTES // sum(order.num_rows)
+        sequence, num_rows = self._memory.reductions, order.num_rows[self._memory.rank]
+        way = sequence.pointer, function[0], divisor, function[1], order.pointer, num_rows
+        with self._occupancy:
+            self._memory.library.reduce(*way, *sizes, False, rows, targets)
+            sequence.check()
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
         """Reduce each array of `message`, on every rank: that costs no more. **Collective**."""
@@ -103,9 +146,11 @@ class SharedMemoryReducer:
             for at in range(0, longest, most):
                 where = (bounds.ctypes.data, at, most)
                 room = library.reduce_part(sequence, function[0], address_of(source), *where)
+                memory.reductions.check()
                 if room[1]:
                     update(begin + at // itemsize, memory.view(*room).view(source.dtype))
                 library.collect_parts(sequence, 0 if target is None else address_of(target), *where)
+                memory.reductions.check()
 
     def moved_bytes(self, num_bytes: int, in_arenas: bool) -> int:
         """Return how many bytes a rank reads and writes to reduce one array out of place."""
@@ -125,6 +170,9 @@ class SharedMemoryReducer:
         with self._occupancy:
             self._background.drain()
 
+    def revoke(self) -> None:
+        """Do nothing: there is no communicator."""
+
     def close(self) -> None:
         """End the thread."""
         self._background.close()
@@ -141,8 +189,11 @@ class SharedMemoryReducer:
             number,
             divisor,
             itemsize,
+            0,
+            1,
             *self.sizes,
             is_attached,
             message.sources,
             message.targets,
         )
+        sequence.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -44,17 +45,21 @@ class Occupancy:
 
     # Inside, nothing can be raised: `failures` asks before it ends this process.
 
-    __slots__ = ("_calls",)
+    __slots__ = ("_calls", "on_exit")
 
     def __init__(self) -> None:
         # A list, because threads enter and exit at the same time: a counter could lose one.
         self._calls: list[None] = []
+        self.on_exit: Callable[[BaseException | None], object] | None = None
+        """Called at the end of a wait with its error, to raise what the program can understand."""
 
     def __enter__(self) -> None:
         self._calls.append(None)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._calls.pop()
+        if self.on_exit is not None:
+            self.on_exit(error)
 
     def __bool__(self) -> bool:
         return bool(self._calls)
@@ -98,12 +103,19 @@ class Piggyback(Round, Protocol):
 
     room: int
     """How many bytes may travel with a round."""
+    is_shared: bool
+    """Whether the ranks meet in memory that they share, else by MPI."""
+    way: tuple[int, ...]
+    """The numbers with which compiled code meets the other ranks, or finds what travels."""
 
     def attach(self, source: np.ndarray) -> None:
         """Have `source` travel with the next round."""
 
     def result(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
         """Return what writes the reduction of numbers that came with the last round to an array."""
+
+    def brought(self) -> Sequence[memoryview]:
+        """Return, by rank, the bytes that came with the last round: views, until the next one."""
 
 
 class NodeReducer(Reducer, Protocol):
@@ -125,8 +137,24 @@ class NodeReducer(Reducer, Protocol):
     def detach(self) -> None:
         """Withdraw what was attached last, if it was not reduced."""
 
+    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> tuple[int, ...]:
+        """Return the numbers with which compiled code reduces an array, empty if it cannot."""
+        # `check` is called after its waits, and `withdraw` where the ranks do not agree.
+
+    def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object] | None:
+        """Return what reduces a slice over nodes in place, ``None`` where there is one node."""
+
+    def check(self) -> None:
+        """Raise where a wait of compiled code has ended because ranks leave."""
+
+    def withdraw(self) -> None:
+        """Withdraw what compiled code has brought, and not reduced."""
+
     def drain(self) -> None:
         """Wait for every reduction that was started."""
+
+    def revoke(self) -> None:
+        """Have every rank leave its waits in the communicator, where there is one."""
 
     def close(self) -> None:
         """End its thread, and free its communicator, where it has one."""
@@ -162,6 +190,9 @@ class Transport(Protocol):
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Reduce `source` over ranks, not by MEAN, to `target`, which may be the same array."""
+
+    def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray, np.ndarray], object]:
+        """Return what does `all_reduce` by `op` to a source and a target of `dtype` on the host."""
 
     def start_all_reduce(
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
@@ -209,6 +240,18 @@ class Transport(Protocol):
 
     def wait_busily(self, is_busy: bool) -> None:
         """Have waits keep the core, or leave it to other threads of this rank."""
+
+    def lost_ranks(self, error: BaseException | None) -> list[int] | None:
+        """Return the ranks that are known to be dead, if `error` comes of that, else ``None``.
+
+        A wait that has ended without an error has failed too, if a rank is known to be dead.
+        """
+
+    def leave_waits(self) -> None:
+        """Have waits for data in shared memory end with an error, from any thread."""
+
+    def revoke(self) -> None:
+        """Have every rank leave its waits for data with an error, as one of them is dead."""
 
     def close(self) -> None:
         """Free what MPI and the system have lent; nothing may be under way."""
@@ -261,6 +304,10 @@ class SoloTransport:
         """Copy `source` to `target`."""
         if target is not source:
             np.copyto(target, source)
+
+    def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray, np.ndarray], object]:
+        """Return what copies a source to a target."""
+        return functools.partial(self.all_reduce, op)
 
     def start_all_reduce(
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
@@ -315,6 +362,15 @@ class SoloTransport:
 
     def wait_busily(self, is_busy: bool) -> None:
         """Do nothing: no rank is waited for."""
+
+    def lost_ranks(self, error: BaseException | None) -> None:
+        """Return ``None``: there is no other rank."""
+
+    def leave_waits(self) -> None:
+        """Do nothing: nobody waits."""
+
+    def revoke(self) -> None:
+        """Do nothing: nobody waits."""
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""

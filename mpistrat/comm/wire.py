@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_on_host
+from mpistrat.arrays import Array, host_view, is_on_host
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut
 
 __all__ = [
+    "TEXT_KINDS",
     "accumulator_dtype",
     "as_floats",
     "as_ordered_integers",
@@ -26,7 +27,11 @@ __all__ = [
     "named_dtype",
     "result_dtype",
     "wire_dtype",
+    "with_width",
 ]
+
+TEXT_KINDS = "SU"
+"""Kinds of dtype whose width is that of the longest text in an array."""
 
 _INTEGERS = "bhilqBHILQ"
 _FLOATS = "fdg"
@@ -239,3 +244,11 @@ def _flip_negatives(keys: Array) -> None:
 def _beyond(op: ReduceOp, dtype: np.dtype) -> int:
     info = np.iinfo(dtype)
     return int(info.max if op is ReduceOp.MAX else info.min)
+
+
+def with_width(array: Array, itemsize: int) -> np.ndarray:
+    """Return `array` in host memory, text as wide as `itemsize` bytes an element."""
+    host, kind = host_view(array), array.dtype.kind
+    if kind not in TEXT_KINDS or host.itemsize == itemsize:
+        return host
+    return host.astype(f"{kind}{itemsize // np.dtype(f'{kind}1').itemsize}")

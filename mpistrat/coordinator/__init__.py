@@ -1,11 +1,10 @@
 """Closures that a chief schedules on workers, under `mpistrat.ParameterServerStrategy`."""
 
-from mpistrat.coordinator.coordinator import ClusterCoordinator
+from mpistrat.coordinator.coordinator import ClusterCoordinator, RemoteValue
 from mpistrat.coordinator.per_worker import (
     PerWorkerValues,
     experimental_get_current_worker_index,
 )
-from mpistrat.coordinator.remote_value import RemoteValue
 
 __all__ = [
     "ClusterCoordinator",

@@ -20,10 +20,10 @@ import numpy as np
 
 from mpistrat.collectives.objects import join_object, split_object
 from mpistrat.errors import ClosureInputError, OutOfRangeError
-from mpistrat.system.callsite import failure_site
+from mpistrat.system.callsite import UNKNOWN_PLACE, failure_site
 from mpistrat.system.text import text_of
 from mpistrat.values import localize
-from mpistrat.variables import RemoteVariable
+from mpistrat.variables.remote import RemoteVariable
 
 if TYPE_CHECKING:
     from mpistrat.strategies.server_extended import ServerExtended
@@ -195,7 +195,8 @@ def pack_arguments(
         return head, []
     try:
         data, buffers = split_object((tuple(args), dict(kwargs)), _substitutes(extended))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError) as error:
+        _add_note(error, f"In an argument of {name.path}, which travels as pickle.")
         raise
     except Exception as error:  # objects raise what they like
         raise TypeError(
@@ -253,7 +254,7 @@ def run_closure(
 
     `data` gives the iterators of this worker.
     """
-    process = os.getpid()
+    process, code = os.getpid(), 0
     extended._closure_depth += 1
     try:
         with extended._container.scope():
@@ -263,25 +264,46 @@ def run_closure(
         raise
     except BaseException as error:
         if os.getpid() == process:
-            outcome = _outcome_of_error(extended, error)
+            outcome = _outcome_of_error(extended, error, body)
+        elif not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+            code = 1
     finally:
         extended._closure_depth -= 1
         if os.getpid() != process:  # a fork that the closure has made is no worker
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)
+            os._exit(code)
     return outcome
 
 
 def _call(extended: ServerExtended, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Any:
+    text, rest = _split(body)
+    function = find_function(text)
+    if not rest:
+        return function()
+    args, kwargs = unpack(extended, data, rest, buffers)
+    return function(*args, **kwargs)
+
+
+def _split(body: Any) -> tuple[str, memoryview]:
+    """Return the name of the function of a closure, as text, and its arguments."""
     view = memoryview(body)
     (length,) = _LENGTH.unpack_from(view)
     begin = _LENGTH.size + length
-    function = find_function(bytes(view[_LENGTH.size : begin]).decode())
-    if begin == len(view):
-        return function()
-    args, kwargs = unpack(extended, data, view[begin:], buffers)
-    return function(*args, **kwargs)
+    return bytes(view[_LENGTH.size : begin]).decode(), view[begin:]
+
+
+def _site_of(error: BaseException, body: Any) -> str:
+    """Return where a closure has failed; outside of the user's code, what it was to call."""
+    site = failure_site(error.__traceback__)
+    if site != UNKNOWN_PLACE:
+        return site
+    name = FunctionName(*_split(body)[0].split("\0"))
+    code = getattr(_look_up(name.module, name.path), "__code__", None)
+    if code is None:
+        return name.path
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
 def _outcome_of_result(extended: ServerExtended, result: Any) -> Outcome:
@@ -296,8 +318,8 @@ def _outcome_of_result(extended: ServerExtended, result: Any) -> Outcome:
         ) from error
 
 
-def _outcome_of_error(extended: ServerExtended, error: BaseException) -> Outcome:
-    rank, site = extended._group.rank, failure_site(error.__traceback__)
+def _outcome_of_error(extended: ServerExtended, error: BaseException, body: Any) -> Outcome:
+    rank, site = extended._group.rank, _site_of(error, body)
     note = f"worker {extended._workers.index(rank)} (rank {rank}) at {site}"
     if isinstance(error, StopIteration):
         error = OutOfRangeError("The iterator of a data set has no further element.")
@@ -307,10 +329,10 @@ def _outcome_of_error(extended: ServerExtended, error: BaseException) -> Outcome
     cause = error.__cause__ if isinstance(error, ClosureInputError) else None
     for given in ((error, cause), (error, None if cause is None else _in_words(cause))):
         try:
-            body, buffers = split_object(given, _nothing)
-            copied, _ = join_object(body, buffers, _same)
+            data, buffers = split_object(given, _nothing)
+            copied, _ = join_object(data, buffers, _same)
             if type(copied) is type(error):
-                return Outcome(FAILED, body, buffers)
+                return Outcome(FAILED, data, buffers)
         except Exception:
             continue
     replaced = _in_words(error)

@@ -142,7 +142,14 @@ class Dispatcher:
             raise type(outcome)(*outcome.args)
         if outcome.kind == FAILED:
             raise error_of(outcome)
-        return unpack(self._extended, None, outcome.body, outcome.buffers)
+        try:
+            return unpack(self._extended, None, outcome.body, outcome.buffers)
+        except Exception as error:  # objects raise what they like
+            raise TypeError(
+                f"The result of the closure {closure!r} cannot be unpickled on the chief: "
+                f"{type(error).__name__}: {text_of(error)}. Return arrays, numbers, texts and "
+                "nests of them."
+            ) from error
 
     def raise_failure(self) -> None:
         """Raise the error of the first closure that has failed, once; or that of a loss, always."""

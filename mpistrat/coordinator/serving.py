@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.coordinator.closures import run_closure
 from mpistrat.coordinator.dispatcher import Dispatcher
 from mpistrat.coordinator.per_worker import WorkerData
 from mpistrat.errors import EpochError
 from mpistrat.failures import losses
+from mpistrat.strategies.server_extended import load_roles_by
 from mpistrat.variables.parameter_client import Lane
 
 if TYPE_CHECKING:
     from mpistrat.comm.messages import Message
     from mpistrat.strategies.server_extended import ServerExtended
 
-__all__ = ["dispatcher_of", "end", "fail", "serve"]
+__all__ = ["dispatcher_of"]
 
 _CLOSE, _END, _FAIL = 1, 2, 3
 """What the chief says on the control lane: finish; all have finished; the chief has failed."""
@@ -168,3 +170,10 @@ def _tell_all(extended: ServerExtended, kind: int, lost: Sequence[int]) -> None:
     for rank in range(1, extended._group.size):
         if rank not in lost:
             extended._messages.send(rank, Lane.CONTROL, kind, 0, body)
+
+
+def _roles() -> Any:
+    return SimpleNamespace(serve=serve, end=end, fail=fail)
+
+
+load_roles_by(_roles)

@@ -25,7 +25,7 @@ from mpistrat.system.text import readable_size
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["Cached", "share_caches", "size_in_bytes"]
+__all__ = ["Cached", "share_cache", "size_in_bytes"]
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _LEAST_RECORD = 16
@@ -142,6 +142,8 @@ class Cached:
     def record(self) -> Record:
         """How elements are laid out in memory."""
         self._check_steady()
+        if self.element_spec is None:  # there is no element to be kept
+            return Record([], False)
         specs, _ = nests.flatten(self.element_spec)
         record = Record(specs, self.child.num_maps > 0)
         size = record.num_bytes
@@ -249,7 +251,8 @@ class CachedReader:
             made[place] if place in made else self._kept(numbers[place : place + 1])
             for place in range(len(numbers))
         ]
-        return columns_of((nests.unflatten(structure, row) for row in rows), self._spec)
+        elements = (nests.unflatten(structure, row) for row in rows)
+        return columns_of(elements, self._spec, len(rows))
 
     def _kept(self, number: np.ndarray) -> list[np.ndarray]:
         return [column[0] for column in self._store.columns(number)]
@@ -260,13 +263,8 @@ class CachedReader:
         self._reader.close()
 
 
-def share_caches(pipeline: Pipeline, collectives: Collectives, kind: str) -> None:
+def share_cache(source: Cached, collectives: Collectives, kind: str) -> None:
     """Let the ranks of each node share what they keep. **Collective**."""
-    source = pipeline.source
-    for child in getattr(source, "children", ()):
-        share_caches(child, collectives, kind)
-    if not isinstance(source, Cached):
-        return
     num_bytes = 0
     with collectives.all_or_none(kind):
         if source.element_spec is not None:
@@ -277,8 +275,8 @@ def share_caches(pipeline: Pipeline, collectives: Collectives, kind: str) -> Non
     with collectives.call(kind) as call:
         call.agree("cache", num_bytes)
         with call.communicator() as comm:
-            file = NodeFile.of_node(
-                comm, num_bytes, None if source.store is None else source.store.token
-            )
-    if file is not None:
-        source.make_store(file)
+            if comm is not None:  # else the first replica of this rank has done it
+                token = None if source.store is None else source.store.token
+                file = NodeFile.of_node(comm, num_bytes, token)
+                if file is not None:
+                    source.make_store(file)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import nests, sharding
 from mpistrat.arrays import Device
-from mpistrat.data.cache import share_caches
+from mpistrat.data.cache import Cached, share_cache
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import (
     BatchSlices,
@@ -19,10 +19,9 @@ from mpistrat.data.distributed_dataset import (
     RankDataset,
     RankPipeline,
 )
-from mpistrat.data.filtering import evaluate_filters
+from mpistrat.data.filtering import Filtered, evaluate_filter
 from mpistrat.data.fingerprint import check_same, digest, order_digest
-from mpistrat.data.hdf5.agreement import agree_on_files, describe_files
-from mpistrat.data.hdf5.source import Hdf5Source
+from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, describe_files
 from mpistrat.data.order import ENDLESS, UNKNOWN
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.spec import ArraySpec
@@ -52,8 +51,7 @@ def distribute(
         of_ranks = call.exchange(describe_files(pipeline))
     pipeline = agree_on_files(pipeline, of_ranks, collectives, kind)
     policy = dataset._auto_shard_policy
-    share_caches(pipeline, collectives, kind)
-    evaluate_filters(pipeline, policy, collectives, kind)
+    _prepare(pipeline, policy, collectives, kind)
     check_same(pipeline, policy, collectives, kind)
     with collectives.all_or_none(kind):
         rank_dataset = _rank_dataset(pipeline, policy, collectives.layout)
@@ -103,6 +101,20 @@ def distribute_from_function(
     return DistributedDataset(rank_dataset, _target(options, device), collectives)
 
 
+def _prepare(
+    pipeline: Pipeline, policy: AutoShardPolicy, collectives: Collectives, kind: str
+) -> None:
+    """Share caches and evaluate filters, those below first. **Collective**."""
+    # The spec of a cache may need a filter below it, which each rank would evaluate for itself.
+    source = pipeline.source
+    for child in getattr(source, "children", ()):
+        _prepare(child, policy, collectives, kind)
+    if isinstance(source, Cached):
+        share_cache(source, collectives, kind)
+    elif isinstance(source, Filtered):
+        evaluate_filter(source, policy, collectives, kind)
+
+
 def _checked_options(options: InputOptions | None) -> InputOptions:
     if options is not None and not isinstance(options, InputOptions):
         raise TypeError(f"options must be InputOptions, not {options!r}.")
@@ -132,18 +144,22 @@ def _rank_dataset(pipeline: Pipeline, policy: AutoShardPolicy, layout: Layout) -
     rebatched = pipeline.with_batch_size(sharding.ceil_div(batch.batch_size, size))
     if policy is AutoShardPolicy.OFF:
         next_element = None if _is_certain(pipeline) else _next_alone
-        return RankPipeline(rebatched, size, rebatched.length, found_spec, order, next_element)
+        return RankPipeline(
+            *(rebatched, size, rebatched.length, found_spec, order, next_element),
+            pipeline_of=lambda replica: rebatched,
+        )
     source = pipeline.source
     if not isinstance(source, Hdf5Source):
         raise ValueError(
             "AutoShardPolicy.FILE needs a data set made by from_hdf5. Use AutoShardPolicy.DATA."
         )
-    pipelines = [
-        Pipeline(source.share_of_rank(size, each), rebatched.transformations, branch=each)
-        for each in range(size)
-    ]
-    length = _longest([each.length for each in pipelines])
-    return RankPipeline(pipelines[rank], size, length, found_spec, order, None)
+
+    def pipeline_of(replica: int) -> Pipeline:
+        share = source.share_of_rank(size, replica)
+        return Pipeline(share, rebatched.transformations, branch=replica)
+
+    length = _longest([pipeline_of(each).length for each in range(size)])
+    return RankPipeline(pipeline_of(rank), size, length, found_spec, order, None, pipeline_of)
 
 
 def _is_certain(pipeline: Pipeline) -> bool:

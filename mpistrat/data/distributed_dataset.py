@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -181,6 +181,10 @@ class BatchSlices:
     def __str__(self) -> str:
         return f"{self.pipeline}, for rank {self.rank} of {self.size}"
 
+    def of_replica(self, replica: int) -> BatchSlices:
+        """Return the part of any replica."""
+        return replace(self, rank=replica)
+
     @property
     def element_spec(self) -> Any:
         """The nest of `ArraySpec` of one part."""
@@ -218,9 +222,16 @@ class RankPipeline:
     """A digest of what decides the order of the examples of all ranks."""
     next_element: NextElement | None
     """How to take each element; ``None`` where `length` is certain."""
+    pipeline_of: Callable[[int], Pipeline] | None = None
+    """Returns that of any replica; ``None`` where only its own rank has it."""
 
     def __str__(self) -> str:
         return f"{self.pipeline}, one of {self.size} pipelines"
+
+    def of_replica(self, replica: int) -> RankPipeline:
+        """Return the part of any replica, where this rank can know it."""
+        assert self.pipeline_of is not None
+        return replace(self, pipeline=self.pipeline_of(replica))
 
     @property
     def element_spec(self) -> Any:

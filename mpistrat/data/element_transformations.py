@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.arguments import as_bool, as_integer
+from mpistrat.arguments import as_bool
 from mpistrat.data.batching import Unbatch, WholeBatches, wrapped
 from mpistrat.data.cache import Cached, size_in_bytes
 from mpistrat.data.combinations import Combinations
 from mpistrat.data.errors import Sound
-from mpistrat.data.padded_batch import PaddedBatch
+from mpistrat.data.padded_batch import PaddedBatch, RaggedBatch
 from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.ragged_batch import RaggedBatch
 from mpistrat.data.transforms import Map, SameOrder
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ class ElementTransformations(Combinations):
 
         Parameters
         ----------
-        global_batch_size : int
-            Elements in a batch, over all replicas together.
+        global_batch_size, drop_remainder : int, bool
+            As those of `batch`.
         padded_shapes : nest of tuples of int or None, optional
             The shape of each leaf; a tuple of integers is one shape. ``None`` (or -1) for a length
             is that of the longest element in this rank's slice of the batch, so give lengths
@@ -43,14 +42,11 @@ class ElementTransformations(Combinations):
             of the longest.
         padding_values : scalar or nest of scalars
             What fills up: one for all, or one for each leaf. Text is filled up with empty text.
-        drop_remainder : bool
-            Whether a last batch that is shorter is left out.
 
         Raises
         ------
         TypeError, ValueError
-            If `global_batch_size` is no integer of at least 1 or `drop_remainder` no bool; on
-            first use, if a shape or a value does not fit the elements.
+            As `batch` does; on first use, if a shape or a value does not fit the elements.
         DataError
             While iterating, if an element is longer than its padded shape.
 
@@ -61,9 +57,8 @@ class ElementTransformations(Combinations):
         >>> next(iter(rows.padded_batch(2, padding_values=-1))).tolist()
         [[1, -1], [2, 3]]
         """
-        size = as_integer("global_batch_size", global_batch_size, 1)
-        drops = as_bool("drop_remainder", drop_remainder)
-        return self._then(PaddedBatch(size, drops, padded_shapes, padding_values))
+        options = padded_shapes, padding_values
+        return self._batched(PaddedBatch, global_batch_size, drop_remainder, *options)
 
     def ragged_batch(self, global_batch_size: int, drop_remainder: bool = False) -> Self:
         """Return the elements in batches that keep the length of each. Local.
@@ -73,15 +68,13 @@ class ElementTransformations(Combinations):
 
         Parameters
         ----------
-        global_batch_size : int
-            Elements in a batch, over all replicas together.
-        drop_remainder : bool
-            Whether a last batch that is shorter is left out.
+        global_batch_size, drop_remainder : int, bool
+            As those of `batch`.
 
         Raises
         ------
         TypeError, ValueError
-            If `global_batch_size` is no integer of at least 1 or `drop_remainder` no bool.
+            As `batch` does.
         DataError
             While iterating, if elements differ in another dimension than the first.
 
@@ -92,8 +85,7 @@ class ElementTransformations(Combinations):
         >>> next(iter(rows.ragged_batch(2)))
         Ragged(array([1, 2, 3]), row_splits=array([0, 1, 3]))
         """
-        size = as_integer("global_batch_size", global_batch_size, 1)
-        return self._then(RaggedBatch(size, as_bool("drop_remainder", drop_remainder)))
+        return self._batched(RaggedBatch, global_batch_size, drop_remainder)
 
     def unbatch(self) -> Self:
         """Return the elements of batches, one by one. Local.

@@ -1,11 +1,14 @@
-"""Elements of a data set: examples read and mapped, stacked to batches and batches of them."""
+"""Elements of a data set: examples read ahead and mapped, stacked to batches and these again."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,14 +19,22 @@ from mpistrat.data.mapping import Entry, GroupEnd, Mapper
 from mpistrat.data.numbering import Numbering
 from mpistrat.data.order import Block, PassKey, Reader
 from mpistrat.data.random import PassStream
-from mpistrat.data.stacking import Column, columns_of
+from mpistrat.data.stacking import Column, Columns, columns_of
 from mpistrat.data.transforms import Map
 from mpistrat.errors import DataError
 
-__all__ = ["ElementMaker", "examples_to_read"]
+__all__ = ["ElementMaker", "examples_to_read", "look_ahead"]
 
 _READ_AHEAD = 256
 """How many examples are read at a time where they are handed out one by one."""
+
+_FIRST_ROWS = 2**10
+"""Of so many rows a reader knows before the first element, or that would wait for all others."""
+
+_ROWS_AT_A_TIME = 2**12
+_SHARE_AT_A_TIME = 8
+"""Rows of several batches are announced together, or announcing keeps the threads from decoding: at
+most so many rows, and a part of those that the reader wants to know."""
 
 Group = tuple[Block, slice]
 """The items of a batch, and which of them are this rank's."""
@@ -46,6 +57,45 @@ def _items_to_read(items: Block, part: slice, level: int, needs_first: bool = Fa
         is_first_extra = needs_first and (part.start or 0) > 0
         return np.concatenate([items[:1], mine]) if is_first_extra else mine
     return mine if len(mine) else items[:1]
+
+
+def look_ahead(
+    blocks: Iterator[Block], reader: Reader, rows_of: Callable[[Block], list[Block]]
+) -> Iterator[Block]:
+    """Yield `blocks`; of the rows of this rank in them `reader` knows as many as it wants ahead."""
+    ahead: deque[tuple[Block, int]] = deque()
+    num_ahead = 0
+    wanted = reader.lookahead_rows
+    if not wanted:
+        yield from blocks
+        return
+    most, wanted = wanted, min(wanted, _FIRST_ROWS)
+    while True:
+        is_short = num_ahead < wanted - min(_ROWS_AT_A_TIME, wanted // _SHARE_AT_A_TIME)
+        waiting: list[Block] = []
+        num_waiting = 0
+        while not ahead or (is_short and num_ahead < wanted):
+            # No block more than needed: a generator behind it may take its time.
+            block = next(blocks, None)
+            if block is None:
+                break
+            parts = rows_of(block)
+            count = sum(map(len, parts))
+            ahead.append((block, count))
+            num_ahead += count
+            waiting += parts
+            num_waiting += count
+            if num_waiting >= _ROWS_AT_A_TIME:
+                reader.expect(np.concatenate(waiting))
+                waiting, num_waiting = [], 0
+        if waiting:
+            reader.expect(np.concatenate(waiting))
+        if not ahead:
+            return
+        block, count = ahead.popleft()
+        num_ahead -= count
+        yield block
+        wanted = min(2 * wanted, most)
 
 
 class ElementMaker:
@@ -105,22 +155,20 @@ class ElementMaker:
     def examples(self, block: Block) -> Generator[Any, None, None]:
         """Yield the example of each item of `block`."""
         mapper = self._mappers[0]
-        if mapper.is_parallel:
-            yield from mapper.run(self._unmapped_examples(block))
-            return
-        for entry in self._unmapped_examples(block):
-            yield mapper.one(entry)
+        entries = self._unmapped_examples(block)
+        yield from mapper.run(entries) if mapper.is_parallel else mapper.each(entries)
 
     def _unmapped_examples(self, block: Block) -> Iterator[Entry]:
         for start in range(0, len(block), _READ_AHEAD):
             part = block[start : start + _READ_AHEAD]
-            for number, example in enumerate(_rows(self._reader.read(part))):
-                yield example, part[number : number + 1], ()
+            # Each with a tuple of its item.
+            rows, items = _rows(self._reader.read(part)), zip(part, strict=True)
+            yield from zip(rows, items, itertools.repeat((), len(part)), strict=True)
 
     def columns(self, items: Block) -> Any:
         """Return the nest of columns of the examples `items`."""
         if self._mappers[0]:
-            return columns_of(self.examples(items), self._spec_of_level(0))
+            return columns_of(self.examples(items), self._spec_of_level(0), len(items))
         return self._reader.read(items)
 
     def batches(self, groups: Iterable[Group], level: int) -> Generator[Any, None, None]:
@@ -139,22 +187,25 @@ class ElementMaker:
 
     def _stacked_ahead(self, groups: Iterable[Group]) -> Generator[Entry, None, None]:
         """Yield batches of examples, while threads map those of later batches."""
+        lengths: deque[int] = deque()
 
         def entries() -> Iterator[Entry | GroupEnd]:
             for items, part in groups:
                 mine = np.asarray(items)[part]
+                lengths.append(len(mine))
                 yield from self._unmapped_examples(mine)
                 yield GroupEnd(mine, getattr(items, "numbers", ()))
 
-        examples: list[Any] = []
+        columns = None
         with closing(self._mappers[0].run(entries())) as mapped:
             for example in mapped:
+                # Copied one by one: threads would wait while all examples of a batch are copied.
+                columns = columns or Columns(self._spec_of_level(0), lengths.popleft())
                 if not isinstance(example, GroupEnd):
-                    examples.append(example)
+                    columns.add(example)
                     continue
                 mine, numbers = example.content
-                nest = self._stacked(columns_of(examples, self._spec_of_level(0)), mine, 1)
-                examples = []
+                nest, columns = self._stacked(columns.nest(), mine, 1), None
                 yield nest, mine, numbers
 
     def batch(self, items: Block, part: slice, level: int = 1) -> Any:
@@ -180,7 +231,7 @@ class ElementMaker:
                 nest = nests.map_nest(lambda leaf: leaf[1:], nest)
         return nest, mine, numbers
 
-    @property
+    @cached_property
     def needs_first(self) -> bool:
         """Whether each rank compares its examples with the first one of the batch."""
         if not self._batch_steps or self._mappers[0]:
@@ -200,10 +251,13 @@ class ElementMaker:
     def _stacked(self, nest: Any, items: Block, level: int) -> Any:
         """Return the batch of the columns in `nest`."""
         batch, is_mapped = self._batch_steps[level - 1], self._are_mapped[level - 1]
+        if batch.needs_one_shape and not is_mapped:
+            are_arrays = type(nest) is tuple and set(map(type, nest)) == {np.ndarray}
+            columns = nest if are_arrays else nests.flatten(nest)[0]
+            # Once for each batch: to ask a dtype whether it is `object` takes longer.
+            if not any(column.dtype.hasobject for column in columns):
+                return nest
         columns, structure = nests.flatten(nest)
-        is_rectangular = not any(column.dtype == object for column in columns)
-        if is_rectangular and batch.needs_one_shape and not is_mapped:
-            return nest
         paths, specs, _ = self._specs(level - 1)
         leaves = [
             batch.stack(Column(values, spec, path, items, is_mapped), structure, number)
@@ -230,7 +284,7 @@ class ElementMaker:
             mapper = self._mappers[level - 1]
             batches = (self._unmapped(each, slice(None), level - 1) for each in read)
             mapped = mapper.run(batches) if mapper.is_parallel else map(mapper.one, batches)
-            nest = columns_of(mapped, self._spec_of_level(level - 1))
+            nest = columns_of(mapped, self._spec_of_level(level - 1), len(read))
             nest = self._stacked(nest, read, level)
         num_mine = len(items[part])
         return nest if num_mine else nests.map_nest(lambda a: a[:0], nest)
@@ -238,5 +292,10 @@ class ElementMaker:
 
 def _rows(nest: Any) -> Iterator[Any]:
     leaves, structure = nests.flatten(nest)
-    for row in zip(*leaves, strict=True):
-        yield nests.unflatten(structure, row)
+    if len(leaves) == 1 and leaves[0] is nest:
+        return iter(nest)
+    rows = zip(*leaves, strict=True)
+    is_flat = type(nest) is tuple and len(nest) == len(leaves)
+    if is_flat and all(map(operator.is_, nest, leaves)):
+        return rows
+    return (nests.unflatten(structure, row) for row in rows)

@@ -31,7 +31,7 @@ from mpistrat.options import AutoShardPolicy
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["Filtered", "evaluate_filters"]
+__all__ = ["Filtered", "evaluate_filter"]
 
 
 class Filtered(View):
@@ -133,9 +133,9 @@ class Filtered(View):
         child = self.children[0]
         if not self.is_steady:
             raise ValueError(
-                f"filter is evaluated once for all passes, but {child.calls} has other elements "
-                "in each pass. Call filter before sample, and before take, skip, shard or zip of "
-                "shuffled data."
+                f"{self.name} is evaluated once for all passes, but {child.calls} has other "
+                f"elements in each pass. Call {self.name} before sample, and before take, skip, "
+                "shard or zip of shuffled data."
             )
         others = [each for each in child.transformations if not isinstance(each, Shuffle)]
         return dataclasses.replace(child, transformations=tuple(others))
@@ -197,15 +197,10 @@ def _field(element: Any, field: Any) -> Any:
         ) from None
 
 
-def evaluate_filters(
-    pipeline: Pipeline, policy: AutoShardPolicy, collectives: Collectives, kind: str
+def evaluate_filter(
+    source: Filtered, policy: AutoShardPolicy, collectives: Collectives, kind: str
 ) -> None:
-    """Find what the filters in `pipeline` keep, each rank a share. **Collective**."""
-    for child in getattr(pipeline.source, "children", ()):
-        evaluate_filters(child, policy, collectives, kind)
-    source = pipeline.source
-    if not isinstance(source, Filtered):
-        return
+    """Find what a filter keeps, each rank a share. **Collective**."""
     check_same(source.children[0], policy, collectives, kind)
     if all(collectives.gather_json(source.is_read, kind)):
         return

@@ -19,10 +19,11 @@ from mpistrat.errors import DataError
 
 __all__ = ["Entry", "GroupEnd", "Mapper"]
 
-_Step = tuple[int, Map | Enumerate, Numbering]
-"""The number of a map among all of a data set, the map, and the numbers of its examples."""
+_Step = tuple[Map | Enumerate, Numbering, Callable[[Any], np.random.Generator], bool]
+"""A map, the numbers of its examples, what makes the random numbers of one, and whether it gets
+batches."""
 
-Entry = tuple[Any, Block, Sequence[int]]
+Entry = tuple[Any, Sequence[Any] | Block, Sequence[int]]
 """An element, the items that it is made of, and the numbers that it was given."""
 
 
@@ -36,10 +37,24 @@ class GroupEnd:
 class Mapper:
     """Applies the maps of what was batched `level` times."""
 
+    # Each of `steps` is the number of a map among all of the data set, the map, and the numbers of
+    # its examples.
+
     def __init__(
-        self, steps: Sequence[_Step], level: int, stream: Callable[[], PassStream]
+        self,
+        steps: Sequence[tuple[int, Map | Enumerate, Numbering]],
+        level: int,
+        stream: Callable[[], PassStream],
     ) -> None:
-        self._steps = steps
+        self._steps: list[_Step] = [
+            (
+                each,
+                numbering,
+                partial(self._generator, number, each, numbering),
+                level > 0 or getattr(each, "num_wraps", 0) > 0,
+            )
+            for number, each, numbering in steps
+        ]
         self._level = level
         self._stream = stream
         self._threads: dict[int, ParallelMap] = {}
@@ -55,6 +70,14 @@ class Mapper:
         for step in self._steps:
             entry = self._apply(step, entry)
         return entry[0]
+
+    def each(self, entries: Iterable[Entry]) -> Iterator[Any]:
+        """Yield the elements of `entries` after all maps, one after the other."""
+        steps, apply = self._steps, self._apply
+        for entry in entries:
+            for step in steps:
+                entry = apply(step, entry)
+            yield entry[0]
 
     def run(self, entries: Iterator[Entry | GroupEnd]) -> Generator[Any, None, None]:
         """Yield the elements of `entries` after all maps, and the ends between them."""
@@ -73,7 +96,7 @@ class Mapper:
         self, number: int, step: _Step, entries: Iterable[Entry | GroupEnd]
     ) -> Generator[Any, None, None]:
         """Yield `entries` after one map."""
-        count = getattr(step[1], "num_parallel_calls", None)
+        count = getattr(step[0], "num_parallel_calls", None)
         if count is not None:
             if number not in self._threads:
                 self._threads[number] = ParallelMap(num_threads(count))
@@ -83,35 +106,33 @@ class Mapper:
             yield entry if isinstance(entry, GroupEnd) else self._apply(step, entry)
 
     def _apply(self, step: _Step, entry: Entry) -> Entry:
-        map_number, each, numbering = step
+        each, numbering, make_rng, is_batch = step
         element, items, numbers = entry
         if isinstance(each, Enumerate):
             number, *rest = numbers or (each.start,)
             return (np.asarray(number, np.int64), element), items, rest
+        num_wraps = each.num_wraps
         try:
-            if each.num_wraps:
-                element = _wrapped(element, each.num_wraps)
-            positions: Any = items
-            make_rng = partial(self._generator, each.seed, map_number, numbering)
-            is_batch = self._level > 0 or each.num_wraps > 0
-            element = MapScope(make_rng, positions, is_batch).run(each.fn, element)
+            if num_wraps:
+                element = _wrapped(element, num_wraps)
+            element = MapScope(make_rng, items, is_batch).run(each.fn, element)
             if pytorch.is_loaded():
                 element = nests.map_nest(_as_array, element)
-            if each.num_wraps:
-                element = _unwrapped(element, each.num_wraps)
+            if num_wraps:
+                element = _unwrapped(element, num_wraps)
         except Exception as error:
             self._name_example(error, each, numbering, items)
             raise
         return element, items, numbers
 
     def _generator(
-        self, seed: int, map_number: int, numbering: Numbering, item: Any
+        self, map_number: int, each: Any, numbering: Numbering, item: Any
     ) -> np.random.Generator:
         number, repetitions = numbering(item)
-        return self._stream().generator(seed, map_number, number, repetitions)
+        return self._stream().generator(each.seed, map_number, number, repetitions)
 
     def _name_example(
-        self, error: Exception, each: Map, numbering: Numbering, items: Block
+        self, error: Exception, each: Map, numbering: Numbering, items: Sequence[Any] | Block
     ) -> None:
         """Add to the error which example the function was given."""
         if not len(items):

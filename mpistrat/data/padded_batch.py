@@ -1,4 +1,4 @@
-"""Padded batch: elements of different shapes, filled up to one."""
+"""Padded and ragged batches: elements of different shapes, filled up to one or concatenated."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from mpistrat.data.batching import Batch
 from mpistrat.data.spec import ArraySpec, batched, fitted
 from mpistrat.data.stacking import Column, stacked
 from mpistrat.errors import DataError
+from mpistrat.ragged import Ragged
 
-__all__ = ["PaddedBatch"]
+__all__ = ["PaddedBatch", "RaggedBatch"]
 
 Shape = tuple["int | None", ...]
 
@@ -99,16 +100,50 @@ class PaddedBatch(Batch):
         value = self.padding_values
         if not np.isscalar(value) and not (isinstance(value, np.ndarray) and not value.ndim):
             value = _leaves("padding_values", structure, value)[number]
-        if spec.dtype.kind in "SU" and (
-            value is None or (not isinstance(value, str) and not value)
-        ):
+        # 0, which is what is not given, stands for empty text and for False as well.
+        is_zero = value is None or (not isinstance(value, str) and not value)
+        if is_zero and spec.dtype.kind in "SU":
             return spec.dtype.type()
+        if is_zero and spec.dtype.kind not in "iufc":
+            return np.zeros((), spec.dtype)
         fill = fitted(np.asarray(0 if value is None else value), spec.dtype)
         if fill is None or fill.ndim:
             raise ValueError(
                 f"padded_batch: the padding value {value!r} does not fit {spec.dtype} at {path!r}."
             )
         return fill
+
+
+@dataclass(frozen=True)
+class RaggedBatch(Batch):
+    """Batches in which each leaf whose lengths may differ is a `Ragged`."""
+
+    def spec_of(self, element_spec: Any, is_mapped: bool) -> Any:
+        """Return the nest of specs of a batch of elements."""
+
+        def ragged(leaf: ArraySpec, batched: ArraySpec) -> ArraySpec:
+            if not (leaf._is_ragged or (is_mapped and leaf.shape)):
+                return batched
+            return ArraySpec((self.known_length, None, *leaf.shape[1:]), leaf.dtype, True)
+
+        leaves, structure = nests.flatten(element_spec)
+        plain, _ = nests.flatten(super().spec_of(element_spec, is_mapped))
+        return nests.unflatten(structure, map(ragged, leaves, plain))
+
+    def stack(self, column: Column, structure: nests.Structure, number: int) -> Any:
+        """Return a column as one value."""
+        if not column.is_ragged:
+            return stacked(column, self.batch_size)
+        lengths = [shape[0] for shape in column.shapes]
+        splits = np.cumsum([0, *lengths], dtype=np.int64)
+        rows = list(column.values)
+        for number, row in enumerate(rows):
+            if row.shape[1:] != rows[0].shape[1:]:
+                column.refuse(number, column.name(0), rows[0].shape)
+        if not rows:
+            trailing = column.spec._known_shape[1:]
+            return Ragged(np.empty((0, *trailing), column.spec.dtype), splits)
+        return Ragged(np.concatenate(rows), splits)
 
 
 def _leaves(what: str, structure: nests.Structure, nest: Any) -> list[Any]:

@@ -3,22 +3,51 @@
 from __future__ import annotations
 
 import functools
+import os
 import queue
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from mpistrat.data.cores import cores_of_rank
+from mpistrat.settings import environment
+from mpistrat.system.cpu import num_cores
 from mpistrat.system.threads import clean_up
 
-__all__ = ["AUTOTUNE", "ParallelMap", "num_threads"]
+__all__ = ["AUTOTUNE", "ParallelMap", "cores_of_rank", "num_threads"]
 
 AUTOTUNE = -1
 """Stands for this rank's share of the cores."""
 
 _RESULTS_PER_THREAD = 2
 """So many results wait at most, those being made among them, or memory would fill with them."""
+
+
+_RANKS_OF_NODE = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "PALS_LOCAL_SIZE",
+)
+"""Variables of launchers for the number of ranks that share this node."""
+
+
+def cores_of_rank() -> int:
+    """Return this rank's share of the cores that it may use, at least one."""
+    cores = num_cores()
+    if cores == os.cpu_count():  # else the launcher has bound this rank to its own cores
+        cores //= _ranks_of_node()
+    return max(cores, 1)
+
+
+def _ranks_of_node() -> int:
+    variables = environment()
+    for name in _RANKS_OF_NODE:
+        digits = re.match(r"\d+", variables.get(name, ""))  # of Slurm's "4(x2),3" the first
+        if digits:
+            return max(int(digits[0]), 1)
+    return 1
 
 
 def num_threads(num_parallel_calls: int) -> int:

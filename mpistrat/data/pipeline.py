@@ -15,8 +15,7 @@ import numpy as np
 
 from mpistrat import sharding
 from mpistrat.data.batching import Batch, Enumerate, Unbatch, wrapped
-from mpistrat.data.elements import ElementMaker, examples_to_read
-from mpistrat.data.lookahead import look_ahead
+from mpistrat.data.elements import ElementMaker, examples_to_read, look_ahead
 from mpistrat.data.numbering import Numbering
 from mpistrat.data.order import (
     ENDLESS,

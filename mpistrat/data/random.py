@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -68,6 +67,8 @@ class PassStream:
 class MapScope:
     """One call of a function given to `map`, which may ask for random numbers."""
 
+    __slots__ = ("_items", "_make_rng", "_rngs", "is_batch")
+
     def __init__(
         self,
         make_rng: Callable[[Any], np.random.Generator],
@@ -76,12 +77,15 @@ class MapScope:
     ) -> None:
         self._make_rng = make_rng
         self._items = items
+        self._rngs: tuple[np.random.Generator, ...] | None = None
         self.is_batch = is_batch
 
-    @cached_property
+    @property
     def rngs(self) -> tuple[np.random.Generator, ...]:
         """A generator for each example; most functions never ask."""
-        return tuple(map(self._make_rng, self._items))
+        if self._rngs is None:
+            self._rngs = tuple(map(self._make_rng, self._items))
+        return self._rngs
 
     def run(self, fn: Callable[..., Any], element: Any) -> Any:
         """Return ``fn(element)``, with the items of a tuple as several arguments."""

@@ -86,25 +86,16 @@ class Shuffle(Reordering):
         stream = _RandomStream(self.seed, key)
         shuffled = stream.permutation(0, len(starts))
         starts, lengths = starts[shuffled], lengths[shuffled]
-        stops = np.cumsum(lengths)
-        # Partitions are cut from the shuffled chunks at exactly the examples that each supplies, so
-        # a chunk at the border of two belongs to both.
         window = self.window_rows(layout)
-        window_pieces = window // layout.rows_per_chunk
-        plan = Partitions.plan(len(starts), len(rows), batch_size, window_pieces)
-        supply = plan.lengths(len(rows))
-        ends = np.cumsum(supply)
-        partitions = [
-            _Partition(
-                _partition_blocks(
-                    *_cut(starts, lengths, stops, end - count, end),
-                    window // plan.count,
-                    _RAMP if self.window is None else 1,
-                    stream.after(len(starts) + end - count),
-                )
-            )
-            for end, count in zip(ends.tolist(), supply, strict=True)
-        ]
+        plan = Partitions.plan(len(starts), len(rows), batch_size, window // layout.rows_per_chunk)
+        mixing = _Mixing(
+            starts,
+            lengths,
+            np.cumsum(plan.lengths(len(rows))),
+            window // plan.count,
+            _RAMP if self.window is None else 1,
+            stream.part(len(starts), len(rows)),
+        )
         num_full, rest = divmod(len(rows), batch_size)
         at_a_time = max(_ROWS_AT_A_TIME // batch_size, 1)
         groups = [
@@ -112,12 +103,7 @@ class Shuffle(Reordering):
             for first in range(0, num_full, at_a_time)
         ]
         for count, length in groups + [(1, rest)] * bool(rest):
-            bounds = plan.bounds(length)
-            positions = [
-                partition.take(count * (stop - start)).reshape(count, stop - start)
-                for partition, start, stop in zip(partitions, bounds, bounds[1:], strict=False)
-            ]
-            places = np.concatenate(positions, axis=1)
+            places = mixing.take(count, np.diff(plan.bounds(length)))
             numbers = places if part.order is None else part.order[places]
             yield from rows.start + rows.step * numbers
 
@@ -182,6 +168,10 @@ _PERIOD = 2**128
 """Of PCG64: to go back is to go the rest of the way round."""
 
 
+_DRAWN_AT_ONCE = 2**17
+"""Of a stream with at most so many numbers left, all are drawn at once: to skip takes longer."""
+
+
 class _RandomStream:
     """The random numbers of a pass; each partition draws its own range of them."""
 
@@ -189,73 +179,101 @@ class _RandomStream:
         self._bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key))
         self._position = 0
 
-    def after(self, count: int) -> Callable[[int, int], np.ndarray]:
-        """Return `permutation` without the first `count` numbers."""
-        return lambda first, length: self.permutation(count + first, length)
-
-    def permutation(self, first: int, length: int) -> np.ndarray:
-        """Return an order of `length` items, drawn with as many numbers from `first` on."""
+    def raw(self, first: int, length: int) -> np.ndarray:
+        """Return the `length` numbers from `first` on."""
         self._bits.advance((first - self._position) % _PERIOD)
         self._position = first + length
         # Raw bits are the one stream that NumPy promises not to change between versions.
-        bits = self._bits.random_raw(length)
-        return np.argsort(bits, kind="stable")
+        return self._bits.random_raw(length)
+
+    def permutation(self, first: int, length: int) -> np.ndarray:
+        """Return an order of `length` items, drawn with as many numbers from `first` on."""
+        return self.raw(first, length).argsort(kind="stable")
+
+    def part(self, first: int, length: int) -> Callable[[int, int], np.ndarray]:
+        """Return `raw` for the `length` numbers from `first` on, counted from there."""
+        if length > _DRAWN_AT_ONCE:
+            return lambda begin, count: self.raw(first + begin, count)
+        drawn = self.raw(first, length)
+        return lambda begin, count: drawn[begin : begin + count]
 
 
-class _Partition:
-    """The positions of examples that one partition supplies, taken a few at a time."""
+class _Mixing:
+    """The places of examples, mixed by each partition for itself, and taken a few at a time.
 
-    def __init__(self, blocks: Iterator[Block]) -> None:
-        self._blocks = blocks
-        self._block = np.empty(0, np.int64)
-
-    def take(self, count: int) -> Block:
-        parts = []
-        while count > len(self._block):
-            parts.append(self._block)
-            count -= len(self._block)
-            self._block = next(self._blocks)
-        parts.append(self._block[:count])
-        self._block = self._block[count:]
-        return np.concatenate(parts)
-
-
-def _partition_blocks(
-    starts: np.ndarray,
-    lengths: np.ndarray,
-    window: int,
-    ramp: int,
-    permutation: Callable[[int, int], np.ndarray],
-) -> Iterator[Block]:
-    """Return the positions of a partition's pieces, mixed over as many as fit the window.
-
-    The first window is the `ramp`-th part of that, and each has twice the size of the one before.
+    The chunks, which have `starts` and `lengths`, are cut where partitions end, at exactly the
+    examples that each supplies, so a chunk at the border of two belongs to both. A partition
+    mixes pieces of `window` rows at a time, first of its `ramp`-th part, then of twice the size
+    each time. Partitions that are to mix do so together, as there may be many of them.
     """
-    stops = np.cumsum(lengths)
-    first = done = 0
-    size = ceil_div(window, ramp)
-    while first < len(starts):
-        stop = max(int(np.searchsorted(stops, done + size, "right")), first + 1)
-        size = min(2 * size, window)
-        positions = _expand(starts[first:stop], lengths[first:stop])
-        yield positions[permutation(done, len(positions))]
-        first, done = stop, int(stops[stop - 1])
 
+    def __init__(
+        self,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        ends: np.ndarray,
+        window: int,
+        ramp: int,
+        random_bits: Callable[[int, int], np.ndarray],
+    ) -> None:
+        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+        stops = lengths.cumsum()
+        cuts = np.unique(ends[stops[stops.searchsorted(ends)] != ends])
+        places = stops.searchsorted(cuts)
+        self._stops = np.insert(stops, places, cuts)  # of pieces, in shuffled order
+        begins = np.concatenate([[0], self._stops[:-1]])
+        starts = np.insert(starts, places, starts[places])
+        stops = np.insert(stops, places, stops[places])
+        lengths = np.insert(lengths, places, lengths[places])
+        self._starts = starts + begins - (stops - lengths)
+        self._lengths = self._stops - begins
+        # Of each partition the pieces that are not mixed yet, and where they begin.
+        self._last = self._stops.searchsorted(ends, "right")
+        self._first = np.concatenate([[0], self._last])[:-1]
+        self._done = np.concatenate([[0], ends])[:-1]
+        self._window = window
+        self._sizes = np.full(len(ends), ceil_div(window, ramp))
+        self._random_bits = random_bits
+        self._mixed = [np.empty(0, np.int64)] * len(ends)  # and not taken
+        self._num_mixed = np.zeros(len(ends), np.int64)
 
-def _cut(
-    starts: np.ndarray, lengths: np.ndarray, stops: np.ndarray, begin: int, end: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces of the positions [begin, end) of all pieces, which end at `stops`."""
-    touched = slice(np.searchsorted(stops, begin, "right"), np.searchsorted(stops, end) + 1)
-    stops = stops[touched]
-    begins = stops - lengths[touched]
-    cut_begins = np.maximum(begins, begin)
-    lengths = np.minimum(stops, end) - cut_begins
-    return (starts[touched] + cut_begins - begins)[lengths > 0], lengths[lengths > 0]
+    def take(self, num_batches: int, widths: np.ndarray) -> Block:
+        """Return places of shape ``(num_batches, sum(widths))``: each partition fills its width."""
+        counts = num_batches * widths
+        while len(short := np.flatnonzero(self._num_mixed < counts)):
+            self._mix(short)
+        self._num_mixed -= counts
+        taken = []
+        for number, (count, width) in enumerate(zip(counts.tolist(), widths.tolist(), strict=True)):
+            mixed = self._mixed[number]
+            taken.append(mixed[:count].reshape(num_batches, width))
+            self._mixed[number] = mixed[count:]
+        return np.concatenate(taken, axis=1)
+
+    def _mix(self, partitions: np.ndarray) -> None:
+        """Mix the next pieces of some partitions."""
+        firsts, done = self._first[partitions], self._done[partitions]
+        sizes = self._sizes[partitions]
+        stops = np.maximum(self._stops.searchsorted(done + sizes, "right"), firsts + 1)
+        stops = np.minimum(stops, self._last[partitions])
+        ends = self._stops[stops - 1]
+        self._first[partitions], self._done[partitions] = stops, ends
+        self._sizes[partitions] = np.minimum(2 * sizes, self._window)
+        self._num_mixed[partitions] += ends - done
+        pieces = _expand(firsts, stops - firsts)
+        places = _expand(self._starts[pieces], self._lengths[pieces])
+        begin = 0
+        for number, first, length in zip(
+            partitions.tolist(), done.tolist(), (ends - done).tolist(), strict=True
+        ):
+            order = self._random_bits(first, length).argsort(kind="stable")
+            mixed, rest = places[begin : begin + length][order], self._mixed[number]
+            self._mixed[number] = np.concatenate([rest, mixed]) if len(rest) else mixed
+            begin += length
 
 
 def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the positions of the pieces, one after the other."""
-    ends = np.cumsum(lengths)
-    positions: np.ndarray = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+    ends = lengths.cumsum()
+    positions: np.ndarray = np.arange(ends[-1]) + (starts - (ends - lengths)).repeat(lengths)
     return positions

@@ -15,7 +15,7 @@ from mpistrat.data.order import Block
 from mpistrat.data.spec import ArraySpec, fitted, object_column
 from mpistrat.errors import DataError
 
-__all__ = ["Column", "columns_of", "rows_of", "stacked"]
+__all__ = ["Column", "Columns", "columns_of", "rows_of", "stacked"]
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,68 @@ def _matches(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
     return len(shape) == len(expected) and all(want in (None, got) for got, want in lengths)
 
 
-def columns_of(elements: Iterable[Any], spec: Any) -> Any:
-    """Return the nest of the columns of `elements`, each like `spec` except for its shape."""
-    paths, specs, structure = nests.flatten_with_paths(spec)
-    paths = [path or "the top" for path in paths]
-    columns: list[list[np.ndarray]] = [[] for _ in specs]
+class Columns:
+    """Columns of `count` elements, each like the nest `spec` except for its shape.
+
+    Elements are copied as they come, while they are in the processor's cache.
+    """
+
+    def __init__(self, spec: Any, count: int) -> None:
+        paths, specs, self._structure = nests.flatten_with_paths(spec)
+        self._columns = [_GrowingColumn(each, count) for each in specs]
+        self._paths = [path or "the top" for path in paths]
+
+    def add(self, element: Any) -> None:
+        """Copy the next element."""
+        leaves, structure = nests.flatten(element)
+        if structure != self._structure:
+            raise _other_structure(structure, self._structure)
+        for path, column, leaf in zip(self._paths, self._columns, leaves, strict=True):
+            column.add(_cast(leaf, column.spec, path))
+
+    def nest(self) -> Any:
+        """Return the nest of the columns."""
+        return nests.unflatten(self._structure, [each.values() for each in self._columns])
+
+
+class _GrowingColumn:
+    """One leaf of elements, in an array as long as their shapes are equal."""
+
+    def __init__(self, spec: ArraySpec, count: int) -> None:
+        self.spec, self._count = spec, count
+        self._num_rows = 0
+        self._array: np.ndarray | None = None
+        self._rows: list[np.ndarray] | None = None
+        if spec._is_ragged or spec._is_open_text:
+            self._rows = []
+
+    def add(self, row: np.ndarray) -> None:
+        if self._rows is not None:
+            self._rows.append(row)
+            return
+        if self._array is None:
+            self._array = np.empty((self._count, *row.shape), self.spec.dtype)
+        if row.shape != self._array.shape[1:]:
+            self._rows = [*self._array[: self._num_rows], row]
+            return
+        self._array[self._num_rows] = row
+        self._num_rows += 1
+
+    def values(self) -> np.ndarray:
+        if self._array is not None and self._rows is None:
+            return self._array
+        if not self._rows:
+            return np.empty((0, *self.spec._known_shape), self.spec.dtype)
+        are_alike = not self.spec._is_ragged and len({row.shape for row in self._rows}) == 1
+        return np.stack(self._rows) if are_alike else object_column(self._rows)
+
+
+def columns_of(elements: Iterable[Any], spec: Any, count: int) -> Any:
+    """Return the nest of the columns of `count` elements."""
+    columns = Columns(spec, count)
     for element in elements:
-        leaves, other = nests.flatten(element)
-        if other != structure:
-            raise DataError(
-                f"map gave {other} for one element, but {structure} for the first of the data set."
-            )
-        for path, column, leaf, each in zip(paths, columns, leaves, specs, strict=True):
-            column.append(_cast(leaf, each, path))
-    return nests.unflatten(structure, map(_column, columns, specs))
+        columns.add(element)
+    return columns.nest()
 
 
 def rows_of(element: Any, spec: Any) -> list[np.ndarray]:
@@ -102,31 +150,26 @@ def rows_of(element: Any, spec: Any) -> list[np.ndarray]:
     paths, specs, structure = nests.flatten_with_paths(spec)
     leaves, other = nests.flatten(element)
     if other != structure:
-        raise DataError(
-            f"map gave {other} for one element, but {structure} for the first of the data set."
-        )
+        raise _other_structure(other, structure)
     return [
         _cast(leaf, each, path or "the top")
         for leaf, each, path in zip(leaves, specs, paths, strict=True)
     ]
 
 
-def _column(rows: list[np.ndarray], spec: ArraySpec) -> np.ndarray:
-    if not rows:
-        return np.empty((0, *spec._known_shape), spec.dtype)
-    if spec._is_ragged or any(row.shape != rows[0].shape for row in rows):
-        return object_column(rows)
-    return np.stack(rows)
+def _other_structure(structure: nests.Structure, expected: nests.Structure) -> DataError:
+    return DataError(
+        f"map gave {structure} for one element, but {expected} for the first of the data set."
+    )
+
+
+_SCALARS = (np.generic, str, bytes)
 
 
 def _cast(leaf: Any, spec: ArraySpec, path: str) -> np.ndarray:
-    is_plain = is_array(leaf) or is_number(leaf) or isinstance(leaf, np.generic | str | bytes)
-    if not is_plain or isinstance(leaf, np.ma.MaskedArray):
-        raise DataError(
-            f"map gave {leaf!r} at {path!r}, but arrays and numbers were expected, so that "
-            "elements can be stacked to a batch."
-        )
-    array = host_view(leaf)
+    if type(leaf) is np.ndarray and leaf.dtype == spec.dtype:  # most leaves
+        return leaf
+    array = np.asarray(leaf) if isinstance(leaf, _SCALARS) else _as_array(leaf, path)
     cast = fitted(array, spec.dtype)
     if cast is None:
         raise DataError(
@@ -135,3 +178,12 @@ def _cast(leaf: Any, spec: ArraySpec, path: str) -> np.ndarray:
             "function return one dtype, for example with numpy.float32(...) or astype(...)."
         )
     return cast
+
+
+def _as_array(leaf: Any, path: str) -> np.ndarray:
+    if not (is_array(leaf) or is_number(leaf)) or isinstance(leaf, np.ma.MaskedArray):
+        raise DataError(
+            f"map gave {leaf!r} at {path!r}, but arrays and numbers were expected, so that "
+            "elements can be stacked to a batch."
+        )
+    return host_view(leaf)

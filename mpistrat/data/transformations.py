@@ -106,8 +106,14 @@ class Transformations:
         DataError
             While iterating, if a batch would hold batches of different lengths.
         """
-        batch_size = as_integer("global_batch_size", global_batch_size, 1)
-        return self._then(Batch(batch_size, as_bool("drop_remainder", drop_remainder)))
+        return self._batched(Batch, global_batch_size, drop_remainder)
+
+    def _batched(
+        self, make: Callable[..., Batch], batch_size: Any, drop_remainder: Any, *options: Any
+    ) -> Self:
+        """Return the elements in the batches that `make` makes of checked arguments."""
+        size = as_integer("global_batch_size", batch_size, 1)
+        return self._then(make(size, as_bool("drop_remainder", drop_remainder), *options))
 
     def map(
         self, fn: Callable[..., Any], seed: int = 0, num_parallel_calls: int | None = None

@@ -28,6 +28,7 @@ from mpistrat.data.order import (
 )
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassStream
+from mpistrat.data.stacking import columns_of
 from mpistrat.system.threads import clean_up
 
 __all__ = [
@@ -287,6 +288,8 @@ class ViewReader:
 
     def read(self, block: Block) -> Any:
         """Return the examples `block`, as a nest of columns."""
+        if not len(block):  # a data set without elements, below this one, knows no columns
+            return columns_of((), self._view.element_spec, 0)
         passes = list(self._passes(block))
         nests_of_passes = []
         for key, numbers, _ in passes:

@@ -19,7 +19,7 @@ from mpistrat.doctor.hardware import (
 )
 from mpistrat.doctor.start import Start, start
 from mpistrat.doctor.storage import FolderFacts, check_folder, check_hdf5, probe_folder, probe_hdf5
-from mpistrat.failures.losses import FLAG, why_not_tolerant
+from mpistrat.mpi.survival import FLAG, why_not_tolerant
 from mpistrat.mpi.world import World
 from mpistrat.native import HOW_TO_COMPILE
 from mpistrat.settings import settings

@@ -19,6 +19,7 @@ from mpistrat.errors import EpochTimeoutError
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.flight_dumps import on_channel_failure, on_end_of_job
 from mpistrat.failures.logs import forward_over, stop_over, take_lines
+from mpistrat.failures.losses import loss_error, note_lost
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.peers import MonitorClient
 from mpistrat.failures.process_state import process
@@ -26,7 +27,15 @@ from mpistrat.failures.rendezvous import Rendezvous
 from mpistrat.failures.shutdown import register_channel
 from mpistrat.failures.watchdog import start_watchdog, stop_watchdog
 from mpistrat.mpi.launcher import is_on_one_node, keeps_survivors
-from mpistrat.mpi.world import attached, forget_attached, is_attached, started_world, world_size
+from mpistrat.mpi.survival import is_revoked, why_not_tolerant
+from mpistrat.mpi.world import (
+    attached,
+    forget_attached,
+    is_attached,
+    ranks_of_node,
+    started_world,
+    world_size,
+)
 from mpistrat.settings import settings_at_the_end
 
 if TYPE_CHECKING:
@@ -40,11 +49,13 @@ _LONG_POLL_S = 0.002
 _logger = logging.getLogger("mpistrat")
 
 
-def open_channel(comm: MPI.Intracomm, timeout_s: float | None) -> Channel:
+def open_channel(comm: MPI.Intracomm, timeout_s: float | None, is_elastic: bool = False) -> Channel:
     """Return the channel of `comm`, a fresh one after an `EpochError`. **Collective**."""
 
     def make() -> Channel:
-        rendezvous = Rendezvous(comm, opens=True)
+        rendezvous = Rendezvous(comm, opens=True, is_elastic=is_elastic)
+        if rendezvous.has_fewer:
+            raise loss_error(comm, rendezvous.lost_ranks() or [], "MPIStrategy()")
         if not _wait(rendezvous, timeout_s, _log_wait):
             raise EpochTimeoutError(
                 f"Some ranks did not come to MPIStrategy() within {timeout_s:g} s on rank "
@@ -83,6 +94,9 @@ def _wait(
     began = time.monotonic()
     remind_at_s = settings_at_the_end().wait_notice_s
     while not rendezvous.is_done():
+        lost = rendezvous.lost_ranks()
+        if lost is not None:
+            raise loss_error(rendezvous.of, lost, "MPIStrategy()")
         waited_s = time.monotonic() - began
         if limit_s is not None and waited_s > limit_s:
             return False
@@ -109,9 +123,12 @@ def _connected(rendezvous: Rendezvous, timeout_s: float | None, comm: MPI.Intrac
 
     rendezvous.check()
     channel = Channel(MpiTransport(rendezvous.comm), timeout_s)
+    channel.is_revoked = functools.partial(is_revoked, comm)
+    attached(comm, "ranks of node", lambda: ranks_of_node(rendezvous.comm))  # known by now
     _watch(channel, forget_attached(comm, "channel"))
     forward_over(channel)
     register_channel(channel, MPI.Is_finalized, world_size())
+    note_lost()
     return channel
 
 
@@ -154,6 +171,7 @@ def _watch(channel: Channel, forget: Callable[[], object]) -> None:
 
 def _disconnect(channel: Channel, forget: Callable[[], object]) -> None:
     """Remove `channel` from all that watches it. **Collective**."""
+    channel.transport.occupancy.on_exit = None
     process.channels.remove(channel)
     forget()
     flight_dumps.forget(channel)
@@ -176,11 +194,15 @@ def _connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     monitor = _own_monitor() if choices.watch else None
     address = None if monitor is None else [*vars(monitor.address).values()]
     key = os.urandom(16).hex() if channel.rank == 0 else ""
-    facts = channel.exchange([address, key, choices.checks, keeps_survivors()])
-    if any(keeps for *_, keeps in facts):
+    own = [address, key, choices.checks, keeps_survivors(), not why_not_tolerant()]
+    facts = channel.exchange(own)
+    if any(keeps for *_, keeps, _ in facts):
         _ignore_notice()
     # Ranks that check nothing would leave those that do waiting.
-    channel.checks = any(checks for _, _, checks, _ in facts)
+    channel.checks = any(checks for _, _, checks, *_ in facts)
+    channel.is_tolerant = all(tolerates for *_, tolerates in facts)
+    if channel.is_tolerant:
+        channel.transport.occupancy.on_exit = channel.explain_loss
     # Where sockets are forbidden on any rank, the channel has no peers to ask.
     if any(address is None for address, *_ in facts) or monitor is None:
         return

@@ -24,7 +24,7 @@ from typing import Any
 from mpistrat.agreement.channel import Channel
 from mpistrat.failures.process_state import process
 from mpistrat.system import exit_hooks
-from mpistrat.system.callsite import failure_site, format_place
+from mpistrat.system.callsite import failure_site, format_place, frames_of_threads
 from mpistrat.system.exit_hooks import Phase
 from mpistrat.system.files import write_atomically
 from mpistrat.system.text import format_detail, rank_list, rank_spans, text_of
@@ -121,9 +121,14 @@ def on_end_of_job(channel: Channel, rank: int) -> None:
 def _write(target: Path, members: Mapping[Channel, Sequence[int]], reason: str) -> None:
     first = next(iter(members))
     world_size = process.world_size if members is _dumps.members else first.size
-    parts = [_channel_part(each.describe(), members[each], each.flight.entries) for each in members]
+    parts = [
+        _channel_part(each.describe() | _replica(each), members[each], each.flight.entries)
+        for each in members
+    ]
     rank = members[first][first.rank]
-    content = _document(parts, rank, world_size, _dumps.library, reason)
+    running = next(filter(None, [each.running() for each in members]), None)
+    thread = running[0] if running else threading.main_thread().ident or 0
+    content = _document(parts, rank, world_size, _dumps.library, reason, _stack(thread))
     with _dumps.lock:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, json.dumps(content, indent=1) + "\n")
@@ -236,6 +241,7 @@ def _document(
     world_size: int,
     library: str | None,
     reason: str,
+    stack: Sequence[str],
 ) -> dict[str, Any]:
     """Return the record of `channels`, each a `_channel_part`, in JSON values, from any thread."""
     return {
@@ -251,7 +257,7 @@ def _document(
         "mpi_library": library,
         "wall_clock_ns": time.time_ns(),
         "monotonic_ns": time.monotonic_ns(),
-        "stack": _main_stack(),
+        "stack": list(stack),
         "channels": list(channels),
     }
 
@@ -265,18 +271,24 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _main_stack() -> list[str]:
-    """Return the stack of the main thread, innermost last, without frames of this module."""
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+def _stack(thread: int) -> list[str]:
+    """Return the stack of a thread, innermost last, without frames of this module."""
+    innermost = frames_of_threads().get(thread)
     if innermost is None:
         return []
-    # Where the main thread dumps, its innermost frames are of the dump.
+    # Where the thread itself dumps, its innermost frames are of the dump.
     shown = [
         f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
         for frame, line in traceback.walk_stack(innermost)
         if frame.f_globals.get("__name__") != __name__
     ]
     return shown[:_MAX_FRAMES][::-1]
+
+
+def _replica(channel: Channel) -> dict[str, Any]:
+    """Return the name of the replica whose turn it is, if any."""
+    running = channel.running()
+    return {} if running is None else {"replica": running[1]}
 
 
 def _channel_part(

@@ -63,7 +63,8 @@ def install() -> None:
 def forward_over(channel: Channel) -> None:
     """Forward log lines and warnings to rank 0 of `channel`, unless a larger channel does."""
     _set_level()
-    if channel.size == 1 or (_output.channel is not None and _output.channel.size > channel.size):
+    known = _output.channel
+    if channel.size == 1 or (known and known.closed is None and known.size > channel.size):
         return
     # Lines queued for one rank 0 must not be merged with those for another.
     flush()

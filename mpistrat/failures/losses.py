@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.agreement.channel import Channel
+from mpistrat.agreement.departures import Departure
+from mpistrat.errors import EpochError
 from mpistrat.failures import logs
 from mpistrat.failures.process_state import process
-from mpistrat.mpi.launcher import launch_command
-from mpistrat.settings import environment
+from mpistrat.mpi.survival import (
+    FLAG,
+    failed_ranks_now,
+    failed_ranks_soon,
+    lost_ranks,
+    revoke,
+    why_not_tolerant,
+)
+from mpistrat.mpi.world import failed_world_ranks, world_ranks
 from mpistrat.system import exit_hooks
 from mpistrat.system.text import rank_list
 
@@ -22,44 +32,24 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "FLAG",
+    "explained_losses",
+    "find_lost",
     "has_proven_tolerance",
+    "is_given_up",
+    "leave_lost",
     "leave_out",
+    "leave_replaced",
     "leave_without",
+    "loss_error",
+    "note_lost",
+    "outlive_losses",
     "warn_of_intolerance",
-    "why_not_tolerant",
 ]
-
-FLAG = "mpiexec --with-ft ulfm"
-"""Of Open MPI: what keeps a job alive that has lost a rank."""
 
 _logger = logging.getLogger("mpistrat")
 
 _PRINT_S = 0.3
 """For a launcher to read the last line."""
-
-
-def why_not_tolerant() -> str:
-    """Return why this process would not outlive another rank; empty where it is proved. Local."""
-    # Not by what mpi4py offers: it has stand-ins where the library has nothing.
-    from mpi4py import MPI
-
-    if MPI.ERR_PROC_FAILED == MPI.ERR_UNKNOWN:
-        return "this MPI library has no fault tolerance (ULFM), as Open MPI 5 has it"
-    if environment().get("OMPI_MCA_mpi_ft_enable", "").lower() not in ("1", "true"):
-        return f"the job was not started with {FLAG}"
-    command = launch_command()
-    if command and os.path.basename(command[0]) != "prted" and not _has_flag(command):
-        # The variable alone makes MPI report a loss, and the launcher ends the job all the same.
-        return f"the job was not started with {FLAG}, though its variable is set"
-    return ""
-
-
-def _has_flag(command: list[str]) -> bool:
-    return any(
-        each.lstrip("-").startswith("with-ft") and "ulfm" in " ".join(command[i : i + 2])
-        for i, each in enumerate(command)
-    )
 
 
 def has_proven_tolerance(comm: MPI.Intracomm) -> bool:
@@ -85,6 +75,108 @@ def leave_out(channel: Channel, lost: Collection[int]) -> None:
     logs.flush()
     _logger.info("The job ends without %s.", rank_list(sorted(lost)))
     _ExitCode.keep()
+
+
+def outlive_losses() -> None:
+    """Have this process end as its program does, also where ranks are lost at its end."""
+    process.outlives_losses = True
+
+
+def find_lost(channel: Channel) -> bool:
+    """Return whether ranks of `channel` are known to be dead, also to MPI alone."""
+    if channel.departures.lost():
+        return True
+    comm = getattr(channel.transport, "comm", None)
+    ranks = [] if comm is None else failed_ranks_now(comm)
+    for rank in ranks:
+        channel.departures.found.setdefault(rank, Departure("ended", "gone"))
+    return bool(ranks)
+
+
+def leave_lost(channel: Channel) -> None:
+    """End the use of `channel` on this rank, as others are lost, and the job without them."""
+    if channel in process.channels:
+        process.channels.remove(channel)
+    ranks = channel.transport.world_ranks
+    process.lost.update(ranks[rank] for rank in channel.departures.lost())
+    _ExitCode.keep()
+
+
+@contextlib.contextmanager
+def explained_losses(comm: MPI.Intracomm, what: str) -> Iterator[None]:
+    """Raise an `EpochError` where a rank of `comm` dies during `what`, on all that are left."""
+    try:
+        yield
+    except Exception as error:  # also of data that a dead rank has not sent
+        ranks = lost_ranks(comm, error)
+        if ranks is None and not (ranks := failed_ranks_soon(comm)):
+            raise
+        revoke(comm)  # others may wait for this rank elsewhere
+        _end_alone(comm)
+        if isinstance(error, EpochError):
+            raise
+        raise loss_error(comm, ranks, what) from None
+
+
+def _end_alone(comm: MPI.Intracomm) -> None:
+    """Have this process end by itself where it has no strategy: the end of MPI would crash."""
+    if not process.channels and (lost := failed_ranks_soon(comm)):
+        process.lost.update(world_ranks(comm)[rank] for rank in lost)
+        _ExitCode.keep()
+
+
+def loss_error(comm: MPI.Intracomm, ranks: Sequence[int], what: str) -> EpochError:
+    """Return the error for the lost `ranks` of `comm`, which are unknown where there are none."""
+    who = rank_list(ranks) if ranks else "a rank"
+    return EpochError(
+        f"{who} of {comm.size} died, so {what} can never complete on rank {comm.rank}. "
+        "comm.Shrink() returns a communicator of the ranks that are left."
+    )
+
+
+def note_lost() -> None:
+    """Have this process, which has made a strategy without lost ranks, end without them too."""
+    process.lost.update(failed_world_ranks())
+    leave_replaced()
+    if process.lost:  # the end of MPI may wait for them, also where they were in no channel
+        _ExitCode.keep()
+
+
+def leave_replaced() -> None:
+    """Drop the channels with lost ranks whose other ranks have a newer one, to end on that."""
+    # Now, not at the end: then the newer one may be closed.
+    channels = process.channels
+    for channel in channels:
+        process.lost.update(
+            channel.transport.world_ranks[rank] for rank in channel.departures.lost()
+        )
+    kept = [each for each in channels if not _is_replaced(each, channels)]
+    if len(kept) < len(channels):
+        process.channels = kept
+        _ExitCode.keep()
+
+
+def _is_replaced(channel: Channel, channels: Sequence[Channel]) -> bool:
+    """Return whether the ranks of `channel` but those that are lost have a newer one."""
+    members = set(channel.transport.world_ranks)
+    if not process.lost or not (members & process.lost or isinstance(channel.closed, EpochError)):
+        return False
+    return _has_newer(channel, channels)
+
+
+def is_given_up(channel: Channel) -> bool:
+    """Return whether ranks of `channel` have given up its communicator, for none that is newer."""
+    return channel.is_revoked() and not _has_newer(channel, process.channels)
+
+
+def _has_newer(channel: Channel, channels: Sequence[Channel]) -> bool:
+    """Return whether the ranks of `channel` but those that are lost have a newer one."""
+    members = set(channel.transport.world_ranks)
+    newer = channels[channels.index(channel) + 1 :]
+    return any(
+        each.closed is None and members - process.lost <= set(each.transport.world_ranks)
+        for each in newer
+    )
 
 
 class _ExitCode:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor  # it cannot be imported at the end
-from pathlib import Path
 from typing import Any
 
 from mpistrat.agreement.channel import Channel
@@ -19,20 +16,21 @@ from mpistrat.agreement.departures import Departure, Failure, Peers
 from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
-from mpistrat.settings import settings_at_the_end
-from mpistrat.system.callsite import (
-    UNKNOWN_PLACE,
-    CodeOwner,
-    code_owners,
-    frame_of_thread,
-    site_of_thread,
+from mpistrat.failures.rank_state import (
+    NEVER_COMES,
+    Answer,
+    RankState,
+    describe_rank_state,
+    is_suspended,
+    rank_state,
 )
+from mpistrat.settings import settings_at_the_end
 from mpistrat.system.exit_hooks import is_at_work
 from mpistrat.system.text import rank_list
+from mpistrat.system.threads import call_later
 
 __all__ = ["MonitorClient"]
 
-_MAX_FRAMES = 4
 _LIMIT_S = 1.5
 """How long an answer may take."""
 _SHORT_LIMIT_S = 0.3
@@ -43,34 +41,10 @@ _POLL_S = 0.5
 """How often to check whether files are finished."""
 _SETTLE_S = 0.5
 """How long a broken connection is not reported: a launcher that ends the job is faster."""
+_SHORT_SETTLE_S = 0.02
+"""The same where the launcher ends no job."""
 _FAILURE_S = 1.0
 """How long a failure is not reported: mostly the next collective shows it, or the rank ends."""
-_Answer = dict[str, Any]
-"""JSON: the ``state`` of a rank, and details for `_describe_rank_state`."""
-
-
-class RankState(str, enum.Enum):
-    """The state of a rank that others wait for."""
-
-    HERE = "waiting here"
-    """In the same collective."""
-    ELSEWHERE = "elsewhere"
-    """In a collective of other ranks."""
-    LATE = "late"
-    """Alive, between two collectives."""
-    FINISHED = "finished"
-    """Has left the program."""
-    STOPPED = "stopped"
-    """Its process is suspended."""
-    SILENT = "silent"
-    """Its process is there but does not answer."""
-    GONE = "gone"
-    """Its process has ended without an exit announcement."""
-    UNKNOWN = "unknown"
-    """It cannot be asked."""
-
-
-_NEVER_COMES = (RankState.STOPPED, RankState.SILENT, RankState.GONE)
 
 
 class MonitorClient(Peers):
@@ -93,11 +67,17 @@ class MonitorClient(Peers):
         monitor.add(self._key, self.handlers() | dict(handlers))
         channel.peers = self
         # Every monitor must know the key before a rank asks with it.
-        channel.exchange(None)
+        channel.barrier()
         neighbour = (channel.rank + 1) % channel.size
         # Where it cannot be watched, it may still be asked.
         with contextlib.suppress(OSError):
-            connection = self._addresses[neighbour].watch(self._key, _LIMIT_S)
+            try:
+                connection = self._addresses[neighbour].watch(self._key, _LIMIT_S)
+            except ConnectionError:
+                # No firewall refuses within a host: it has died since the barrier.
+                if self._addresses[neighbour].host == socket.gethostname():
+                    self.report_loss(neighbour)
+                raise
             self._watch = monitor.watch(connection, lambda: self.report_loss(neighbour))
 
     def leave(self) -> None:
@@ -112,8 +92,8 @@ class MonitorClient(Peers):
         """Return the handlers of the questions of the other ranks."""
 
         # The name of a question is its `ask`.
-        def state(question: Question) -> _Answer:
-            found = _rank_state(self._channel, process.channels, process.has_left)
+        def state(question: Question) -> Answer:
+            found = rank_state(self._channel, process.channels, process.has_left)
             if "departure" in question.details:
                 # Either this rank has counted the collective that the other one is about to leave,
                 # or it finds the departure right after: the two never miss each other.
@@ -138,7 +118,7 @@ class MonitorClient(Peers):
 
     def ask(
         self, rank: int, ask: str = "state", limit_s: float = _LIMIT_S, **details: Any
-    ) -> _Answer:
+    ) -> Answer:
         """Return the answer of `rank`, or the meaning of its silence."""
         address = self._addresses[rank]
         place = {"pid": address.pid, "host": address.host}
@@ -149,7 +129,7 @@ class MonitorClient(Peers):
         except ConnectionError:
             return place | {"state": RankState.GONE}
         except TimeoutError:
-            suspended = address.host == socket.gethostname() and _is_suspended(address.pid)
+            suspended = address.host == socket.gethostname() and is_suspended(address.pid)
             return place | {"state": RankState.STOPPED if suspended else RankState.SILENT}
         except (OSError, ValueError):
             pass
@@ -159,7 +139,7 @@ class MonitorClient(Peers):
         """Return the other ranks."""
         return [rank for rank in range(len(self._addresses)) if rank != self._channel.rank]
 
-    def ask_all(self, ranks: Iterable[int], **details: Any) -> dict[int, _Answer]:
+    def ask_all(self, ranks: Iterable[int], **details: Any) -> dict[int, Answer]:
         """Return the answer of each of `ranks`, asked at the same time."""
         ranks = list(ranks)
         return dict(
@@ -197,7 +177,7 @@ class MonitorClient(Peers):
         while is_at_work() or self.is_root_at_work():
             time.sleep(_POLL_S)
 
-    def waits_here(self, found: _Answer) -> bool:
+    def waits_here(self, found: Answer) -> bool:
         """Return whether the rank of an answer waits in the collective of this one."""
         waits_here: bool = found["state"] == RankState.HERE
         return waits_here and found["sequence"] == self._channel.ledger.sequence
@@ -208,7 +188,7 @@ class MonitorClient(Peers):
 
     def describe_rank(self, rank: int) -> str:
         """Return where one rank is, in words."""
-        return _describe_rank_state(self.ask(rank))
+        return describe_rank_state(self.ask(rank))
 
     def offer_to_leave(self, site: str, departure: Departure) -> tuple[str, str] | None:
         """Do `describe`, and keep ranks that are missing from coming; ``None`` without any."""
@@ -220,12 +200,12 @@ class MonitorClient(Peers):
             return None
         return self._describe(site, found)
 
-    def _describe(self, site: str, found: Mapping[int, _Answer]) -> tuple[str, str]:
+    def _describe(self, site: str, found: Mapping[int, Answer]) -> tuple[str, str]:
         names = self._channel.names
         missing = [rank for rank, each in found.items() if not self.waits_here(each)]
         lines: dict[str, list[int]] = {f"waiting here at {site}": [self._channel.rank]}
         for rank in sorted(found, key=lambda rank: rank not in missing):
-            lines.setdefault(_describe_rank_state(found[rank]), []).append(rank)
+            lines.setdefault(describe_rank_state(found[rank]), []).append(rank)
         # Those that are missing come first.
         ordered = sorted(lines.items(), key=lambda item: not set(item[1]) & set(missing))
         who = rank_list(names(missing)).capitalize() if missing else ""
@@ -235,9 +215,9 @@ class MonitorClient(Peers):
         """Return a table of the ranks whose data will never come, empty without any."""
         found = self.ask_all(self.others())
         return "\n".join(
-            f"  {rank_list(self._channel.names([rank]))}: {_describe_rank_state(each)}"
+            f"  {rank_list(self._channel.names([rank]))}: {describe_rank_state(each)}"
             for rank, each in found.items()
-            if each["state"] in _NEVER_COMES
+            if each["state"] in NEVER_COMES
         )
 
     def report_loss(self, rank: int) -> None:
@@ -253,7 +233,7 @@ class MonitorClient(Peers):
             self._notify_all("lost", lost=rank, departure=departure)
 
         if not self._has_left:
-            _later(_SETTLE_S, report)
+            call_later(_SHORT_SETTLE_S if self._channel.is_tolerant else _SETTLE_S, report)
 
     def report_failure(self) -> None:
         """Report to every other rank, soon, that a function has failed here."""
@@ -270,7 +250,7 @@ class MonitorClient(Peers):
                 failure = Failure(ledger.sequence, ledger.failures, what)
                 self._notify_all("failed", sender=self._channel.rank, failure=failure)
 
-        _later(_FAILURE_S, report)
+        call_later(_FAILURE_S, report)
 
     def report_departure(self, departure: Departure, at_once: bool = True) -> None:
         """Report to every other rank that this one has left the channel."""
@@ -279,11 +259,13 @@ class MonitorClient(Peers):
             if at_once or not process.has_left:
                 self._notify_all("lost", lost=self._channel.rank, departure=departure)
 
-        report() if at_once else _later(_FAILURE_S, report)
+        report() if at_once else call_later(_FAILURE_S, report)
 
     def note_departure(self, rank: int, departure: Departure) -> None:
         """Have the next collective fail, as `rank` will never come to it, from any thread."""
         self._channel.departures.found.setdefault(rank, departure)
+        if departure.act == "ended" and self._channel.is_tolerant:
+            self._channel.transport.leave_waits()
 
         def end_if_blocked() -> None:
             if departure.act == "ended":
@@ -299,7 +281,7 @@ class MonitorClient(Peers):
                     logs.print_last(f"{who} {verb} {departure.what}.")
                 os._exit(1)
 
-        _later(settings_at_the_end().exit_grace_s, end_if_blocked)
+        call_later(settings_at_the_end().exit_grace_s, end_if_blocked)
 
     def _is_first_to_report(self) -> bool:
         """Return whether this rank prints what all do, where no rank 0 can merge their lines."""
@@ -316,85 +298,10 @@ class MonitorClient(Peers):
         return False
 
 
-def _rank_state(channel: Channel, channels: Sequence[Channel], has_left: bool) -> _Answer:
-    """Return the state of the thread that uses `channel`, from any thread."""
-    now = time.monotonic()
-    found: _Answer = {
-        "sequence": channel.ledger.sequence,
-        "site": site_of_thread(channel.thread),
-        "at_work": is_at_work(),
-    }
-    others = (each for each in channels if each is not channel and each.waiting is not None)
-    waits_elsewhere = next(others, None)
-    if channel.stuck_at is not None:
-        return found | {"state": RankState.HERE, "site": channel.stuck_at}
-    if channel.waiting is not None:
-        return found | {"state": RankState.HERE}
-    if has_left:
-        return found | {"state": RankState.FINISHED}
-    if waits_elsewhere is not None and waits_elsewhere.waiting is not None:
-        what, since = waits_elsewhere.waiting
-        return found | {"state": RankState.ELSEWHERE, "what": what, "for_s": now - since}
-    stack = [
-        f"{each.filename.rpartition('/')[2]}:{each.lineno} in {each.name}"
-        for each in traceback.extract_stack(frame_of_thread(channel.thread))
-        if code_owners[each.filename] is CodeOwner.USER
-    ]
-    late = {
-        "state": RankState.LATE,
-        "for_s": now - channel.flight.last_agreed_s(),
-        "stack": stack[-_MAX_FRAMES:],
-    }
-    return found | late
-
-
-def _describe_rank_state(found: _Answer) -> str:
-    """Return one line on a rank and its state."""
-    state = RankState(found["state"])
-    if state is RankState.HERE:
-        return f"{state.value} at {found['site']}"
-    if state is RankState.ELSEWHERE:
-        what, site = found["what"], found["site"]
-        where = f"{what} at {site}, for {found['for_s']:.0f} s"
-        return f"{state.value}: it waits in a collective of other ranks, {where}"
-    if state is RankState.LATE:
-        path = ", called from ".join(reversed(found["stack"])) or found["site"]
-        return f"{state.value}: computing for {found['for_s']:.0f} s, now at {path}"
-    if state is RankState.FINISHED:
-        place = "" if found["site"] == UNKNOWN_PLACE else f" at {found['site']}"
-        return f"{state.value}: left the program{place}"
-    where = f"process {found['pid']} on {found['host']}" if "pid" in found else "no address"
-    return {
-        RankState.STOPPED: f"stopped: {where} is suspended (SIGSTOP); SIGCONT lets it go on",
-        RankState.SILENT: f"silent: {where} does not answer: stopped, or in code that lets no "
-        "other thread run",
-        RankState.GONE: f"gone: {where} has ended without a word",
-        RankState.UNKNOWN: f"unknown: {where} cannot be asked",
-    }[state]
-
-
-def _is_suspended(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in "Tt"
-
-
-def _at_once(do: Callable[[int], _Answer], ranks: Sequence[int]) -> Iterable[_Answer]:
+def _at_once(do: Callable[[int], Answer], ranks: Sequence[int]) -> Iterable[Answer]:
     """Return the results of `do` for `ranks`, several of them at the same time."""
     try:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(do, ranks))
     except RuntimeError:  # the interpreter ends, and starts no more threads
         return [do(rank) for rank in ranks]
-
-
-def _later(delay_s: float, do: Callable[[], None]) -> None:
-    timer = threading.Timer(delay_s, do)
-    timer.daemon = True
-    try:
-        timer.start()
-    except RuntimeError:  # as in `_at_once`
-        time.sleep(delay_s)
-        do()

@@ -18,6 +18,10 @@ class _ProcessState:
     def __init__(self) -> None:
         self.channels: list[Channel] = []
         """Those whose other ranks must learn of the end of this one."""
+        self.lost: set[int] = set()
+        """The ranks of the job that are proved dead, as far as this one has to know."""
+        self.outlives_losses = False
+        """Whether it ends well where ranks are lost at the end of the program."""
         self.world_size = 1
         """How many ranks the job has."""
         self.monitor: Monitor | None = None

@@ -6,11 +6,12 @@ import json
 import platform
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrat.errors import LaunchError
+from mpistrat.mpi.survival import failed_ranks, is_revoked
 from mpistrat.system.text import rank_list
 from mpistrat.version import (
     CHECKPOINT_FORMAT_VERSION,
@@ -33,6 +34,10 @@ _INSTALLED = (
 """What must be the same on all ranks."""
 
 
+_abandoned: list[Rendezvous] = []
+"""MPI may still write to the memory of those that some ranks never came to."""
+
+
 class Rendezvous:
     """Nonblocking meeting of the ranks of `comm`, of which some may have left the program."""
 
@@ -40,17 +45,31 @@ class Rendezvous:
     # duplicate, and on it the MAX of three numbers. A rank can poll for as long as it likes, and
     # MPI can be finalized while others are missing.
 
-    def __init__(self, comm: MPI.Intracomm, opens: bool) -> None:
+    def __init__(self, comm: MPI.Intracomm, opens: bool, is_elastic: bool = False) -> None:
         from mpi4py import MPI
 
         own = int.from_bytes(blake2b(_INSTALLED.encode(), digest_size=8).digest(), "big")
         self.rank, self.size = comm.rank, comm.size
-        self.comm, self._request = comm.Idup()
+        self.of = comm
+        # Where a rank dies in Idup, Open MPI 5 may end the others by a segmentation fault. Shrink
+        # outlives that, but waits for all ranks.
+        self.comm: MPI.Intracomm
         """A private duplicate, once all ranks are here."""
+        self._request: MPI.Request
+        if is_elastic:
+            shrunk: Any = comm.Shrink()
+            self.comm, self._request = shrunk, MPI.REQUEST_NULL
+        else:
+            self.comm, self._request = comm.Idup()
         self._send = np.array([opens, own, _MASK - own], np.uint64)
         self._receive = np.zeros_like(self._send)
         self._op = MPI.MAX
         self._is_reducing = False
+
+    @property
+    def has_fewer(self) -> bool:
+        """Whether ranks were lost before all had come, where that is known."""
+        return not self._request and self.comm.size < self.size
 
     def is_done(self) -> bool:
         """Return whether every rank has come."""
@@ -60,6 +79,14 @@ class Rendezvous:
             self._is_reducing = True
             self._request = self.comm.Iallreduce(self._send, self._receive, self._op)
         return bool(self._request.Test())
+
+    def lost_ranks(self) -> list[int] | None:
+        """Return the ranks that have died, or that others know to; ``None`` where all may come."""
+        lost = failed_ranks(self.of)
+        if not lost and not is_revoked(self.of):
+            return None
+        _abandoned.append(self)
+        return lost
 
     def is_wanted(self) -> bool:
         """Return whether any rank opens a channel; if not, free the duplicate."""

@@ -9,18 +9,15 @@ busy ends the job after a grace period.
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
 from typing import Any
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Status
-from mpistrat.errors import EpochTimeoutError, LaunchError
-from mpistrat.failures import logs
+from mpistrat.errors import EpochError, LaunchError
+from mpistrat.failures import logs, losses
 from mpistrat.failures.logs import print_line
 from mpistrat.failures.process_state import process
 from mpistrat.failures.report import describe_failure, format_failure, print_failures
@@ -43,6 +40,8 @@ _ALONE_S = 60.0
 """How long a rank that leaves without any strategy waits for others that may yet make one."""
 _PARTING_S = 1.0
 """The same for one that had strategies with some of the ranks."""
+_NEWS_S = 0.2
+"""For the monitors to tell of a rank that has died."""
 _PRINT_S = 0.3
 """For a launcher to read the last lines: it may drop them where a rank aborts."""
 
@@ -83,7 +82,7 @@ def _at_exit() -> None:
 def _open_last_channel(limit_s: float) -> bool:
     """Report the end to ranks that wait for this one to make their first strategy."""
     # Where the others do not come, they are ending too, or use strategies on some ranks only.
-    if process.open_last_channel is None or process.is_over():
+    if process.open_last_channel is None or process.is_over() or process.lost:
         return False
     return process.open_last_channel(limit_s, False) is not None
 
@@ -100,7 +99,7 @@ def _report(failure: exit_hooks.Failure) -> bool:
     if not process.channels and process.can_communicate() and process.open_last_channel is not None:
         try:
             process.open_last_channel(_grace_s(), True)
-        except EpochTimeoutError:
+        except EpochError:
             exit_hooks.show(failure, format_failure(*failure))
             sys.stderr.flush()
             time.sleep(_PRINT_S)
@@ -118,14 +117,19 @@ def _report(failure: exit_hooks.Failure) -> bool:
 
 
 def _end(what: str, site: str, facts: dict[str, Any], text: str | None) -> None:
-    with _Interruption() as interruption:
+    with exit_hooks.Interruption() as interruption:
         _end_on_channels(what, site, facts, text, interruption)
 
 
 def _end_on_channels(
-    what: str, site: str, facts: dict[str, Any], text: str | None, interruption: _Interruption
+    what: str,
+    site: str,
+    facts: dict[str, Any],
+    text: str | None,
+    interruption: exit_hooks.Interruption,
 ) -> None:
     process.has_left = True
+    losses.leave_replaced()
     # Before the others learn that this rank has ended, so that rank 0 has all lines in the end.
     logs.flush()
     # The largest group reports: its rank numbers are those that the user knows.
@@ -136,7 +140,8 @@ def _end_on_channels(
         cause = bool(facts.get("cause"))
         report = channel.report(what, site, ended=True, cause=cause) | facts
         last_rounds.append(_LastRound(channel, report, stuck is not None))
-    among = channels[0].flight.channel if channels[0].size < process.world_size else ""
+    size = process.world_size - len(process.lost)
+    among = channels[0].flight.channel if channels[0].size < size else ""
     limit_s = _grace_s() + _extra_s(channels[0], stuck)
     try:
         ends_alone = not _others_end(last_rounds, text is not None, limit_s, interruption)
@@ -168,17 +173,22 @@ def _end_on_channels(
 
 
 def _others_end(
-    last_rounds: Sequence[_LastRound], has_failed: bool, limit_s: float, interruption: _Interruption
+    last_rounds: Sequence[_LastRound],
+    has_failed: bool,
+    limit_s: float,
+    interruption: exit_hooks.Interruption,
 ) -> bool:
     """Wait for the others, and return whether all have ended in time."""
-    # Only a rank that has failed, is stuck or interrupted has a limit, and not while rank 0 is
-    # finishing a file.
+    # Only a rank that has failed, is stuck or interrupted has a limit, or one that others would
+    # wait for where they make a new communicator; and not while rank 0 is finishing a file.
     since = time.monotonic()
     is_hurried = is_idle = False
     # A list, because every last round has to be polled, not only the first that is not done.
     while [each for each in last_rounds if not each.is_done()]:
         if interruption.is_asked and not is_hurried:
             # The others have been interrupted too, and will end soon or never.
+            is_hurried, since = True, time.monotonic()
+        if not is_hurried and any(losses.is_given_up(each.channel) for each in last_rounds):
             is_hurried, since = True, time.monotonic()
         may_abort = has_failed or is_hurried or any(each.is_stuck for each in last_rounds)
         if any(each.channel.is_reported for each in last_rounds):
@@ -209,6 +219,8 @@ class _LastRound:
         self._report = report
         self._is_done = False
         self._is_begun = False
+        self._has_outlived = False
+        """Whether a rank has ended before this one knew that it has come to the last round."""
         self._exchange: Callable[[], list[Any] | None] | None = None
         """Polls for the reports of all ranks, after a round in which they differ."""
 
@@ -216,6 +228,10 @@ class _LastRound:
         """Return whether every rank of the channel is known to have ended."""
         if self._is_done or self.is_stuck or not self._begin():
             return self._is_done
+        if process.outlives_losses and losses.find_lost(self.channel):
+            losses.leave_lost(self.channel)
+            self._is_done = True
+            return True
         if self.channel.departures.lost():
             # Its process was killed, and a launcher that does nothing about it would wait for ever.
             if self.channel.closed is None:
@@ -223,8 +239,11 @@ class _LastRound:
             self.is_stuck = True
             return False
         if self._exchange is None:
-            if not self.channel.round_is_done():
+            if not self._round_is_done():
                 return False
+            if self._has_outlived:
+                self._is_done = True
+                return True
             if self.channel.all_ended_well():
                 self._is_done = True
                 return True
@@ -241,6 +260,17 @@ class _LastRound:
         if not self._is_done:
             self._start()
         return self._is_done
+
+    def _round_is_done(self) -> bool:
+        """Return whether all have come. Where ranks are lost, others that have may be gone."""
+        try:
+            return self.channel.round_is_done()
+        except Exception as error:
+            if not process.lost or self.channel.transport.lost_ranks(error) is None:
+                raise
+            time.sleep(_NEWS_S)
+            self._has_outlived = not self.channel.departures.lost()
+            return self._has_outlived
 
     def _begin(self) -> bool:
         """Start the first round, once no other thread is in a collective of the channel."""
@@ -270,7 +300,12 @@ def _explain_abort(channels: Sequence[Channel]) -> None:
     """Print why this rank aborts the job, though it has caught all errors."""
     largest = channels[0]
     parted = [each for each in channels if each.stuck_at is not None or each.departures.lost()]
-    if not parted and largest.peers is not None:
+    if not parted and any(losses.is_given_up(each) for each in channels):
+        print_line(
+            f"{rank_list(largest.names([largest.rank]))} left the program and ends the job: other "
+            "ranks have revoked its communicator and do not end, and may wait for it in Shrink()."
+        )
+    elif not parted and largest.peers is not None:
         _, table = largest.peers.describe("the end of the program")
         print_line(f"interrupted while ranks were still at work:\n{table}")
     for channel in parted:
@@ -310,33 +345,3 @@ def _extra_s(largest: Channel, stuck: Channel | None) -> float:
 
 def _grace_s() -> float:
     return settings_at_the_end().exit_grace_s
-
-
-class _Interruption:
-    """Context manager in which SIGINT is noted and raises nothing."""
-
-    def __init__(self) -> None:
-        self.is_asked = False
-        """Whether SIGINT has come."""
-        self._previous: Any = None
-
-    def __enter__(self) -> _Interruption:
-        # Only the main thread may change handlers, and only it runs them.
-        if threading.current_thread() is threading.main_thread():
-            previous = signal.getsignal(signal.SIGINT)
-            if callable(previous):  # not where the program ignores it
-                self._previous = previous
-                signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.is_asked = True

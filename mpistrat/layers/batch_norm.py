@@ -64,7 +64,7 @@ def _checked_examples(what: str, value: Any, num_features: int, axis: int) -> Ar
     return array
 
 
-class BatchNorm(Trackable):
+class BatchNorm(Trackable, metaclass=context.MadeInScope):
     """Batch normalization (Ioffe and Szegedy, 2015): ``gamma * (x - mean) / std + beta``.
 
     In training, mean and variance are those of the replica's own examples, or with `synchronized`
@@ -218,7 +218,9 @@ class BatchNorm(Trackable):
                 own = [each.values[0] for each in averages]
                 return self._checked("forward", x), call.all_reduce(ReduceOp.MEAN, own)
 
-        found: tuple[Array, list[Array]] = owner.extended._on_replicas(reduced)
+        found: tuple[Array, list[Array]] = owner.extended._collectives.as_unit(
+            "BatchNorm.forward", lambda: owner.extended._on_replicas(reduced)
+        )
         return found
 
     def backward(

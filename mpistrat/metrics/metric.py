@@ -18,6 +18,7 @@ from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, host_copy, host_view, is_on_host, namespace_of
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.strategies import get_strategy
+from mpistrat.system.units import on_undo
 from mpistrat.trackable import Trackable
 from mpistrat.values import DistributedValues, local_component
 from mpistrat.variables import Variable
@@ -42,7 +43,7 @@ _Result = TypeVar("_Result")
 Given: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 
-class Metric(Trackable, abc.ABC, Generic[_Result]):
+class Metric(Trackable, abc.ABC, Generic[_Result], metaclass=context.MadeInScope):
     """Base of metrics.
 
     **Collective** in a strategy's scope, because it makes variables.
@@ -77,6 +78,7 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
         )
         self._attach_child(what, variable)
         self._sums[what] = variable
+        on_undo(lambda: self._sums.pop(what, None))
         return variable
 
     def _add(self, *numbers: Any) -> None:
@@ -125,7 +127,10 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
             sums = self._own_sums()
         else:
             context.mode_for(strategy, f"The metric {self.name!r}")
-            reduced = strategy.extended._on_replicas(lambda: self._reduced_sums(strategy))
+            reduced = strategy.extended._collectives.as_unit(
+                "result",
+                lambda: strategy.extended._on_replicas(lambda: self._reduced_sums(strategy)),
+            )
             sums = dict(zip(self._sums, reduced, strict=True))
         return self._compute({what: np.float64(host_copy(array)) for what, array in sums.items()})
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import Launcher, find_launcher, is_one_of_several
 from mpistrat.mpi.mpiexec import mpiexec_program
+from mpistrat.mpi.survival import failed_ranks
 from mpistrat.system.cpu import cores_of_mask, mask_of_cores, own_cores
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "abort_world",
     "attached",
     "communicator",
+    "failed_world_ranks",
     "forget_attached",
     "is_attached",
     "is_started",
@@ -36,6 +38,7 @@ __all__ = [
     "library_version",
     "load_library",
     "open_world",
+    "ranks_of_node",
     "started_world",
     "thread_level",
     "world_rank",
@@ -239,11 +242,8 @@ class _Nodes:
 def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> _Nodes:
     from mpi4py import MPI
 
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    lowest = node.bcast(comm.rank)
-    node.Free()
     # Slurm's name of the node comes first: MPI libraries have taken one node for several.
-    mark: Any = launcher.node_name or lowest
+    mark: Any = launcher.node_name or ranks_of_node(comm)[0]
     name = launcher.node_name or MPI.Get_processor_name()
     facts = comm.allgather((mark, name, mask_of_cores(own_cores())))
     marks = [each for each, _, _ in facts]
@@ -261,6 +261,20 @@ def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> _Nodes:
         node_of_rank=tuple(numbers[each] for each in marks),
         num_cores=len(cores_of_mask(cores)),
     )
+
+
+def ranks_of_node(comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks of `comm` on the node of this one, as MPI sees it. **Collective** once."""
+    from mpi4py import MPI
+
+    def find() -> list[int]:
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        ranks = _ranks_in(node, comm)
+        node.Free()
+        return ranks
+
+    found: list[int] = attached(comm, "ranks of node", find)
+    return found
 
 
 def attached(
@@ -335,10 +349,15 @@ def world_ranks(comm: MPI.Intracomm) -> list[int]:
     """Return the rank in COMM_WORLD of each rank of `comm`."""
     from mpi4py import MPI
 
-    own, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = own.Translate_ranks(None, world)
+    return _ranks_in(comm, MPI.COMM_WORLD)
+
+
+def _ranks_in(comm: MPI.Comm, larger: MPI.Comm) -> list[int]:
+    """Return the rank in `larger` of each rank of `comm`."""
+    own, all_ranks = comm.Get_group(), larger.Get_group()
+    ranks = own.Translate_ranks(None, all_ranks)
     own.Free()
-    world.Free()
+    all_ranks.Free()
     return list(ranks)
 
 
@@ -358,6 +377,15 @@ def world_size() -> int:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.size
+
+
+def failed_world_ranks() -> list[int]:
+    """Return the ranks of COMM_WORLD that MPI knows to be dead. Local."""
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        return []
+    return failed_ranks(MPI.COMM_WORLD)
 
 
 def abort_world(exit_code: int) -> None:

@@ -16,21 +16,35 @@
 #include <numpy/arrayobject.h>
 
 #include <setjmp.h>
+#include <stdint.h>
 
 typedef PyObject *fast_function(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 
 /* sequence_calls.c */
 fast_function mpistrat_call_round_start, mpistrat_call_round_done, mpistrat_call_round_meet,
     mpistrat_call_round_rest, mpistrat_call_round_expect,
-    mpistrat_call_round_contribute, mpistrat_call_round_result, mpistrat_call_reduce_contribute,
-    mpistrat_call_reduce_withdraw, mpistrat_call_reduce, mpistrat_call_reduce_slice,
+    mpistrat_call_round_contribute, mpistrat_call_round_result, mpistrat_call_combine_rows,
+    mpistrat_call_reduce_contribute,
+    mpistrat_call_reduce_withdraw, mpistrat_call_reduce, mpistrat_call_contribute_slices,
+    mpistrat_call_reduce_slice,
     mpistrat_call_collect_slices, mpistrat_call_reduce_part, mpistrat_call_collect_parts;
+struct sequence;
+/* Take part in a round with two numbers and their complements, and wait a while for the others. 0:
+   some ranks are missing; 2: all have brought the same. */
+int mpistrat_meet(struct sequence *seq, uint64_t *values, uint64_t *largest, int64_t turns,
+                  uint64_t first, uint64_t second);
+
+/* repeated.c */
+fast_function mpistrat_repeat;
 
 /* lists.c */
 fast_function mpistrat_join, mpistrat_split, mpistrat_array_at;
 PyObject *mpistrat_describe(PyObject *module, PyObject *arrays);
 PyObject *mpistrat_address(PyObject *module, PyObject *array);
 PyObject *mpistrat_addresses(PyObject *module, PyObject *arrays);
+
+/* counts.c */
+fast_function mpistrat_count_rows;
 
 /* rows.c */
 fast_function mpistrat_decode_chunks, mpistrat_ask_for, mpistrat_map_file;
@@ -41,5 +55,9 @@ extern _Thread_local sigjmp_buf *volatile mpistrat_way_out;
 /* row_copies.c */
 fast_function mpistrat_copy_rows, mpistrat_begin_copy, mpistrat_end_copy;
 int mpistrat_is_int64(PyObject *object);
+
+/* turns.c */
+fast_function mpistrat_make_turn, mpistrat_hand_over, mpistrat_park,
+    mpistrat_has_taken;
 
 #endif

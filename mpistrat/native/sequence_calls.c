@@ -90,8 +90,22 @@ PyObject *mpistrat_call_round_expect(PyObject *module, PyObject *const *args, Py
     return PyBool_FromLong(all_come);
 }
 
-/* round_meet(seq, values, largest, turns, first, second) -> int: fill the values with both numbers
-   and their complements, round_start and round_done. 0: some ranks are missing; 2: all are equal */
+int mpistrat_meet(struct sequence *seq, uint64_t *values, uint64_t *largest, int64_t turns,
+                  uint64_t first, uint64_t second)
+{
+    const uint64_t own[4] = {first, ~first, second, ~second};
+    memcpy(values, own, sizeof own);
+    mpistrat_round_start(seq, values);
+    int done = mpistrat_round_done(seq, largest, SOON);
+    if (!done) { /* a late rank may need another thread of this one */
+        Py_BEGIN_ALLOW_THREADS
+        done = mpistrat_round_done(seq, largest, turns);
+        Py_END_ALLOW_THREADS
+    }
+    return !done ? 0 : memcmp(largest, own, sizeof own) == 0 ? 2 : 1;
+}
+
+/* round_meet(seq, values, largest, turns, first, second) -> int: see mpistrat_meet */
 PyObject *mpistrat_call_round_meet(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -102,79 +116,85 @@ PyObject *mpistrat_call_round_meet(PyObject *module, PyObject *const *args, Py_s
     uint64_t second = PyLong_AsUnsignedLongLong(args[5]);
     if (PyErr_Occurred())
         return NULL;
-    struct sequence *seq = (struct sequence *)given[0];
-    uint64_t *values = (uint64_t *)given[1], *largest = (uint64_t *)given[2];
-    const uint64_t own[4] = {first, ~first, second, ~second};
-    memcpy(values, own, sizeof own);
-    mpistrat_round_start(seq, values);
-    if (!mpistrat_round_done(seq, largest, SOON)) {
-        int done; /* a late rank may need another thread of this one */
-        Py_BEGIN_ALLOW_THREADS
-        done = mpistrat_round_done(seq, largest, given[3]);
-        Py_END_ALLOW_THREADS
-        if (!done)
-            return PyLong_FromLong(0);
-    }
-    return PyLong_FromLong(memcmp(largest, own, sizeof own) == 0 ? 2 : 1);
+    return PyLong_FromLong(mpistrat_meet((struct sequence *)given[0], (uint64_t *)given[1],
+                                         (uint64_t *)given[2], given[3], first, second));
 }
 
-/* round_contribute(seq, source) */
+/* round_contribute(seq, offset, source) */
 PyObject *mpistrat_call_round_contribute(PyObject *module, PyObject *const *args,
                                          Py_ssize_t num_args)
 {
     (void)module;
-    int64_t seq;
-    if (!take_count(num_args, 2, "round_contribute") || !take_integers(args, 1, &seq))
+    int64_t given[2];
+    if (!take_count(num_args, 3, "round_contribute") || !take_integers(args, 2, given))
         return NULL;
-    PyArrayObject *source = as_array(args[1]);
+    PyArrayObject *source = as_array(args[2]);
     if (source == NULL)
         return NULL;
-    mpistrat_round_contribute((struct sequence *)seq, PyArray_BYTES(source),
-                              PyArray_NBYTES(source));
+    mpistrat_round_contribute((struct sequence *)given[0], PyArray_BYTES(source),
+                              PyArray_NBYTES(source), given[1]);
     Py_RETURN_NONE;
 }
 
-/* round_result(seq, function, divisor, itemsize, target) */
+/* round_result(seq, function, divisor, itemsize, order, stride, target) */
 PyObject *mpistrat_call_round_result(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
-    int64_t given[4];
-    if (!take_count(num_args, 5, "round_result") || !take_integers(args, 4, given))
+    int64_t given[6];
+    if (!take_count(num_args, 7, "round_result") || !take_integers(args, 6, given))
         return NULL;
-    PyArrayObject *target = as_array(args[4]);
+    PyArrayObject *target = as_array(args[6]);
     if (target == NULL)
         return NULL;
-    const struct arithmetic how = {given[1], given[2], given[3]};
-    mpistrat_round_result((struct sequence *)given[0], how, PyArray_BYTES(target),
-                           PyArray_NBYTES(target));
+    const struct arithmetic how = {given[1], given[2], given[3], (const struct order *)given[4]};
+    mpistrat_round_result((struct sequence *)given[0], how, given[5], PyArray_BYTES(target),
+                          PyArray_NBYTES(target));
+    Py_RETURN_NONE;
+}
+
+/* combine_rows(function, divisor, itemsize, rows, stride, num_rows, target) */
+PyObject *mpistrat_call_combine_rows(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[6];
+    if (!take_count(num_args, 7, "combine_rows") || !take_integers(args, 6, given))
+        return NULL;
+    PyArrayObject *target = as_array(args[6]);
+    if (target == NULL)
+        return NULL;
+    const struct arithmetic how = {given[0], given[1], given[2], NULL};
+    mpistrat_combine_rows(how, (const char *)given[3], given[4], given[5], PyArray_BYTES(target),
+                          PyArray_NBYTES(target));
     Py_RETURN_NONE;
 }
 
 /* ---- reductions ---- */
 
-/* Describe lists of arrays of equal lengths in pairs. `room` serves where they are few; else the
-   pieces are to be freed. */
+/* Describe a list of targets, and one of sources for each row of them, row by row. `room` serves
+   where they are few; else the pieces are to be freed. */
 static int take_message(PyObject *sources, PyObject *targets, struct piece *room,
                         struct message *message)
 {
     if (!PyList_CheckExact(sources) || !PyList_CheckExact(targets) ||
-        PyList_Size(sources) != PyList_Size(targets)) {
-        PyErr_SetString(PyExc_TypeError, "expected two lists of equally many arrays");
+        PyList_Size(sources) != PyList_Size(targets) * message->num_rows) {
+        PyErr_SetString(PyExc_TypeError, "expected a list of sources for each row of targets");
         return 0;
     }
-    message->num_pieces = PyList_Size(sources);
+    int64_t count = PyList_Size(sources);
+    message->num_pieces = PyList_Size(targets);
     message->total = 0;
     struct piece *pieces = room;
-    if (message->num_pieces > FEW)
-        pieces = PyMem_New(struct piece, message->num_pieces);
+    if (count > FEW)
+        pieces = PyMem_New(struct piece, count);
     if (pieces == NULL) {
         PyErr_NoMemory();
         return 0;
     }
     message->pieces = pieces;
-    for (int64_t i = 0; i < message->num_pieces; i++) {
-        PyArrayObject *source = as_array(PyList_GetItem(sources, i));
-        PyArrayObject *target = source ? as_array(PyList_GetItem(targets, i)) : NULL;
+    for (int64_t i = 0; i < count; i++) {
+        PyArrayObject *source = as_array(PyList_GetItem(sources, i)), *target = NULL;
+        if (source != NULL)
+            target = as_array(PyList_GetItem(targets, i % message->num_pieces));
         if (target != NULL && PyArray_NBYTES(source) != PyArray_NBYTES(target))
             PyErr_Format(PyExc_ValueError, "source and target %lld differ in length", (long long)i);
         if (PyErr_Occurred()) {
@@ -184,7 +204,8 @@ static int take_message(PyObject *sources, PyObject *targets, struct piece *room
         }
         pieces[i] = (struct piece){PyArray_BYTES(source), PyArray_BYTES(target),
                                    PyArray_NBYTES(source)};
-        message->total += pieces[i].num_bytes;
+        if (i < message->num_pieces)
+            message->total += pieces[i].num_bytes;
     }
     return 1;
 }
@@ -196,7 +217,7 @@ PyObject *mpistrat_call_reduce_contribute(PyObject *module, PyObject *const *arg
     (void)module;
     int64_t given[3];
     struct piece room[FEW];
-    struct message message;
+    struct message message = {.num_rows = 1};
     if (!take_count(num_args, 5, "reduce_contribute") || !take_integers(args, 3, given) ||
         !take_message(args[3], args[4], room, &message))
         return NULL;
@@ -222,24 +243,42 @@ PyObject *mpistrat_call_reduce_withdraw(PyObject *module, PyObject *const *args,
     Py_RETURN_NONE;
 }
 
-/* reduce(seq, function, divisor, itemsize, block, small, contributed, sources, targets) */
+/* reduce(seq, function, divisor, itemsize, order, num_rows, block, small, contributed, sources,
+   targets) */
 PyObject *mpistrat_call_reduce(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
-    int64_t given[7];
+    int64_t given[9];
     struct piece room[FEW];
     struct message message;
-    if (!take_count(num_args, 9, "reduce") || !take_integers(args, 7, given) ||
-        !take_message(args[7], args[8], room, &message))
+    if (!take_count(num_args, 11, "reduce") || !take_integers(args, 9, given))
         return NULL;
-    const struct arithmetic how = {given[1], given[2], given[3]};
-    message.block = given[4];
-    message.small = given[5];
+    message.num_rows = given[5];
+    if (!take_message(args[9], args[10], room, &message))
+        return NULL;
+    const struct arithmetic how = {given[1], given[2], given[3], (const struct order *)given[4]};
+    message.block = given[6];
+    message.small = given[7];
     Py_BEGIN_ALLOW_THREADS
-    mpistrat_reduce((struct sequence *)given[0], how, message, (int)given[6]);
+    mpistrat_reduce((struct sequence *)given[0], how, message, (int)given[8]);
     Py_END_ALLOW_THREADS
     if (message.pieces != room)
         PyMem_Free((void *)message.pieces);
+    Py_RETURN_NONE;
+}
+
+/* contribute_slices(seq, owners, source, num_bytes) */
+PyObject *mpistrat_call_contribute_slices(PyObject *module, PyObject *const *args,
+                                          Py_ssize_t num_args)
+{
+    (void)module;
+    int64_t given[4];
+    if (!take_count(num_args, 4, "contribute_slices") || !take_integers(args, 4, given))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mpistrat_contribute_slices((struct sequence *)given[0], given[1], (const char *)given[2],
+                               given[3]);
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
@@ -247,7 +286,7 @@ PyObject *mpistrat_call_reduce(PyObject *module, PyObject *const *args, Py_ssize
 PyObject *mpistrat_call_reduce_slice(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
-    int64_t given[5], slice[2];
+    int64_t given[5], slice[2] = {0, 0};
     if (!take_count(num_args, 5, "reduce_slice") || !take_integers(args, 5, given))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
@@ -274,7 +313,7 @@ PyObject *mpistrat_call_collect_slices(PyObject *module, PyObject *const *args, 
 PyObject *mpistrat_call_reduce_part(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
-    int64_t given[6], room[2];
+    int64_t given[6], room[2] = {0, 0};
     if (!take_count(num_args, 6, "reduce_part") || !take_integers(args, 6, given))
         return NULL;
     const struct parts parts = {(const int64_t *)given[3], given[4], given[5]};

@@ -15,7 +15,8 @@
    are waited for. So after a time it sleeps, until a rank arrives.
 
    No function keeps state outside of its sequence. A function that can wait without end (reduce)
-   may be called only when every rank has agreed to call it. */
+   may be called only when every rank has agreed to call it. Its wait ends where a rank has left:
+   then nothing is to be read of the results. */
 
 #include "sequences.h"
 #include "pause.h"
@@ -35,7 +36,8 @@
 #endif
 
 enum { GOAL = 64, LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, VALUES = 4 };
-enum { IS_ASLEEP = 8, EXPECTED = 16, NUM_WAKES = 72, NAP_NS = 1000000, TURNS_OF_NAP = 256 };
+enum { IS_ASLEEP = 8, EXPECTED = 16, HAS_LEFT = 24, NUM_WAKES = 72 };
+enum { NAP_NS = 1000000, TURNS_OF_NAP = 256 };
 enum { MOST_ENTRIES = 32 }; /* the counter of up to 2**31 ranks */
 enum { PAST_BYTES = 1 << 22 }; /* more results than this do not stay in a core's caches */
 
@@ -128,11 +130,27 @@ static void relax(const struct sequence *seq, struct wait *wait)
     wait->turns += TURNS_OF_NAP;
 }
 
-static void wait_for_all(const struct sequence *seq)
+/* Whether a rank has left, as another one is dead: the others then leave too. */
+static int one_has_left(const struct sequence *seq)
+{
+    for (int64_t q = 0; q < seq->size; q++)
+        if (__atomic_load_n((int64_t *)(seq->line[q] + HAS_LEFT), __ATOMIC_RELAXED))
+            return 1;
+    return 0;
+}
+
+/* Return whether all ranks have arrived; if not, this one has left. */
+static int wait_for_all(const struct sequence *seq)
 {
     struct wait wait = {0, 0};
-    while (!all_have_arrived(seq))
+    while (!all_have_arrived(seq)) {
+        if (wait.turns % TURNS_OF_NAP == TURNS_OF_NAP - 1 && one_has_left(seq)) {
+            __atomic_store_n((int64_t *)(seq->line[seq->own] + HAS_LEFT), 1, __ATOMIC_RELAXED);
+            return 0;
+        }
         relax(seq, &wait);
+    }
+    return 1;
 }
 
 static char *half_of(const struct sequence *seq, int64_t rank, int64_t use)
@@ -357,6 +375,14 @@ static void copy_past(char *to, const char *from, int64_t num_bytes)
     memcpy(to, from, num_bytes);
 }
 
+/* Have others see what was copied past the caches before anything that is written from now on. */
+static void end_copies_past(void)
+{
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
 static void copy_out(struct place *to, const char *from, int64_t num_bytes)
 {
     while (num_bytes > 0) {
@@ -413,7 +439,7 @@ static char *room_at(const struct place *to, char *room, int64_t num_bytes)
     return fits && !writes_past(to) ? to->piece->target + to->offset : room;
 }
 
-/* The sum of one chunk over the ranks, as far as it has come: a binary counter. Each entry is the sum
+/* The sum of one chunk over the rows, as far as it has come: a binary counter. Each entry is the sum
    of 2**k neighbours, the last one of the smallest k. comm/ops.py has the same tree. */
 struct counter {
     combine_function *combine, *last;
@@ -423,55 +449,97 @@ struct counter {
     int64_t stride;
 };
 
-/* Add what rank q brings, and combine the entries that are complete: all for the last rank, whose
-   sum goes to `result`. What this rank brings may lie there, so nothing is written there before. */
-static void count_in(struct counter *counter, const char *part, int64_t q, int64_t size, char *result,
-                     int64_t num_bytes)
+/* Add a row, and combine it with the last `num_combined` entries; of the last row, with all, whose
+   sum goes to `result`. A row of this rank may lie there, so nothing is written there before. */
+static void count_in(struct counter *counter, const char *row, int64_t num_combined, int is_last,
+                     char *result, int64_t num_bytes)
 {
-    int is_last = q == size - 1;
-    for (int64_t bit = 1; counter->num_entries > 0 && (is_last || (q & bit)); bit *= 2) {
+    if (is_last)
+        num_combined = counter->num_entries;
+    for (; num_combined > 0; num_combined--) {
         int i = --counter->num_entries;
         if (is_last && i == 0) {
-            counter->last(result, counter->entry[i], part, num_bytes);
+            counter->last(result, counter->entry[i], row, num_bytes);
             return;
         }
-        counter->combine(counter->sums + i * counter->stride, counter->entry[i], part, num_bytes);
-        part = counter->sums + i * counter->stride;
+        counter->combine(counter->sums + i * counter->stride, counter->entry[i], row, num_bytes);
+        row = counter->sums + i * counter->stride;
     }
-    counter->entry[counter->num_entries++] = part;
+    counter->entry[counter->num_entries++] = row;
 }
 
-/* Reduce bytes [start, stop) of a block, in a fixed tree of the ranks. Those of this rank are read
-   at `in`, those of the others in their halves. The results go to `out`, and to this rank's half if
-   `shares`. */
-static void reduce_range(const struct sequence *seq, const struct arithmetic *how, int64_t use,
-                         int64_t start, int64_t stop, struct place in, struct place out, int shares)
+/* How many rows a rank brings. */
+static int64_t rows_of(const struct order *order, int64_t rank)
 {
-    char total[CHUNK] __attribute__((aligned(64))), room[CHUNK] __attribute__((aligned(64)));
+    return order == NULL ? 1 : order->numbers[rank];
+}
+
+/* With how many entries a row is combined, if it is not the last. */
+static int64_t num_combined(const struct sequence *seq, const struct order *order, int64_t row)
+{
+    if (order != NULL)
+        return order->numbers[seq->size + row];
+    int64_t count = 0;
+    for (; row & 1; row >>= 1)
+        count++;
+    return count;
+}
+
+/* How many sums wait at a time. */
+static int64_t most_sums(const struct sequence *seq, const struct order *order)
+{
+    if (order != NULL)
+        return order->most_sums;
+    int64_t count = 0;
+    while ((int64_t)1 << count < seq->size)
+        count++;
+    return count;
+}
+
+/* Where the rows of all ranks lie: those of this rank at `in`, which moves behind them, those of the
+   others in their halves, at a distance of `stride`. */
+struct rows {
+    int64_t use, stride;
+    struct place *in;
+};
+
+/* Reduce bytes [start, stop) of a block, in a fixed tree. The results go to `out`, and to this
+   rank's half if `shares`. */
+static void reduce_range(const struct sequence *seq, const struct arithmetic *how,
+                         const struct rows *rows, int64_t start, int64_t stop, struct place out,
+                         int shares)
+{
+    char total[CHUNK] __attribute__((aligned(64)));
     int64_t most = stop - start < CHUNK ? stop - start : CHUNK;
+    int64_t num_own = rows_of(how->order, seq->own), num_sums = most_sums(seq, how->order);
+    int64_t num_rows = 0;
+    for (int64_t q = 0; q < seq->size; q++)
+        num_rows += rows_of(how->order, q);
     struct counter counter = {
         .combine = combine_functions[how->function],
         .last = last_function(how->function),
         .stride = (most + GRAIN - 1) / GRAIN * GRAIN,
     };
-    int64_t num_sums = 0;
-    while ((int64_t)1 << num_sums < seq->size)
-        num_sums++;
-    char sums[num_sums * counter.stride + GRAIN];
-    counter.sums = sums + (-(intptr_t)sums & (GRAIN - 1));
+    char memory[(num_sums + num_own) * counter.stride + GRAIN];
+    counter.sums = memory + (-(intptr_t)memory & (GRAIN - 1));
+    char *room = counter.sums + num_sums * counter.stride;
     for (int64_t at = start; at < stop; at += CHUNK) {
-        int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
+        int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK, row = 0;
         char *result = room_at(&out, total, num_bytes);
         counter.num_entries = 0;
         for (int64_t q = 0; q < seq->size; q++) {
-            const char *part = q == seq->own ? next_of(&in, room, num_bytes)
-                                              : half_of(seq, q, use) + at;
-            count_in(&counter, part, q, seq->size, result, num_bytes);
+            for (int64_t i = 0; i < rows_of(how->order, q); i++, row++) {
+                const char *part =
+                    q == seq->own ? next_of(&rows->in[i], room + i * counter.stride, num_bytes)
+                                  : half_of(seq, q, rows->use) + i * rows->stride + at;
+                count_in(&counter, part, num_combined(seq, how->order, row), row == num_rows - 1,
+                         result, num_bytes);
+            }
         }
         if (how->divisor != 1)
             divide(result, num_bytes, how->itemsize, how->divisor);
         if (shares)
-            memcpy(half_of(seq, seq->own, use) + at, result, num_bytes);
+            memcpy(half_of(seq, seq->own, rows->use) + at, result, num_bytes);
         if (result == total)
             copy_out(&out, total, num_bytes);
         else
@@ -479,20 +547,48 @@ static void reduce_range(const struct sequence *seq, const struct arithmetic *ho
     }
 }
 
-/* A few numbers may travel with the values of a round. Contribute them to the next one. */
-void mpistrat_round_contribute(struct sequence *seq, const char *source, int64_t num_bytes)
+/* A few numbers may travel with the values of a round. Contribute them to the next one, as row
+   `offset` bytes behind the first. */
+void mpistrat_round_contribute(struct sequence *seq, const char *source, int64_t num_bytes,
+                               int64_t offset)
 {
-    memcpy(half_of(seq, seq->own, seq->step + 1) + ROUND_HEAD, source, num_bytes);
+    memcpy(half_of(seq, seq->own, seq->step + 1) + ROUND_HEAD + offset, source, num_bytes);
 }
 
-/* Reduce what all ranks have contributed to the round that is done. */
-void mpistrat_round_result(struct sequence *seq, struct arithmetic how, char *target,
-                           int64_t num_bytes)
+/* Reduce what all ranks have contributed to the round that is done: rows at a distance of `stride`. */
+void mpistrat_round_result(struct sequence *seq, struct arithmetic how, int64_t stride,
+                           char *target, int64_t num_bytes)
 {
     char *own = half_of(seq, seq->own, seq->step) + ROUND_HEAD;
-    const struct piece piece = {own, target, num_bytes};
-    reduce_range(seq, &how, seq->step, ROUND_HEAD, ROUND_HEAD + num_bytes,
-                 (struct place){&piece, 0, 0}, (struct place){&piece, 0, 0}, 0);
+    int64_t num_own = rows_of(how.order, seq->own);
+    struct piece pieces[num_own];
+    struct place in[num_own];
+    for (int64_t i = 0; i < num_own; i++) {
+        pieces[i] = (struct piece){own + i * stride, target, num_bytes};
+        in[i] = (struct place){&pieces[i], 0, 0};
+    }
+    const struct rows rows = {seq->step, stride, in};
+    reduce_range(seq, &how, &rows, ROUND_HEAD, ROUND_HEAD + num_bytes,
+                 (struct place){pieces, 0, 0}, 0);
+}
+
+/* The same of a few numbers that came by MPI: one row of each rank, at a distance of `stride`, which
+   they fill at most. `target` is elsewhere. */
+void mpistrat_combine_rows(struct arithmetic how, const char *rows, int64_t stride,
+                           int64_t num_rows, char *target, int64_t num_bytes)
+{
+    char sums[num_rows * stride] __attribute__((aligned(64)));
+    struct counter counter = {
+        .combine = combine_functions[how.function],
+        .last = last_function(how.function),
+        .sums = sums,
+        .stride = stride,
+    };
+    for (int64_t row = 0; row < num_rows; row++)
+        count_in(&counter, rows + row * stride, num_combined(NULL, NULL, row), row == num_rows - 1,
+                 target, num_bytes);
+    if (how.divisor != 1)
+        divide(target, num_bytes, how.itemsize, how.divisor);
 }
 
 /* ---- reductions: results in arenas ---- */
@@ -526,26 +622,32 @@ static int all_have_goals(const struct sequence *seq)
 
 /* Reduce bytes [start, stop) of a block, `done` bytes into the message, for all ranks. */
 static void reduce_range_for_all(const struct sequence *seq, const struct arithmetic *how,
-                                 int64_t use, int64_t done, int64_t start, int64_t stop,
-                                 struct place in)
+                                 const struct rows *rows, int64_t done, int64_t start,
+                                 int64_t stop, int goes_past)
 {
     for (int64_t at = start; at < stop; at += CHUNK) {
         int64_t num_bytes = stop - at < CHUNK ? stop - at : CHUNK;
         char total[CHUNK];
         const struct piece piece = {0, total, num_bytes};
-        reduce_range(seq, how, use, at, at + num_bytes, in, (struct place){&piece, 0, 0}, 0);
-        skip(&in, num_bytes);
-        for (int64_t q = 0; q < seq->size; q++)
-            memcpy(seq->line[q] + seq->arena + *goal_of(seq, q) + done + at, total, num_bytes);
+        reduce_range(seq, how, rows, at, at + num_bytes, (struct place){&piece, 0, 0}, 0);
+        for (int64_t q = 0; q < seq->size; q++) {
+            char *target = seq->line[q] + seq->arena + *goal_of(seq, q) + done + at;
+            if (goes_past)
+                copy_past(target, total, num_bytes);
+            else
+                memcpy(target, total, num_bytes);
+        }
     }
+    if (goes_past)
+        end_copies_past();
 }
 
 /* ---- reductions: blocks ---- */
 
-/* Copy in what the others need of a block, and arrive. `in` moves behind the block. Returns where
-   the slice of this rank begins. */
-static struct place contribute_block(struct sequence *seq, struct place *in, int64_t num_bytes,
-                                     int64_t small, int contributed)
+/* Copy in what the others need of a block of one row, to `room`. `in` moves behind the block.
+   Returns where the slice of this rank begins. */
+static struct place contribute_row(const struct sequence *seq, struct place *in, char *room,
+                                   int64_t num_bytes, int64_t small, int contributed)
 {
     int64_t size = num_bytes > small ? seq->size : 1; /* of small blocks, all need all */
     int64_t number = num_bytes > small ? seq->own : 1;
@@ -558,25 +660,43 @@ static struct place contribute_block(struct sequence *seq, struct place *in, int
         skip(in, num_bytes);
         return slice;
     }
-    char *own = half_of(seq, seq->own, seq->step / 2);
-    copy_in(in, own, start);
+    copy_in(in, room, start);
     if (num_bytes > small)
         slice = *in;
     skip(in, stop - start);
-    copy_in(in, own + stop, num_bytes - stop);
-    arrive(seq);
+    copy_in(in, room + stop, num_bytes - stop);
     return slice;
+}
+
+/* Do this for each of the rows, and arrive. */
+static void contribute_block(struct sequence *seq, const struct message *message, struct place *in,
+                             struct place *slices, int64_t num_bytes, int contributed)
+{
+    char *own = half_of(seq, seq->own, seq->step / 2);
+    for (int64_t i = 0; i < message->num_rows; i++)
+        slices[i] = contribute_row(seq, &in[i], own + i * message->block, num_bytes,
+                                   message->small, contributed);
+    if (!contributed)
+        arrive(seq);
+}
+
+/* Where each row begins. */
+static void begin_rows(const struct message *message, struct place *in)
+{
+    for (int64_t i = 0; i < message->num_rows; i++)
+        in[i] = (struct place){message->pieces + i * message->num_pieces, 0, 0};
 }
 
 /* Do the part of a reduction's first block that needs no other rank. If the ranks then agree in a
    round, the reduction finds that all have arrived. */
 void mpistrat_reduce_contribute(struct sequence *seq, struct message message)
 {
-    struct place in = {message.pieces, 0, 0};
+    struct place in[message.num_rows], slices[message.num_rows];
     int64_t num_bytes = message.total < message.block ? message.total : message.block;
+    begin_rows(&message, in);
     publish_goal(seq, &message);
     if (num_bytes > 0)
-        contribute_block(seq, &in, num_bytes, message.small, 0);
+        contribute_block(seq, &message, in, slices, num_bytes, 0);
 }
 
 /* Withdraw what mpistrat_reduce_contribute has brought. The ranks have not agreed, so no rank has
@@ -609,22 +729,23 @@ static void collect_block(const struct sequence *seq, int64_t use, struct place 
 void mpistrat_reduce(struct sequence *seq, struct arithmetic how, struct message message,
                      int contributed)
 {
-    struct place in = {message.pieces, 0, 0};
+    struct place in[message.num_rows], own_in[message.num_rows];
     struct place out = {message.pieces, 0, message.total >= PAST_BYTES};
     int for_all = 0;
+    begin_rows(&message, in);
     if (!contributed)
         publish_goal(seq, &message);
     for (int64_t done = 0; done < message.total; done += message.block) {
         int64_t left = message.total - done;
         int64_t num_bytes = left < message.block ? left : message.block;
-        int64_t use = seq->step / 2;
-        int is_in = contributed && done == 0;
-        struct place own_in = contribute_block(seq, &in, num_bytes, message.small, is_in);
+        const struct rows rows = {seq->step / 2, message.block, own_in};
+        contribute_block(seq, &message, in, own_in, num_bytes, contributed && done == 0);
         struct place own_out = out;
-        wait_for_all(seq);
+        if (!wait_for_all(seq))
+            return;
         if (num_bytes <= message.small) {
             arrive(seq); /* nobody waits for this step */
-            reduce_range(seq, &how, use, 0, num_bytes, own_in, own_out, 0);
+            reduce_range(seq, &how, &rows, 0, num_bytes, own_out, 0);
             skip(&out, num_bytes);
             continue;
         }
@@ -633,43 +754,53 @@ void mpistrat_reduce(struct sequence *seq, struct arithmetic how, struct message
         if (done == 0)
             for_all = all_have_goals(seq);
         if (for_all) {
-            reduce_range_for_all(seq, &how, use, done, start, stop, own_in);
+            reduce_range_for_all(seq, &how, &rows, done, start, stop, out.goes_past);
             skip(&out, num_bytes);
             arrive(seq); /* only the end of the last block waits for it */
             continue;
         }
         skip(&own_out, start);
-        reduce_range(seq, &how, use, start, stop, own_in, own_out, 1);
+        reduce_range(seq, &how, &rows, start, stop, own_out, seq->size > 1);
         arrive(seq);
-        wait_for_all(seq);
-        collect_block(seq, use, &out, num_bytes);
+        if (!wait_for_all(seq))
+            return;
+        collect_block(seq, rows.use, &out, num_bytes);
     }
-    if (for_all)
-        wait_for_all(seq);
-#ifdef __SSE2__
+    if (for_all && !wait_for_all(seq))
+        return;
     if (out.goes_past)
-        _mm_sfence(); /* another thread may look at the results next */
-#endif
+        end_copies_past(); /* another thread may look at the results next */
 }
 
-/* The same for one block in two calls, so that the caller can reduce the slice further, with other
-   nodes, in between. Only the first `owners` ranks have slices. `slice` gets the address of that of
-   this rank and its length in bytes. */
+/* The same for one block in three calls, so that the caller can reduce the slice further, with other
+   nodes, in between. Only the first `owners` ranks have slices. First: do the part that needs no
+   other rank; mpistrat_reduce_withdraw takes it back. */
+void mpistrat_contribute_slices(struct sequence *seq, int64_t owners, const char *source,
+                                int64_t num_bytes)
+{
+    char *own = half_of(seq, seq->own, seq->step / 2);
+    int64_t start = slice_start(num_bytes, owners, seq->own);
+    int64_t stop = slice_start(num_bytes, owners, seq->own + 1);
+    memcpy(own, source, start);
+    memcpy(own + stop, source + stop, num_bytes - stop);
+    arrive(seq);
+}
+
+/* Second. `slice` gets the address of that of this rank and its length in bytes. */
 void mpistrat_reduce_slice(struct sequence *seq, int64_t function, int64_t owners,
                            const char *source, int64_t num_bytes, int64_t slice[2])
 {
-    const struct arithmetic how = {function, 1, 0};
-    int64_t use = seq->step / 2;
+    const struct arithmetic how = {function, 1, 0, NULL};
+    int64_t use = (seq->step - 1) / 2;
     char *own = half_of(seq, seq->own, use);
     int64_t start = slice_start(num_bytes, owners, seq->own);
     int64_t stop = slice_start(num_bytes, owners, seq->own + 1);
-    memcpy(own, source, num_bytes);
-    arrive(seq);
-    wait_for_all(seq);
+    if (!wait_for_all(seq))
+        return;
     const struct piece there = {source + start, own + start, stop - start};
+    struct place in = {&there, 0, 0};
     if (stop > start)
-        reduce_range(seq, &how, use, start, stop, (struct place){&there, 0, 0},
-                     (struct place){&there, 0, 0}, 0);
+        reduce_range(seq, &how, &(struct rows){use, 0, &in}, start, stop, in, 0);
     slice[0] = (int64_t)(own + start);
     slice[1] = stop - start;
 }
@@ -688,7 +819,7 @@ static struct range chunk_of(const struct parts *parts, int64_t rank)
 void mpistrat_reduce_part(struct sequence *seq, int64_t function, const char *source,
                           struct parts parts, int64_t room[2])
 {
-    const struct arithmetic how = {function, 1, 0};
+    const struct arithmetic how = {function, 1, 0, NULL};
     int64_t use = seq->step / 2, begin = seq->own * parts.most;
     char *own = half_of(seq, seq->own, use);
     struct range mine = chunk_of(&parts, seq->own);
@@ -698,11 +829,12 @@ void mpistrat_reduce_part(struct sequence *seq, int64_t function, const char *so
             memcpy(own + q * parts.most, source + theirs.start, theirs.num_bytes);
     }
     arrive(seq);
-    wait_for_all(seq);
+    if (!wait_for_all(seq))
+        return;
     const struct piece there = {source + mine.start, own + begin, mine.num_bytes};
+    struct place in = {&there, 0, 0};
     if (mine.num_bytes > 0)
-        reduce_range(seq, &how, use, begin, begin + mine.num_bytes, (struct place){&there, 0, 0},
-                     (struct place){&there, 0, 0}, 0);
+        reduce_range(seq, &how, &(struct rows){use, 0, &in}, begin, begin + mine.num_bytes, in, 0);
     room[0] = (int64_t)(own + begin);
     room[1] = mine.num_bytes;
 }
@@ -713,7 +845,8 @@ void mpistrat_collect_parts(struct sequence *seq, char *target, struct parts par
 {
     int64_t use = (seq->step - 1) / 2;
     arrive(seq);
-    wait_for_all(seq);
+    if (!wait_for_all(seq))
+        return;
     for (int64_t q = 0; q < seq->size && target != NULL; q++) {
         struct range theirs = chunk_of(&parts, q);
         if (q != seq->own)
@@ -727,7 +860,8 @@ void mpistrat_collect_slices(struct sequence *seq, int64_t owners, char *target,
     struct place out = {&piece, 0, 0};
     int64_t use = (seq->step - 1) / 2;
     arrive(seq);
-    wait_for_all(seq);
+    if (!wait_for_all(seq))
+        return;
     for (int64_t q = 0; q < owners; q++) {
         int64_t from = slice_start(num_bytes, owners, q);
         int64_t to = slice_start(num_bytes, owners, q + 1);

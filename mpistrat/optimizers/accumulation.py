@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from mpistrat import context
@@ -23,6 +25,7 @@ from mpistrat.optimizers.update import slot_dtype
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
+from mpistrat.system.units import on_undo
 from mpistrat.trackable import Trackable
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import Variable
@@ -43,13 +46,18 @@ class _Counts:
 
     def take_in(self, places: Iterable[int]) -> None:
         """Count one `add`, with gradients for the variables at `places`."""
+        self._set(list(self.num_gradients), self.num_added)
         for place_of_variable in places:
             self.num_gradients[place_of_variable] += 1
         self.num_added += 1
 
     def reset(self) -> None:
         """Start again from zero."""
-        self.num_gradients, self.num_added = [0] * len(self.num_gradients), 0
+        self._set([0] * len(self.num_gradients), 0)
+
+    def _set(self, num_gradients: list[int], num_added: int) -> None:
+        on_undo(partial(vars(self).update, vars(self).copy()))
+        self.num_gradients, self.num_added = num_gradients, num_added
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,7 +69,7 @@ class _Counts:
                 f"The state of a GradientAccumulator for {len(num_gradients)} variables does not "
                 f"fit one for {len(self.num_gradients)}."
             )
-        self.num_gradients, self.num_added = num_gradients, state["num_added"]
+        self._set(num_gradients, state["num_added"])
 
 
 @dataclass
@@ -107,6 +115,8 @@ class GradientAccumulator(Trackable):
         If an element is no variable, or a variable has no floating dtype.
     ContextError
         If a variable belongs to another strategy.
+    NotImplementedError
+        Under `ParameterServerStrategy`.
     EpochMismatchError
         If the ranks disagree on the variables.
 
@@ -128,6 +138,17 @@ class GradientAccumulator(Trackable):
         super().__init__()
         given = listed(variables)
         owner = _owner_of(given)
+        if owner.extended._is_remote:
+            raise NotImplementedError(
+                f"{type(self).__name__} is for replicas, but under ParameterServerStrategy each "
+                "closure has its own gradients. Add those of its batches up as arrays, and pass "
+                "the sums to optimizer.apply_gradients: one message to each server."
+            )
+        owner.extended._collectives.as_unit(
+            type(self).__name__, lambda: self._make_sums(owner, given)
+        )
+
+    def _make_sums(self, owner: Any, given: Any) -> None:
         with owner.extended._collectives.call(type(self).__name__) as call:
             check_variables(call.kind, given)
             check_owners(call.kind, owner, given)
@@ -148,7 +169,12 @@ class GradientAccumulator(Trackable):
     @property
     def _counts(self) -> _Counts:
         """Those of the replica that runs."""
-        counts: _Counts = self._owner.extended._own_of(self._counts_here)
+        extended, here = self._owner.extended, self._counts_here
+        # A rank that has got the replicas of a lost one: the counts of all were equal then.
+        num_replicas = len(extended.local_replica_ids)
+        if len(here) != num_replicas:
+            here[:] = [copy.deepcopy(here[0]) for _ in range(num_replicas)]
+        counts: _Counts = extended._own_of(here)
         return counts
 
     @property
@@ -248,10 +274,23 @@ class GradientAccumulator(Trackable):
             If the ranks disagree on the number of calls of `add`, or on which variables got a
             gradient.
         """
-        return self._reduced("grads_and_vars", lambda kind: None)
+        found: list[tuple[Any, Variable]] = self._as_unit(
+            "grads_and_vars", lambda: self._reduced("grads_and_vars", lambda kind: None)
+        )
+        return found
 
-    def _reduced(self, method: str, check: Callable[[str], None]) -> list[tuple[Any, Variable]]:
+    def _as_unit(self, method: str, work: Callable[[], Any], writes: bool = False) -> Any:
+        what = f"{type(self).__name__}.{method}"
+        return self._owner.extended._collectives.as_unit(what, work, writes)
+
+    def _reduced(self, method: str, check: Callable[[str], None]) -> Any:
         """Return the reduced sums for `method`, once `check` has accepted its arguments."""
+        return self._owner.extended._on_replicas(lambda: self._reduced_here(method, check))
+
+    def _reduced_here(
+        self, method: str, check: Callable[[str], None]
+    ) -> list[tuple[Any, Variable]]:
+        """Do `_reduced` as one replica."""
         kind = f"{type(self).__name__}.{method}"
         context.mode_for(self._owner, f"The {type(self).__name__}")
         with self._owner.extended._replicas.call(kind) as call:
@@ -292,6 +331,12 @@ class GradientAccumulator(Trackable):
             If the ranks disagree on the number of calls of `add`, or on which variables got a
             gradient.
         """
+        missing = self._as_unit("apply", lambda: self._apply(optimizer), writes=True)
+        if missing:
+            warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=2)
+
+    def _apply(self, optimizer: Optimizer) -> list[str]:
+        """Do `apply`, and return the names of the variables without a gradient."""
 
         def check(kind: str) -> None:
             if not isinstance(optimizer, Optimizer):
@@ -303,18 +348,23 @@ class GradientAccumulator(Trackable):
 
         pairs = self._reduced("apply", check)
         missing = [variable.name for gradient, variable in pairs if gradient is None]
-        if missing:
-            warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=2)
         # The optimizer would warn again about the variables without a gradient.
         present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         optimizer.apply_gradients(present, skip_gradients_aggregation=True)
-        self.reset()
+        self._reset()
+        return missing
 
     def reset(self) -> None:
         """Drop what this replica has added. Local.
 
         Every rank does so, as `apply` on all of them will check.
         """
+        self._as_unit("reset", self._reset, writes=True)
+
+    def _reset(self) -> None:
+        self._owner.extended._on_replicas(self._reset_here)
+
+    def _reset_here(self) -> None:
         for total in self._sums:
             total._storage.fill(0)
         self._counts.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,10 @@ from mpistrat.tracing.spans import span
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import DividedElements, Variable
 
-__all__ = ["AgreedStep", "summed_in_parts"]
+__all__ = ["RATE", "AgreedStep", "summed_in_parts", "take_together"]
+
+RATE = "with the learning rate"
+"""What messages call the number that ranks compare."""
 
 
 def summed_in_parts(
@@ -155,3 +159,31 @@ class AgreedStep:
         # Of a variable that is updated in parts all of it is written to, by what other ranks send.
         wholes = [span_of(self.variables[position]._storage) for position in self.late]
         return wholes + [span for target in targets for span in target.spans]
+
+
+def take_together(optimizer: Any, known: PreparedStep, gradients: list[Any]) -> bool:
+    """Take a known step in one meeting of the replicas of this rank. **Collective**.
+
+    Return False, with nothing done, where a call must do it.
+    """
+    if known.joint is None or optimizer.loss_scale is not None:
+        return False
+    number = int(known.iterations)
+    try:
+        rate, parameters = optimizer._rate(number), optimizer._agreed_parameters()
+    except Exception:
+        return False  # a call refuses it
+    if known.parameters != parameters:
+        return False
+
+    def take(summed: list[Any]) -> None:
+        step = AgreedStep(
+            *(optimizer, known.strategy, known, summed, known.variables),
+            *((), rate, number, 1.0, True),
+        )
+        step.take()
+
+    results = known.joint.all_reduce_for(take, gradients, (rate, RATE))
+    if results:  # of replicas some of which did not come this way
+        known.strategy.extended._once(functools.partial(take, results))
+    return results is not None

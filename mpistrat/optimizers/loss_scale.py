@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 
+from mpistrat import context
 from mpistrat.arguments import as_finite, as_integer
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
@@ -17,7 +18,7 @@ from mpistrat.variables.initial import InitialValue
 __all__ = ["LossScale"]
 
 
-class LossScale(Trackable):
+class LossScale(Trackable, metaclass=context.MadeInScope):
     """A factor for the loss that follows what the gradients can bear.
 
     The program multiplies its loss, and with it the gradients, by `value`; the optimizer that

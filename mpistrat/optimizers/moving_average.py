@@ -20,7 +20,7 @@ __all__ = ["ExponentialMovingAverage"]
 _SLOT = "average"
 
 
-class ExponentialMovingAverage(Trackable):
+class ExponentialMovingAverage(Trackable, metaclass=context.MadeInScope):
     """Averages of variables over the steps of training, as tf.train's of that name.
 
     `apply` sets each average to ``decay * average + (1 - decay) * variable``; the first one to the
@@ -93,6 +93,8 @@ class ExponentialMovingAverage(Trackable):
             If an element is no variable, or a variable has no floating dtype.
         ContextError
             If a variable belongs to another strategy.
+        NotImplementedError
+            For variables of a `ParameterServerStrategy`.
         EpochMismatchError
             If the ranks disagree on the variables or the decay.
         """
@@ -103,6 +105,12 @@ class ExponentialMovingAverage(Trackable):
             given = (each for each in variables if isinstance(each, Variable))
             strategy = owner_among(given, get_strategy())
         kind = "ExponentialMovingAverage.apply"
+        _refuse_remote(kind, variables)
+        strategy.extended._collectives.as_unit(
+            kind, lambda: self._apply(kind, strategy, variables), writes=True
+        )
+
+    def _apply(self, kind: str, strategy: Any, variables: Any) -> None:
         with strategy.extended._collectives.call(kind) as call:
             _check_variables(kind, variables)
             check_owners(kind, strategy, variables)
@@ -158,6 +166,16 @@ def _first_average(variable: Variable) -> Variable:
     average._own_storage[...] = variable._own_storage
     average._settle()
     return average
+
+
+def _refuse_remote(kind: str, variables: Any) -> None:
+    for variable in variables if isinstance(variables, list) else ():
+        if isinstance(variable, Variable) and variable._is_remote:
+            raise NotImplementedError(
+                f"{kind}: the variable {variable.name!r} lies on a server, and workers change it "
+                "at different times. Make a variable for its average, and in a closure call "
+                "average.assign_sub((1 - decay) * (average.value() - variable.value()))."
+            )
 
 
 def _check_variables(kind: str, variables: Any) -> None:

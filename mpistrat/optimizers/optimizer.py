@@ -14,14 +14,13 @@ import numpy as np
 from mpistrat import context
 from mpistrat.arguments import as_finite, as_real, format_value, is_constant
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.optimizers.agreed_step import AgreedStep, summed_in_parts
+from mpistrat.optimizers.agreed_step import RATE, AgreedStep, summed_in_parts, take_together
 from mpistrat.optimizers.gradients import (
     agree_on_gradients,
     check_gradients,
     check_owners,
     listed,
     owner_among,
-    prepare_sum,
     split_pairs,
     sum_over_replicas,
     variables_in,
@@ -48,7 +47,7 @@ from mpistrat.variables.parameter_store import ParameterStore, Request
 __all__ = ["Optimizer"]
 
 
-class Optimizer(Trackable, abc.ABC):
+class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
     """Base of optimizers.
 
     **Collective** in a strategy's scope, because it makes the variable `iterations`.
@@ -119,6 +118,7 @@ class Optimizer(Trackable, abc.ABC):
         self.loss_scale = loss_scale
         vars(self).update(parameters)
         self._constant_parameters = [each for each in parameters if each != "learning_rate"]
+        self._parameters_of = operator.attrgetter("learning_rate", *self._constant_parameters)
         with get_strategy().extended._collectives.call(type(self).__name__) as call:
             self._check_parameters()
             call.agree(*self._format_parameters(parameters))
@@ -213,27 +213,47 @@ class Optimizer(Trackable, abc.ABC):
         strategy = default_strategy() if frame is None else frame.strategy
         is_list = type(grads_and_vars) in (zip, list)  # as usual: `listed` looks closer
         pairs = list(grads_and_vars) if is_list else listed(grads_and_vars)
-        extended = strategy.extended
-        if extended._is_default:
+        if strategy.extended._is_default:
             strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
-            extended = strategy.extended
-        if extended._is_remote:
+        if strategy.extended._is_remote:
             apply_remotely(self, strategy, pairs)
             return
-        ours = frame is not None and frame.strategy is strategy
-        is_replica = frame is not None and ours and frame.replica_context is not None
+        is_ours = frame is not None and frame.strategy is strategy
+        is_replica = is_ours and frame.replica_context is not None  # type: ignore[union-attr]
         summed = is_replica and not skip_gradients_aggregation
-        with extended._replicas.call(f"{type(self).__name__}.apply_gradients") as call:
-            step = self._agreed_step(call, strategy, pairs, summed)
+        extended = strategy.extended
+        if not is_replica and extended._collectives.needs_unit:
+            again = functools.partial(self.apply_gradients, pairs, skip_gradients_aggregation)
+            extended._as_unit("apply_gradients", again)
+            return
+        replicas = extended._replicas
+        known: PreparedStep | None = None
+        gradients: list[Any] = []
+        if summed:
+            prepared, counter = self._prepared, self.iterations
+            known, gradients = prepared.find(replicas.channel, strategy, counter, pairs)
+            if (
+                known is not None
+                and known.joint is not None
+                and take_together(self, known, gradients)
+            ):
+                return
+        with replicas.call(f"{type(self).__name__}.apply_gradients") as call:
+            step = self._agreed_step(call, strategy, pairs, summed, known, gradients)
         extended._once(step)
 
     def _agreed_step(
-        self, call: CollectiveCall, strategy: Any, pairs: Any, summed: bool
+        self,
+        call: CollectiveCall,
+        strategy: Any,
+        pairs: Any,
+        summed: bool,
+        known: PreparedStep | None,
+        gradients: list[Any],
     ) -> Callable[[], None]:
         """Return what takes the step, once the ranks agree on it. **Collective**."""
         if self.loss_scale is not None:  # a program may have set another one since the last step
             check_owners(call.kind, strategy, self.loss_scale._variables)
-        known, gradients = self._known_step(call, strategy, pairs) if summed else (None, [])
         variables: Sequence[Variable]
         if known is None:
             gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
@@ -242,14 +262,13 @@ class Optimizer(Trackable, abc.ABC):
         scale = 1.0 if self.loss_scale is None else self.loss_scale._divisor()
         number = int(self.iterations._storage if known is None else known.iterations)
         rate = self._rate(number)
-        call.include(rate, f"with the learning rate {rate}")
+        call.include(rate, f"{RATE} {rate}")
         parameters = self._agreed_parameters()
         settled: list[Any]
         late: list[int] = []
         if known is not None:
             if known.parameters != parameters:
-                known.reduction = prepare_sum(call, gradients, variables, parameters)
-                known.parameters = parameters
+                known.prepare(call, gradients, parameters)
             # They are read in this step alone.
             settled = known.reduction.all_reduce(call, gradients, lends=True)
         elif summed:
@@ -264,22 +283,6 @@ class Optimizer(Trackable, abc.ABC):
         return AgreedStep(
             self, strategy, known, settled, variables, late, rate, number, scale, summed
         ).take
-
-    def _known_step(
-        self, call: CollectiveCall, strategy: Any, pairs: Any
-    ) -> tuple[PreparedStep | None, list[Any]]:
-        """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients."""
-        # ``(None, [])`` for all that is not known or does not fit, also for what are no pairs.
-        try:
-            gradients, variables = zip(*pairs, strict=True)
-        except (TypeError, ValueError):
-            return None, []
-        known = self._prepared.get((id(call.channel), *map(id, variables)))
-        given = list(gradients)
-        # A program may have given the optimizer another counter.
-        if known is None or known.strategy is not strategy or known.counter is not self.iterations:
-            return None, []
-        return (known, given) if known.reduction.fits(given) else (None, [])
 
     def _checked_pairs(
         self, kind: str, strategy: Any, pairs: Any, summed: bool
@@ -297,7 +300,7 @@ class Optimizer(Trackable, abc.ABC):
     def _agreed_parameters(self) -> str:
         """Return the parameters except the rate, as the ranks compare them, checked."""
         # A program may have set them since the last step.
-        values = [self.learning_rate, *[getattr(self, name) for name in self._constant_parameters]]
+        values = self._parameters_of(self)
         known, formatted = self._checked
         if len(values) == len(known) and all(map(operator.is_, values, known)):
             return formatted
@@ -348,8 +351,7 @@ class Optimizer(Trackable, abc.ABC):
 
     def _targets(self, variables: Sequence[Variable]) -> list[Target]:
         """Return the memory that a step on `variables` writes to."""
-        names = self._rule.kernel.slots
-        return [self._target(variable, names) for variable in variables]
+        return [self._target(variable, self._rule.kernel.slots) for variable in variables]
 
     def _deferred_slots(self) -> Mapping[str, Callable[[Variable], Variable]]:
         """Return what makes the slots, by name."""

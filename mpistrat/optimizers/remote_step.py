@@ -20,7 +20,6 @@ from mpistrat.optimizers.gradients import (
 )
 from mpistrat.optimizers.update import Step, Target, gradient_factor, slot_dtype
 from mpistrat.values import IndexedSlices
-from mpistrat.variables import RemoteVariable
 from mpistrat.variables.parameter_store import (
     Operation,
     ParameterStore,
@@ -28,6 +27,7 @@ from mpistrat.variables.parameter_store import (
     dtype_of_name,
     slot_key,
 )
+from mpistrat.variables.remote import RemoteVariable
 
 __all__ = ["apply_remotely", "find_slots", "slot_makers", "take_step"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
+from mpistrat.agreement.channel import Channel
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.joint import JointReduction
 from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.optimizers.gradients import prepare_sum
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype
 from mpistrat.strategies.one_replica import default_strategy
+from mpistrat.system.units import on_undo
 from mpistrat.variables import (
     CentralVariable,
     DividedElements,
@@ -35,6 +39,11 @@ class _Entry:
     slots: dict[str, Variable] = field(default_factory=dict)
     targets: dict[tuple[str, ...], Target] = field(default_factory=dict)
     """By the names of the slots that were asked for. A copy has its own memory."""
+
+    def forget(self, name: str) -> None:
+        """Be without a slot."""
+        del self.slots[name]
+        self.targets.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Entry:
         return _Entry(copy.deepcopy(self.variable, memo), copy.deepcopy(self.slots, memo))
@@ -83,7 +92,9 @@ class Slots:
 
     def add(self, variable: Variable, name: str, slot: Variable) -> None:
         """Keep `slot` under `variable` and `name`."""
-        self._entries.setdefault(id(variable), _Entry(variable)).slots[name] = slot
+        entry = self._entries.setdefault(id(variable), _Entry(variable))
+        entry.slots[name] = slot
+        on_undo(functools.partial(entry.forget, name))
 
 
 def check_can_shard_slots(what: str, strategy: Any) -> None:
@@ -123,10 +134,22 @@ class PreparedStep:
     iterations: np.ndarray
     """The memory of that."""
     reduction: PreparedReduction
+    joint: JointReduction | None
+    """What the replicas of a rank do with it together, if they share the rank."""
     parameters: str
     """Those of the optimizer that `reduction` compares."""
     updates: dict[Rule, UpdateAll | None] = field(default_factory=dict)
     """What updates all variables at once, ``None`` where nothing can."""
+
+    def prepare(self, call: CollectiveCall, gradients: list[Any], parameters: str) -> None:
+        """Have the reduction compare other `parameters` from now on."""
+        self.reduction = prepare_sum(call, gradients, self.variables, parameters)
+        self.joint, self.parameters = _joint(call, self.reduction), parameters
+
+
+def _joint(call: CollectiveCall, reduction: PreparedReduction) -> JointReduction | None:
+    repeated = call.repeated(reduction)
+    return repeated if isinstance(repeated, JointReduction) else None
 
 
 _MAX_STEPS = 64
@@ -140,6 +163,22 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedSteps:
         # The ids are those of the variables that were not copied.
         return PreparedSteps()
+
+    def find(
+        self, channel: Channel, strategy: Any, counter: Variable, pairs: Any
+    ) -> tuple[PreparedStep | None, list[Any]]:
+        """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients."""
+        # ``(None, [])`` for all that is not known or does not fit, also for what are no pairs.
+        try:
+            gradients, variables = zip(*pairs, strict=True)
+        except (TypeError, ValueError):
+            return None, []
+        known = self.get((id(channel), *map(id, variables)))
+        given = list(gradients)
+        # A program may have given the optimizer another counter.
+        if known is None or known.strategy is not strategy or known.counter is not counter:
+            return None, []
+        return (known, given) if known.reduction.fits(given) else (None, [])
 
     def keep(
         self,
@@ -164,6 +203,5 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         if len(self) >= _MAX_STEPS:
             self.clear()
         key = (id(call.channel), *map(id, variables))
-        self[key] = PreparedStep(
-            strategy, variables, counter, counter._storage, reduction, parameters
-        )
+        memory, joint = counter._storage, _joint(call, reduction)
+        self[key] = PreparedStep(strategy, variables, counter, memory, reduction, joint, parameters)

@@ -15,7 +15,6 @@ from mpistrat.strategies.one_replica import (
     default_replica_context,
     default_strategy,
 )
-from mpistrat.strategies.parameter_server import ParameterServerStrategy
 from mpistrat.strategies.parameter_server_v1 import ParameterServerStrategyV1
 from mpistrat.strategies.strategy import Strategy
 
@@ -24,7 +23,6 @@ __all__ = [
     "MPIStrategy",
     "MultiStepContext",
     "OneDeviceStrategy",
-    "ParameterServerStrategy",
     "ParameterServerStrategyV1",
     "Strategy",
     "StrategyExtended",

@@ -13,12 +13,15 @@ from mpistrat.arrays import Device, host_view, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.system.text import rank_list
 
-__all__ = ["compare_arithmetic"]
+__all__ = ["compare_arithmetic", "fingerprint"]
 
 _logger = logging.getLogger("mpistrat")
 
 _SIZE = 160
 """Rows and columns of matrices for which a BLAS uses all of its threads."""
+
+_LONG = (16, 1000, 256)
+"""A product whose bits depend on the number of threads: those of square ones hardly ever do."""
 
 
 def compare_arithmetic(ranks: Collectives) -> str:
@@ -41,16 +44,27 @@ def fingerprint(device: Device) -> str:
     digest = hashlib.blake2b(digest_size=8)
     with device.current(), np.errstate(all="ignore"):
         for dtype in (np.float32, np.float64):
-            matrix = _numbers(dtype).reshape(_SIZE, _SIZE)
+            matrix = _numbers(dtype, _SIZE**2).reshape(_SIZE, _SIZE)
             a: Any = place(matrix, device)
             few = a[:16]
-            for result in (a @ a.T, few @ a, a @ a[0], a.sum(axis=1), np.exp(few), np.tanh(few)):
+            rows, inner, columns = _LONG
+            left, right = (place(_numbers(dtype, inner * each), device) for each in (rows, columns))
+            long: Any = left.reshape(rows, inner) @ right.reshape(inner, columns)
+            for result in (
+                long,
+                a @ a.T,
+                few @ a,
+                a @ a[0],
+                a.sum(axis=1),
+                np.exp(few),
+                np.tanh(few),
+            ):
                 digest.update(host_view(result).tobytes())
     return digest.hexdigest()
 
 
-def _numbers(dtype: type[np.floating[Any]]) -> np.ndarray:
+def _numbers(dtype: type[np.floating[Any]], count: int) -> np.ndarray:
     """Return numbers between -1 and 1 that are the same on every machine."""
-    state = np.arange(1, _SIZE**2 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     numbers: np.ndarray = (state >> np.uint64(40)).astype(np.float64) / 2**23 - 1
     return numbers.astype(dtype)

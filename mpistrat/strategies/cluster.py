@@ -9,6 +9,7 @@ from typing import Any
 from mpistrat import context
 from mpistrat.collectives import objects
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.layout import Layout
 from mpistrat.mpi.world import world_rank
 from mpistrat.strategies.extended import StrategyExtended
 
@@ -48,12 +49,12 @@ class ClusterMember:
     @property
     def rank(self) -> int:
         """Number of this rank: short for ``cluster_resolver.task_id``. Local."""
-        return self._collectives.rank
+        return self._layout.rank
 
     @property
     def size(self) -> int:
         """Number of ranks: short for ``cluster_resolver.num_workers``. Local."""
-        return self._collectives.size
+        return self._layout.num_ranks
 
     @property
     def local_rank(self) -> int:
@@ -64,7 +65,7 @@ class ClusterMember:
     @property
     def is_chief(self) -> bool:
         """Whether this is rank 0: short for ``extended.should_save_summary``. Local."""
-        return self._collectives.rank == 0
+        return self._layout.rank == 0
 
     def barrier(self) -> None:
         """Return when every rank has made this call. **Collective**.
@@ -75,7 +76,7 @@ class ClusterMember:
             Inside a replica function: use `ReplicaContext.barrier` there.
         """
         context.require_cross_replica(self, "barrier")
-        objects.barrier(self._collectives)
+        self._collectives.as_unit("barrier", lambda: objects.barrier(self._collectives))
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Return a copy of the object of rank `root`.
@@ -106,7 +107,8 @@ class ClusterMember:
             Inside a replica function: use `ReplicaContext.broadcast_object` there.
         """
         context.require_cross_replica(self, "broadcast_object")
-        return objects.broadcast_object(self._collectives, "broadcast_object", obj, root)
+        what, ranks = "broadcast_object", self._collectives
+        return ranks.as_unit(what, lambda: objects.broadcast_object(ranks, what, obj, root))
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """Return copies of the objects of all ranks, in rank order, on every rank.
@@ -123,11 +125,18 @@ class ClusterMember:
             Inside a replica function: use `ReplicaContext.all_gather_object` there.
         """
         context.require_cross_replica(self, "gather_objects")
-        return objects.gather_objects(self._collectives, "gather_objects", obj)
+        what, ranks = "gather_objects", self._collectives
+        found: list[Any] = ranks.as_unit(what, lambda: objects.gather_objects(ranks, what, obj))
+        return found
 
     @property
     def _collectives(self) -> Collectives:
         return self._extended._collectives
+
+    @property
+    def _layout(self) -> Layout:
+        """Where this rank is among all, whichever of its replicas runs."""
+        return self._extended._layout
 
 
 def print_on_chief(

@@ -6,16 +6,19 @@ import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mpistrat.arrays import Device, count_gpus, nccl_library
 from mpistrat.comm.device_reducers import DeviceCapabilities, DeviceCopier
 from mpistrat.comm.nccl import NcclLink
-from mpistrat.cuda_awareness import Answer, CudaAwareness
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.mpi.world import World, attached, is_started
 from mpistrat.system.cpu import cores_near_pci, own_cores
 from mpistrat.system.text import rank_list, ranks_by_value
+
+if TYPE_CHECKING:
+    from mpistrat.cuda_awareness import CudaAwareness
 
 __all__ = ["Offer", "choose_devices", "make_offer", "open_device_capabilities", "prepare_device"]
 
@@ -206,6 +209,8 @@ def open_device_capabilities(
 
 def why_not_mpi(awareness: CudaAwareness) -> str:
     """Return why MPI may not be given device memory, empty where it may."""
+    from mpistrat.cuda_awareness import Answer  # most jobs have no GPU
+
     if awareness.answer is Answer.PROVED:
         return ""
     answer = awareness.answer.name.lower()

@@ -27,6 +27,7 @@ from mpistrat.options import (
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.groups import RankGroups
+from mpistrat.strategies.hooks import StrategyHooks
 from mpistrat.strategies.inputs import InputDistribution
 from mpistrat.strategies.reductions import (
     Destination,
@@ -35,17 +36,15 @@ from mpistrat.strategies.reductions import (
     reduce_to_host,
     with_whole_values,
 )
-from mpistrat.strategies.replica_hooks import ReplicaHooks
-from mpistrat.strategies.variable_kinds import VariableKinds
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import localize, per_replica
-from mpistrat.variables import Variable, check_replicas_agree, container_of, variables_to_compare
+from mpistrat.values import container_of, localize, per_replica
+from mpistrat.variables import Variable, check_replicas_agree, variables_to_compare
 
 __all__ = ["StrategyExtended"]
 
 
-class StrategyExtended(ReplicaHooks, VariableKinds, InputDistribution, ExtendedV1):
+class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
     """The part of a strategy for libraries: optimizers, metrics, layers, checkpoints.
 
     Parameters
@@ -136,10 +135,13 @@ class StrategyExtended(ReplicaHooks, VariableKinds, InputDistribution, ExtendedV
         **Collective**: every rank makes the call, but nothing is exchanged by it.
         """
         context.require_cross_replica(self._container, "run")
-        channel = self._collectives.channel
-        channel.ledger.runs += 1
+        self._collectives.channel.ledger.runs += 1
+        return self._run(fn, args, kwargs or {})
+
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what `call_for_each_replica` does, once that is checked."""
         local_args = [localize(each) for each in args]
-        local_kwargs = {name: localize(kwargs[name]) for name in kwargs} if kwargs else {}
+        local_kwargs = {name: localize(kwargs[name]) for name in kwargs}
         # Not `with ReplicaContext(...)`, which would check once more what was checked above.
         replica = ReplicaContext(self._container)
         frame = context.Frame(context.Kind.REPLICA, self._container, replica)
@@ -147,6 +149,7 @@ class StrategyExtended(ReplicaHooks, VariableKinds, InputDistribution, ExtendedV
             try:
                 result = fn(*local_args, **local_kwargs)
             except BaseException as error:
+                channel = self._collectives.channel
                 channel.note_failure(error, failure_site(error.__traceback__))
                 raise
         return self._merge(result)

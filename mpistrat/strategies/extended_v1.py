@@ -23,6 +23,7 @@ from mpistrat.variables import Variable
 if TYPE_CHECKING:
     from mpistrat.data.dataset import Dataset
     from mpistrat.data.iterators import ElementIterator, Optional
+    from mpistrat.layout import Layout
 
 __all__ = ["ExtendedV1", "InputIterator", "MultiStepContext"]
 
@@ -153,6 +154,11 @@ class ExtendedV1(abc.ABC):
     _collectives: Collectives
     _container: Any
 
+    if TYPE_CHECKING:
+
+        @property
+        def _layout(self) -> Layout: ...
+
     @property
     def device(self) -> Device:
         """Where the replica of this rank computes. Local."""
@@ -171,7 +177,7 @@ class ExtendedV1(abc.ABC):
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The device string of each rank's replica. Local."""
-        size = self._collectives.size
+        size = self._layout.num_ranks
         return tuple(format_device(r, self.device.kind, self.device.index) for r in range(size))
 
     @property
@@ -196,12 +202,12 @@ class ExtendedV1(abc.ABC):
     @property
     def should_checkpoint(self) -> bool:
         """Whether this rank writes checkpoints: true on rank 0. Local."""
-        return self._collectives.rank == 0
+        return self._layout.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this rank reports progress: true on rank 0. Local."""
-        return self._collectives.rank == 0
+        return self._layout.rank == 0
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> Dataset:
         """Return a data set of the examples along the first axis of a nest of arrays. Local.

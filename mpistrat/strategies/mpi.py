@@ -6,10 +6,10 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.agreement.call import AllOrNone
-from mpistrat.arguments import as_integer
+from mpistrat.arguments import as_bool, as_integer
 from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.ordered import OrderedCollectives, check_can_order, in_order
@@ -17,6 +17,7 @@ from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.selection import check_options
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.connect import open_channel
+from mpistrat.failures.losses import explained_losses
 from mpistrat.layout import Layout, SharedLayout
 from mpistrat.mpi.world import (
     World,
@@ -39,7 +40,6 @@ from mpistrat.strategies.devices import (
 )
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.groups import open_groups
-from mpistrat.strategies.replicated import ReplicatedExtended
 from mpistrat.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -78,6 +78,10 @@ class MPIStrategy(Strategy):
         How many replicas there are, of which each rank runs its share, one after the other; at
         least as many as ranks. Results are then the same bits on any number of ranks. By default
         each rank has one.
+    elastic : bool
+        Whether the job continues when the process of a rank dies: the others repeat the call in
+        which that happened, and compute the replicas of the lost one. Needs `num_replicas`, and for
+        several ranks Open MPI's ``mpiexec --with-ft ulfm``.
 
     Raises
     ------
@@ -128,6 +132,7 @@ class MPIStrategy(Strategy):
     >>> strategy.close()
     """
 
+    _cluster_resolver: ClusterResolver
     _extended_class: type[StrategyExtended] = StrategyExtended
 
     def __init__(
@@ -138,11 +143,50 @@ class MPIStrategy(Strategy):
         variable_partitioner: Callable[..., Sequence[int]] | None = None,
         ranks_per_replica: int = 1,
         num_replicas: int | None = None,
+        elastic: bool = False,
     ) -> None:
         prepare_device(device)
+        self._arguments = (
+            device,
+            communication_options,
+            variable_partitioner,
+            ranks_per_replica,
+            num_replicas,
+            as_bool("elastic", elastic),
+        )
+        if elastic:
+            from mpistrat.strategies.elastic.job import job  # most programs want none
+
+            job.open(self, comm, num_replicas, self._connect)
+        else:
+            self._connect(communicator(comm))
+
+    def _connect(self, comm: MPI.Intracomm) -> None:
+        """Connect this rank to the others of `comm`. **Collective**."""
+        with explained_losses(comm, type(self).__name__):
+            self._open(comm, *self._arguments)
+
+    def _reopen(self, comm: MPI.Intracomm) -> None:
+        """Have the ranks of `comm`: those that are left. **Collective**."""
+        fresh: MPIStrategy = object.__new__(type(self))
+        fresh._arguments = self._arguments
+        fresh._connect(comm)
+        extended: Any = self._extended
+        extended._take_over(fresh._extended)
+        self._cluster_resolver = fresh._cluster_resolver
+
+    def _open(
+        self,
+        comm: MPI.Intracomm,
+        device: str,
+        communication_options: CommunicationOptions | None,
+        variable_partitioner: Callable[..., Sequence[int]] | None,
+        ranks_per_replica: int,
+        num_replicas: int | None,
+        elastic: bool,
+    ) -> None:
         kind = type(self).__name__
-        comm = communicator(comm)
-        channel = open_channel(comm, _opening_limit_s(communication_options))
+        channel = open_channel(comm, _opening_limit_s(communication_options), elastic)
         options = CommunicationOptions()
         if communication_options is not None:
             options = communication_options
@@ -209,8 +253,19 @@ class MPIStrategy(Strategy):
             ranks = Collectives(channel, capabilities, options, layout)
             extended = self._extended_class(ranks, open_groups(ranks))
         else:
-            ranks = OrderedCollectives(channel, capabilities, options, layout)
-            extended = ReplicatedExtended(ranks)
+            # Most programs want none of these.
+            if elastic:
+                from mpistrat.strategies.elastic.extended import ElasticCollectives, ElasticExtended
+
+                extended = ElasticExtended(
+                    ElasticCollectives(channel, capabilities, options, layout)
+                )
+            else:
+                from mpistrat.strategies.replicated import ReplicatedExtended
+
+                extended = ReplicatedExtended(
+                    OrderedCollectives(channel, capabilities, options, layout)
+                )
         super().__init__(extended)
         self.extended._variable_partitioner = variable_partitioner
         self._cluster_resolver = ClusterResolver(

@@ -27,7 +27,6 @@ from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.reductions import parse_place
-from mpistrat.strategies.replicated import ReplicatedExtended
 from mpistrat.strategies.strategy import Strategy
 from mpistrat.values import PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
@@ -212,6 +211,8 @@ class OneDeviceStrategy(Strategy):
         layout = SharedLayout.of(as_integer("num_replicas", num_replicas), 1, 0)
         options = in_order(ranks.options)
         ordered = OrderedCollectives(ranks.channel, ranks.capabilities, options, layout)
+        from mpistrat.strategies.replicated import ReplicatedExtended  # most programs want none
+
         super().__init__(ReplicatedExtended(ordered))
 
     @property

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpistrat.collectives.collectives import Collectives
+    from mpistrat.layout import Layout
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -115,6 +116,10 @@ class ParameterServerStrategy(MPIStrategy):
     @property
     def _collectives(self) -> Collectives:
         return self._server_extended._group
+
+    @property
+    def _layout(self) -> Layout:
+        return self._collectives.layout
 
     @property
     def is_fault_tolerant(self) -> bool:

@@ -10,8 +10,9 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.mpi.world import World
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.groups import RankGroups
-from mpistrat.variables import RemoteVariable, Variable
+from mpistrat.variables import Variable
 from mpistrat.variables.parameter_client import Part
+from mpistrat.variables.remote import RemoteVariable
 
 __all__ = ["VariablePlacement"]
 

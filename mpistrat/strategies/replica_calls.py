@@ -79,9 +79,11 @@ def _merged_argument(group: ReplicaGroup, leaves: Sequence[Any]) -> Any:
 
 
 def merged_values(group: ReplicaGroup, leaves: Sequence[Any]) -> Any:
-    """Return leaves of any kind as a `PerReplica`, but variables and distributed values."""
+    """Return leaves of any kind as a `PerReplica`, but what is one thing for all replicas."""
     first = leaves[0]
-    if isinstance(first, DistributedValues | Variable):
+    if isinstance(first, DistributedValues) or (
+        isinstance(first, Variable) and first.strategy is not None
+    ):
         return first
     return None if all(each is None for each in leaves) else group.per_replica(leaves)
 

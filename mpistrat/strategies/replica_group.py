@@ -22,19 +22,24 @@ class ReplicaGroup:
     """The replicas of this rank, as the layout of the `ranks` says."""
 
     def __init__(self, ranks: Collectives) -> None:
-        assert isinstance(ranks.layout, SharedLayout)
         self.ranks = ranks
-        self.num_replicas = ranks.layout.num_replicas
-        self.ids = ranks.layout.local_replicas
         self.turn: int | None = None
         """The position of the replica that runs, ``None`` outside of all."""
-        of_rank = ranks.layout
-        self._layouts = [dataclasses.replace(of_rank, running=each) for each in self.ids]
-        self._layouts.append(of_rank)
-        self._ways = Meetings(self.meet, self.errand)
         self._meetings: list[Meeting] = []
         self._running: list[Meeting] = []
         """Those that run, each within an act of the one before."""
+        self.reform()
+
+    def reform(self) -> None:
+        """Have the replicas that the layout of the ranks says now."""
+        ranks = self.ranks
+        of_rank = ranks.layout
+        assert isinstance(of_rank, SharedLayout)
+        self.num_replicas = of_rank.num_replicas
+        self.ids = of_rank.local_replicas
+        self._layouts = [dataclasses.replace(of_rank, running=each) for each in self.ids]
+        self._layouts.append(of_rank)
+        self._ways = Meetings(self.meet, self.errand)
         # A replica that has a rank for itself communicates as the rank does.
         self._members: list[Collectives] = (
             [ranks]
@@ -59,6 +64,11 @@ class ReplicaGroup:
         """That of the rank, as the replica sees it that runs."""
         return self._layouts[-1 if self.turn is None else self.turn]
 
+    @property
+    def is_unwinding(self) -> bool:
+        """Whether replicas end here because another one has failed."""
+        return self._running[-1].has_failed
+
     def turn_now(self) -> int | None:
         """Return the position of the replica that runs, ``None`` outside of all."""
         return self.turn
@@ -71,15 +81,22 @@ class ReplicaGroup:
         """Return what `functions`, one for each replica of this rank, return."""
         meeting = next((each for each in self._meetings if not each.is_busy), None)
         if meeting is None:
-            meeting = Meeting(len(self.ids), self._take_turn, self._not_met)
+            meeting = Meeting(self, self._not_met)
             self._meetings.append(meeting)
         before = self.turn
         self._running.append(meeting)
+        self.ranks.channel.running = self._whose_turn
         try:
             return meeting.run(functions)
         finally:
             self._running.pop()
             self.turn = before
+
+    def _whose_turn(self) -> tuple[int, str] | None:
+        """Return the thread of the replica that runs, and its name, from any thread."""
+        turn, running = self.turn, self._running[-1:]
+        thread = running[0].thread_of(turn) if turn is not None and running else 0
+        return (thread, f"replica {self.ids[turn or 0]}") if thread else None
 
     def each(self, function: Callable[[], Any]) -> list[Any]:
         """Return what `function` returns as each replica of this rank, in the current context."""
@@ -118,9 +135,6 @@ class ReplicaGroup:
             each.close()
         self._meetings.clear()
 
-    def _take_turn(self, position: int | None) -> None:
-        self.turn = position
-
     def _not_met(self, members: Sequence[Member]) -> BaseException:
         """Return the error for replicas of this rank that do not meet. **Collective**."""
         returned, waiting = [], []
@@ -128,6 +142,6 @@ class ReplicaGroup:
             if member.request is None:
                 returned.append(replica)
             else:
-                site = site_of_thread(member.thread)
-                waiting.append((replica, member.request.what, member.request.given, site))
+                what, given, _ = member.request
+                waiting.append((replica, what, given, site_of_thread(member.thread)))
         return describe_apart(self.ranks.channel, returned, waiting)

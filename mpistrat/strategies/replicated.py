@@ -11,6 +11,7 @@ import numpy as np
 from mpistrat import context, nests
 from mpistrat.arrays import is_array
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.errors import EpochError
 from mpistrat.layout import Layout
 from mpistrat.options import (
     CommunicationOptions,
@@ -71,39 +72,38 @@ class ReplicatedExtended(StrategyExtended):
         super()._close()
         self._group.close()
 
-    def call_for_each_replica(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call `fn` once on each replica of this rank, in replica context: see `Strategy.run`."""
-        context.require_cross_replica(self._container, "run")
-        group, named = self._group, kwargs or {}
-        group.ranks.channel.ledger.runs += 1
-        own = component_of(group, "run")
-        functions = []
-        for position, replica_id in enumerate(group.ids):
-            pick = functools.partial(own, position)
-            call = functools.partial(
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        group = self._group
+        ids, pick = group.ids, component_of(group, "run")
+        rows = [_components(pick, len(ids), each) for each in args]
+        named = {name: _components(pick, len(ids), each) for name, each in kwargs.items()}
+        functions = [
+            functools.partial(
+                self._run_one,
                 fn,
-                *[_picked(pick, each) for each in args],
-                **{name: _picked(pick, each) for name, each in named.items()},
+                [row[position] for row in rows],
+                {name: row[position] for name, row in named.items()} if named else named,
+                replica_id,
             )
-            functions.append(functools.partial(self._run_one, call, replica_id))
+            for position, replica_id in enumerate(ids)
+        ]
         with span("run", "run"):
             return merged_results(group, group.run(functions))
 
-    def _run_one(self, call: Callable[[], Any], replica_id: int) -> Any:
-        """Return what `call` returns in the context of one replica."""
+    def _run_one(
+        self, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], replica_id: int
+    ) -> Any:
+        """Return what `fn` returns in the context of one replica."""
         replica = MeetingContext(self._container)
         frame = context.Frame(context.Kind.REPLICA, self._container, replica)
         with context.entered(frame), self.device.current():
             try:
-                return call()
-            except Exception as error:
-                site = f"{failure_site(error.__traceback__)} in replica {replica_id}"
-                self._group.ranks.channel.note_failure(error, site)
+                return fn(*args, **kwargs)
+            except BaseException as error:
+                if not self._group.is_unwinding:  # how many there are depends on the rank
+                    site = f"{failure_site(error.__traceback__)} in replica {replica_id}"
+                    self._group.ranks.channel.note_failure(error, site)
+                    _note_replica(error, f"in replica {replica_id} of {self._group.num_replicas}")
                 raise
 
     def _on_replicas(self, function: Callable[[], Any]) -> Any:
@@ -248,6 +248,19 @@ class ReplicatedExtended(StrategyExtended):
         return self._owned(made)
 
 
-def _picked(pick: Callable[[Any], Any], nest: Any) -> Any:
-    """Return `nest` with what `pick` returns for each leaf."""
-    return pick(nest) if type(nest) is LocalReplicas else nests.map_nest(pick, nest)
+def _note_replica(error: BaseException, note: str) -> None:
+    """Have tracebacks of `error` end with a `note`, if it does not name the replicas itself."""
+    notes = getattr(error, "__notes__", [])
+    if not isinstance(error, EpochError) and note not in notes:
+        vars(error)["__notes__"] = [*notes, note]  # Python 3.10 has no add_note
+
+
+def _components(pick: Callable[..., Any], count: int, nest: Any) -> Sequence[Any]:
+    """Return `nest` as each replica of this rank gets it."""
+    if isinstance(nest, LocalReplicas):
+        components = nest.values
+        if len(components) == count:
+            return components
+    elif type(nest) is np.ndarray:
+        return (nest,) * count
+    return [nests.map_nest(functools.partial(pick, position), nest) for position in range(count)]

@@ -13,6 +13,7 @@ from mpistrat import context
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import ContextError, EpochError, UnavailableError
 from mpistrat.failures import losses
+from mpistrat.mpi.survival import FLAG
 from mpistrat.mpi.world import World
 from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.placement import VariablePlacement
@@ -128,6 +129,9 @@ class ServerExtended(VariablePlacement):
                 f"{type(optimizer).__name__}: sharded_slots and loss_scale are for replicas that "
                 "step together. Under ParameterServerStrategy slots lie with their variable."
             )
+        # They are known by their numbers.
+        with self._group.call(type(optimizer).__name__) as call:
+            call.agree()
         self._optimizers.append(optimizer)
 
     def _take_step(self, store: ParameterStore, request: Request) -> None:
@@ -139,23 +143,16 @@ class ServerExtended(VariablePlacement):
 
     # Functions and data
 
-    def call_for_each_replica(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call `fn` in replica context, with one replica: see `Strategy.run`. Local."""
-        context.require_cross_replica(self._container, "run")
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self._closure_depth and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "strategy.run outside of a closure runs on this rank alone. Schedule a function "
                 "that calls it: coordinator.schedule(fn).",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
-        return super().call_for_each_replica(fn, args, kwargs)
+        return super()._run(fn, args, kwargs)
 
     def _merge(self, result: Any) -> Any:
         return result
@@ -277,7 +274,7 @@ class ServerExtended(VariablePlacement):
         rank = min(lost)
         losses.leave_without(
             rank,
-            f"is lost: {lost[rank]}. The job ends; started with Open MPI's {losses.FLAG}, it would "
+            f"is lost: {lost[rank]}. The job ends; started with Open MPI's {FLAG}, it would "
             "go on without a worker.",
             is_first=self._is_first_of_the_rest(lost),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import gc
 import os
 import sys
 import threading
@@ -18,9 +19,12 @@ __all__ = [
     "failure_site",
     "format_place",
     "frame_of_thread",
+    "frames_of_threads",
+    "issuers",
     "on_behalf_of",
     "site_of_thread",
     "users_place",
+    "users_stacklevel",
 ]
 
 UNKNOWN_PLACE = "unknown place"
@@ -68,7 +72,7 @@ Place = tuple[CodeType, int] | None
 """A code object and the offset of an instruction in it: cheap to note, and formatted later."""
 
 
-_issuers: dict[int, Place] = {}
+issuers: dict[int, Place] = {}
 """Where the program issued what a thread does now, by thread, if that was on another one."""
 
 
@@ -82,14 +86,14 @@ class on_behalf_of:  # noqa: N801  used as a function
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
-        self._before = _issuers.get(self._thread)
-        _issuers[self._thread] = self._place
+        self._before = issuers.get(self._thread)
+        issuers[self._thread] = self._place
 
     def __exit__(self, *_: object) -> None:
         if self._before is None:
-            del _issuers[self._thread]
+            del issuers[self._thread]
         else:
-            _issuers[self._thread] = self._before
+            issuers[self._thread] = self._before
 
 
 # Looked up once, because each collective compares them.
@@ -98,7 +102,7 @@ _USER, _INSTALLED = CodeOwner.USER, CodeOwner.INSTALLED
 
 def users_place(frame: FrameType | None) -> Place:
     """Return where the user's code is, as `call_site` finds it from `frame`."""
-    if _issuers and (place := _issuers.get(threading.get_ident())) is not None:
+    if issuers and (place := issuers.get(threading.get_ident())) is not None:
         return place
     installed = None
     while frame is not None:
@@ -123,14 +127,37 @@ def format_place(place: Place) -> str:
 
 def call_site() -> str:
     """Return ``file.py:LINE`` of the innermost frame of user code."""
-    if _issuers and (place := _issuers.get(threading.get_ident())) is not None:
+    if issuers and (place := issuers.get(threading.get_ident())) is not None:
         return format_place(place)
     return site_of(sys._getframe(1))
 
 
+def users_stacklevel() -> int:
+    """Return the `stacklevel` with which a warning of the caller points at the user's code."""
+    frame, level = sys._getframe(1), 1
+    while code_owners[frame.f_code.co_filename] is not _USER:
+        if frame.f_back is None:
+            return 1
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread by its identifier; of this one, the caller's."""
+    # Python 3.10 and 3.11 hold the list of threads locked here. A collection meanwhile may run code
+    # that waits for another thread, which may wait for that lock (python/cpython#106883).
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames() | {threading.get_ident(): sys._getframe(1)}
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def frame_of_thread(thread: int) -> FrameType | None:
     """Return the innermost frame of a thread; where it runs no user code, of the main thread."""
-    frames = sys._current_frames()
+    frames = frames_of_threads()
     own, main = frames.get(thread), frames.get(threading.main_thread().ident or 0)
     place = users_place(own)
     is_users = place is not None and code_owners[place[0].co_filename] is CodeOwner.USER
@@ -139,7 +166,7 @@ def frame_of_thread(thread: int) -> FrameType | None:
 
 def site_of_thread(thread: int) -> str:
     """Return `call_site` as seen from a thread, as `frame_of_thread` finds it."""
-    place = _issuers.get(thread)
+    place = issuers.get(thread)
     return site_of(frame_of_thread(thread)) if place is None else format_place(place)
 
 

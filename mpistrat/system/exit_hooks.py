@@ -15,13 +15,25 @@ import enum
 import io
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
-__all__ = ["Failure", "Phase", "at", "finish_work", "hold_while", "is_at_work", "report_by", "show"]
+__all__ = [
+    "Failure",
+    "Interruption",
+    "Phase",
+    "at",
+    "finish_work",
+    "hold_while",
+    "is_at_work",
+    "report_by",
+    "show",
+]
 
 _logger = logging.getLogger("mpistrat")
 
@@ -45,6 +57,36 @@ class Failure(NamedTuple):
     kind: type[BaseException]
     error: BaseException
     trace: TracebackType | None
+
+
+class Interruption:
+    """Context manager in which SIGINT is noted and raises nothing."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        """Whether SIGINT has come."""
+        self._previous: Any = None
+
+    def __enter__(self) -> Interruption:
+        # Only the main thread may change handlers, and only it runs them.
+        if threading.current_thread() is threading.main_thread():
+            previous = signal.getsignal(signal.SIGINT)
+            if callable(previous):  # not where the program ignores it
+                self._previous = previous
+                signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.is_asked = True
 
 
 class _Hooks:
@@ -116,7 +158,8 @@ def _on_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     failure = Failure(kind, error, trace)
-    with _visible_errors():
+    # A second Ctrl-C must not raise in here: Python would print two tracebacks more.
+    with Interruption(), _visible_errors():
         if _ends_program(trace):
             _hooks.run(Phase.FAILED, failure)
             if _hooks.report(failure):

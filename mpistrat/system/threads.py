@@ -8,10 +8,11 @@ import gc
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-__all__ = ["Background", "clean_up", "in_background"]
+__all__ = ["Background", "call_later", "clean_up", "in_background"]
 
 
 class Background:
@@ -182,3 +183,14 @@ def clean_up(release: Callable[[], object]) -> None:
             _thread.start_new_thread(release, ())
     else:
         release()
+
+
+def call_later(delay_s: float, do: Callable[[], None]) -> None:
+    """Call `do` in a thread in `delay_s` seconds, or after them where there is no thread."""
+    timer = threading.Timer(delay_s, do)
+    timer.daemon = True
+    try:
+        timer.start()
+    except RuntimeError:  # the interpreter ends, and starts no more threads
+        time.sleep(delay_s)
+        do()

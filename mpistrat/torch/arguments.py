@@ -7,10 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
+from mpistrat import context
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.errors import ContextError
+from mpistrat.layout import SharedLayout
 from mpistrat.torch.memory import Operand, described
 
 __all__ = [
+    "check_is_of_ranks",
     "check_list",
     "check_root",
     "check_whole",
@@ -44,6 +48,20 @@ def target_of(call: CollectiveCall, tensor: torch.Tensor) -> Operand:
     operand = Operand(tensor, subject(call))
     check_writable(subject(call), tensor)
     return operand
+
+
+def check_is_of_ranks(kind: str) -> None:
+    """Refuse an operation of the ranks inside a replica of which a rank has several."""
+    frame = context.current()
+    if frame is None or frame.kind is not context.Kind.REPLICA:
+        return
+    if isinstance(frame.strategy.extended._layout, SharedLayout):
+        raise ContextError(
+            f"{kind} is of the ranks, but it was called in a replica of {frame.strategy!r}, of "
+            "which a rank may have several. Use the collectives of get_replica_context(), or its "
+            "merge_call, which calls a function once on each rank. In place of "
+            "DistributedDataParallel reduce what torch.autograd.grad returns."
+        )
 
 
 def check_root(call: CollectiveCall, root: int) -> None:

@@ -19,7 +19,7 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.errors import EpochTimeoutError
 from mpistrat.mpi.world import largest_tag
 from mpistrat.system.callsite import format_place, users_place
-from mpistrat.torch.arguments import check_writable
+from mpistrat.torch.arguments import check_is_of_ranks, check_writable
 from mpistrat.torch.memory import Operand
 from mpistrat.torch.progress import progress
 
@@ -190,7 +190,7 @@ class Messages:
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> MessageWork:
         """Begin to send the tensor."""
-        channel = self._open_channel()
+        channel = self._open_channel("torch.send")
         subject = f"torch.send on rank {channel.rank} of {channel.size}"
         operand = Operand(tensors[0], subject)
         _check_peer(subject, destination, channel.size)
@@ -200,14 +200,14 @@ class Messages:
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> MessageWork:
         """Begin to receive the tensor."""
-        channel = self._open_channel()
+        channel = self._open_channel("torch.recv")
         subject = f"torch.recv on rank {channel.rank} of {channel.size}"
         _check_peer(subject, source, channel.size)
         return self._receive(subject, tensors, source, tag, f"from rank {source}")
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> MessageWork:
         """Begin to receive the tensor from whichever rank sends one."""
-        channel = self._open_channel()
+        channel = self._open_channel("torch.recv")
         subject = f"torch.recv on rank {channel.rank} of {channel.size}"
         return self._receive(subject, tensors, MPI.ANY_SOURCE, tag, "from any rank")
 
@@ -228,8 +228,9 @@ class Messages:
             message.Recv([bytearray(status.Get_elements(MPI.BYTE)), MPI.BYTE])
         self._messages.Free()
 
-    def _open_channel(self) -> Channel:
+    def _open_channel(self, kind: str) -> Channel:
         """Return the channel of the group, or raise the error that has closed it."""
+        check_is_of_ranks(kind)
         channel = self._channel()
         channel.check_open()
         return channel

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.system.callsite import users_place
 from mpistrat.torch import moves, reductions
-from mpistrat.torch.arguments import check_writable, equal_parts, subject
+from mpistrat.torch.arguments import check_is_of_ranks, check_writable, equal_parts, subject
 from mpistrat.torch.works import GroupQueue, GroupWork
 
 __all__ = ["Operations"]
@@ -32,6 +32,7 @@ class Operations:
 
     def _issue(self, kind: str, body: Body, outputs: list[Any], opts: Any) -> GroupWork:
         """Do `body` inside the collective `kind` in turn, and return its work."""
+        check_is_of_ranks(kind)
 
         def operation() -> None:
             with self._collectives.call(kind) as call:
@@ -236,7 +237,7 @@ class Operations:
         def body(call: CollectiveCall) -> None:
             call.agree()
             if not call.channel.checks:  # else the agreement has waited for all
-                call.channel.exchange(None)
+                call.channel.barrier()
 
         return self._issue("torch.barrier", body, [], opts)
 

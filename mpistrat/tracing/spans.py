@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from mpistrat.arrays import profiler_marks
 
-__all__ = ["Recorder", "active", "mark", "record_on", "span", "spanned"]
+__all__ = ["Recorder", "active", "mark", "record_on", "span", "spanned", "state_of_recording"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -77,18 +77,18 @@ class _State:
     recorder: Recorder | None = None
 
 
-_state = _State()
+state_of_recording = _State()
 _NOTHING = contextlib.nullcontext()
 
 
 def active() -> Recorder | None:
     """Return the current recorder, if there is one."""
-    return _state.recorder
+    return state_of_recording.recorder
 
 
 def record_on(recorder: Recorder | None) -> None:
     """Record spans on `recorder` from now on."""
-    _state.recorder = recorder
+    state_of_recording.recorder = recorder
 
 
 class _Span:
@@ -114,13 +114,13 @@ def span(category: str, name: str, **facts: Any) -> AbstractContextManager[dict[
 
     It yields the facts, so that more can be added within, or ``None`` where nothing is recorded.
     """
-    recorder = _state.recorder
+    recorder = state_of_recording.recorder
     return _NOTHING if recorder is None else _Span(recorder, category, name, facts)
 
 
 def mark(name: str) -> Callable[[], object] | None:
     """Begin a range for NVIDIA's profilers, if any; return the function that ends it."""
-    recorder = _state.recorder
+    recorder = state_of_recording.recorder
     if recorder is None or recorder.push is None:
         return None
     recorder.push(name)

@@ -5,11 +5,9 @@ from mpistrat.variables.divided import DividedElements
 from mpistrat.variables.drift import check_replicas_agree, variables_to_compare
 from mpistrat.variables.flat_sharded import FlatShardedVariable
 from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
-from mpistrat.variables.remote import RemoteVariable
 from mpistrat.variables.replicated import ReplicatedOnRead
 from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.split import SplitVariable
-from mpistrat.variables.storages import container_of
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import can_cast
 
@@ -18,7 +16,6 @@ __all__ = [
     "DividedElements",
     "FlatShardedVariable",
     "MirroredVariable",
-    "RemoteVariable",
     "ReplicatedOnRead",
     "ShardedVariable",
     "SplitVariable",
@@ -26,7 +23,6 @@ __all__ = [
     "Variable",
     "can_cast",
     "check_replicas_agree",
-    "container_of",
     "take_node_memory",
     "variables_to_compare",
 ]

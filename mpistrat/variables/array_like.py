@@ -1,4 +1,4 @@
-"""Array protocol of variables: operators, conversions, copies."""
+"""Array protocol of variables: operators, conversions, copies, text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrat.arrays import Array, host_view
+from mpistrat.system.text import html_table, readable_size, small_values
 
 __all__ = ["ArrayLike"]
 
@@ -21,6 +22,13 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
 
     Collective or local as ``value()`` is.
     """
+
+    dtype: Any
+    synchronization: Any
+    aggregation: Any
+    trainable: Any
+    _storage: Array
+    _target: Any
 
     @property
     @abstractmethod
@@ -105,3 +113,30 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
             f"The variable {self.name!r} cannot be pickled: it belongs to its strategy and its "
             "ranks. Save it with mpistrat.Checkpoint, or pickle its numpy()."
         )
+
+    def _shown_values(self) -> str | None:
+        """Return the local component as text, if it is short. Local."""
+        return small_values(self._storage)
+
+    def __repr__(self) -> str:
+        values = self._shown_values()
+        return (
+            f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype} "
+            f"aggregation={self.aggregation.name} on {self._target.device}"
+            + ("" if values is None else f", local component {values}")
+            + ">"
+        )
+
+    def _repr_html_(self) -> str:
+        values = self._shown_values()
+        rows = [
+            ("shape", self.shape),
+            ("dtype", self.dtype),
+            ("size", readable_size(math.prod(self.shape) * self.dtype.itemsize)),
+            ("device", self._target.device),
+            ("synchronization", self.synchronization.name),
+            ("aggregation", self.aggregation.name),
+            ("trainable", self.trainable),
+        ]
+        rows += [] if values is None else [("local component", values)]
+        return html_table(f"{type(self).__name__} {self.name!r}", rows)

@@ -17,12 +17,12 @@ from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.prepared import dtype_name
 from mpistrat.sharding import cut, part_lengths
 from mpistrat.values import IndexedSlices, PerReplica
+from mpistrat.variables.divided import BYTES_PER_PIECE
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.parameter_client import ParameterClient, Part
 from mpistrat.variables.parameter_store import WRITES, Operation, Request, slot_key
 from mpistrat.variables.sharded import ShardedVariable, rows_named_by
 from mpistrat.variables.variable import Variable
-from mpistrat.variables.whole import BYTES_PER_PIECE
 from mpistrat.variables.writes import DenseWrite, Write
 
 __all__ = ["RemoteVariable"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,12 @@ import numpy as np
 from mpistrat import context
 from mpistrat.arrays import Array, host_view, place
 from mpistrat.sharding import replicas_of_ranks
+from mpistrat.values import register_storage
 from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
 from mpistrat.variables.lookup import read_only
-from mpistrat.variables.storages import register_storage
 from mpistrat.variables.writes import Write
 
-__all__ = ["ReplicatedOnRead"]
+__all__ = ["ReplicatedOnRead", "ReplicatedVariable"]
 
 
 class ReplicatedVariable(MirroredVariable, kind="replicated"):
@@ -42,7 +43,7 @@ class ReplicatedOnRead(SyncOnReadVariable, kind="replicated_on_read"):
     @property
     def _storage(self) -> Array:
         """The component of the replica that runs; outside of all, that of the first one here."""
-        own: Array = self.strategy.extended._own_of(self._storages)
+        own: Array = self.strategy._extended._own_of(self._storages)
         return own
 
     @_storage.setter
@@ -93,8 +94,8 @@ class ReplicatedOnRead(SyncOnReadVariable, kind="replicated_on_read"):
                 gathered = ranks.channel.transport.gather(own.reshape(-1), counts, 0)
         return None if gathered is None else gathered.reshape(layout.total, *self.shape)
 
-    def _load_components(self, components: np.ndarray) -> None:
-        """Set the components from those of all replicas. **Local**."""
+    def _load_components(self, components: Mapping[int, np.ndarray]) -> None:
+        """Set the components from those of at least this rank's replicas. **Local**."""
         for replica, storage in zip(self.strategy.extended._group.ids, self._storages, strict=True):
             storage[...] = place(components[replica], self._target.device)
 

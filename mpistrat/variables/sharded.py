@@ -17,6 +17,7 @@ from mpistrat.settings import settings
 from mpistrat.sharding import cut
 from mpistrat.system.text import readable_size
 from mpistrat.values import IndexedSlices
+from mpistrat.variables.divided import SavedInPieces
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.kinds import WrittenTogether
 from mpistrat.variables.routing import (
@@ -28,7 +29,6 @@ from mpistrat.variables.routing import (
     send_rows,
 )
 from mpistrat.variables.scatter import SliceWrite
-from mpistrat.variables.whole import SavedInPieces
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
 __all__ = ["ShardedVariable", "rows_named_by"]

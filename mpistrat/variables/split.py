@@ -11,10 +11,10 @@ from mpistrat.arrays import Array, host_view, native, place
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.prepared import dtype_name
 from mpistrat.variables.blocks import AxisSplit
+from mpistrat.variables.divided import SavedInPieces
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
 from mpistrat.variables.variable import Variable
-from mpistrat.variables.whole import SavedInPieces
 from mpistrat.variables.writes import ASSIGN, Target
 
 __all__ = ["SplitVariable"]

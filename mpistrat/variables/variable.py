@@ -14,13 +14,11 @@ from mpistrat import context
 from mpistrat.arrays import Array, Device, host_copy, place
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.options import VariableAggregation, VariableSynchronization
-from mpistrat.values import DistributedValues
+from mpistrat.values import DistributedValues, register_storage
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.lookup import RowReads, read_only
 from mpistrat.variables.names import default_name, note_given_name
 from mpistrat.variables.scatter import RowWrites
-from mpistrat.variables.shown import ShownVariable
-from mpistrat.variables.storages import register_storage
 from mpistrat.variables.writes import (
     ASSIGN,
     ASSIGN_ADD,
@@ -46,12 +44,14 @@ class _MadeTogether(ABCMeta):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             make = functools.partial(super().__call__, *args, **kwargs)
             frame = context.current()
-            if frame is None or frame.kind is not context.Kind.REPLICA:
+            if frame is None:
                 return make()
+            if frame.kind is not context.Kind.REPLICA:
+                return frame.collectives.as_unit("Variable", make)
             return frame.strategy.extended._make_together(make, kwargs.get("name"))
 
 
-class Variable(ShownVariable, RowWrites, RowReads, metaclass=_MadeTogether):
+class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
     """A named array that a program writes in place, distributed by the strategy in scope.
 
     In a strategy's scope this makes a *mirrored* variable, or a *SyncOnRead* variable where

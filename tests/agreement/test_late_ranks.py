@@ -14,12 +14,20 @@ TELL = """
 def tell(text):
     with open(f"told-{rank}", "a") as file:
         file.write(f"{rank}: {text}\\n")
+
+def wait_for_others():
+    # However slow they are: until each has told something, and a second longer.
+    end_s = time.monotonic() + 30
+    while not all(os.path.exists(f"told-{each}") for each in range(size) if each != rank):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    time.sleep(1)
 """
 LATE = """
 options = ms.CommunicationOptions(timeout_seconds=1)
 strategy = ms.MPIStrategy(communication_options=options)
 if rank == last:
-    time.sleep(3)
+    wait_for_others()
 try:
     tell(strategy.reduce("sum", np.full(LENGTH, rank + 1.0))[0])
 except ms.errors.EpochTimeoutError as error:
@@ -79,7 +87,7 @@ def test_a_rank_that_was_stopped_and_continues(tmp_path, length):
     subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {{os.getpid()}}"])
     os.kill(os.getpid(), {int(signal.SIGSTOP)})
 """
-    program = LATE.replace("    time.sleep(3)", program) + "time.sleep(6)"
+    program = LATE.replace("    wait_for_others()", program) + "time.sleep(6)"
     lines, stderr = run(tmp_path, program, 2, length)
     assert len(lines) == 2, (lines, stderr)
     assert "gave up, so reduce" in lines[1]
@@ -130,7 +138,7 @@ try:
         strategy.extended.update(variable, fail)
     strategy.run(step)
 except ZeroDivisionError:
-    time.sleep(4)
+    wait_for_others()
     try:
         strategy.reduce("sum", np.ones(LENGTH))
     except ms.errors.EpochError as error:

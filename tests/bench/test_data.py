@@ -5,14 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from mpistrat.bench import data
+from mpistrat.bench import data, measure
 from mpistrat.bench.benchmark import Choices
 
-NUM_EXAMPLES = 1100
+NUM_EXAMPLES = 600
 
 
+@pytest.mark.thorough
 def test_all_ranks_get_equal_figures_that_have_places_in_tables(strategy, monkeypatch):
     monkeypatch.setattr(data, "_NUM_STEPS", 2)
+    monkeypatch.setattr(measure, "_TARGET_S", 0)
     # Its workers are processes of their own, which is no matter of the figures.
     monkeypatch.setattr(data, "loader_reads", lambda path: None)
     findings = data.BENCHMARK.measure(Choices(num_samples=1, sizes=(), num_examples=NUM_EXAMPLES))
@@ -35,6 +37,14 @@ def test_all_ranks_get_equal_figures_that_have_places_in_tables(strategy, monkey
     assert steps["num_steps"] == 2
     assert 0 < steps["waiting"] < 1
     assert "PyTorch" in findings.notes[0]
+    maps = {row["what"]: row for row in findings.tables["maps"]}
+    (kept,) = [row for row in maps.values() if "memory_over_elements" in row]
+    # Once, however many ranks there are, with the index and what is around each element.
+    assert 1 <= kept.pop("memory_over_elements") < 1.1
+    assert maps["mpistrat, map"]["rate_over_map"] == 1
+    assert min(row["rate_over_map"] for row in maps.values()) > 0
+    for row in maps.values():
+        row["memory_over_elements"] = 1
     for table in data.BENCHMARK.tables:
         for row in json.loads(json.dumps(findings.tables[table.key])):
             assert all(column.format(row) not in ("", "-") for column in table.columns)

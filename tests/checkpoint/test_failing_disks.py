@@ -13,6 +13,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import hdf5
+from mpistrat.checkpoint import ownership
 from mpistrat.testing import launch
 
 MODES = [{}, {"asynchronous": True}, {"parallel": True}]
@@ -44,6 +45,8 @@ def read_only_folder(manager, monkeypatch):
 @contextlib.contextmanager
 def removed_folder(manager, monkeypatch):
     """The folder goes while the file is being written, and comes back later."""
+    # With the mark of the writer, which the next one waits for.
+    monkeypatch.setattr(ownership, "_LONGEST_COMMIT_S", 0.3)
     away = f"{manager.directory}.away"
     moved = []
 

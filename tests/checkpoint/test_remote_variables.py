@@ -44,7 +44,7 @@ def on_chief(size, parts, body):
         strategy.close()
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [1, 2])
 def test_files_go_on_everywhere(mpi_tmp_path, size, parts):
     path = str(mpi_tmp_path / "run.h5")
     seen = []
@@ -55,7 +55,7 @@ def test_files_go_on_everywhere(mpi_tmp_path, size, parts):
         assert ms.Checkpoint(**objects).write(path) == path
 
     on_chief(size, parts, write)
-    for other in (1, 2, 4):
+    for other in (1, 3, 4):
 
         def restore(objects):
             train(objects, 5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint import own_parts, raw_io, restore_values
+from mpistrat.checkpoint import raw_io, restore_values, shards
 
 LARGE = 2**16
 """Elements of the variables that ranks share: 256 KiB of float32."""
@@ -26,13 +26,13 @@ def strategy():
 def blocks_read(monkeypatch):
     """Return the list of the files' bytes that this rank reads from now on."""
     found = []
-    read_at = own_parts.read_at
+    read_at = shards.read_at
 
     def spy(handle, offset, piece):
         found.append((offset, piece.nbytes))
         read_at(handle, offset, piece)
 
-    for module in (restore_values, own_parts):
+    for module in (restore_values, shards):
         monkeypatch.setattr(module, "read_at", spy)
     return found
 
@@ -130,7 +130,7 @@ def test_damage_that_several_ranks_find_is_one_error(strategy, mpi_tmp_path, mon
                 offset += 2**40
             read_at(handle, offset, piece)
 
-        for module in (raw_io, restore_values, own_parts):
+        for module in (raw_io, restore_values, shards):
             monkeypatch.setattr(module, "read_at", cut)
     strategy.extended._collectives.gather_json(None)
     open_before = len(os.listdir("/proc/self/fd"))

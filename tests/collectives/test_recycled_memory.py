@@ -39,7 +39,13 @@ def fresh_bytes(step, num_steps=1):
 
 @pytest.mark.parametrize("is_one", [False, True], ids=["nest", "one"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", ["f4", "i2", "c8", "f2", bfloat16, ">f8"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("f4", "c8", bfloat16, ">f8"),
+        *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in ("i2", "f2")),
+    ],
+)
 def test_the_second_step_allocates_nothing_large(strategy, way, dtype, is_one):
     given = arrays(dtype)[:1] if is_one else arrays(dtype)
     value = given[0] if is_one else given

@@ -251,9 +251,9 @@ EXTREMES = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 2.0**-70]
 
 @pytest.mark.parametrize("implementation", ["AUTO", "MPI"])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("length", [1, 90, 40_000])
+@pytest.mark.parametrize("length", [1, pytest.param(90, marks=pytest.mark.thorough), 40_000])
 @pytest.mark.parametrize("op", ["min", "max"])
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "g"])
+@pytest.mark.parametrize("dtype", ["f2", "f4", pytest.param("f8", marks=pytest.mark.thorough), "g"])
 def test_extremes_propagate_nan_and_are_equal_to_the_bit(
     strategy, rank, size, dtype, op, length, deterministic, implementation
 ):

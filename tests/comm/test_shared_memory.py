@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from mpistrat.comm.node_file import MemoryFile, map_file
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.shared_memory import Arena
 
@@ -91,7 +92,7 @@ def test_who_leaves_keeps_the_numbers_and_shares_no_more():
     assert content(array) == before
 
 
-@pytest.mark.parametrize(("num_bytes", "is_shared"), [(2**16, True), (2**22 + 1, False)])
+@pytest.mark.parametrize(("num_bytes", "is_shared"), [(2**16, True), (2**24 + 1, False)])
 def test_where_an_array_comes_from(num_bytes, is_shared):
     memory, _ = shared_memory()
     array = Pool(Arena(memory)).take((num_bytes,), np.dtype(np.uint8))
@@ -106,3 +107,22 @@ def test_a_full_arena_is_no_error():
     for number, array in enumerate(held):
         array[:] = number
     assert [set(array.tolist()) for array in held] == [{number} for number in range(len(held))]
+
+
+def test_all_who_map_a_file_see_one_memory():
+    made = MemoryFile.new(PAGE)
+    one, other = map_file(made.place, PAGE), map_file(made.place, PAGE)
+    assert one.memory.shape == (PAGE,)
+    assert not one.memory.any()
+    one.memory[:] = 7
+    assert (other.memory == 7).all()
+    made.close()
+
+
+def test_another_file_at_the_path_is_not_mapped():
+    made, other = MemoryFile.new(PAGE), MemoryFile.new(PAGE)
+    assert map_file((made.place[0], other.place[1]), PAGE) is None  # as where /proc is another
+    assert map_file(made.place, 2 * PAGE) is None
+    made.close()
+    assert map_file(made.place, PAGE) is None
+    other.close()

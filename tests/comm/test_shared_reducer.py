@@ -62,7 +62,14 @@ def digest(arrays):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: f"{dtype.name} {dtype.char}")
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=pytest.mark.thorough) if dtype.char in "BhIlG" else dtype
+        for dtype in DTYPES
+    ],
+    ids=lambda dtype: f"{dtype.name} {dtype.char}",
+)
 def test_every_dtype_op_and_size(strategy, rank, size, op, dtype):
     if not can_reduce(op, dtype):
         with pytest.raises(TypeError):

@@ -55,7 +55,9 @@ def test_a_long_wait_sleeps_and_ends(nodes, is_busy, length):
         node, array = nodes[rank], arrays[rank]
         node.wait_busily(is_busy)
         sequence = node.reductions.pointer
-        node.library.reduce(sequence, number, 1, itemsize, 2**19, 2**10, False, [array], [array])
+        node.library.reduce(
+            *(sequence, number, 1, itemsize, 0, 1, 2**19, 2**10, False), [array], [array]
+        )
 
     _, cpu_s = on_threads(reduce)
     for array in arrays:

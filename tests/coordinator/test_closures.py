@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -76,6 +77,42 @@ def first():
     return 1
 
 
+class Deaf:
+    def __reduce__(self):
+        return fail_to_load, ()
+
+
+def fail_to_load():
+    raise LookupError("not here")
+
+
+def give_deaf():
+    return Deaf()
+
+
+def deep():
+    return deep()
+
+
+def nested():
+    nest = []
+    for _ in range(100_000):
+        nest = [nest]
+    return nest
+
+
+def add_up(array):
+    return float(array.sum())
+
+
+def fork_and_fail():
+    child = os.fork()
+    if child == 0:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        raise ValueError("in the child")
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_errors_that_cannot_travel(job):
     def body(coordinator):
         for function, words in ((raise_odd, "Odd: one and two"), (raise_with_function, "Holder")):
@@ -95,6 +132,9 @@ def test_errors_that_cannot_travel(job):
         (leave, (3,), RuntimeError, "SystemExit: 3"),
         (give_function, (), TypeError, "result of a closure, of type function"),
         (make_variable, (), ValueError, "cannot be made any more"),
+        (deep, (), RecursionError, "maximum recursion depth"),
+        (nested, (), TypeError, "result of a closure, of type list"),
+        (first, (1,), TypeError, "takes 0 positional arguments"),
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )
@@ -103,8 +143,9 @@ def test_closures_that_do_what_they_should_not(job, function, args, kind, words)
         value = coordinator.schedule(function, args)
         with pytest.raises(kind, match=words):
             coordinator.join()
-        with pytest.raises(kind, match=words):
+        with pytest.raises(kind, match=words) as caught:
             value.fetch()
+        assert "at test_closures.py:" in caught.value.__notes__[-1]
         assert coordinator.schedule(first).fetch() == 1
 
     job(body)
@@ -118,6 +159,44 @@ def test_a_fork_is_no_worker(job, tmp_path, size):
         values = [coordinator.schedule(fork, (os.fspath(tmp_path),)) for _ in range(2)]
         assert coordinator.fetch(values) == ["from the worker"] * 2
         assert (tmp_path / "child").read_text() == "was here"
+
+    job(body)
+
+
+def test_a_fork_that_fails_is_no_worker(job, size):
+    if size == 1:
+        pytest.skip("a fork of pytest")
+
+    def body(coordinator):
+        assert coordinator.schedule(fork_and_fail).fetch() == 1
+
+    job(body)
+
+
+def test_results_and_arguments_that_cannot_travel(job):
+    def body(coordinator):
+        value = coordinator.schedule(give_deaf)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=r"give_deaf #0 cannot be unpickled.*not here"):
+                value.fetch()
+        for each in ((n for n in ()), threading.Lock(), sys):
+            with pytest.raises(TypeError, match="cannot pickle") as caught:
+                coordinator.schedule(add_up, ([each],))
+            assert "argument of add_up" in caught.value.__notes__[0]
+        with pytest.raises(TypeError, match="argument of add_up cannot be pickled"):
+            coordinator.schedule(add_up, (lambda: 1,))
+        coordinator.join()
+
+    job(body)
+
+
+@pytest.mark.thorough
+def test_huge_arguments_and_results(job):
+    def body(coordinator):
+        array = np.ones(200 << 17)  # 200 MiB
+        assert coordinator.schedule(add_up, (array,)).fetch() == array.size
+        value = coordinator.schedule(np.ones, (array.size,)).fetch()
+        assert (value == array).all()
 
     job(body)
 

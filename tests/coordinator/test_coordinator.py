@@ -303,7 +303,36 @@ def test_three_steps_are_a_race(job):
     job(body, counter)
 
 
+def twins():
+    first, second = (ms.Variable(np.zeros(3), name="twin") for _ in range(2))
+    return first, second, ms.optimizers.Adam(0.5)
+
+
+def pull_apart(first, second, optimizer):
+    optimizer.apply_gradients([(np.ones(3), first), (-np.ones(3), second)])
+    first.assign_sub(np.ones(3), read_value=False)
+
+
+def test_variables_of_one_name_are_two(job, tmp_path):
+    def body(coordinator, first, second, optimizer):
+        saved = ms.Checkpoint(first=first, second=second, optimizer=optimizer)
+        coordinator.schedule(pull_apart, (first, second, optimizer)).fetch()
+        np.testing.assert_allclose(first.numpy(), -1.5)
+        np.testing.assert_allclose(second.numpy(), 0.5)
+        path = saved.write(tmp_path / "twins.h5")
+        coordinator.schedule(pull_apart, (first, second, optimizer)).fetch()
+        saved.restore(path).assert_consumed()
+        np.testing.assert_allclose(first.numpy(), -1.5)
+        np.testing.assert_allclose(second.numpy(), 0.5)
+        for slot, sign in zip(optimizer._rule.kernel.slots, (-1, 1), strict=True):
+            values = optimizer.slot(first, slot), optimizer.slot(second, slot)
+            assert values[0].numpy()[0] == sign * values[1].numpy()[0] != 0
+
+    job(body, twins)
+
+
 def test_schedule_blocks_while_many_wait(job, monkeypatch):
+    assert dispatcher_module._MAX_WAITING == 262_144
     monkeypatch.setattr(dispatcher_module, "_MAX_WAITING", 5)
 
     def body(coordinator):
@@ -332,6 +361,7 @@ def test_values_that_nobody_waits_for_are_cancelled_by_close(size):
         return
     coordinator = ms.coordinator.ClusterCoordinator(strategy)
     values = [coordinator.schedule(slow, (number,)) for number in range(20)]
+    values[0].fetch()
     strategy.close()
     kept = [outcome(value) for value in values].count("kept")
     assert kept >= 1

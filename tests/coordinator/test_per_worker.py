@@ -1,5 +1,7 @@
 """Per-worker data sets: each worker has all of it, and walks its own iterators."""
 
+import time
+
 import pytest
 
 import mpistrat as ms
@@ -23,6 +25,10 @@ def make_from_function():
     return ms.get_strategy().distribute_datasets_from_function(dataset_fn)
 
 
+def make_long():
+    return ms.data.Dataset.range(60).batch(2)
+
+
 def make_from_index():
     index = ms.coordinator.experimental_get_current_worker_index()
     return [index] * 3
@@ -38,6 +44,11 @@ def fail():
 
 def take(iterator):
     return ms.coordinator.experimental_get_current_worker_index(), next(iterator)
+
+
+def take_slowly(iterator):
+    time.sleep(0.005)
+    return take(iterator)
 
 
 def get(iterator):
@@ -66,15 +77,16 @@ def test_every_worker_has_all_of_it(job, function):
     job(body)
 
 
-def test_each_worker_walks_its_own(job):
+def test_each_worker_walks_its_own(job, size, num_ps):
     def body(coordinator):
-        iterator = iter(coordinator.create_per_worker_dataset(make))
-        values = [coordinator.schedule(take, (iterator,)) for _ in range(3)]
+        iterator = iter(coordinator.create_per_worker_dataset(make_long))
+        values = [coordinator.schedule(take_slowly, (iterator,)) for _ in range(30)]
         seen = {}
         for index, batch in coordinator.fetch(values):
             seen.setdefault(index, []).append(batch.tolist())
+        assert seen.keys() == set(range(max(1, size - 1 - num_ps)))
         for batches in seen.values():
-            assert sorted(batches) == PASS[: len(batches)]
+            assert batches == [[2 * n, 2 * n + 1] for n in range(len(batches))]
 
     job(body)
 

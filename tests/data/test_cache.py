@@ -1,14 +1,11 @@
 """Elements kept in memory: each made once on a node, the same at any number of ranks."""
 
-import os
-
 import numpy as np
 import pytest
 
 import mpistrat as ms
 from mpistrat.data import ArraySpec, Dataset
 from mpistrat.errors import EpochError
-from mpistrat.testing import launch
 
 NUM = 37
 
@@ -44,6 +41,28 @@ def test_each_element_is_made_once_by_all_ranks(strategy, calls_at_a_time):
     assert len({tuple(order) for order in orders}) == 3
     everyone = [each for own in strategy.gather_objects(list(calls)) for each in own]
     assert sorted(everyone) == list(range(NUM))
+
+
+@pytest.mark.parametrize("num", [4, 5, 12])
+def test_replicas_of_a_rank_share_what_they_keep(num):
+    strategy, alone = (
+        ms.MPIStrategy(device="cpu", num_replicas=num),
+        ms.OneDeviceStrategy("cpu:0", num_replicas=num),
+    )
+    data = Dataset.range(NUM).map(lambda x: {"x": x}).cache().shuffle(1).batch(num)
+    plain = Dataset.range(NUM).shuffle(1).batch(num)
+    of_all = [
+        [strategy.gather(batch, 0).tolist() for batch in distributed]
+        for distributed in (
+            strategy.experimental_distribute_dataset(data.map(lambda x: x["x"])),
+            strategy.experimental_distribute_dataset(plain),
+        )
+    ]
+    assert of_all[0] == of_all[1]
+    one = alone.experimental_distribute_dataset(data.map(lambda x: x["x"]))
+    assert [alone.gather(batch, 0).tolist() for batch in one] == of_all[0]
+    strategy.close()
+    alone.close()
 
 
 def test_order_steps_before_a_cache_stay(strategy):
@@ -129,26 +148,3 @@ def test_errors_of_an_element_are_not_kept():
         list(data)
     fails.clear()
     assert [int(x) for x in data] == list(range(5))
-
-
-KILLED = """
-import os, signal
-import numpy as np
-import mpistrat as ms
-
-strategy = ms.MPIStrategy(device="cpu")
-data = ms.data.Dataset.range(64).map(lambda x: np.full(10_000, x)).cache().batch(8)
-for number, batch in enumerate(strategy.experimental_distribute_dataset(data)):
-    strategy.gather(batch, axis=0)
-    if number == 4 and strategy.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.launches
-def test_a_killed_rank_leaves_no_memory(tmp_path):
-    before = set(os.listdir("/dev/shm"))
-    done = launch.run(["-c", KILLED], 2, limit_s=60)
-    assert done.returncode != 0
-    left = {name for name in set(os.listdir("/dev/shm")) - before if "mpistrat" in name}
-    assert not left

@@ -30,10 +30,12 @@ def test_batches_are_full_and_the_same_at_any_number_of_ranks(strategy, size, is
         assert sorted(n for each in found for n in each) == sorted(set(range(NUM)) - BROKEN)
 
 
-def test_rank_0_names_what_is_left_out(strategy, rank, caplog):
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_rank_0_names_what_is_left_out(strategy, rank, caplog, is_cached):
     with caplog.at_level(logging.WARNING, "mpistrat"):
-        data = Dataset.range(NUM).map(decode).ignore_errors().batch(6)
-        strategy.experimental_distribute_dataset(data)
+        data = Dataset.range(NUM).map(decode).ignore_errors()
+        data = data.cache("1 MiB") if is_cached else data
+        strategy.experimental_distribute_dataset(data.batch(6))
     texts = [each.getMessage() for each in caplog.records if "ignore_errors" in each.getMessage()]
     assert len(texts) == (rank == 0)
     for text in texts:
@@ -66,3 +68,28 @@ def test_no_element_can_be_made():
         raise ValueError("never")
 
     assert list(Dataset.range(3).map(fail).ignore_errors(log_warning=False)) == []
+
+
+@pytest.mark.parametrize("method", ["cache", "ignore_errors"])
+@pytest.mark.parametrize("batch", ["batch", "padded_batch", "ragged_batch"])
+@pytest.mark.parametrize("num_examples", [1, 3])
+def test_no_rank_has_an_element(strategy, method, batch, num_examples):
+    data = Dataset.range(num_examples).map(lambda x: decode(x * 0))
+    data = data.cache("1 MiB") if method == "cache" else data
+    data = data.ignore_errors(log_warning=False).cache("1 MiB").shuffle(0)
+    batches = strategy.experimental_distribute_dataset(getattr(data, batch)(4))
+    assert batches.cardinality() == 0
+    assert list(batches) == []
+
+
+@pytest.mark.parametrize("batch", ["batch", "padded_batch", "ragged_batch"])
+def test_some_ranks_get_nothing_after_a_data_set_without_elements(strategy, batch):
+    nothing = Dataset.range(3).filter(lambda x: False).map(lambda x: x + 1)
+    for data in (nothing.concatenate(Dataset.range(3)), Dataset.range(3).concatenate(nothing)):
+        batches = strategy.experimental_distribute_dataset(getattr(data, batch)(1))
+        assert [strategy.gather(each, axis=0).tolist() for each in batches] == [[0], [1], [2]]
+
+
+def test_elements_that_other_passes_do_not_have_are_refused_by_name():
+    with pytest.raises(ValueError, match="^ignore_errors is evaluated once for all passes"):
+        list(Dataset.range(8).sample(np.ones(8)).ignore_errors().batch(2))

@@ -1,5 +1,8 @@
 """Fields of all forms, distributed: one listing for all ranks, the batches of a plain model."""
 
+import contextlib
+import os
+
 import h5py
 import numpy as np
 import pytest
@@ -170,8 +173,113 @@ def test_a_file_that_is_being_written(strategy, rank, mpi_tmp_path):
     assert np.concatenate(values).tolist() == list(range(17))
 
 
+def test_fields_that_are_being_written_are_as_long_as_the_shortest(strategy, rank, mpi_tmp_path):
+    path = mpi_tmp_path / "live.h5"
+    if rank == 0:
+        with h5py.File(path, "w", libver="latest") as file:
+            x = file.create_dataset("x", (0, 2), "i8", maxshape=(None, 2), chunks=(4, 2))
+            y = file.create_dataset("y", (0, 2), "i8", maxshape=(None, 2), chunks=(3, 2))
+            file.swmr_mode = True
+            append(x, 10)
+            append(y, 7)
+    strategy.barrier()
+    live = ms.data.Dataset.from_hdf5(path, ("x", "y"), swmr=True)
+    batches = strategy.experimental_distribute_dataset(live.shuffle(0).batch(4))
+    seen = [[strategy.gather(each, axis=0)[:, 0].tolist() for each in b] for b in batches]
+    assert all(x == y for x, y in seen)
+    assert sorted(n for x, _ in seen for n in x) == list(range(7))
+    with pytest.raises(DataError, match="'x' has 10, 'y' has 7 rows"):
+        ms.data.Dataset.from_hdf5(path, ("x", "y")).cardinality()
+
+
 def append(data, count):
     length = len(data)
     data.resize(length + count, axis=0)
     data[length:] = np.arange(length, length + count)[:, None]
     data.flush()
+
+
+def test_one_rank_with_another_field_of_the_same_shape(strategy, path, rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks that differ")
+    if rank == 0:
+        with h5py.File(path, "a") as file:
+            file["one"], file["two"] = np.arange(NUM), np.arange(NUM)
+    strategy.barrier()
+    rows = ms.data.Dataset.from_hdf5(path, "one" if rank < size - 1 else "two")
+    with pytest.raises(DataError, match="from_hdf5 of 'one', .* has from_hdf5 of 'two'"):
+        strategy.experimental_distribute_dataset(rows.batch(4))
+
+
+@pytest.mark.parametrize("is_zipped", [False, True])
+def test_ranks_that_saw_other_lengths_agree(strategy, rank, size, mpi_tmp_path, is_zipped):
+    path = mpi_tmp_path / "live.h5"
+
+    def write(count):
+        if rank == 0:
+            with h5py.File(path, "a", libver="latest") as file:
+                if count == 10:
+                    file.create_dataset("x", (0, 2), "i8", maxshape=(None, 2), chunks=(4, 2))
+                file.swmr_mode = True
+                append(file["x"], count)
+        strategy.barrier()
+
+    rows = ms.data.Dataset.from_hdf5(path, "x", swmr=True)
+    dataset = ms.data.Dataset.zip((rows, rows.map(lambda x: x + 1))) if is_zipped else rows
+    write(10)
+    if rank == size - 1:
+        assert rows.cardinality() == 10  # this rank alone has looked
+    strategy.barrier()
+    write(7)
+    batches = strategy.experimental_distribute_dataset(dataset.shuffle(0).batch(4))
+    write(9)
+    expected = 10 if is_zipped else 17
+    assert batches.cardinality() == -(-expected // 4)
+    for _ in range(2):
+        parts = [batch[0] if is_zipped else batch for batch in batches]
+        found = [strategy.gather(part, axis=0)[:, 0] for part in parts]
+        assert sorted(np.concatenate(found)) == list(range(expected))
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Be a user whom permissions bind: root may read everything."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("field", ["trials", "data/demo_*/x"])
+def test_a_file_that_one_rank_may_not_read_is_an_error_of_all(strategy, path, rank, size, field):
+    rows = ms.data.Dataset.from_hdf5(path, field).batch(2)
+    strategy.experimental_distribute_dataset(rows)  # no module is loaded for the first time below
+    with pytest.raises(DataError, match="There is no file"):
+        absent = ms.data.Dataset.from_hdf5("nothing.h5", "x").batch(2)
+        strategy.experimental_distribute_dataset(absent)
+    rows = ms.data.Dataset.from_hdf5(path, field).batch(2)
+    if rank == 0:
+        os.chmod(path, 0)
+    strategy.barrier()
+    last = size - 1
+    where = "" if rank == last else rf" \(on rank {last} of {size}\)"
+    with (
+        as_nobody() if rank == last else contextlib.nullcontext(),
+        pytest.raises(
+            DataError, match=rf"data\.h5 cannot be read: permission denied.*user.*{where}"
+        ),
+    ):
+        strategy.experimental_distribute_dataset(rows)
+
+
+def test_a_file_that_may_no_longer_be_read_is_named_in_the_pass(strategy, path):
+    rows = ms.data.Dataset.from_hdf5(path, "trials")
+    local = list(rows.batch(3))
+    assert len(local) == 1
+    os.chmod(path, 0)
+    with as_nobody(), pytest.raises(DataError, match=r"data\.h5 cannot be read: permission denied"):
+        list(rows.batch(3))

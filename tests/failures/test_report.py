@@ -34,7 +34,7 @@ def inner():
 def test_frames_between_those_of_the_program_are_one_line():
     error = caught(lambda: ms.OneDeviceStrategy().run(step))
     lines = formatted(error).splitlines()
-    assert "  [2 frames of mpistrat; MPISTRAT_FULL_TRACEBACK=on shows them]" in lines
+    assert "  [3 frames of mpistrat; MPISTRAT_FULL_TRACEBACK=on shows them]" in lines
     files = [line for line in lines if line.startswith("  File")]
     assert [line.rpartition(" ")[2] for line in files] == ["caught", "<lambda>", "step", "inner"]
     assert lines[-1] == "IndexError: list index out of range"
@@ -67,7 +67,7 @@ def test_an_error_that_the_package_did_not_raise_keeps_the_frames_where_it_arose
             )
         )
     )
-    assert "[2 frames of mpistrat;" in text
+    assert "[3 frames of mpistrat;" in text
     assert "return reduce_to_host(" in text
     assert "call_for_each_replica" not in text
 
@@ -101,7 +101,7 @@ def test_the_setting_shows_all(monkeypatch):
 def test_members_of_groups_are_folded():
     members = [caught(lambda: ms.OneDeviceStrategy().run(step)), ValueError("another")]
     text = formatted(caught(lambda: _raise(ExceptionGroup("both", members))))  # noqa: F821
-    assert "[2 frames of mpistrat;" in text
+    assert "[3 frames of mpistrat;" in text
     assert "ValueError: another" in text
 
 
@@ -136,7 +136,7 @@ def test_a_failing_program_shows_its_own_lines(tmp_path, how, ranks):
         "12, in <module>",
         "11, in step",
     ]
-    assert "  [2 frames of mpistrat; MPISTRAT_FULL_TRACEBACK=on shows them]" in shown
+    assert "  [3 frames of mpistrat; MPISTRAT_FULL_TRACEBACK=on shows them]" in shown
     assert "KeyError: 'key'" in shown
     full = launch.run([script, how], ranks, 60, env={"MPISTRAT_FULL_TRACEBACK": "on"})
     assert "extended.py" in full.stderr

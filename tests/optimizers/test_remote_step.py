@@ -4,8 +4,10 @@ import warnings
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpistrat as ms
+from mpistrat.errors import EpochMismatchError
 
 OPTIMIZERS = {
     "sgd": lambda: ms.optimizers.SGD(0.1),
@@ -26,6 +28,12 @@ def step(number, table, bias, optimizer):
     rows = ms.IndexedSlices(np.full((3, 2), number + 1.0), [6, 0, 6])
     gradient = np.full((7, 2), 0.5) if number % 2 else rows
     optimizer.apply_gradients([(gradient, table), (np.float32(number), bias)])
+
+
+def step_on_rows(table, optimizer):
+    rows = table.lookup([4, 1])
+    gradient = ms.IndexedSlices(np.ones_like(rows), [4, 1], table.shape)
+    optimizer.apply_gradients([(gradient, table)])
 
 
 def late_rate(optimizer, table, rate):
@@ -56,6 +64,27 @@ def test_steps_equal_those_of_one_replica(name, parts, size):
         theirs = expected[2].slot(expected[0], slot).numpy()
         np.testing.assert_allclose(optimizer.slot(table, slot).numpy(), theirs, rtol=1e-12)
     assert repr(optimizer).startswith(f"<{type(optimizer).__name__}")
+    strategy.close()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rows_of_a_lookup_alone_change(parts, size):
+    partitioner = ms.partitioners.FixedShardsPartitioner(parts)
+    strategy = ms.ParameterServerStrategy(max(0, size - 2), partitioner)
+    with strategy.scope():
+        table, _, optimizer = make("adam")
+    if strategy.rank:
+        strategy.serve()
+        return
+    before = table.numpy()
+    coordinator = ms.coordinator.ClusterCoordinator(strategy)
+    coordinator.schedule(step_on_rows, (table, optimizer)).fetch()
+    for changed in (table.numpy() != before, optimizer.slot(table, "first_moment").numpy() != 0):
+        assert np.flatnonzero(changed.all(1)).tolist() == [1, 4]
+        assert np.flatnonzero(changed.any(1)).tolist() == [1, 4]
+    slot = optimizer.slot(table, "first_moment")
+    assert slot._devices == table._devices
+    assert len(slot._devices) == parts
     strategy.close()
 
 
@@ -99,6 +128,46 @@ def test_bad_gradients(size):
         optimizer.apply_gradients([(None, bias), (np.zeros((7, 2)), table)])
     assert (table.numpy() == before).all()
     strategy.close()
+
+
+def follow(average, table, decay):
+    average.assign_sub((1 - decay) * (average.value() - table.value()), read_value=False)
+
+
+def accumulate(table, optimizer):
+    gradient = sum(np.full((7, 2), number) for number in range(4))
+    optimizer.apply_gradients([(gradient, table)])
+
+
+def test_averages_and_sums_by_hand(size):
+    strategy = ms.ParameterServerStrategy(max(0, size - 2))
+    with strategy.scope():
+        table, _, optimizer = make("sgd")
+        average = ms.Variable(np.arange(14.0).reshape(7, 2), name="average", trainable=False)
+        with pytest.raises(NotImplementedError, match="average.assign_sub"):
+            ms.optimizers.ExponentialMovingAverage(0.75).apply([table])
+        with pytest.raises(NotImplementedError, match="Add those of its batches up"):
+            ms.optimizers.GradientAccumulator([table])
+    with pytest.raises(NotImplementedError, match="Add those of its batches up"):
+        ms.optimizers.GradientAccumulator([table])
+    if strategy.rank:
+        strategy.serve()
+        return
+    coordinator = ms.coordinator.ClusterCoordinator(strategy)
+    coordinator.schedule(accumulate, (table, optimizer)).fetch()
+    np.testing.assert_allclose(table.numpy(), np.arange(14.0).reshape(7, 2) - 0.6)
+    coordinator.schedule(follow, (average, table, 0.75)).fetch()
+    np.testing.assert_allclose(average.numpy(), np.arange(14.0).reshape(7, 2) - 0.15)
+    strategy.close()
+
+
+def test_optimizers_in_another_order(rank, size):
+    if size == 1:
+        pytest.skip("one rank agrees with itself")
+    comm = MPI.COMM_WORLD.Dup()
+    strategy = ms.ParameterServerStrategy(comm=comm)
+    with strategy.scope(), pytest.raises(EpochMismatchError, match="Adam"):
+        (ms.optimizers.Adam if rank else ms.optimizers.SGD)(0.1)
 
 
 def _loss_scale():

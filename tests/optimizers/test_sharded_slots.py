@@ -72,7 +72,15 @@ def own_bytes(variables, optimizer):
 
 
 @pytest.mark.filterwarnings("ignore:No gradient")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(name, marks=pytest.mark.thorough)
+        if name in ("momentum", "scheduled")
+        else name
+        for name in OPTIMIZERS
+    ],
+)
 def test_steps_are_those_of_mirrored_slots(strategy, rank, size, optimizer):
     results = []
     for is_sharded in (False, True):
@@ -187,8 +195,23 @@ def test_what_is_refused(strategy):
 PATH = "run.h5"
 
 
-@pytest.mark.parametrize("parallel", [False, True], ids=["serial", "parallel"])
-@pytest.mark.parametrize("ways", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize(
+    ("ways", "parallel"),
+    [
+        ((True, False), True),
+        ((False, True), False),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in [
+                ((True, False), False),
+                ((False, True), True),
+                ((True, True), False),
+                ((True, True), True),
+            ]
+        ),
+    ],
+    ids=str,
+)
 def test_a_file_does_not_tell_how_slots_were_held(
     strategy, shared_tmp_path, rank, size, parallel, ways
 ):

@@ -4,10 +4,13 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mpistrat.mpi.mpiexec import mpiexec
+from mpistrat.system.processes import Program
 from mpistrat.testing import launch
 
 PRELUDE = """
@@ -132,6 +135,53 @@ def end_processes(folder: Path):
         with contextlib.suppress(OSError):
             if pid and script in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
+
+
+UNSEEN = """
+"$@"
+code=$?
+[ $code -eq 137 ] && sleep 30
+exit $code
+"""
+"""A process between the launcher and its rank, which hides the rank's death from the launcher."""
+
+
+def run_unseen(case, folder: Path) -> tuple[str, str]:
+    """Run a case whose launcher does not notice killed ranks; return what it has printed."""
+    script, shell = folder / "program.py", folder / "unseen.sh"
+    script.write_text(PRELUDE + MARKS + case.program)
+    shell.write_text(UNSEEN)
+    command = [*mpiexec(case.ranks), "sh", str(shell), sys.executable, str(script)]
+    variables = launch.environment({"MPISTRAT_EXIT_GRACE_S": "1"})
+    program = Program(command, variables, cwd=folder)
+    try:
+        assert program.wait(25) != 0
+    finally:
+        program.kill()
+        end_processes(folder)
+    return program.stdout(), program.stderr()
+
+
+def processes_of(folder):
+    """Return the processes that run the program in `folder`."""
+    script = os.fsencode(folder / "program.py")
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            if script in (each / "cmdline").read_bytes():
+                found.append(int(each.name))
+        except OSError:
+            pass
+    return found
+
+
+def assert_nothing_is_left(folder):
+    """Assert that no process has outlived the job, and nothing of ours lies in /dev/shm."""
+    end = time.monotonic() + 5
+    while processes_of(folder) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not processes_of(folder)
+    assert not [name for name in os.listdir("/dev/shm") if "mpistrat" in name]
 
 
 def check_output(case, text: str, head: str = PRELUDE):

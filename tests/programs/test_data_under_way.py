@@ -1,16 +1,17 @@
 """Ranks that are killed, stopped or forked while data is under way."""
 
-import os
-import sys
-import time
-from pathlib import Path
-
 import pytest
 
-from mpistrat.mpi.mpiexec import mpiexec
-from mpistrat.system.processes import Program
 from mpistrat.testing import launch
-from tests.programs.running import MARKS, PRELUDE, Case, check, end_processes, ours, run_case
+from tests.programs.running import (
+    PRELUDE,
+    Case,
+    assert_nothing_is_left,
+    check,
+    ours,
+    run_case,
+    run_unseen,
+)
 
 pytestmark = pytest.mark.launches
 
@@ -47,28 +48,6 @@ def in_the_middle(signal, implementation, call, *expected, **others):
     return Case(name, program, expected, ranks=3, **others)
 
 
-def processes_of(folder):
-    """Return the processes that run the program in `folder`."""
-    script = os.fsencode(folder / "program.py")
-    found = []
-    for each in Path("/proc").glob("[0-9]*"):
-        try:
-            if script in (each / "cmdline").read_bytes():
-                found.append(int(each.name))
-        except OSError:
-            pass
-    return found
-
-
-def assert_nothing_is_left(folder):
-    """Assert that no process has outlived the job, and nothing of ours lies in /dev/shm."""
-    end = time.monotonic() + 5
-    while processes_of(folder) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not processes_of(folder)
-    assert not [name for name in os.listdir("/dev/shm") if "mpistrat" in name]
-
-
 WAYS = [("all_reduce", "SHARED"), ("start_all_reduce", "SHARED"), ("all_reduce", "MPI")]
 
 
@@ -99,32 +78,13 @@ def test_a_rank_is_stopped(tmp_path, call, implementation):
     assert_nothing_is_left(tmp_path / "case")
 
 
-UNSEEN = """
-"$@"
-code=$?
-[ $code -eq 137 ] && sleep 30
-exit $code
-"""
-"""A process between the launcher and its rank, which hides the rank's death from the launcher."""
-
-
 @pytest.mark.quick("all_reduce")
 @pytest.mark.parametrize("call", CALLS)
 def test_the_others_end_also_where_the_launcher_notices_nothing(tmp_path, call):
     case = in_the_middle(9, "SHARED", call)
-    script, shell = tmp_path / "program.py", tmp_path / "unseen.sh"
-    script.write_text(PRELUDE + MARKS + case.program)
-    shell.write_text(UNSEEN)
-    command = [*mpiexec(3), "sh", str(shell), sys.executable, str(script)]
-    variables = launch.environment({"MPISTRAT_EXIT_GRACE_S": "1"})
-    program = Program(command, variables, cwd=tmp_path)
-    try:
-        assert program.wait(25) != 0
-    finally:
-        program.kill()
-        end_processes(tmp_path)
-    assert "over before" not in program.stdout()
-    assert "rank 1 is gone: process" in ours(program.stderr())
+    stdout, stderr = run_unseen(case, tmp_path)
+    assert "over before" not in stdout
+    assert "rank 1 is gone: process" in ours(stderr)
     assert_nothing_is_left(tmp_path)
 
 

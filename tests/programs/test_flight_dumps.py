@@ -89,6 +89,48 @@ def test_a_rank_that_is_elsewhere_when_the_job_ends_leaves_its_record(job, capsy
     assert absent["site"] == f"program.py:{line_of(program, 'sleep')}"
 
 
+IN_A_REPLICA = """
+replicas = ms.MPIStrategy(num_replicas=5)
+def fn():
+    replica = ms.get_replica_context()
+    replica.barrier()
+    if replica.replica_id_in_sync_group == 4:
+        {act}
+    replica.all_reduce("max", 1.0)  # the others
+replicas.run(fn)
+"""
+ACTS = {
+    "raises": "raise ZeroDivisionError('gone')",
+    "exits": "sys.exit(3)",
+    "hangs": "time.sleep(60)",
+}
+
+
+@pytest.mark.quick("exits")
+@pytest.mark.parametrize("act", ACTS)
+def test_a_replica_that_fails_is_named(job, act):
+    program = IN_A_REPLICA.format(act=ACTS[act])
+    limit = {"MPISTRAT_TIMEOUT_S": "1"} if act == "hangs" else {}
+    result, records = job(program, 2, **limit)
+    assert result.returncode != 0
+    where = f"program.py:{line_of(program, ACTS[act])}"
+    others, own = (json.loads((records / f"flight.rank{r}.json").read_text()) for r in range(2))
+    of_ranks = own["channels"][0]
+    entry = others["channels"][0]["entries"][-1]
+    assert (entry["kind"], entry["state"]) == ("all_reduce", "failed")
+    assert entry["site"] == f"program.py:{line_of(program, 'the others')}"
+    if act == "hangs":
+        assert of_ranks["replica"] == "replica 4"
+        assert own["stack"][-1].partition(" in ")[0].endswith(where)
+        assert "replica 4 computing" in result.stderr
+        return
+    error = ACTS[act].removeprefix("raise ").partition("(")[0]
+    error = "SystemExit" if act == "exits" else error
+    assert of_ranks["last_failure"] == f"{error} at {where} in replica 4"
+    named = f"after {error} at {where} in replica 4" if act == "exits" else "in replica 4 of 5"
+    assert named in result.stderr
+
+
 def test_a_healthy_job_leaves_nothing(job, tmp_path):
     result, records = job("strategy.reduce('max', np.ones(2))\n")
     assert (result.returncode, result.stderr) == (0, "")

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 
 import pytest
 
@@ -60,6 +61,7 @@ def test_an_interrupted_job_ends_and_says_where_it_was(tmp_path, case):
             launched.wait_for_output(f"ready {rank}")
         if "go on" in case:
             launched.wait_for_output("deaf")
+        time.sleep(0.5)  # let all of them leave print
         if "raises" not in case:
             launched.process.send_signal(signal.SIGINT)
         result = launched.finish(20)
@@ -70,3 +72,22 @@ def test_an_interrupted_job_ends_and_says_where_it_was(tmp_path, case):
     text = "\n".join(line for line in ours(result.stderr).split("\n") if "Ctrl-C" not in line)
     assert text.count("\n") < 40, text
     assert re.search(expected, text, re.DOTALL), result.stderr
+
+
+def test_a_second_interruption_does_not_interrupt_the_report(tmp_path):
+    program = (
+        "class Again(Exception):\n"
+        "    @property\n"
+        "    def __notes__(self):\n"
+        "        os.kill(os.getpid(), 2)  # while its traceback is made\n"
+        "        return ['interrupted']\n"
+        "raise Again\n"
+    )
+    (tmp_path / "program.py").write_text(PRELUDE + program)
+    done = launch.run([tmp_path / "program.py"], 2, cwd=tmp_path, limit_s=30)
+    assert done.returncode != 0
+    assert re.fullmatch(
+        r"mpistrat: ranks 0-1 of 2 failed at program\.py:\d+:\nTraceback [^\n]*\n"
+        r"  File [^\n]*\n    raise Again\nAgain\ninterrupted",
+        ours(done.stderr),
+    ), done.stderr

@@ -7,8 +7,14 @@ import pytest
 from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.system.processes import Program
 from mpistrat.testing import launch
-from tests.programs.running import MARKS, PRELUDE, end_processes, ours
-from tests.programs.test_data_under_way import UNSEEN, assert_nothing_is_left
+from tests.programs.running import (
+    MARKS,
+    PRELUDE,
+    UNSEEN,
+    assert_nothing_is_left,
+    end_processes,
+    ours,
+)
 
 pytestmark = pytest.mark.launches
 

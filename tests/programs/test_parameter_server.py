@@ -27,6 +27,15 @@ def leave(code):
 def wait(text):
     print(text, flush=True)
     time.sleep(60)
+def read(text):
+    print(text, flush=True)
+    while True:
+        counter.value()
+num_counted = 0
+def count(number):
+    global num_counted
+    num_counted += 1
+    return number, ms.coordinator.experimental_get_current_worker_index(), num_counted - 1
 if strategy.cluster_resolver.task_type != "chief":
     strategy.serve()
     print(f"rank {{rank}} is done")
@@ -49,11 +58,13 @@ def said(done):
     return "\n".join(each for each in lines if "parameter-server job dies" not in each)
 
 
+def text_of(program, num_ps=0):
+    return program.replace("{num_ps}", str(num_ps)).replace("{{", "{").replace("}}", "}")
+
+
 def run(tmp_path, program, ranks=3, num_ps=0, limit_s=40, **variables):
     script = tmp_path / "program.py"
-    script.write_text(
-        program.replace("{num_ps}", str(num_ps)).replace("{{", "{").replace("}}", "}")
-    )
+    script.write_text(text_of(program, num_ps))
     return launch.run([script], ranks, limit_s, cwd=tmp_path, env=variables)
 
 
@@ -134,7 +145,7 @@ def test_a_chief_that_is_stopped_goes_on(tmp_path):
         "coordinator.join()\nprint('counted', counter.numpy())\n"
     )
     script = tmp_path / "program.py"
-    script.write_text(program.replace("{num_ps}", "0").replace("{{", "{").replace("}}", "}"))
+    script.write_text(text_of(program))
     launched = launch.Launched([script], 3, cwd=tmp_path)
     launched.wait_for_output("\n")
     pid = int(launched.stdout().split()[0])
@@ -146,14 +157,68 @@ def test_a_chief_that_is_stopped_goes_on(tmp_path):
     assert "counted 200" in done.stdout
 
 
-def test_interruption(tmp_path):
+MOMENTS = {
+    "in schedule": 'print("waits", flush=True)\nwhile True: coordinator.schedule(add)',
+    "in join": 'coordinator.schedule(wait, ("waits",))\ncoordinator.join()',
+    "in fetch": 'coordinator.schedule(wait, ("waits",)).fetch()',
+    "in a closure that reads": 'coordinator.schedule(read, ("waits",)).fetch()',
+    "elsewhere": 'coordinator.schedule(add).fetch()\nprint("waits", flush=True)\ntime.sleep(60)',
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_interruption(tmp_path, moment):
     script = tmp_path / "program.py"
-    program = PRELUDE + 'coordinator.schedule(wait, ("waits",))\ncoordinator.join()\n'
-    script.write_text(program.replace("{num_ps}", "1").replace("{{", "{").replace("}}", "}"))
-    launched = launch.Launched([script], 3, cwd=tmp_path)
+    script.write_text(text_of(PRELUDE + MOMENTS[moment], num_ps=1))
+    launched = launch.Launched([script], 4, cwd=tmp_path)
     launched.wait_for_output("waits")
+    time.sleep(0.2)
     began = time.monotonic()
     os.kill(launched.process.pid, signal.SIGINT)
     done = launched.finish(30)
     assert done.returncode != 0
     assert time.monotonic() - began < 20
+    if not launch.is_open_mpi():  # which kills the ranks at once
+        assert "KeyboardInterrupt" in done.stderr
+        # On a loaded machine two ranks may fail at once, before either knows of the other.
+        assert ours(done.stderr).count("Traceback") in (1, 2), done.stderr
+
+
+def test_late_ranks(tmp_path):
+    program = PRELUDE.replace("strategy =", "LATE\nstrategy =", 1).replace(
+        "LATE",
+        "from mpistrat.testing.launch import rank_and_size\ntime.sleep(rank_and_size()[0] % 2)",
+    )
+    program = program.replace(
+        "    strategy.serve()", "    time.sleep(rank / 2)\n    strategy.serve()"
+    )
+    done = run(tmp_path, program + WORK, 4, 1)
+    assert (done.returncode, said(done)) == (0, "")
+    assert "counted 20" in done.stdout
+
+
+@pytest.mark.slow
+def test_closures_by_the_hundred_thousand(tmp_path):
+    """They end in their order, at each worker, in memory that does not grow."""
+    program = (
+        PRELUDE
+        + """
+def megabytes():
+    return int(open("/proc/self/statm").read().split()[1]) >> 8
+before = megabytes()
+values = [coordinator.schedule(count, (number,)) for number in range(100_000)]
+coordinator.join()
+assert megabytes() - before < 200, (before, megabytes())
+ends = coordinator.fetch(values)
+assert [number for number, _, _ in ends] == list(range(100_000))
+for worker in (0, 1):
+    assert [n for _, index, n in ends if index == worker] == list(range(sum(
+        index == worker for _, index, _ in ends)))
+values = [coordinator.schedule(add) for _ in range(100_000)]
+strategy.close()
+print("ended")
+"""
+    )
+    done = run(tmp_path, program, limit_s=110)
+    assert (done.returncode, said(done)) == (0, "")
+    assert "ended" in done.stdout

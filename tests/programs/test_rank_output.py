@@ -286,3 +286,12 @@ def test_nothing_is_lost_where_the_program_ends_mpi_itself(tmp_path):
     assert sorted(lines) == [
         f"mpistrat: rank {rank}: {when} {rank}" for rank in range(3) for when in ("after", "before")
     ]
+
+
+def test_what_no_rank_can_start_is_reported_once(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text("import mpistrat as ms\nms.MPIStrategy(num_replicas=4, elastic=True)\n")
+    done = launch.run([script], 3, cwd=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.count("Start the program with") == 1, done.stderr

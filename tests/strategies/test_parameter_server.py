@@ -10,6 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
+from mpistrat.comm.messages import Messenger
 from mpistrat.errors import ContextError, EpochMismatchError, LaunchError
 
 
@@ -70,14 +71,11 @@ def test_bad_clusters(size):
     for wrong in (1.5, True, None, "2"):
         with pytest.raises(TypeError, match="num_ps"):
             ms.ParameterServerStrategy(wrong)
-    with pytest.raises(LaunchError, match=f"{size + 1} ranks"):
-        ms.ParameterServerStrategy(size - 1 if size > 1 else 1 + size) if size > 1 else _too_few()
+    num_ps = max(1, size - 1)
+    with pytest.raises(LaunchError, match=f"{num_ps + 2} ranks"):
+        ms.ParameterServerStrategy(num_ps)
     with pytest.raises(TypeError, match="callable"):
         ms.ParameterServerStrategy(variable_partitioner=3)
-
-
-def _too_few():
-    raise LaunchError("2 ranks")
 
 
 def test_ranks_that_disagree(rank, size):
@@ -122,11 +120,93 @@ def test_parts_go_round(size):
     assert len(small.row_ranges) == 3
     assert not isinstance(scalar, ms.ShardedVariable)
     assert not isinstance(beside, ms.ShardedVariable)
+    assert beside.device == scalar.device
     places, kind = max(1, num_ps), "ps" if num_ps else "chief"
     assert table.devices == tuple(device(kind, n % places) for n in range(4))
     assert small.devices == tuple(device(kind, n % places) for n in range(4, 7))
     assert table.name == "table"
     serve_or(strategy, lambda coordinator: None)
+
+
+def test_parts_take_turns_with_whole_variables(size):
+    num_ps = max(0, size - 2)
+    strategy = ms.ParameterServerStrategy(num_ps, ms.partitioners.FixedShardsPartitioner(2))
+    with strategy.scope():
+        made = [ms.Variable(np.zeros(shape)) for shape in ((4,), (), (5, 2))]
+    places, kind = max(1, num_ps), "ps" if num_ps else "chief"
+    devices = [*made[0].devices, made[1].device, *made[2].devices]
+    assert devices == [device(kind, n % places) for n in range(5)]
+    serve_or(strategy, lambda coordinator: None)
+
+
+def write_in_replica(plain, on_read):
+    def step():
+        plain.assign(np.ones(3))
+        plain.assign_add(np.ones(3))
+        plain.scatter_add(ms.IndexedSlices(np.ones(1), [0]))
+        on_read.assign_add(np.ones(3))
+        return ms.get_replica_context().merge_call(lambda strategy, x: strategy.size, args=(1,))
+
+    return ms.get_strategy().run(step)
+
+
+def reduce_to(task):
+    extended = ms.get_strategy().extended
+    return extended.reduce_to("sum", 2.0, f"/job:worker/task:{task}/device:CPU:0")
+
+
+def test_writes_and_reductions_in_closures(size):
+    strategy = ms.ParameterServerStrategy(max(0, size - 2))
+    with strategy.scope():
+        plain = ms.Variable(np.zeros(3), name="plain")
+        on_read = ms.Variable(
+            np.zeros(3),
+            synchronization=ms.VariableSynchronization.ON_READ,
+            aggregation=ms.VariableAggregation.SUM,
+        )
+
+    def body(coordinator):
+        assert coordinator.schedule(write_in_replica, (plain, on_read)).fetch() == size
+        assert plain.numpy().tolist() == [3, 2, 2]  # under NONE, as there is one replica
+        assert on_read.numpy().tolist() == [1, 1, 1]
+        assert not on_read.trainable
+        assert coordinator.schedule(reduce_to, (0,)).fetch() == 2.0
+        with pytest.raises(ValueError, match="the tasks are 0 to 0"):
+            coordinator.schedule(reduce_to, (1,)).fetch()
+        with pytest.raises(ValueError, match="the tasks are 0 to 0"):
+            coordinator.join()
+
+    serve_or(strategy, body)
+
+
+def pull_and_push(variable):
+    variable.assign_add(variable.value())
+    return ms.get_strategy().rank
+
+
+def test_workers_send_to_holders_and_the_chief_alone(rank, size, monkeypatch):
+    num_ps = 1 if size > 2 else 0
+    strategy = ms.ParameterServerStrategy(num_ps)
+    with strategy.scope():
+        variable = ms.Variable(np.ones(2000), name="v")
+    receivers, send = set(), Messenger.send
+
+    def noted(messenger, destination, *args, **kwargs):
+        receivers.add(destination)
+        return send(messenger, destination, *args, **kwargs)
+
+    monkeypatch.setattr(Messenger, "send", noted)
+
+    def body(coordinator):
+        values = [coordinator.schedule(pull_and_push, (variable,)) for _ in range(5 * size)]
+        ranks = set(coordinator.fetch(values))
+        assert ranks <= set(range(num_ps + 1, size) if size > 1 else [0])
+        assert (variable.numpy() == 2.0 ** len(values)).all() or len(ranks) > 1
+
+    serve_or(strategy, body)
+    if rank > num_ps:
+        assert receivers <= set(range(num_ps + 1))
+        assert 0 in receivers
 
 
 @pytest.mark.parametrize("answer", [None, [], [0, 1], [2, 2]], ids=str)

@@ -5,9 +5,10 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
+from mpistrat.failures.rank_state import describe_rank_state, rank_state
 
 
-@pytest.fixture(params=[4, 5])
+@pytest.fixture(params=[4, 5, 12])
 def replicas(request):
     comm = MPI.COMM_WORLD.Dup()
     return ms.MPIStrategy(comm, device="cpu", num_replicas=request.param)
@@ -62,8 +63,10 @@ def test_others_never_begin_or_are_unwound(replicas, ids, who):
                 with pytest.raises(ms.errors.ContextError, match="another one has failed"):
                     ms.get_replica_context().all_reduce("sum", 1)
 
-    with pytest.raises(OSError, match="mine"):
+    with pytest.raises(OSError, match="mine") as caught:
         replicas.run(fn)
+    note = f"in replica {guilty} of {replicas.num_replicas_in_sync}"
+    assert caught.value.__notes__ == [note]
     begun = ids if who == "last" else ids[:1]
     assert sorted(each for what, each in seen if what == "begin") == begun
     assert sorted(each for what, each in seen if what == "end") == begun
@@ -86,6 +89,21 @@ def test_an_error_in_a_caught_block_of_the_first_does_not_surface_there(replicas
     with pytest.raises(LookupError, match="last"):
         replicas.run(fn)
     assert caught == [LookupError]
+
+
+def test_replicas_that_fail_because_another_one_has_do_not_count(replicas, ids):
+    def fn():
+        try:
+            if own() == ids[-1]:
+                raise OSError("mine")
+            ms.get_replica_context().barrier()
+        finally:
+            if own() != ids[-1]:
+                raise KeyError("while it ends")  # in as many as the rank has more
+
+    with pytest.raises(OSError, match="mine"):
+        replicas.run(fn)
+    check_works(replicas)
 
 
 @pytest.mark.parametrize("case", ["op", "kind", "name", "shape", "returns"])
@@ -126,6 +144,25 @@ def test_replicas_of_a_rank_that_differ(replicas, ids, case):
     with pytest.raises(ms.errors.EpochError):
         replicas.run(lambda: ms.get_replica_context().barrier())
     assert not ms.has_strategy()
+
+
+def test_a_late_rank_is_where_the_replica_is_whose_turn_it_is(replicas, ids):
+    channel = replicas.extended._group.ranks.channel
+    texts = []
+
+    def ask():
+        texts.append(describe_rank_state(rank_state(channel, [channel], has_left=False)))
+
+    def fn():
+        ms.get_replica_context().barrier()
+        if own() == ids[-1]:
+            ask()
+
+    replicas.run(fn)
+    assert f"late: replica {ids[-1]} computing" in texts[0]
+    assert " in ask, called from test_replica_failures.py:" in texts[0]
+    ask()
+    assert "replica" not in texts[1].partition("now at")[0]
 
 
 def test_one_rank_alone_that_differs(replicas, ids, rank, size):

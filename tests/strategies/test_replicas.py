@@ -52,6 +52,19 @@ def test_shares_are_contiguous_and_the_first_may_have_one_more(replicas, num, id
     assert replicas.cluster_resolver.num_workers == size
 
 
+def test_a_replica_sees_the_rank_that_runs_it(replicas, rank, size):
+    def fn():
+        resolver, extended = replicas.cluster_resolver, replicas.extended
+        assert (replicas.rank, replicas.size) == (resolver.task_id, resolver.num_workers)
+        assert (replicas.rank, replicas.size) == (rank, size)
+        assert replicas.is_chief == (rank == 0) == extended.should_checkpoint
+        assert extended.should_save_summary == (rank == 0)
+        assert f"rank {rank} of {size}" in repr(replicas)
+        assert len(extended.worker_devices) == size
+
+    replicas.run(fn)
+
+
 def test_replicas_take_turns_in_order_and_meet(replicas, num, ids):
     seen = []
 
@@ -169,6 +182,22 @@ def test_reduce_to_one_rank(replicas, num, rank, size):
         there = f"/job:worker/task:{root}/device:CPU:0"
         result = replicas.extended.reduce_to("sum", value, there)
         assert result == (num * (num - 1) / 2 if rank == root else None)
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_the_gradient_of_a_scan_comes_from_the_later_replicas(replicas, num, exclusive):
+    torch = pytest.importorskip("torch")
+
+    def fn():
+        x = torch.full((3,), 1.0 + own(), requires_grad=True)
+        total = ms.get_replica_context().scan("sum", x, exclusive=exclusive)
+        (total * (own() + 1)).sum().backward()
+        return x.grad.numpy()
+
+    for found, number in zip(
+        replicas.run(fn).values, replicas.extended.local_replica_ids, strict=True
+    ):
+        assert found.tolist() == [sum(range(number + 1 + exclusive, num + 1))] * 3
 
 
 def test_collectives_of_replicas(replicas, num, ids):
@@ -365,7 +394,8 @@ def test_optimizers_take_one_step_for_all(replicas, num, ids, kind):
     assert table.numpy().tobytes() == plain_table.numpy().tobytes()
 
 
-def test_accumulated_gradients(replicas, num):
+@pytest.mark.parametrize("inside", [True, False])
+def test_accumulated_gradients(replicas, num, inside):
     rows = [values_of(each, 5, "f4") for each in range(num)]
     with replicas.scope():
         variable = ms.Variable(np.zeros(5, np.float32))
@@ -376,10 +406,20 @@ def test_accumulated_gradients(replicas, num):
         for micro in range(3):
             accumulator.add([(rows[own()] * np.float32(micro + 1), variable)])
             assert accumulator.num_added == micro + 1
-        accumulator.apply(sgd)
-        assert accumulator.num_added == 0
+        if inside:
+            accumulator.apply(sgd)
+            assert accumulator.num_added == 0
+
+    def count():
+        return accumulator.num_added
 
     replicas.run(fn)
+    if not inside:
+        accumulator.apply(sgd)
+        assert accumulator.num_added == 0
+        replicas.run(fn)
+        accumulator.reset()
+        assert set(replicas.experimental_local_results(replicas.run(count))) == {0}
     sums = [row * np.float32(1) + row * np.float32(2) + row * np.float32(3) for row in rows]
     assert variable.numpy().tobytes() == (0 - expected_reduction("sum", sums)).tobytes()
     assert sgd.iterations.numpy() == 1
@@ -395,15 +435,83 @@ def test_moving_averages_follow_once(replicas):
     assert average.average(variable).numpy().tolist() == [2, 4]
 
 
-def test_state_of_a_replica_needs_a_rank_for_itself(replicas, num, size, mpi_tmp_path):
-    state = ms.PerReplicaState(np.random.default_rng(1))
+class Rows:
+    """An object whose state differs in length from replica to replica."""
+
+    def __init__(self, number):
+        self.rows = np.arange(number, dtype=np.float32)
+
+    def state_dict(self):
+        return {"length": len(self.rows), "rows": self.rows}
+
+    def load_state_dict(self, state):
+        self.rows = state["rows"]
+        assert len(self.rows) == state["length"]
+
+
+def states_of_replicas(strategy, seed):
+    """Return a generator, an object and a plain variable for each replica, and their checkpoint."""
+    made = strategy.experimental_distribute_values_from_function(
+        lambda context: {
+            "generator": np.random.default_rng([seed, context.replica_id_in_sync_group]),
+            "rows": Rows(context.replica_id_in_sync_group),
+            "plain": ms.Variable(np.full(1 + context.replica_id_in_sync_group, float(seed))),
+        }
+    )
+    with strategy.scope():
+        wrapped = {name: ms.PerReplicaState(each) for name, each in made.items()}
+        return made, ms.Checkpoint(**wrapped)
+
+
+@pytest.mark.parametrize("way", ["write", "parallel", "asynchronous"])
+def test_state_of_each_replica_is_kept(replicas, num, ids, mpi_tmp_path, way):
+    made, checkpoint = states_of_replicas(replicas, 1)
+    replicas.run(lambda generator: generator.random(own()), args=(made["generator"],))
     with replicas.scope():
-        checkpoint = ms.Checkpoint(state=state)
+        manager = ms.CheckpointManager(
+            checkpoint,
+            mpi_tmp_path,
+            parallel=way == "parallel",
+            asynchronous=way == "asynchronous",
+        )
+        path = manager.save()
+        manager.wait()
+    again, other = states_of_replicas(replicas, 2)
+    alone = ms.OneDeviceStrategy("cpu:0", num_replicas=num)
+    on_one, third = states_of_replicas(alone, 3)
+    with replicas.scope():
+        other.restore(path).assert_consumed()
+    with alone.scope():  # another number of ranks
+        third.restore(path).assert_consumed()
+
+    def state(generator, rows, plain):
+        return generator.random(), len(rows.rows), plain.numpy().sum()
+
+    expected = [np.random.default_rng([1, each]).random(each + 1)[-1] for each in range(num)]
+    for strategy, objects, which in ((replicas, again, ids), (alone, on_one, range(num))):
+        drawn, lengths, sums = strategy.run(state, kwargs=objects)
+        assert drawn.values == tuple(expected[each] for each in which)
+        assert lengths.values == tuple(which)
+        assert sums.values == tuple(each + 1.0 for each in which)
+
+
+def test_state_of_one_object_for_several_replicas_is_refused(replicas, num, size, mpi_tmp_path):
+    state = ms.PerReplicaState(np.random.default_rng(1))
+    _, fits = states_of_replicas(replicas, 1)
+    with replicas.scope():
+        path = fits.write(mpi_tmp_path / "fits.h5")
+        checkpoint = ms.Checkpoint(generator=state)
         if num == size:
             checkpoint.write(mpi_tmp_path / "state.h5")
             return
-        with pytest.raises(NotImplementedError, match="more replicas than ranks"):
+        with pytest.raises(ValueError, match=f"1 object.* of the {num} replicas"):
             checkpoint.write(mpi_tmp_path / "state.h5")
+        with pytest.raises(ValueError, match=f"1 object.* of the {num} replicas"):
+            checkpoint.restore(path)
+        late = ms.Checkpoint()
+        late.restore(path)
+        with pytest.raises(ValueError, match=f"1 object.* of the {num} replicas"):
+            late.generator = state
 
 
 def test_metrics(replicas, num):
@@ -519,6 +627,56 @@ def test_contexts_of_replicas(replicas, ids):
     assert variable.get() == 7
 
 
+def test_generators_and_threads_outlive_a_run(replicas, num, ids):
+    totals, seen, threads = {}, [], []
+    go_on = threading.Event()
+
+    def added_up():
+        total = 0
+        while True:
+            total += ms.get_replica_context().all_reduce("sum", own())
+            yield total
+
+    def look():
+        go_on.wait(30)
+        seen.append((ms.has_strategy(), ms.get_replica_context().replica_id_in_sync_group))
+
+    def fn():
+        if own() not in totals:
+            totals[own()] = added_up()
+            threads.append(threading.Thread(target=look))
+            threads[-1].start()
+        return next(totals[own()])
+
+    for number in range(1, 4):
+        assert replicas.run(fn).values == (number * num * (num - 1) // 2,) * len(ids)
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert seen == [(False, 0)] * len(ids)
+    numbers = iter(ids)  # one that all replicas of the rank take from, in turn
+    assert replicas.run(lambda: next(numbers) == own()).values == (True,) * len(ids)
+
+
+@pytest.mark.parametrize("count", [1, 1000])
+def test_one_replica_and_a_thousand(count, size):
+    if count < size:
+        pytest.skip("some ranks would have no replica")
+    strategy = ms.MPIStrategy(device="cpu", num_replicas=count)
+    rows = [values_of(each, 3, "f4") for each in range(count)]
+    with strategy.scope():
+        weight = ms.Variable(np.zeros(3, np.float32))
+        sgd = ms.optimizers.SGD(1.0)
+
+    def fn():
+        sgd.apply_gradients([(rows[own()], weight)])
+        return ms.get_replica_context().all_reduce("max", own())
+
+    assert set(strategy.run(fn).values) == {count - 1}
+    assert weight.numpy().tobytes() == (-expected_reduction("sum", rows)).tobytes()
+    strategy.close()
+
+
 def test_batch_norm(replicas, num):
     examples = np.random.default_rng(1).normal(size=(num, 3, 2)).astype(np.float32)
     with replicas.scope():
@@ -577,3 +735,56 @@ def test_a_checkpoint_keeps_the_components(replicas, num, ids, mpi_tmp_path, ran
     ms.Checkpoint(total=other).restore(path).assert_consumed()
     np.testing.assert_allclose(other.numpy(), expected_reduction("sum", rows), rtol=1e-6)
     assert len({each.tobytes() for each in other.values}) == 1
+
+
+def test_replicas_run_in_the_modes_of_pytorch_that_the_caller_has(replicas):
+    torch = pytest.importorskip("torch")
+
+    def modes():
+        # With a component for each replica, even where they are equal.
+        inside = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return [*inside, torch.is_autocast_enabled("cpu"), torch.ones(1).device.type == "meta"]
+
+    def switched():
+        with torch.set_grad_enabled(own() % 2 == 0):
+            ms.get_replica_context().barrier()
+            return torch.is_grad_enabled()
+
+    ids = replicas.extended.local_replica_ids
+    for mode, expected in [
+        (torch.no_grad(), [False, False, False, False]),
+        (torch.inference_mode(), [False, True, False, False]),
+        (torch.autocast("cpu", torch.bfloat16), [True, False, True, False]),
+        (torch.device("meta"), [True, False, False, True]),
+    ]:
+        with mode:
+            for found, each in zip(replicas.run(modes), expected, strict=True):
+                assert found.values == (each,) * len(ids)
+    assert replicas.run(switched).values == tuple(each % 2 == 0 for each in ids)
+    replicas.run(lambda: torch.set_grad_enabled(False))
+    assert torch.is_grad_enabled()
+    assert replicas.run(modes)[0].values == (True,) * len(ids)
+
+
+def test_replicas_meet_in_the_backward_pass(replicas, num):
+    torch = pytest.importorskip("torch")
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return ms.get_replica_context().all_reduce("sum", gradient)
+
+    def fn():
+        x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+        x.register_hook(lambda gradient: ms.get_replica_context().all_reduce("mean", gradient))
+        ((Doubled.apply(y) + x) * own()).sum().backward()
+        return x.grad.numpy(), y.grad.numpy()
+
+    for of_x in replicas.run(fn)[0].values:
+        assert of_x.tolist() == [(num - 1) / 2] * 3
+    for of_y in replicas.run(fn)[1].values:
+        assert of_y.tolist() == [num * (num - 1) / 2] * 3

@@ -5,6 +5,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import mpistrat as ms
+from mpistrat.comm.replica_reducer import ReplicaReducer
 from tests.tree_reduction import values_of
 
 COMBINE = {
@@ -60,7 +61,13 @@ def replicas(request):
 
 
 @pytest.mark.parametrize("op", list(COMBINE))
-@pytest.mark.parametrize("dtype", ["f2", bfloat16, "f4", "f8", "c8", "i4", "u2"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(bfloat16, "f4", "c8", "u2"),
+        *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in ("f2", "f8", "i4")),
+    ],
+)
 def test_every_op_and_dtype(replicas, op, dtype):
     if np.dtype(dtype).kind == "c" and op not in ("sum", "mean"):
         pytest.skip("has no order, or is multiplied by parts")
@@ -94,6 +101,21 @@ def test_packs_of_many_arrays(replicas):
     for found in replicas.run(fn).values:
         assert found.tobytes() == tree("sum", rows).tobytes()
     assert ms.testing.reduction_tree(np.stack(rows)).tobytes() == tree("sum", rows).tobytes()
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+def test_without_compiled_code(replicas, op, monkeypatch):
+    monkeypatch.setattr(ReplicaReducer, "_compiled", lambda self, op, message: None)
+    num = replicas.num_replicas_in_sync
+    for length in (3, 30_011):
+        rows = [values_of(each, length, "f4") for each in range(num)]
+
+        def fn(rows=rows):
+            replica = ms.get_replica_context()
+            return replica.all_reduce(op, np.split(rows[replica.replica_id_in_sync_group], [2]))
+
+        for found in replicas.run(fn)[1].values:
+            assert found.tobytes() == expected(op, rows)[2:].tobytes()
 
 
 def test_one_device_has_the_same_bits(replicas):

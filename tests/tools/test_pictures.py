@@ -102,6 +102,7 @@ def test_floors_shows_every_room():
         "error": "EpochMismatchError rank 0: rank 1: timeout 124",
         "reading": "mpistrat h5py DataLoader",
         "restart": "SIGKILL --resume",
+        "survivors": "SIGKILL replicas ranks undisturbed",
         "timeline": "waiting others waited checkpoints",
     }.items(),
 )
@@ -123,6 +124,13 @@ def test_the_resumed_run_is_equal_to_the_undisturbed_one():
     recorded = json.loads(BY_NAME["restart"].data.read_text())
     assert 0 < recorded["killed_after"] < recorded["epochs"] == len(recorded["resumed"])
     assert recorded["resumed"] == pytest.approx(recorded["undisturbed"], rel=1e-4)
+
+
+def test_the_run_that_lost_ranks_is_equal_to_the_undisturbed_one():
+    recorded = json.loads(BY_NAME["survivors"].data.read_text())
+    assert list(dict.fromkeys(recorded["ranks"])) == [4, 3, 2]
+    assert len(recorded["ranks"]) == len(recorded["undisturbed"])
+    assert recorded["disturbed"] == recorded["undisturbed"]
 
 
 def test_recorded_runs_name_no_machine():

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import outside_mpiexec
 
-collect_ignore = outside_mpiexec("test_safetensors.py")
+collect_ignore = outside_mpiexec("test_one_process.py", "test_safetensors.py")
 collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_*.py"]
 
 

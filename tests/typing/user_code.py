@@ -45,7 +45,7 @@ def both(x: Floats) -> tuple[Floats, float]:
 values = strategy.experimental_distribute_values_from_function(component)
 assert_type(values, ms.PerReplica[Floats])
 assert_type(values.values, tuple[Floats, ...])
-assert_type(strategy.experimental_local_results(values), tuple[Floats])
+assert_type(strategy.experimental_local_results(values), tuple[Floats, ...])
 assert_type(strategy.run(step, args=(values,)), ms.PerReplica[Floats])
 assert_type(strategy.run(loss, args=(values,)), ms.PerReplica[float])
 assert_type(strategy.run(both, args=(values,)), Any)

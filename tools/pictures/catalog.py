@@ -19,6 +19,7 @@ from tools.pictures import (
     reading,
     restart,
     sharding,
+    survivors,
     timeline,
 )
 from tools.pictures.palette import THEMES, Palette
@@ -79,6 +80,7 @@ PICTURES = (
     Picture("error", error.draw, error.record),
     Picture("reading", reading.draw, reading.record),
     Picture("restart", restart.draw, restart.record),
+    Picture("survivors", survivors.draw, survivors.record),
     Picture("timeline", timeline.draw, timeline.record),
     Picture("gallery/train_digits", gallery.digits, jobs.digits),
     Picture("gallery/kmeans", gallery.kmeans, jobs.kmeans),

@@ -20,6 +20,9 @@ _SHORT_BYTES = 2048
 _ROUND_BYTES = 32
 """What the agreement before each collective of this package reduces."""
 
+_FEW_RANKS, _ROOM_BYTES = 4, 32
+"""Up to so many ranks gather it instead, with room for a few numbers."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -42,8 +45,14 @@ class Work:
 def package_all_reduce(num_ranks: int, num_bytes: int) -> Work:
     """Return the work of one `all_reduce` of this package between nodes with one rank each."""
     # The array is reduced as it lies in memory: there is no packing of a single one.
-    agreement = Work(calls=1) + all_reduce(num_ranks, _ROUND_BYTES)
-    return agreement + all_reduce(num_ranks, num_bytes)
+    if num_ranks > _FEW_RANKS:
+        agreement = all_reduce(num_ranks, _ROUND_BYTES)
+    else:
+        agreement = _all_gather(num_ranks, num_ranks * (_ROUND_BYTES + _ROOM_BYTES))
+        if num_bytes <= _ROOM_BYTES:
+            results = Work(bytes_reduced=(num_ranks - 1) * num_bytes)
+            return Work(calls=1) + agreement + results
+    return Work(calls=1) + agreement + all_reduce(num_ranks, num_bytes)
 
 
 def all_reduce(num_ranks: int, num_bytes: int) -> Work:

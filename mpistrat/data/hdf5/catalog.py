@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
+import itertools
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from mpistrat import nests
+from mpistrat import hdf5, nests
 from mpistrat.data.hdf5.columns import Column, Output, Single, compose, row_columns
 from mpistrat.data.hdf5.fields import Field, as_field
 from mpistrat.data.hdf5.layouts import ColumnLayout, layout_of
 from mpistrat.data.hdf5.listing import Listing
 from mpistrat.data.hdf5.live_files import opened_for_reading
-from mpistrat.data.hdf5.located import Kind, Located, Unreadable, locate, num_rows_of
+from mpistrat.data.hdf5.located import (
+    Kind,
+    Located,
+    get_object,
+    locate,
+    num_rows_of,
+    readable_names,
+)
 from mpistrat.errors import DataError
+from mpistrat.system.callsite import users_stacklevel
 
 __all__ = [
     "Catalog",
@@ -168,7 +178,7 @@ def read_catalog(
     columns: list[Column] = []
     files: list[FileEntry] = []
     for number, path in enumerate(paths):
-        with opened_for_reading(path, is_live) as file:
+        with opened_for_reading(path, is_live) as file, _naming(path):
             # Before anything is read, so that a change from here on is noticed.
             stamp = _stamp_of(path, is_live)
             if not files and fields is None:
@@ -187,7 +197,7 @@ def read_catalog(
         listings = {e.field._text: e.listing for e in found if e.listing is not None}
         others = sorted({other for each in found for other in each.others})
         stamps = {path: stamp} | {other: _stamp_of(other, is_live) for other in others}
-        num_rows = num_rows_of(path, found)
+        num_rows = num_rows_of(path, found, is_live)
         files.append(FileEntry(path, num_rows, layouts, listings, stamps, is_live))
     if not sum(entry.num_rows for entry in files):
         raise DataError(
@@ -203,34 +213,53 @@ def read_catalog(
     )
 
 
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Raise what HDF5 finds within the ``with`` block as an error that names the file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, RuntimeError, KeyError, ValueError) as reason:
+        raise DataError(
+            f"{path} is damaged: {hdf5.error_text(reason)}. Copy or write it again."
+        ) from reason
+
+
 def _top_level_fields(file: Any, path: str) -> tuple[list[Field], nests.Structure]:
     """Return the data sets at the top level that can be read, as fields of a dict."""
     names: list[str] = []
     left_out: list[str] = []
     reason = ""
     for name in file:
-        if not hasattr(file.get(name), "shape"):
+        found = get_object(file, name)
+        if found is None:
+            left_out.append(name)
+        if not hasattr(found, "shape"):
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come again when the field is read
             try:
                 left_out += locate(file, path, Field(name), is_literal=True).left_out
-            except Unreadable as error:
+            except DataError as error:
+                if not error._is_of_field:
+                    raise
                 left_out.append(name)
                 reason = reason or f" {error}"
                 continue
         names.append(name)
     if not names:
+        deeper = ", ".join(map(repr, itertools.islice(readable_names(file), 8)))
         raise DataError(
             f"{path} has no data set at its top level that can be read as examples. Say which "
-            f'fields to read, for example fields=("group/image", "group/label").{reason}'
+            f"fields to read with fields=(...), for example of {deeper or 'another file'}.{reason}"
         )
     if left_out:
         warnings.warn(
             f"from_hdf5: {', '.join(map(repr, left_out))} of {path} cannot be read as examples and "
-            "left out: scalars, references, opaque and nested types. Name the fields to read with "
-            "fields=(...).",
-            stacklevel=2,
+            "left out: scalars, references, opaque and nested types, and links that lead nowhere. "
+            "Name the fields to read with fields=(...).",
+            stacklevel=users_stacklevel(),
         )
     given, structure = nests.flatten({name: name for name in names})
     return list(map(Field, given)), structure

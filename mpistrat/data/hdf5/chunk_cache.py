@@ -68,8 +68,11 @@ class ChunkCache:
 
     def announce(self, chunks: np.ndarray) -> None:
         """Note the chunks of rows that will be read, after those noted before."""
-        self._queue.extend(_distinct(chunks[self._wanted[chunks] == 0]))
-        np.add.at(self._wanted, chunks, _ONE)
+        if self._library is not None:
+            self._queue.extend(self._library.count_rows(self._wanted, chunks, 1))
+        else:
+            self._queue.extend(_distinct(chunks[self._wanted[chunks] == 0]))
+            np.add.at(self._wanted, chunks, _ONE)
         self._load_ahead()
 
     def release(self, chunks: np.ndarray) -> None:
@@ -78,8 +81,12 @@ class ChunkCache:
         self._load_ahead()
 
     def _unwant(self, chunks: np.ndarray) -> None:
-        np.subtract.at(self._wanted, chunks, _ONE)
-        self._spare.update(dict.fromkeys(chunks[self._wanted[chunks] == 0].tolist()))
+        if self._library is not None:
+            unwanted = self._library.count_rows(self._wanted, chunks, -1)
+        else:
+            np.subtract.at(self._wanted, chunks, _ONE)
+            unwanted = chunks[self._wanted[chunks] == 0].tolist()
+        self._spare.update(dict.fromkeys(unwanted))
 
     def take(self, chunks: np.ndarray, rows: np.ndarray, output: np.ndarray) -> None:
         """Copy rows to `output`, and wait for them where need be."""
@@ -262,7 +269,7 @@ class RowCache:
             if missing:
                 self._add(missing, decode)
         # All indices are in bounds. In the default mode NumPy would copy by way of a buffer.
-        np.take(self._rows, numbers, 0, output, "clip")
+        self._rows.take(numbers, 0, output, "clip")
 
     def _add(self, chunks: list[int], decode: Callable[[ChunkBuffers], None]) -> None:
         # Not in place, where rows could be seen before their bytes are in native order.

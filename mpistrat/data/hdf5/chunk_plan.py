@@ -63,6 +63,10 @@ class ChunkPlan:
 
     def locate(self, files: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the chunk of each row, and its number within the chunk."""
+        if not files.ndim:  # one file, and NumPy divides by one number much faster
+            length = self._as_lists[1][int(files)]
+            chunks = rows // length
+            return chunks + self._as_lists[0][int(files)], rows - chunks * length
         chunks, within = np.divmod(rows, self.rows_per_chunk[files])
         return chunks + self._first_chunk[files], within
 
@@ -94,11 +98,14 @@ def plan_fields(catalog: Catalog, window_rows: int) -> list[ChunkPlan]:
         if plan.is_cached:
             plans.append(plan)
             continue
+        # What is decoded counts, also where a few members of it are kept.
+        layouts = [file.layouts[field] for file in catalog.files]
+        decoded_bytes = max(row_bytes, *(each.decoded_row_bytes for each in layouts))
         least_bytes = _MIN_CAPACITY_BYTES if field == catalog.widest else _SMALL_FIELD_BYTES
         num_slots = max(
             # An eighth more than two windows, because partitions do not end with whole chunks.
             ceil_div(window_rows * 9, plan.rows_per_slot * 4),
-            least_bytes // (plan.rows_per_slot * row_bytes + CHUNK_OVERHEAD_BYTES),
+            least_bytes // (plan.rows_per_slot * decoded_bytes + CHUNK_OVERHEAD_BYTES),
         )
         plans.append(dataclasses.replace(plan, num_slots=max(min(num_slots, plan.num_chunks), 2)))
     return plans

@@ -20,7 +20,7 @@ from mpistrat import hdf5
 from mpistrat.data.hdf5.catalog import Catalog, FileEntry
 from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
 from mpistrat.data.hdf5.live_files import close_file, open_file
-from mpistrat.data.hdf5.stored_types import assign
+from mpistrat.data.hdf5.stored_types import assign, dtype_of
 from mpistrat.errors import DataError
 from mpistrat.native import native_library
 
@@ -31,6 +31,11 @@ _T = TypeVar("_T")
 _MAX_OPEN_FILES = 64
 _SHARE_OF_LIMIT = 4
 """At most every fourth of the files that the process may open."""
+
+_LARGE_ROW_BYTES = 2**20
+"""Rows of at least that size are read to their place, which takes h5py longer to prepare."""
+
+_READ_ONLY = os.O_RDONLY | os.O_CLOEXEC
 
 _CHECK_INTERVAL_S = 0.5
 """How often a file that is read is checked for changes."""
@@ -75,7 +80,10 @@ class OpenFiles:
         opened = self._opened(file)
         if opened.descriptor is None:
             path = self._catalog.files[file].path
-            opened.descriptor = self._with_room(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            try:
+                opened.descriptor = self._with_room(lambda: os.open(path, _READ_ONLY))
+            except PermissionError as reason:
+                raise DataError(hdf5.explain_permission(path)) from reason
         return opened.descriptor
 
     def mapping(self, file: int) -> np.ndarray | None:
@@ -163,6 +171,9 @@ def _check_unchanged(entry: FileEntry) -> None:
             f"The file {reason.filename} has vanished since the data set was made. Files must stay "
             "until the last pass has ended."
         ) from None
+    except PermissionError as reason:
+        where = " for a folder above it"
+        raise DataError(hdf5.explain_permission(reason.filename, where)) from reason
     except OSError as reason:
         raise DataError(
             f"The file {reason.filename} can no longer be reached: {reason.strerror}."
@@ -185,15 +196,21 @@ class FieldAccess:
         self._dataset = dataset
         self._axis = axis
         # Each of these attributes calls HDF5 every time.
-        self._shape, self._dtype, self._chunk_shape = dataset.shape, dataset.dtype, dataset.chunks
+        self._shape, self._chunk_shape = dataset.shape, dataset.chunks
+        self._dtype = dtype_of(dataset)
         self._identifier = dataset.id
         self._memory_type = hdf5.memory_type(dtype) if dtype.names else None
         is_plain = (
             dataset.chunks is not None
-            and hdf5.is_stored_as(dataset.id, dataset.dtype)
+            and hdf5.is_stored_as(dataset.id, self._dtype)
             and hdf5.filters_edge_chunks(dataset)
         )
-        self._decoder = make_decoder(hdf5.filters_of(dataset)) if is_plain else None
+        filters = hdf5.filters_of(dataset)
+        row_bytes = math.prod(_others(self._shape, axis)) * self._dtype.itemsize
+        self._is_large = row_bytes >= _LARGE_ROW_BYTES
+        if self._is_large and not filters:  # HDF5 puts the chunks straight to their places
+            is_plain = False
+        self._decoder = make_decoder(filters) if is_plain else None
         self._chunk_regions = (
             _chunk_regions(_others(self._shape, axis), _others(self._chunk_shape, axis))
             if is_plain
@@ -220,13 +237,19 @@ class FieldAccess:
         """Fill `rows`, which begin with row `start`, as h5py reads them."""
         if not rows.size:
             return
-        if self._memory_type is not None and not self._axis:
-            # Only the members that `rows` has are copied.
-            h5s = hdf5.h5py().h5s
+        is_direct = self._is_large and not self._axis and self._dtype == rows.dtype
+        if self._memory_type is not None or (is_direct and self._dtype.kind in "iuf"):
+            # Only the members that `rows` has are copied, and each once.
+            place, axis = np.zeros(rows.ndim, np.intp), self._axis
+            place[axis] = start
+            shape = (*rows.shape[1 : axis + 1], len(rows), *rows.shape[axis + 1 :])
+            elements = np.empty(shape, rows.dtype) if axis else rows
             space = self._identifier.get_space()
-            space.select_hyperslab((start, *[0] * (rows.ndim - 1)), rows.shape)
-            target = h5s.create_simple(rows.shape)
-            self._identifier.read(target, space, rows, self._memory_type)
+            space.select_hyperslab(tuple(place.tolist()), shape)
+            target = hdf5.h5py().h5s.create_simple(shape)
+            self._identifier.read(target, space, elements, mtype=self._memory_type)
+            if axis:
+                rows[...] = np.moveaxis(elements, axis, 0)
             return
         # Several times faster than read_direct.
         part = (*[slice(None)] * self._axis, slice(start, start + len(rows)))

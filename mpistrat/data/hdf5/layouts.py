@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrat.data.hdf5.listing import Listing
 from mpistrat.data.hdf5.storage import CompressedChunks, Storage, find_chunks, find_contiguous
-from mpistrat.data.hdf5.stored_types import Form, Leaf
+from mpistrat.data.hdf5.stored_types import Form, Leaf, dtype_of
 from mpistrat.data.spec import ArraySpec
 from mpistrat.native import native_library
 
@@ -42,6 +42,8 @@ class ColumnLayout:
     """Where the rows lie, if nothing has to be decoded."""
     compressed: CompressedChunks | None
     """Where the chunks lie, if compiled code can decode them."""
+    decoded_row_bytes: int = 0
+    """Size of one row with the members of compound rows that are not kept, where it is decoded."""
 
     @property
     def row_bytes(self) -> int:
@@ -57,15 +59,16 @@ def layout_of(dataset: Any, path: str, axis: int, dtype: np.dtype, is_live: bool
     has_places = not axis and not is_live
     if dataset.chunks:
         storage, compressed = find_chunks(dataset, path) if has_places else (None, None)
-        if dtype != dataset.dtype:  # compiled code fills whole rows
+        if dtype != dtype_of(dataset):  # compiled code fills whole rows
             compressed = None
-        return ColumnLayout(spec, dataset.chunks[axis], True, storage, compressed)
+        decoded_bytes = row_bytes // max(dtype.itemsize, 1) * dataset.dtype.itemsize
+        return ColumnLayout(spec, dataset.chunks[axis], True, storage, compressed, decoded_bytes)
     length = dataset.shape[axis]
     share = length * row_bytes // _BLOCKS_PER_FILE
     block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
     rows = max(block_bytes // row_bytes, 1)
     if axis:
-        run_bytes = dataset.dtype.itemsize * math.prod(dataset.shape[axis + 1 :])
+        run_bytes = dtype_of(dataset).itemsize * math.prod(dataset.shape[axis + 1 :])
         long_enough = min(_MIN_RUN_BYTES // max(run_bytes, 1), _MAX_STRIDED_BYTES // row_bytes)
         rows = max(rows, min(long_enough, length))
     storage = find_contiguous(dataset, path) if has_places else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpistrat import hdf5
 from mpistrat.errors import DataError
+from mpistrat.system.callsite import users_stacklevel
 
 __all__ = ["check_virtual_sources", "other_files", "warn_of_files_elsewhere"]
 
@@ -89,7 +90,7 @@ def warn_of_files_elsewhere(name: str, own: str, paths: list[str]) -> None:
         warnings.warn(
             f"The data set {name!r} of {own} takes its elements from outside of that "
             f"file's folder: {shown}. Read it only if you trust who made the file.",
-            stacklevel=2,
+            stacklevel=users_stacklevel(),
         )
 
 

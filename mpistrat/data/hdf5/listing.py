@@ -27,6 +27,7 @@ from mpistrat.data.hdf5.patterns import (
     object_at,
     what_is_there,
 )
+from mpistrat.data.hdf5.stored_types import dtype_of
 from mpistrat.errors import DataError
 
 __all__ = ["Listing", "list_matches"]
@@ -122,7 +123,8 @@ def list_matches(file: Any, path: str, field: Field) -> Listing:
             lister.add(found.group, found.before, found.names, parts[last + 1 :])
     except DanglingLink as link:
         raise DataError(
-            f"{lister.where} matches {str(link)!r}, a link that leads nowhere."
+            f"{lister.where} matches {str(link)!r}, a link that leads nowhere. Remove "
+            "or mend it, or let the field match less."
         ) from None
     if not lister.names:
         if lister.a_group and field.attribute is None:
@@ -199,7 +201,7 @@ class _Lister:
             raise DanglingLink(path)
         for num_members in range(1, len(rest) + 1) if not self.names else ():
             found = object_at(group, "/".join([name, *rest[:-num_members]]))
-            if isinstance(found, self._h5d.DatasetID) and found.dtype.names:
+            if isinstance(found, self._h5d.DatasetID) and dtype_of(found).names:
                 self.members = tuple(rest[-num_members:])
                 return found
         return None
@@ -229,15 +231,16 @@ class _Lister:
         self._offsets.append(offset)
 
     def _begin(self, found: Any, own_type: Any) -> None:
-        self._type, self._dtype = own_type, found.dtype
-        self._itemsize = self._width = found.dtype.itemsize
-        is_known = found.dtype.kind in "biufcS" and found.dtype.isnative
+        self._type, self._dtype = own_type, dtype_of(found)
+        dtype = self._dtype
+        self._itemsize = self._width = dtype.itemsize
+        is_known = dtype.kind in "biufcS" and dtype.isnative
         is_dataset = self._attribute is None
-        self._is_plain = is_dataset and is_known and hdf5.is_stored_as(found, found.dtype)
+        self._is_plain = is_dataset and is_known and hdf5.is_stored_as(found, dtype)
         self._is_plain = self._is_plain and hdf5.has_offsets(found)
 
     def _check_type(self, found: Any, name: str) -> None:
-        expected, came = self._dtype, found.dtype
+        expected, came = self._dtype, dtype_of(found)
         if expected is None:
             return
         if expected.kind == came.kind == "S":
@@ -275,12 +278,15 @@ class _Lister:
     def listing(self, parts: Sequence[str]) -> Listing:
         """Return what was collected."""
         shapes = np.array(self._shapes, np.int64).reshape(len(self.names), -1)
+        # Strings of several widths are widened by HDF5.
+        have_places = self._width == self._itemsize
+        offsets = self._offsets if have_places else [-1] * len(self.names)
         return Listing(
             tuple(self.names),
             tuple(parts),
             self.members,
             shapes,
-            np.array(self._offsets, np.int64),
+            np.array(offsets, np.int64),
             self._width,
             tuple(sorted(self._files)),
         )

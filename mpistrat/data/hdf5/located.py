@@ -16,11 +16,18 @@ from mpistrat.data.hdf5.fields import Field, parts_of
 from mpistrat.data.hdf5.filters import install_filter, missing_filters
 from mpistrat.data.hdf5.linked_files import other_files, warn_of_files_elsewhere
 from mpistrat.data.hdf5.listing import Listing, list_matches
-from mpistrat.data.hdf5.patterns import matches_path
-from mpistrat.data.hdf5.stored_types import READABLE, Leaf, UnreadableType, leaves_of
+from mpistrat.data.hdf5.patterns import matches_path, what_is_there
+from mpistrat.data.hdf5.stored_types import (
+    READABLE,
+    Leaf,
+    UnreadableType,
+    dtype_of,
+    is_readable,
+    leaves_of,
+)
 from mpistrat.errors import DataError
 
-__all__ = ["Kind", "Located", "Unreadable", "locate", "num_rows_of"]
+__all__ = ["Kind", "Located", "get_object", "locate", "num_rows_of", "readable_names"]
 
 _MAX_SHOWN = 8
 """Names that an error shows of a file."""
@@ -35,10 +42,6 @@ class Kind(enum.Enum):
     ROWS = "rows of a data set"
     MATCHES = "matches of a pattern"
     CONSTANT = "one attribute, of every example the same"
-
-
-class Unreadable(DataError):
-    """A field that cannot be read as examples, which ``fields=None`` leaves out."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,15 @@ def locate(
     others = other_files(dataset, path)
     warn_of_files_elsewhere(dataset.name, path, others)
     if not dataset.shape:
-        raise Unreadable(
+        raise _unreadable(
             f"The field {field._text} of {path} is a scalar or empty, but a dimension that counts "
-            "examples was expected. Name the fields to read with fields=(...)."
+            "examples was expected. Name other fields; an attribute can be of all examples the "
+            "same, and with * in its path a scalar is an example."
         )
     axis = _checked_axis(field, path, dataset)
     left_out: list[tuple[str, ...]] | None = [] if is_literal else None
-    leaves = _leaves(file, path, field, dataset.dtype, members, left_out)
+    dtype = dtype_of(dataset)
+    leaves = _leaves(file, path, field, dtype, members, left_out)
     shape = dataset.shape[:axis] + dataset.shape[axis + 1 :]
     is_ragged = any(leaf.form.name == "RAGGED" for leaf in nests.flatten(leaves)[0])
     if is_ragged and shape:
@@ -111,7 +116,7 @@ def locate(
         field,
         Kind.ROWS,
         "/".join(parts_of(field.path)[: len(parts_of(field.path)) - len(members)]),
-        dataset.dtype,
+        dtype,
         leaves,
         shape,
         dataset.shape[axis],
@@ -126,7 +131,7 @@ def _locate_matches(file: Any, path: str, field: Field, listing: Listing) -> Loc
     found = file[first]
     if field.attribute is not None:
         found = found.attrs.get_id(field.attribute)
-    dtype = found.dtype
+    dtype = dtype_of(found)
     if dtype.kind == "S":
         dtype = np.dtype(f"S{listing.width}")
     leaves = _leaves(file, path, field, dtype, listing.members, None)
@@ -147,7 +152,7 @@ def _shape_of_all(shapes: np.ndarray) -> tuple[int | None, ...]:
 
 
 def _locate_constant(file: Any, path: str, field: Field) -> Located:
-    found = file.get(field.path) if parts_of(field.path) else file
+    found = get_object(file, field.path) if parts_of(field.path) else file
     if not hasattr(found, "attrs"):
         raise DataError(_missing(file, path, field, found))
     if field.attribute not in found.attrs:
@@ -159,7 +164,8 @@ def _locate_constant(file: Any, path: str, field: Field) -> Located:
     attribute = found.attrs.get_id(field.attribute)
     if attribute.shape is None or attribute.get_space().get_simple_extent_dims() is None:
         raise _refusal(file, path, field, "an empty attribute")
-    leaves = _leaves(file, path, field, attribute.dtype, (), None)
+    dtype = dtype_of(attribute)
+    leaves = _leaves(file, path, field, dtype, (), None)
     shape = attribute.shape
     if any(leaf.form.name == "RAGGED" for leaf in nests.flatten(leaves)[0]) and shape:
         raise _refusal(file, path, field, "nested rows of variable length")
@@ -167,22 +173,30 @@ def _locate_constant(file: Any, path: str, field: Field) -> Located:
     # The length of its data set counts where no other field has one.
     length = own_shape[0] if own_shape else None
     place = "/".join(parts_of(field.path)) or "/"
-    return Located(field, Kind.CONSTANT, place, attribute.dtype, leaves, shape, length)
+    return Located(field, Kind.CONSTANT, place, dtype, leaves, shape, length)
+
+
+def get_object(file: Any, path: str) -> Any:
+    """Return the object at a path of a file, ``None`` where there is none that can be opened."""
+    try:
+        return file.get(path)
+    except (OSError, RuntimeError, ValueError):  # damage, and links in a circle
+        return None
 
 
 def _find(file: Any, path: str, field: Field) -> tuple[Any, tuple[str, ...]]:
     """Return the data set of a field, and the members of its rows that the path leads to."""
-    found = file.get(field.path)
+    found = get_object(file, field.path)
     if hasattr(found, "shape"):
         return found, ()
     if found is None:
         parts = parts_of(field.path)
         for count in range(len(parts) - 1, 0, -1):
-            dataset = file.get("/".join(parts[:count]))
+            dataset = get_object(file, "/".join(parts[:count]))
             if dataset is None:
                 continue
             members = tuple(parts[count:])
-            if hasattr(dataset, "shape") and dataset.dtype.names:
+            if hasattr(dataset, "shape") and dtype_of(dataset).names:
                 _check_members(dataset, path, field, members)
                 return dataset, members
             break
@@ -190,7 +204,7 @@ def _find(file: Any, path: str, field: Field) -> tuple[Any, tuple[str, ...]]:
 
 
 def _check_members(dataset: Any, path: str, field: Field, members: tuple[str, ...]) -> None:
-    dtype = dataset.dtype
+    dtype = dtype_of(dataset)
     for name in members:
         if name not in (dtype.names or ()):
             known = ", ".join(map(repr, (dtype.names or ())[:_MAX_SHOWN])) or "none"
@@ -202,14 +216,20 @@ def _check_members(dataset: Any, path: str, field: Field, members: tuple[str, ..
 
 
 def _missing(file: Any, path: str, field: Field, found: Any) -> str:
-    known = ", ".join(map(repr, itertools.islice(file, _MAX_SHOWN))) or "nothing"
-    known += f" and {len(file) - _MAX_SHOWN} more" if len(file) > _MAX_SHOWN else ""
     what = _what_is_there(file, field.path, found)
-    return f"The field {field._text} {what} in {path}, which has {known} at its top level."
+    there = what_is_there(file.id, parts_of(field.path))
+    way_out = " Name a data set in it, or all with *." if hasattr(found, "keys") else ""
+    return f"The field {field._text} {what} in {path}: {there}.{way_out}"
 
 
 def _what_is_there(file: Any, name: str, found: Any) -> str:
     if found is None:
+        try:
+            _ = file[name]
+        except KeyError:
+            pass
+        except (OSError, RuntimeError, ValueError) as reason:
+            return f"cannot be opened ({reason})"
         try:
             leads_nowhere = file.get(name, getlink=True) is not None
         except (KeyError, RuntimeError, ValueError):
@@ -247,18 +267,33 @@ def _leaves(
     try:
         return leaves_of(inner, members, left_out=left_out)
     except UnreadableType as reason:
-        raise _refusal(file, path, field, str(reason)) from None
+        raise _refusal(file, path, field, str(reason), _members_beside(inner, field)) from None
 
 
-def _refusal(file: Any, path: str, field: Field, what: str) -> Unreadable:
-    names = ", ".join(map(repr, itertools.islice(_readable_names(file), _MAX_SHOWN)))
-    return Unreadable(
+def _members_beside(dtype: np.dtype, field: Field) -> list[str]:
+    """Return fields for the members of a compound type that can be read, where some cannot."""
+    names = () if field.attribute is not None else dtype.names or ()
+    return [f"{field.path}/{name}" for name in names if is_readable(dtype[name])]
+
+
+def _refusal(
+    file: Any, path: str, field: Field, what: str, members: Sequence[str] = ()
+) -> DataError:
+    found = itertools.chain(members, readable_names(file))
+    names = ", ".join(map(repr, itertools.islice(found, _MAX_SHOWN)))
+    return _unreadable(
         f"The field {field._text} of {path} cannot be read: its type is {what}; {READABLE}. Name "
         f"the fields to read with fields=(...), for example of {names or 'another file'}."
     )
 
 
-def _readable_names(file: Any) -> Iterator[str]:
+def _unreadable(text: str) -> DataError:
+    error = DataError(text)
+    error._is_of_field = True
+    return error
+
+
+def readable_names(file: Any) -> Iterator[str]:
     """Yield the names of data sets that can be read, from those that are soon found."""
     waiting: list[tuple[str, Any]] = [("", file)]
     seen = {file.id}
@@ -272,20 +307,12 @@ def _readable_names(file: Any) -> Iterator[str]:
             if hasattr(found, "keys") and found.id not in seen:
                 seen.add(found.id)
                 waiting.append((f"{prefix}{name}/", found))
-            elif getattr(found, "shape", None) and _is_readable(found.dtype):
+            elif getattr(found, "shape", None) and is_readable(dtype_of(found)):
                 yield prefix + name
 
 
-def _is_readable(dtype: np.dtype) -> bool:
-    try:
-        leaves_of(dtype)
-    except UnreadableType:
-        return False
-    return True
-
-
-def num_rows_of(path: str, located: Sequence[Located]) -> int:
-    """Return how many examples all fields of a file have."""
+def num_rows_of(path: str, located: Sequence[Located], is_live: bool = False) -> int:
+    """Return how many examples all fields of a file have; as yet, where it is being written."""
     _check_names(path, [each for each in located if each.listing is not None])
     known = [each for each in located if each.kind is not Kind.CONSTANT] or located
     lengths = {each.field._text: each.num_rows for each in known}
@@ -294,13 +321,14 @@ def num_rows_of(path: str, located: Sequence[Located]) -> int:
             f"The fields of {path} are attributes alone, which do not say how many examples there "
             "are. Add a data set, or a path with *."
         )
-    if len(set(lengths.values())) > 1:
+    # A writer appends to one data set after the other.
+    if len(set(lengths.values())) > 1 and not is_live:
         found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise DataError(
             f"The fields of {path} must have one length, but {found} rows. Name fields that "
             "belong together with fields=(...)."
         )
-    return int(next(iter(lengths.values())) or 0)
+    return min(length or 0 for length in lengths.values())
 
 
 def _check_names(path: str, located: Sequence[Located]) -> None:

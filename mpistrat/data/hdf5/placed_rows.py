@@ -83,7 +83,9 @@ class PlacedField:
         Other threads begin it, and `end` takes what is returned. Nobody may change the arrays
         meanwhile.
         """
-        offsets = self._storage(file).offsets(rows) + self._begins[file]
+        offsets = self._storage(file).offsets(rows)
+        if self._begins[file]:
+            offsets += self._begins[file]
         return [self._library.begin_copy(mapped, offsets, places, output, num_helpers)]
 
     def end(self, copies: list[Any]) -> None:

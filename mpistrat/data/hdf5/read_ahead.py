@@ -6,8 +6,8 @@ from collections import deque
 
 import numpy as np
 
-from mpistrat.data.cores import cores_of_rank
 from mpistrat.data.order import Block
+from mpistrat.data.parallel_map import cores_of_rank
 from mpistrat.settings import settings
 
 __all__ = ["ExpectedRows", "is_run", "num_decoding_threads"]

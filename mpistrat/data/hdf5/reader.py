@@ -37,6 +37,9 @@ which threads do not shorten, and handing them over takes longer."""
 _AHEAD_BYTES = 2**23
 """Of rows whose place in the file is known, the disk is asked for so many ahead."""
 
+_Columns = dict[int, tuple[np.ndarray, np.ndarray]]
+"""By field the chunk of each row, and the rows."""
+
 
 class Hdf5Reader:
     """Reads examples by their numbers, in any order."""
@@ -98,7 +101,7 @@ class Hdf5Reader:
         self._sliced = [field for field in others if field not in self._announced]
         self._chunk_caches: dict[int, ChunkCache] = {}
         self._expected = ExpectedRows()
-        self._begun: tuple[np.ndarray, dict[int, RowCopies], dict[int, np.ndarray]] | None = None
+        self._begun: tuple[np.ndarray, dict[int, RowCopies], _Columns] | None = None
         """The rows that come next, and the copies of them that were begun: of those with a place
         by leaf, of decoded ones by field."""
         if self._announced:
@@ -220,21 +223,20 @@ class Hdf5Reader:
             return
         files, rows = self._locate(numbers)
         copies: dict[int, RowCopies] = {}
-        columns: dict[int, np.ndarray] = {}
+        columns: _Columns = {}
         with contextlib.suppress(DataError):  # which is raised again where these rows are read
             for placed in self._placed:
                 copies[placed.number] = placed.begin(files, rows, self._num_helpers)
         for field in self._announced:
             shape, dtype = self._specs[field]
             empty = partial(self._empty, (len(rows), *shape), dtype)
-            output = self._chunk_cache(field).begin(*self._plans[field].locate(files, rows), empty)
+            chunks, within = self._plans[field].locate(files, rows)
+            output = self._chunk_cache(field).begin(chunks, within, empty)
             if output is not None:
-                columns[field] = output
+                columns[field] = chunks, output
         self._begun = numbers, copies, columns
 
-    def _take_begun(
-        self, numbers: np.ndarray
-    ) -> tuple[dict[int, RowCopies], dict[int, np.ndarray]]:
+    def _take_begun(self, numbers: np.ndarray) -> tuple[dict[int, RowCopies], _Columns]:
         """Return the copies of these rows that were begun."""
         begun, self._begun = self._begun, None
         return begun[1:] if begun and begun[0].tobytes() == numbers.tobytes() else ({}, {})
@@ -244,19 +246,19 @@ class Hdf5Reader:
         files: np.ndarray,
         rows: np.ndarray,
         outputs: dict[int, np.ndarray],
-        begun: dict[int, np.ndarray],
+        begun: _Columns,
     ) -> None:
         """Add the fields that are missing in `outputs`, picked from what was decoded."""
         are_announced = bool(self._expected)
         for field in self._filled:
             if field in outputs or field in self._are_placed:
                 continue
-            chunks, within = self._plans[field].locate(files, rows)
             cache = self._chunk_cache(field)
             if field in begun:
-                outputs[field] = begun[field]
+                chunks, outputs[field] = begun[field]
                 cache.end()
             else:
+                chunks, within = self._plans[field].locate(files, rows)
                 shape, dtype = self._specs[field]
                 outputs[field] = self._empty((len(rows), *shape), dtype)
                 cache.take(chunks, within, outputs[field])

@@ -123,12 +123,15 @@ class SingleReader:
         single = self._single
         listing = self._catalog.files[file].listings[single.field._text]
         paths = listing.paths
+        # Strings may be narrower in this file than in others.
+        has_width = listing.width == single.dtype.itemsize
+        may_be_placed = self._may_be_placed and has_width
         root: Any = None
         values = []
         for row in rows.tolist():
             try:
                 value = None
-                if self._may_be_placed and listing.offsets[row] >= 0:
+                if may_be_placed and listing.offsets[row] >= 0:
                     value = self._placed(file, int(listing.offsets[row]), listing.shapes[row])
                 if value is None:
                     root = root or self._files.file(file).id

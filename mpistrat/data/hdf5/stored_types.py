@@ -18,6 +18,8 @@ __all__ = [
     "Leaf",
     "UnreadableType",
     "assign",
+    "dtype_of",
+    "is_readable",
     "leaves_of",
     "member",
     "subset",
@@ -27,6 +29,9 @@ __all__ = [
 READABLE = (
     "numbers, bools, text, rows of numbers of any length, and compound types of these can be read"
 )
+
+
+_OPAQUE = "opaque or unknown to NumPy"
 
 
 class UnreadableType(Exception):
@@ -60,6 +65,38 @@ class Leaf:
         return ArraySpec((*shape, None) if self.form is Form.RAGGED else shape, self.dtype)
 
 
+def dtype_of(node: Any) -> np.dtype:
+    """Return the dtype of a data set or an attribute, opaque where NumPy has no such type."""
+    # Such as times and numbers of 24 bits, for which h5py raises, also for what contains them.
+    try:
+        found: np.dtype = node.dtype
+    except (TypeError, ValueError):
+        return _dtype_of_type(getattr(node, "id", node).get_type())
+    return found
+
+
+def _dtype_of_type(stored: Any) -> np.dtype:
+    try:
+        found: np.dtype = stored.dtype
+        return found
+    except (TypeError, ValueError):
+        h5t = hdf5.h5py().h5t
+    if isinstance(stored, h5t.TypeArrayID):
+        return np.dtype((_dtype_of_type(stored.get_super()), stored.get_array_dims()))
+    if not isinstance(stored, h5t.TypeCompoundID):
+        return np.dtype(f"V{stored.get_size()}")
+    numbers = range(stored.get_nmembers())
+    names = map(stored.get_member_name, numbers)
+    return np.dtype(
+        {
+            "names": [name.decode("utf-8", "surrogateescape") for name in names],
+            "formats": [_dtype_of_type(stored.get_member_type(n)) for n in numbers],
+            "offsets": list(map(stored.get_member_offset, numbers)),
+            "itemsize": stored.get_size(),
+        }
+    )
+
+
 def leaves_of(
     dtype: np.dtype,
     members: tuple[str, ...] = (),
@@ -88,7 +125,7 @@ def leaves_of(
     if dtype.kind in "biufcS":
         return Leaf(members, np.dtype(dtype.newbyteorder("=").str), shape, Form.FIXED)
     if not dtype.hasobject:
-        raise _unreadable(members, "arrays of a compound type" if dtype.names else "opaque")
+        raise _unreadable(members, "arrays of a compound type" if dtype.names else _OPAQUE)
     h5py = hdf5.h5py()
     if h5py.check_string_dtype(dtype) is not None:
         return Leaf(members, np.dtype("U"), shape, Form.TEXT)
@@ -98,6 +135,15 @@ def leaves_of(
     if shape or base.hasobject or base.kind not in "biufcS":
         raise _unreadable(members, f"nested rows of variable length, of {base}")
     return Leaf(members, np.dtype(base.newbyteorder("=").str), (), Form.RAGGED)
+
+
+def is_readable(dtype: np.dtype) -> bool:
+    """Return whether all of a type can be read."""
+    try:
+        leaves_of(dtype)
+    except UnreadableType:
+        return False
+    return True
 
 
 def _unreadable(members: tuple[str, ...], what: str) -> UnreadableType:

@@ -150,3 +150,20 @@ def test_a_file_that_becomes_shorter_is_an_error_and_no_signal(tmp_path, name):
     with pytest.raises(DataError, match="cannot be read|has changed|is truncated"):
         for _ in batches:
             pass
+
+
+def test_a_damaged_chunk_is_an_error_where_its_rows_are_read(tmp_path):
+    path = tmp_path / "x.h5"
+    array = np.random.default_rng(0).integers(0, 9, (4000, 500))
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=array, chunks=(20, 500), **FILTERS["lz4"])
+    offset, size, _ = compressed(path).places[150].tolist()
+    content = bytearray(path.read_bytes())
+    content[offset + 4 : offset + size] = bytes(size - 4)
+    path.write_bytes(content)
+    read = 0
+    with pytest.raises(DataError, match="3000"):
+        for batch in Dataset.from_hdf5(path, "x").batch(50):
+            np.testing.assert_array_equal(batch, array[read : read + 50])
+            read += len(batch)
+    assert read <= 3000  # chunks are decoded several at a time

@@ -266,6 +266,9 @@ def test_types_that_are_refused_say_what_can_be_read(tmp_path):
         ("pairs/r", "references"),
     ):
         first_use_raises(path, name, match=rf"'{name}' of .*{what}.*can be read.*'good/x'")
+        with pytest.raises(DataError) as caught:
+            Dataset.from_hdf5(path, name).cardinality()
+        assert caught.type is DataError  # the class that the manual names
     assert [int(x) for x in Dataset.from_hdf5(path, "pairs/x")] == [0, 0, 0]
     first_use_raises(path, "pairs/y", match="no member 'y'. Members there are 'x', 'r'")
 
@@ -281,6 +284,7 @@ def test_all_fields_but_those_that_cannot_be_read(tmp_path):
         read = list(dataset)
     assert dataset.cardinality() == 3
     (warning,) = caught
+    assert warning.filename == __file__
     for name in ("grid", "nested", "nothing", "opaque", "pairs/r", "ref", "region", "scalar"):
         assert f"{name!r}" in str(warning.message)
     assert [str(each["words"]) for each in read] == ["a", "bc", ""]

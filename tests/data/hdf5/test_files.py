@@ -4,6 +4,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import threading
@@ -166,3 +167,34 @@ def test_a_forked_process_reads_with_an_iterator_of_its_own(numbered, monkeypatc
     assert "begun in process" in answers.get()
     assert answers.get() == [1000] * 10
     assert len(list(iterator)) == 9  # the fork has not disturbed this one
+
+
+def test_links_in_a_circle_and_into_nothing(tmp_path):
+    path = tmp_path / "data.h5"
+    (tmp_path / "text.h5").write_text("no HDF5")
+    with h5py.File(path, "w") as file:
+        file["x"], file["g/0/x"] = np.arange(5), np.arange(3)
+        file["g/0/up"], file["g/0/self"] = file["g"], file["g/0"]
+        file["circle"], file["a"], file["b"] = map(h5py.SoftLink, ("/circle", "/b", "/a"))
+        file["out"] = h5py.ExternalLink("data.h5", "/out")
+        file["text"] = h5py.ExternalLink("text.h5", "/x")
+    with pytest.warns(UserWarning, match="'a', 'b', 'circle', 'out', 'text' of .*left out"):
+        assert list(Dataset.from_hdf5(path).element_spec) == ["x"]
+    assert Dataset.from_hdf5(path, "g/*/up/*/up/0/x").cardinality() == 1
+    for name in ("circle", "a", "circle/x", "a/*/x", "out", "text/x"):
+        with pytest.raises(DataError, match=rf"The field '{re.escape(name)}'.*data\.h5"):
+            Dataset.from_hdf5(path, name).cardinality()
+
+
+@pytest.mark.parametrize("signature", [b"HEAP", b"TREE", b"SNOD"])
+def test_damage_where_hdf5_keeps_names_is_an_error_that_names_the_file(tmp_path, signature):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        for number in range(5):
+            file[f"g/{number}/x"] = np.arange(3)
+    content = path.read_bytes()
+    place = content.rindex(signature)  # of the group that was made last
+    path.write_bytes(content[:place] + b"DEAD" + content[place + 4 :])
+    for field in ("g/*/x", "g/*/x/y", "g/4/x"):
+        with pytest.raises(DataError, match=r"data\.h5"):
+            Dataset.from_hdf5(path, field).cardinality()

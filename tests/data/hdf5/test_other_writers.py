@@ -137,3 +137,36 @@ def test_a_match_that_becomes_shorter_unnoticed_is_an_error_and_no_signal(tmp_pa
     os.truncate(path, 50_000)
     with pytest.raises(DataError, match=r"'g/\d+' to 'g/\d+' of the field 'g/\*' of .*data\.h5"):
         list(iterator)
+
+
+def test_a_table_with_a_type_that_numpy_lacks(tmp_path, capsys):
+    # Times of PyTables; h5py raises for such a member, and so for all of its data set.
+    stored = h5py.h5t.create(h5py.h5t.COMPOUND, 24)
+    for name, offset, member in (
+        ("id", 0, h5py.h5t.NATIVE_INT64),
+        ("time", 8, h5py.h5t.UNIX_D64LE),
+        ("energy", 16, h5py.h5t.NATIVE_DOUBLE),
+    ):
+        stored.insert(name.encode(), offset, member)
+    rows = np.zeros((30, 3))
+    rows.view(np.int64)[:, 0], rows[:, 2] = np.arange(30), np.arange(30) / 2
+    path = tmp_path / "table.h5"
+    with h5py.File(path, "w") as file:
+        for name, shape in (("rows", (30,)), ("plane", (2, 15))):
+            space = h5py.h5s.create_simple(shape)
+            table = h5py.h5d.create(file.id, name.encode(), stored, space)
+            table.write(h5py.h5s.ALL, h5py.h5s.ALL, rows, stored)
+        file["plain"] = np.arange(30)
+    members = {"id": "rows/id", "energy": "rows/energy"}
+    for batch in Dataset.from_hdf5(path, members).shuffle(0).batch(7):
+        assert (batch["energy"] == batch["id"] / 2).all()
+    columns = list(Dataset.from_hdf5(path, Field("plane/id", axis=1)))
+    assert [column.tolist() for column in columns] == [[k, 15 + k] for k in range(15)]
+    with pytest.raises(DataError, match="unknown to NumPy, in the member 'time'.*'rows/id'"):
+        Dataset.from_hdf5(path, "rows").cardinality()
+    with h5py.File(path, "a") as file:
+        del file["plane"]
+    with pytest.warns(UserWarning, match="'rows/time' of .*cannot be read"):
+        assert list(Dataset.from_hdf5(path).element_spec["rows"]) == ["id", "energy"]
+    assert main(["inspect", str(path)]) == 0
+    assert "rows cannot be read as examples" in capsys.readouterr().out

@@ -221,3 +221,18 @@ def test_many_groups(tmp_path):
 def test_arguments_that_are_no_field(args, options, error):
     with pytest.raises(error):
         Field(*args, **options)
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_strings_of_several_widths(tmp_path, shape):
+    # The first match lies in one piece, and is narrower than what all are widened to.
+    paths, expected = [tmp_path / f"{number}.h5" for number in range(3)], []
+    for path, widths in zip(paths, [(1, 7, 3), (2, 2, 2), (9, 9, 9)], strict=True):
+        with h5py.File(path, "w") as file:
+            for number, width in enumerate(widths):
+                file[f"g/{number}"] = np.full(shape, b"abcdefghi"[:width])
+                expected.append(np.full(shape, b"abcdefghi"[:width], "S9"))
+    texts = Dataset.from_hdf5(paths, "g/*")
+    assert texts.element_spec == ArraySpec(shape, "S9")
+    np.testing.assert_array_equal(list(texts), expected)
+    np.testing.assert_array_equal(next(iter(texts.batch(9))), expected)

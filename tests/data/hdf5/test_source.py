@@ -6,7 +6,8 @@ import h5py
 import numpy as np
 import pytest
 
-from mpistrat.data import ArraySpec, Dataset
+from mpistrat.data import ArraySpec, Dataset, Field
+from mpistrat.data.hdf5 import files
 from mpistrat.data.hdf5.files import OpenFiles
 from mpistrat.data.hdf5.reader import Hdf5Reader
 from mpistrat.errors import DataError
@@ -150,6 +151,26 @@ def first_use_raises(*args, match, **kwargs):
     for use in (list, Dataset.cardinality, lambda d: d.element_spec):
         with pytest.raises(DataError, match=match):
             use(dataset)
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize("dtype", ["<f4", ">i2", "?", "S3", "c8"])
+def test_large_rows_of_many_chunks(tmp_path, monkeypatch, dtype, axis):
+    monkeypatch.setattr(files, "_LARGE_ROW_BYTES", 64)
+    path, values = tmp_path / "data.h5", np.arange(7 * 6 * 10).reshape(7, 6, 10).astype(dtype)
+    values[3:5] = values.dtype.type()  # these chunks are never written
+    with h5py.File(path, "w") as file:
+        chunk = np.moveaxis(np.empty((1, 4, 3)), 0, axis).shape
+        dataset = file.create_dataset("x", np.moveaxis(values, 0, axis).shape, dtype, chunks=chunk)
+        for number in (0, 1, 2, 5, 6):
+            dataset[(number,) if axis == 0 else (..., number)] = values[number]
+        file["n"] = np.arange(7)
+    rows = Dataset.from_hdf5(path, (Field("x", axis=axis), "n"))
+    for dataset in (rows.batch(3), rows.shuffle(0).batch(2), rows.batch(9)):
+        found, order = map(np.concatenate, zip(*dataset, strict=True))
+        assert found.dtype == values.dtype.newbyteorder("=")
+        assert sorted(order) == list(range(7))
+        np.testing.assert_array_equal(found, values[order])
 
 
 def test_files_that_cannot_be_read(numbered, tmp_path):

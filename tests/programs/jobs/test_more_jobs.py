@@ -258,3 +258,55 @@ class TestEmbedding:
         done = launch.run([ROOT / "jobs" / "embedding.py", *map(str, options)], 2)
         assert done.returncode == 1
         assert "3000 rows need 3 ranks of 1000 rows, but there are 2" in done.stderr
+
+
+class TestTrainOnGroups:
+    def figures(self, text):
+        """Return the number of each epoch that is told, its loss and its accuracy."""
+        lines = re.findall(r"epoch (\d+), loss: (\S+), test accuracy: (\S+)\n", text)
+        return {int(epoch): (float(loss), float(found)) for epoch, loss, found in lines}
+
+    def test_any_number_of_ranks_learns_the_same_and_goes_on(self, tmp_path):
+        data = tmp_path / "new" / "groups.h5"
+
+        def train(output, epochs, ranks):
+            options = ("--data", data, "--output", tmp_path / output, "--epochs", epochs)
+            return run_job("train_on_groups.py", *options, ranks=ranks)
+
+        whole = train("one", 8, ranks=1)
+        assert last_number(whole) >= 0.95
+        assert "1560 images, 60 to 182 of a digit" in whole
+        first, resumed = train("some", 3, ranks=3), train("some", 8, ranks=2)
+        assert f"resumes from {tmp_path}/some/checkpoint-3.h5" in resumed
+        again = self.figures(first) | self.figures(resumed)
+        assert list(again) == list(range(1, 9))
+        assert [*self.figures(first), *self.figures(resumed)] == list(again)
+        np.testing.assert_allclose(
+            list(again.values()), list(self.figures(whole).values()), rtol=1e-4
+        )
+        assert last_number(resumed) == last_number(whole)
+
+    def test_the_file_has_a_group_with_a_label_for_each_image(self, tmp_path, monkeypatch):
+        monkeypatch.syspath_prepend(ROOT / "jobs")  # where it finds the network
+        job = runpy.run_path(ROOT / "jobs" / "train_on_groups.py")
+        path = tmp_path / "groups.h5"
+        job["make_groups"](path)
+        labels = job["read_labels"](path)
+        rare = np.isin(labels, job["RARE"])
+        assert np.bincount(labels[rare])[list(job["RARE"])].tolist() == [job["KEPT"]] * 2
+        with h5py.File(path) as file:
+            assert len(file["digits"]) == len(labels)
+            lengths = {len(group["png"]) for group in file["digits"].values()}
+            group = file["digits/digit_7"]
+            image, label = job["decode"](group["png"][()], group.attrs["label"])
+        assert len(lengths) > 1
+        assert image.shape == (8, 8)
+        assert label == labels[7]
+        assert image.max() <= 16
+        # No example is in both parts, and all digits are drawn about equally often.
+        train, test = job["open_data"](path, labels, 64, None)
+        seen = np.concatenate([label for _, label in train])
+        shares = np.bincount(seen) / len(seen)
+        assert shares.min() > 0.07
+        assert shares.max() < 0.13
+        assert len(seen) + sum(len(label) for _, label in test) == len(labels)

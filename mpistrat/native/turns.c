@@ -1,0 +1,170 @@
+/* Turns of threads, handed over without Python's lock.
+
+   A thread that releases a lock of the module threading and then waits for another one still has
+   Python's lock while the system wakes the next thread, which has to sleep again until that one is
+   free. Here Python's lock is released first, so a turn costs one wake-up.
+
+   To wake a thread on another core takes ten times as long as on this one, which is about to be free.
+   So a kept thread that waits for its turn may run only on the core of the thread that gives it, and
+   on all its cores again as soon as it runs: threads that it starts never see less. */
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+
+#include "native.h"
+
+#include <pythread.h>
+
+#ifdef __linux__
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+static const char *const NAME = "mpistrat.turn";
+
+struct turn {
+    PyThread_type_lock lock;
+    int waiter; /* the thread that waits for it, where it may be bound to a core; else 0 */
+    int is_taken; /* whether hand_over has taken it since it last gave another one for it */
+};
+
+#ifdef __linux__
+static void bind_waiter(const struct turn *turn)
+{
+    cpu_set_t here;
+    int waiter = __atomic_load_n(&turn->waiter, __ATOMIC_ACQUIRE), core = sched_getcpu();
+    if (waiter == 0 || core < 0 || core >= CPU_SETSIZE)
+        return;
+    CPU_ZERO(&here);
+    CPU_SET(core, &here);
+    sched_setaffinity(waiter, sizeof here, &here);
+}
+
+/* Give one turn and wait for the other. Who gives that one binds this thread, so the cores that it
+   is to have again are those from before. */
+static void wait_bound(const struct turn *given, struct turn *awaited)
+{
+    cpu_set_t cores;
+    int is_known = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) > 1;
+    int waiter = is_known ? (int)syscall(SYS_gettid) : 0;
+    __atomic_store_n(&awaited->waiter, waiter, __ATOMIC_RELEASE);
+    if (given != NULL)
+        PyThread_release_lock(given->lock);
+    PyThread_acquire_lock(awaited->lock, WAIT_LOCK);
+    if (is_known)
+        sched_setaffinity(0, sizeof cores, &cores);
+}
+#else
+static void bind_waiter(const struct turn *turn)
+{
+    (void)turn;
+}
+
+static void wait_bound(const struct turn *given, struct turn *awaited)
+{
+    if (given != NULL)
+        PyThread_release_lock(given->lock);
+    PyThread_acquire_lock(awaited->lock, WAIT_LOCK);
+}
+#endif
+
+static void free_turn(PyObject *capsule)
+{
+    struct turn *turn = PyCapsule_GetPointer(capsule, NAME);
+    PyThread_free_lock(turn->lock);
+    PyMem_Free(turn);
+}
+
+/* make_turn(): a turn that nobody has been given */
+PyObject *mpistrat_make_turn(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module, (void)args, (void)num_args;
+    struct turn *turn = PyMem_New(struct turn, 1);
+    PyThread_type_lock lock = turn == NULL ? NULL : PyThread_allocate_lock();
+    if (lock == NULL) {
+        PyMem_Free(turn);
+        return PyErr_NoMemory();
+    }
+    PyThread_acquire_lock(lock, WAIT_LOCK);
+    *turn = (struct turn){lock, 0, 0};
+    PyObject *capsule = PyCapsule_New(turn, NAME, free_turn);
+    if (capsule == NULL) {
+        PyThread_free_lock(lock);
+        PyMem_Free(turn);
+    }
+    return capsule;
+}
+
+static int take_turns(PyObject *const *args, Py_ssize_t num_args, struct turn **turns)
+{
+    if (num_args != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected two turns, or None");
+        return 0;
+    }
+    for (int i = 0; i < 2; i++) {
+        turns[i] = args[i] == Py_None ? NULL : PyCapsule_GetPointer(args[i], NAME);
+        if (PyErr_Occurred())
+            return 0;
+    }
+    return 1;
+}
+
+/* hand_over(given, awaited): give one turn and wait for the other. The handler of a signal may raise,
+   once the turn is given. */
+PyObject *mpistrat_hand_over(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    struct turn *turns[2];
+    if (!take_turns(args, num_args, turns))
+        return NULL;
+    for (;;) {
+        PyLockStatus status = PY_LOCK_ACQUIRED;
+        if (turns[1] != NULL)
+            turns[1]->is_taken = 0;
+        Py_BEGIN_ALLOW_THREADS
+        if (turns[0] != NULL) {
+            bind_waiter(turns[0]);
+            PyThread_release_lock(turns[0]->lock);
+        }
+        if (turns[1] != NULL)
+            status = PyThread_acquire_lock_timed(turns[1]->lock, -1, 1);
+        Py_END_ALLOW_THREADS
+        turns[0] = NULL;
+        if (turns[1] != NULL)
+            turns[1]->is_taken = status == PY_LOCK_ACQUIRED;
+        if (status == PY_LOCK_ACQUIRED)
+            Py_RETURN_NONE;
+        if (PyErr_CheckSignals() != 0)
+            return NULL;
+    }
+}
+
+/* has_taken(turn): whether the last hand_over that waited for it has taken it. A handler may raise
+   just behind it, too. */
+PyObject *mpistrat_has_taken(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    struct turn *turn = num_args == 1 ? PyCapsule_GetPointer(args[0], NAME) : NULL;
+    if (turn == NULL)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "has_taken takes a turn");
+    return PyBool_FromLong(turn->is_taken);
+}
+
+/* park(given, awaited): the same in a kept thread, which handles no signals */
+PyObject *mpistrat_park(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module;
+    struct turn *turns[2];
+    if (!take_turns(args, num_args, turns))
+        return NULL;
+    if (turns[1] == NULL)
+        return PyErr_Format(PyExc_TypeError, "park waits for a turn");
+    Py_BEGIN_ALLOW_THREADS
+    if (turns[0] != NULL)
+        bind_waiter(turns[0]);
+    wait_bound(turns[0], turns[1]);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}

@@ -1,0 +1,59 @@
+"""Distributed data set of an elastic strategy: any rank can read any replica's part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from mpistrat import nests
+from mpistrat.data.distributed_dataset import DistributedDataset
+from mpistrat.data.replicated import ReplicatedDataset
+from mpistrat.values import local_component
+
+__all__ = ["ElasticDataset"]
+
+_END = object()
+
+
+class ElasticDataset(ReplicatedDataset):
+    """The parts of the replicas that this rank has, also once these are more."""
+
+    def __init__(
+        self, of_replicas: Sequence[DistributedDataset], group: Any, own_of: Callable[..., Any]
+    ) -> None:
+        self._group = group
+        super().__init__(of_replicas, group.each, group.per_replica, own_of)
+
+    def _part(self, replica: int) -> DistributedDataset:
+        part: Any = self._rank_dataset
+        return DistributedDataset(part.of_replica(replica), self._device, self._collectives)
+
+    def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
+        """Yield the elements of a pass, each array as a `PerReplica` of all replicas here."""
+        number = start
+        while True:
+            ids = self._group.ids
+            parts = [self._part(each)._elements(pass_number, number) for each in ids]
+            with contextlib.ExitStack() as stack:
+                for part in parts:
+                    stack.enter_context(contextlib.closing(part))
+                while ids == self._group.ids:
+                    elements = self._each(lambda: next(self._own_of(parts), _END))  # noqa: B023
+                    if elements[0] is _END:
+                        return
+                    number += 1
+                    yield self._remembered(elements, pass_number, number - 1)
+                    del elements
+
+    def _remembered(self, elements: Sequence[Any], pass_number: int, number: int) -> Any:
+        """Return the joined `elements`, which know their place in the data set."""
+
+        def read(replica: int) -> list[Any]:
+            part = self._part(replica)._elements(pass_number, number)
+            with contextlib.closing(part):
+                return [local_component(each) for each in nests.flatten(next(part))[0]]
+
+        joined = self._joined(elements)
+        self._group.remember(joined, lambda ids: [read(each) for each in ids])
+        return joined

@@ -1,0 +1,144 @@
+"""Extended interface of an elastic strategy, whose replicas outlive their ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpistrat import nests
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.ordered import OrderedCollectives
+from mpistrat.errors import EpochError
+from mpistrat.failures.losses import leave_lost
+from mpistrat.options import CommunicationOptions, ValueContext
+from mpistrat.strategies.arithmetic import compare_arithmetic
+from mpistrat.strategies.elastic.job import job
+from mpistrat.strategies.elastic.values import ElasticGroup
+from mpistrat.strategies.groups import RankGroups
+from mpistrat.strategies.replica_calls import merged_results, merged_values
+from mpistrat.strategies.replicated import ReplicatedExtended
+
+__all__ = ["ElasticCollectives", "ElasticExtended"]
+
+
+class ElasticCollectives(OrderedCollectives):
+    """The collectives of an elastic strategy, each in a unit."""
+
+    is_elastic = True
+
+    @property
+    def needs_unit(self) -> bool:
+        """Whether no unit runs."""
+        return not job.is_in_unit
+
+    def as_unit(
+        self, what: str, function: Callable[[], Any], writes: bool | Sequence[Any] = False
+    ) -> Any:
+        """Return what `function` returns, which is repeated after a loss. **Collective**."""
+        return job.run(what, function, writes)
+
+    def call(
+        self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
+    ) -> CollectiveCall:
+        """Return the context manager of a collective, which must be part of a unit."""
+        if not job.is_in_unit and not self.is_closed:
+            raise NotImplementedError(
+                f"{kind} is not supported with elastic=True: it could not be repeated after a loss."
+            )
+        return super().call(kind, name, options)
+
+    def take_over(self, other: Collectives) -> None:
+        """Have the ranks of `other`, which is not used afterwards."""
+        other.abandon()
+        own = self._unclosed, self.on_close
+        vars(self).update(vars(other))
+        (self._unclosed, self.on_close), self.is_closed = own, False
+        self.channel.users.add(self)
+
+    def close(self, error: RuntimeError) -> None:
+        """Free what no other strategy uses; all later calls raise `error`. **Collective**."""
+        try:
+            with job.alone():
+                super().close(error)
+        except EpochError as failure:
+            if not job.is_loss(failure):
+                raise
+            leave_lost(self.channel)
+            self.abandon()
+            self.channel.closed = error
+
+
+def _unit(what: str, method: Callable[..., Any], writes: bool = False) -> Any:
+    """Return a method of `ReplicatedExtended` as a unit called `what`."""
+
+    @functools.wraps(method)
+    def as_unit(self: ElasticExtended, *args: Any, **kwargs: Any) -> Any:
+        return job.run(what, functools.partial(method, self, *args, **kwargs), writes)
+
+    return as_unit
+
+
+class ElasticExtended(ReplicatedExtended):
+    """`ReplicatedExtended` of a job that may lose ranks."""
+
+    _group: ElasticGroup
+    _kind_of_variables = "elastic"
+    _kind_of_counters = "elastic"
+    _kind_on_read = "elastic_on_read"
+    _job = job
+
+    def _set_ranks(self, collectives: Collectives, groups: RankGroups) -> None:
+        self._groups, self._shards = groups, groups.shards
+        self._group = ElasticGroup(collectives)
+        collectives.arithmetic = compare_arithmetic(collectives)
+
+    def _take_over(self, other: ElasticExtended) -> None:
+        """Have the ranks of `other`: those that are left."""
+        ranks = self._group.ranks
+        assert isinstance(ranks, ElasticCollectives)
+        ranks.take_over(other._group.ranks)
+        self._group.reform()
+        self._groups = RankGroups.of_one_rank(ranks)
+        self._shards = self._groups.shards
+
+    def _copied_for(self, container: Any) -> Any:
+        raise NotImplementedError("A strategy with elastic=True cannot be copied. Make another.")
+
+    def _close(self) -> None:
+        super()._close()
+        job.forget(self._container)
+
+    def _note_optimizer(self, optimizer: Any) -> None:
+        job.note_optimizer(optimizer)
+
+    call_for_each_replica = _unit("run", ReplicatedExtended.call_for_each_replica, writes=True)
+    update = _unit("update", ReplicatedExtended.update, writes=True)
+    _reduce = _unit("reduce", ReplicatedExtended._reduce)
+    _gather = _unit("gather", ReplicatedExtended._gather)
+    _reduce_pairs = _unit("batch_reduce_to", ReplicatedExtended._reduce_pairs)
+    assert_replicas_agree = _unit("assert_replicas_agree", ReplicatedExtended.assert_replicas_agree)
+    _distribute_dataset = _unit(
+        "experimental_distribute_dataset", ReplicatedExtended._distribute_dataset
+    )
+
+    def _distribute_from_function(self, *arguments: Any) -> Any:
+        raise NotImplementedError(
+            "distribute_datasets_from_function is not supported with elastic=True: the data set of "
+            "a lost replica could not be made again. Use experimental_distribute_dataset."
+        )
+
+    def _joined_datasets(self, datasets: Sequence[Any]) -> Any:
+        from mpistrat.strategies.elastic.dataset import ElasticDataset
+
+        return self._owned(ElasticDataset(datasets, self._group, self._own_of))
+
+    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        group = self._group
+
+        def made(ids: Sequence[int]) -> list[Any]:
+            return [value_fn(ValueContext(each, group.num_replicas)) for each in ids]
+
+        joined = merged_results(group, made(group.ids), merged_values)
+        group.remember(joined, lambda ids: [nests.flatten(each)[0] for each in made(ids)])
+        return joined

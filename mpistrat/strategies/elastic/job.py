@@ -1,0 +1,276 @@
+"""Elastic job: its survivors undo and repeat the call in which a rank was lost (ULFM)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat.errors import EpochError, LaunchError
+from mpistrat.failures.losses import outlive_losses
+from mpistrat.mpi.survival import (
+    FLAG,
+    failed_ranks,
+    failed_ranks_soon,
+    is_revoked,
+    revoke,
+    why_not_tolerant,
+)
+from mpistrat.mpi.world import communicator
+from mpistrat.strategies.elastic.state import ElasticState
+from mpistrat.system.callsite import call_site
+from mpistrat.system.text import rank_list
+from mpistrat.system.units import note_undos_by
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["job"]
+
+_logger = logging.getLogger("mpistrat")
+
+_END = "the end of the call"
+_PATIENT_POLLS = 24
+_LONG_S = 0.01
+"""How long a wait keeps the core over MPI, which wakes nobody."""
+_REST_S = 0.0002
+
+
+class ElasticJob:
+    """The ranks of this job that are left, and the elastic strategies on them.
+
+    A unit is one public collective call of the program, such as `Strategy.run`, with all that
+    happens within it. The ranks agree at its end (``MPIX_Comm_agree``, which all survivors leave
+    with the same result): either all have done it with the data of all, or all undo it, connect
+    without the ranks that are lost, and repeat it. So none is ever ahead of another.
+    """
+
+    def __init__(self) -> None:
+        self.state = ElasticState()
+        self.is_in_unit = False
+        self._comm: Any = None
+        self._strategies: list[Any] = []
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._num_units = 0
+        self._undos: list[Callable[[], object]] = []
+        self._flag = np.zeros(1, np.int32)
+        self._agreement: MPI.Request | None = None
+        """The last one, which writes to the flag."""
+
+    def open(
+        self,
+        strategy: Any,
+        comm: MPI.Intracomm | None,
+        num_replicas: int | None,
+        make: Callable[[MPI.Intracomm], object],
+    ) -> None:
+        """Have `make` connect `strategy` to the ranks that are left. **Collective**."""
+        if num_replicas is None:
+            raise ValueError(
+                "elastic=True needs num_replicas=, so that those that are left can compute the "
+                "replicas of a lost rank."
+            )
+        if comm is not None:
+            raise ValueError(
+                "elastic=True beside comm=: the communicator becomes smaller with each loss. Leave "
+                "comm out, which means all ranks that are left."
+            )
+        for other in self._strategies:
+            if other.num_replicas_in_sync != num_replicas:
+                raise ValueError(
+                    f"elastic=True with num_replicas={num_replicas} beside {other!r}: all elastic "
+                    "strategies of a job have the same number of replicas."
+                )
+        if self._comm is None:
+            comm = communicator(None)
+            why = why_not_tolerant()
+            if why and comm.size > 1:
+                error = LaunchError(
+                    f"elastic=True outlives lost ranks only where MPI does, but {why}. Start the "
+                    f"program with Open MPI's {FLAG}."
+                )
+                error._is_reported_elsewhere = comm.rank != 0
+                raise error
+            self._comm = comm
+            outlive_losses()
+            note_undos_by(self._note_undo)
+        self.run(type(strategy).__name__, lambda: make(self._comm))
+        self._strategies.append(strategy)
+
+    def note_optimizer(self, optimizer: Any) -> None:
+        """Have `optimizer` prepare its steps again after a loss."""
+        self._optimizers.add(optimizer)
+
+    def forget(self, strategy: Any) -> None:
+        """Do not connect `strategy` again, which was closed."""
+        self._strategies = [each for each in self._strategies if each is not strategy]
+
+    def run(
+        self, what: str, function: Callable[[], Any], writes: bool | Sequence[Any] = False
+    ) -> Any:
+        """Return what `function` returns, which is called again after a loss. **Collective**.
+
+        `writes` are the variables that it may write to, or whether it may to all; only then it may
+        also return values of replicas.
+        """
+        if self.is_in_unit:
+            return function()
+        with self._unit():
+            while True:
+                copies = self.state.copy(writes)
+                keep: Callable[[], object] = bool
+                error = None
+                try:
+                    result = function()
+                    if writes is True:
+                        keep = self.state.share(self._ranks, what, result)
+                    elif self._strategies:
+                        self.state.meet(self._ranks, what)
+                except Exception as raised:
+                    if not self.is_loss(raised):
+                        raise
+                    error = raised
+                if self._agree(error is None):
+                    keep()
+                    return result
+                result = error = None
+                self._recover(what)
+                self.state.restore(copies)
+
+    @contextlib.contextmanager
+    def _unit(self) -> Iterator[None]:
+        self.is_in_unit = True
+        self._num_units += 1
+        try:
+            yield
+        finally:
+            self.is_in_unit = False
+            self._undos.clear()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Make collective calls in the ``with`` block that are never repeated."""
+        is_in_unit, self.is_in_unit = self.is_in_unit, True
+        try:
+            yield
+        finally:
+            self.is_in_unit = is_in_unit
+
+    def _note_undo(self, undo: Callable[[], object]) -> None:
+        if self.is_in_unit:
+            self._undos.append(undo)
+
+    @property
+    def _ranks(self) -> Any:
+        return self._strategies[0].extended._group.ranks
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Return whether `error` comes of a lost rank, of which another rank may know. Local."""
+        from mpi4py import MPI
+
+        if not isinstance(error, EpochError | MPI.Exception):
+            return bool(failed_ranks(self._comm)) or is_revoked(self._comm)
+        # The monitors may know before MPI does.
+        channels = [each.extended._group.ranks.channel for each in self._strategies]
+        if any(each.departures.lost() for each in channels):
+            return True
+        return bool(failed_ranks_soon(self._comm)) or is_revoked(self._comm)
+
+    def _agree(self, is_well: bool) -> bool:
+        """Return whether all ranks are there and well. **Collective**."""
+        from mpi4py import MPI
+
+        if self._comm.size == 1:
+            return is_well
+        if not is_well:
+            self._revoke()
+        # Those that are well have met before. What can miss here has stopped in between.
+        self._flag[0] = is_well
+        try:
+            self._agreement = self._comm.Iagree(self._flag)
+            self._wait(self._agreement.Test)
+        except MPI.Exception:
+            return False
+        return bool(self._flag[0])
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Wait until `done`, which also holds where ranks die, up to the time limit."""
+        channel = self._ranks.channel if self._strategies else None
+        limit_s = math.inf if channel is None or channel.timeout_s is None else channel.timeout_s
+        began, turns = time.monotonic(), 0
+        while not done():
+            turns += 1
+            if turns < _PATIENT_POLLS:
+                continue
+            waited_s = time.monotonic() - began
+            if waited_s < _LONG_S:
+                os.sched_yield()
+                continue
+            time.sleep(_REST_S)
+            if channel is None:
+                continue
+            channel.waiting = (_END, began)
+            if waited_s > limit_s:
+                channel.stuck_at = call_site()  # this agreement stays open, as a round would
+                channel.give_up(_END, limit_s, is_last=True)
+        if channel is not None:
+            channel.waiting = None
+
+    def _revoke(self) -> None:
+        """Have all ranks leave what they wait for."""
+        revoke(self._comm)
+        for strategy in self._strategies:
+            strategy.extended._group.ranks.channel.transport.revoke()
+
+    def _without_lost(self) -> Any:
+        """Return a communicator of the ranks that are left. **Collective**."""
+        return self._comm.Shrink()
+
+    def _recover(self, what: str) -> None:
+        """Undo the unit, and connect the ranks that are left. **Collective**."""
+        from mpi4py import MPI
+
+        began, before = time.monotonic(), self._comm
+        for undo in reversed(self._undos):
+            undo()
+        self._undos.clear()
+        while True:
+            self._revoke()
+            self._comm = self._without_lost()
+            is_well = True
+            try:
+                for strategy in self._strategies:
+                    strategy._reopen(self._comm)
+                of_ranks = self._comm.allgather((before.rank, self._num_units))
+            except (EpochError, MPI.Exception) as error:
+                if not self.is_loss(error):
+                    raise
+                is_well = False
+            if self._agree(is_well):
+                break
+        for optimizer in self._optimizers:
+            optimizer._prepared.clear()
+        if len({number for _, number in of_ranks}) > 1:
+            raise EpochError(
+                f"The ranks that are left were not in one call when others were lost: {of_ranks}."
+            )
+        if self._comm.rank == 0:
+            left = [rank for rank, _ in of_ranks]
+            lost = [rank for rank in range(before.size) if rank not in left]
+            _logger.warning(
+                "lost %s of %d in %s at %s; %s continue as %d from the start of that call, after "
+                "%.2f s",
+                *(rank_list(lost), before.size, what, call_site(), rank_list(left), len(left)),
+                time.monotonic() - began,
+            )
+
+
+job = ElasticJob()
+"""That of this process."""

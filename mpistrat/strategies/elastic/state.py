@@ -1,0 +1,202 @@
+"""State of an elastic job: copies of variables, which a unit is returned to after a loss.
+
+What replicas return travels as pickle, from one rank of a job to the others: no file gets it.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat import nests
+from mpistrat.agreement.call import Call
+from mpistrat.agreement.ledger import Signature
+from mpistrat.arrays import Array
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.objects import as_bytes, from_bytes
+from mpistrat.layout import SharedLayout
+from mpistrat.sharding import replicas_of_ranks
+from mpistrat.strategies.elastic.values import ElasticReplicas
+from mpistrat.system.units import on_undo
+
+__all__ = ["ElasticState"]
+
+_MAX_RESULT = 2**20
+"""Bytes of a value that a replica returns, up to which other ranks keep it."""
+
+_SHORT = 2048
+"""Bytes that each rank sends in any case, where the ranks share no memory."""
+_HEAD = struct.Struct("=q")
+"""A length."""
+_NUMBERS = struct.Struct("=2q")
+"""The number of a variable, and the bytes of each of its components."""
+
+Copies = Sequence[tuple[Array, Array]]
+"""The memory of mirrored variables, and of their copies."""
+
+
+class ElasticState:
+    """The variables of an elastic job."""
+
+    def __init__(self) -> None:
+        self._mirrored: dict[int, weakref.ref[Any]] = {}
+        self._copies: list[tuple[Array, Array]] | None = None
+        """Of all mirrored variables, until there is another one."""
+        self._on_read: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._num_on_read = 0
+        self._kept: Sequence[bytes] = ()
+        """What each rank has sent at the end of the last unit that has written."""
+        self._kept_layout: SharedLayout | None = None
+        """Which replicas each rank had then."""
+        self._signatures: dict[str, Signature] = {}
+
+    def add_mirrored(self, variable: Any) -> None:
+        """Copy `variable` before each unit that may write to it."""
+        key = id(variable)
+
+        def forget(_: object) -> None:
+            self._mirrored.pop(key, None)
+            self._copies = None
+
+        self._mirrored[key] = weakref.ref(variable, forget)
+        self._copies = None
+
+    def add_on_read(self, variable: Any) -> None:
+        """Keep the components of `variable` on all ranks."""
+        number = self._num_on_read
+        self._num_on_read += 1
+        self._on_read[number] = variable
+        on_undo(functools.partial(setattr, self, "_num_on_read", number))
+
+    def copy(self, writes: bool | Sequence[Any]) -> Copies:
+        """Return the memory of all mirrored variables that are written to, with copies."""
+        if not isinstance(writes, bool):
+            return [(each._storage, each._storage.copy()) for each in writes]
+        if not writes:
+            return ()
+        if self._copies is None:
+            found = [each() for each in self._mirrored.values()]
+            arrays = [each._storage for each in found if each is not None]
+            self._copies = [(each, each.copy()) for each in arrays]
+        else:
+            for storage, copy in self._copies:
+                copy[...] = storage
+        return self._copies
+
+    def restore(self, copies: Copies) -> None:
+        """Have what all variables held before, for the replicas that this rank has now."""
+        for storage, copy in copies:
+            storage[...] = copy
+        of_variables = self._kept_components()
+        for number, variable in list(self._on_read.items()):
+            variable._restore(of_variables.get(number, {}))
+
+    def _kept_components(self) -> dict[int, dict[int, bytes]]:
+        """Return what was kept of each SyncOnRead variable, by number and replica."""
+        found: dict[int, dict[int, bytes]] = {}
+        layout = self._kept_layout
+        if layout is None:
+            return found
+        shares = replicas_of_ranks(layout.total, layout.num_ranks)
+        for replicas, text in zip(shares, self._kept, strict=True):
+            begin, end = _HEAD.size, _end_of_variables(text)
+            while begin < end:
+                number, size = _NUMBERS.unpack_from(text, begin)
+                begin += _NUMBERS.size
+                for replica in replicas:
+                    found.setdefault(number, {})[replica] = text[begin : begin + size]
+                    begin += size
+        return found
+
+    def share(self, ranks: Collectives, what: str, result: Any) -> Callable[[], None]:
+        """Send all ranks what one alone has after the unit `what`, and what that has returned.
+
+        The function returned keeps what came. **Collective**.
+        """
+        leaves = [] if result is None else nests.flatten(result)[0]
+        values = {i: each for i, each in enumerate(leaves) if isinstance(each, ElasticReplicas)}
+        parts: list[Any] = [b""]
+        size = 0
+        for number, variable in self._on_read.items():
+            num_bytes, components = variable._as_buffers()
+            parts.append(_NUMBERS.pack(number, num_bytes))
+            parts += components
+            size += _NUMBERS.size + num_bytes * len(components)
+        parts[0] = _HEAD.pack(size)
+        if values:
+            short = {i: each.short_components(_MAX_RESULT) for i, each in values.items()}
+            parts.append(as_bytes(short))
+        with ranks.call(what) as call:
+            texts = _exchanged(call, self._signature(call), b"".join(parts))
+        layout = ranks.layout
+        assert isinstance(layout, SharedLayout)
+        return functools.partial(self._keep, layout, texts, values)
+
+    def meet(self, ranks: Collectives, what: str) -> None:
+        """Wait for all ranks at the end of the unit `what`. **Collective**."""
+        with ranks.call(what) as call:
+            call.agree_on(self._signature(call))
+            call.is_moving = False
+
+    def _signature(self, call: Call) -> Signature:
+        signature = self._signatures.get(call.kind)
+        if signature is None or signature[2] != call.owner:
+            signature = self._signatures[call.kind] = Signature(call.signature("end"))
+        return signature
+
+    def _keep(
+        self, layout: SharedLayout, texts: Sequence[bytes], values: dict[int, ElasticReplicas]
+    ) -> None:
+        self._kept_layout, self._kept = layout, texts
+        for position, value in values.items():
+            value.remember(functools.partial(_components_of, texts, position))
+
+
+def _end_of_variables(text: bytes) -> int:
+    """Return where the components of variables end in what a rank has sent."""
+    return int(_HEAD.size + _HEAD.unpack_from(text)[0])
+
+
+def _components_of(texts: Sequence[bytes], position: int) -> dict[int, Any]:
+    """Return by replica the components of one leaf of what all ranks have returned."""
+    found: dict[int, Any] = {}
+    for each in texts:
+        if of_values := each[_end_of_variables(each) :]:
+            found |= from_bytes(of_values).get(position, {})
+    return found
+
+
+def _exchanged(call: Call, signature: Signature, own: bytes) -> list[bytes]:
+    """Return the text of every rank, which agree on `signature`. **Collective**."""
+    # Mostly short: then they travel in the memory of the agreement, or in one message.
+    transport = call.channel.transport
+    joined = np.frombuffer(_HEAD.pack(len(own)) + own, np.uint8)
+    piggyback = transport.piggyback if call.channel.checks else None
+    room = _SHORT if piggyback is None else piggyback.room
+    if piggyback is not None:
+        piggyback.attach(joined[:room])
+    call.agree_on(signature)
+    with call.moving():
+        if piggyback is not None:
+            rows = piggyback.brought()
+        else:
+            first = np.zeros(room, np.uint8)
+            first[: joined.size] = joined[:room]
+            gathered = transport.all_gather(first, [room] * transport.size)
+            rows = [each.data for each in gathered.reshape(-1, room)]
+        stops = [_HEAD.size + _HEAD.unpack_from(row)[0] for row in rows]
+        texts = [
+            row[_HEAD.size : min(stop, room)].tobytes()
+            for row, stop in zip(rows, stops, strict=True)
+        ]
+        if max(stops) > room:
+            rest = [max(each - room, 0) for each in stops]
+            more = transport.all_gather(joined[room:], rest)
+            parts = np.split(more, np.cumsum(rest)[:-1])
+            texts = [text + part.tobytes() for text, part in zip(texts, parts, strict=True)]
+    return texts

@@ -1,0 +1,177 @@
+"""Values and variables of an elastic strategy, whose components outlive a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat import context, nests
+from mpistrat.arrays import Array, host_copy, is_on_host, place
+from mpistrat.errors import ReplicaLostError
+from mpistrat.strategies.replica_group import ReplicaGroup
+from mpistrat.values import LocalReplicas, register_storage
+from mpistrat.variables.replicated import ReplicatedOnRead, ReplicatedVariable
+from mpistrat.variables.writes import Write
+
+__all__ = ["ElasticGroup", "ElasticReplicas"]
+
+_Again = Callable[[Sequence[int]], Sequence[Any]]
+"""Returns the components of some replicas."""
+
+
+class ElasticReplicas(LocalReplicas[Any]):
+    """A `PerReplica` that knows where the components of other replicas come from."""
+
+    __slots__ = ("_again", "_group", "_ids")
+
+    def __init__(self, components: Sequence[Any], group: ElasticGroup) -> None:
+        super().__init__(components, group.turn_now)
+        self._group, self._ids = group, group.ids
+        self._again: _Again | None = None
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components on this rank, in order of the replicas. Local."""
+        self._renew()
+        return self._components
+
+    def _own(self) -> Any:
+        self._renew()
+        return super()._own()
+
+    def _renew(self) -> None:
+        """Have the components of the replicas that this rank has now."""
+        ids = self._group.ids
+        if ids == self._ids:
+            return
+        if self._again is None:
+            raise self._lost(ids)
+        self._components, self._ids = tuple(self._again(ids)), ids
+        self._component = self._components[0]
+
+    def _lost(self, ids: Sequence[int]) -> ReplicaLostError:
+        missing = [each for each in ids if each not in self._ids]
+        return ReplicaLostError(
+            f"A PerReplica of this rank holds replicas {self._ids[0]}-{self._ids[-1]}. After the "
+            f"loss of a rank this one also computes {', '.join(map(str, missing))}, whose "
+            "components nobody can make again. Those of distributed data sets, of "
+            "experimental_distribute_values_from_function and, up to 1 MiB a replica, of what run "
+            "returns are kept."
+        )
+
+    def short_components(self, limit: int) -> dict[int, Any]:
+        """Return the components by replica, none where one takes more than `limit` bytes."""
+        size = max(int(getattr(each, "nbytes", 0)) for each in self._components)
+        return dict(zip(self._ids, self._components, strict=True)) if size <= limit else {}
+
+    def remember(self, of_all: Callable[[], Mapping[int, Any]]) -> None:
+        """Take the components of other replicas from what `of_all` returns, if it has them."""
+
+        def again(ids: Sequence[int]) -> list[Any]:
+            found = of_all()
+            if not found.keys() >= set(ids):
+                raise self._lost(ids)
+            return [found[each] for each in ids]
+
+        self._again = again
+
+
+class ElasticGroup(ReplicaGroup):
+    """The replicas of this rank, which may become more."""
+
+    def per_replica(self, components: Sequence[Any]) -> ElasticReplicas:
+        """Return the distributed value of the replicas' components."""
+        return ElasticReplicas(components, self)
+
+    def remember(self, nest: Any, again: Callable[[Sequence[int]], Sequence[list[Any]]]) -> None:
+        """Have the values in `nest` come from `again`, which returns the leaves of replicas."""
+        found: list[tuple[Sequence[int], Sequence[list[Any]]]] = []
+
+        def of_leaf(position: int) -> _Again:
+            def components(ids: Sequence[int]) -> list[Any]:
+                if not found or found[0][0] != ids:  # once for all leaves
+                    found[:] = [(ids, again(ids))]
+                return [leaves[position] for leaves in found[0][1]]
+
+            return components
+
+        for position, leaf in enumerate(nests.flatten(nest)[0]):
+            if isinstance(leaf, ElasticReplicas):
+                leaf._again = of_leaf(position)
+
+
+class ElasticVariable(ReplicatedVariable, kind="elastic"):
+    """A mirrored variable, which each rank copies before a unit that may write to it."""
+
+    def _keep(self, storage: Array) -> None:
+        super()._keep(storage)
+        self.strategy.extended._job.state.add_mirrored(self)
+
+    def _write_in_context(self, write: Write, value: Any) -> None:
+        written = super()._write_in_context
+        self._collectives.as_unit(
+            f"Variable.{write.how}", lambda: written(write, value), writes=(self,)
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = super().__deepcopy__(memo)
+        twin.strategy.extended._job.state.add_mirrored(twin)
+        return twin
+
+
+class ElasticOnRead(ReplicatedOnRead, kind="elastic_on_read"):
+    """A SyncOnRead variable of which every rank keeps the components of all replicas."""
+
+    _at_first: np.ndarray
+    """The component of every replica when it was made."""
+
+    def _keep(self, storage: Array) -> None:
+        super()._keep(storage)
+        self._at_first = host_copy(storage)
+        self.strategy.extended._job.state.add_on_read(self)
+
+    def value(self) -> Array:
+        """Return the component of this replica, or in cross-replica context the aggregate."""
+        if self._kind() is not context.Kind.CROSS_REPLICA:
+            return super().value()
+        value: Array = self._collectives.as_unit("read of SyncOnRead variable", super().value)
+        return value
+
+    def _write_in_context(self, write: Write, value: Any) -> None:
+        written = super()._write_in_context
+        self._collectives.as_unit(
+            f"Variable.{write.how}", lambda: written(write, value), writes=True
+        )
+
+    def _load_value(self, array: np.ndarray) -> None:
+        load = super()._load_value
+        self._collectives.as_unit("restore", lambda: load(array), writes=True)
+
+    def _load_components(self, components: Mapping[int, np.ndarray]) -> None:
+        load = super()._load_components
+        self._collectives.as_unit("restore", lambda: load(components), writes=True)
+
+    def _as_buffers(self) -> tuple[int, list[Any]]:
+        """Return how many bytes each component here has, and these bytes. **Local**."""
+        own = self._storages
+        has_buffers = is_on_host(own[0]) and own[0].dtype.kind in "biufc"
+        return own[0].nbytes, own if has_buffers else [each.tobytes() for each in own]
+
+    def _restore(self, of_replicas: Mapping[int, bytes]) -> None:
+        """Have the components of the replicas that are now those of this rank."""
+        device, ids = self._target.device, self.strategy.extended._group.ids
+        first = self._at_first.tobytes()
+        components = [
+            np.ndarray(self.shape, self.dtype, of_replicas.get(each, first)).copy() for each in ids
+        ]
+        self._storages = [place(each, device) for each in components]
+        for each in self._storages:
+            register_storage(each, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise NotImplementedError(
+            f"The SyncOnRead variable {self.name!r} of a strategy with elastic=True cannot be "
+            "copied. Make another one."
+        )

@@ -1,0 +1,329 @@
+"""Elastic strategies, whose calls are undone and repeated; here without the death of a rank.
+
+Where a unit is to be repeated, the ranks get another order, so that all replicas move to others.
+"""
+
+import hashlib
+
+import h5py
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.errors import LaunchError, ReplicaLostError
+from mpistrat.failures.process_state import process
+from mpistrat.strategies.elastic import extended
+from mpistrat.strategies.elastic import job as elastic_job
+from mpistrat.strategies.elastic.job import ElasticJob
+from mpistrat.system import units
+
+NUM_REPLICAS = 5
+RNG = np.random.default_rng(7)
+X = RNG.standard_normal((43, 6)).astype(np.float32)
+Y = RNG.integers(0, 3, 43)
+START = (RNG.standard_normal((6, 3)) / 3).astype(np.float32)
+
+
+class Job(ElasticJob):
+    """A job that repeats the units in `repeated`, and all ranks of which survive."""
+
+    def __init__(self):
+        super().__init__()
+        self.repeated = lambda number: False
+        self.done = set()
+        self.generations = 0
+
+    def _agree(self, is_well):
+        is_well = bool(self._comm.allreduce(int(is_well), MPI.MIN))
+        if self._num_units in self.done or not self.repeated(self._num_units):
+            return is_well
+        self.done.add(self._num_units)
+        return False
+
+    def _revoke(self):
+        """Leave the channel of all ranks as it is: other tests use it."""
+
+    def _without_lost(self):
+        self.generations += 1
+        return self._comm.Split(0, -self._comm.rank)
+
+
+@pytest.fixture
+def job(monkeypatch):
+    fresh = Job()
+    for module in (elastic_job, extended):
+        monkeypatch.setattr(module, "job", fresh)
+    monkeypatch.setattr(extended.ElasticExtended, "_job", fresh)
+    monkeypatch.setattr(elastic_job, "why_not_tolerant", lambda: "")
+    monkeypatch.setattr(units, "_note", None)
+    monkeypatch.setattr(process, "outlives_losses", False)
+    return fresh
+
+
+def make(**options):
+    return ms.MPIStrategy(device="cpu", num_replicas=NUM_REPLICAS, **options)
+
+
+def train(strategy, folder, num_steps=14):
+    """Train, use what else there is, and return a digest of all that came out."""
+    with strategy.scope():
+        weight = ms.Variable(START)
+        bias = ms.Variable(np.zeros(3, np.float32))
+        total = ms.metrics.Mean(name="total")
+        adam = ms.optimizers.Adam(learning_rate=0.02, global_clipnorm=1.0)
+        average = ms.optimizers.ExponentialMovingAverage(0.9)
+        norm = ms.layers.BatchNorm(3)
+
+    def step(x, y):
+        replica = ms.get_replica_context()
+        keep = replica.rng(3, int(adam.iterations.value())).random(x.shape) < 0.8
+        x = x * keep
+        z = x @ weight.value() + bias.value()
+        out, saved = norm.forward(z, training=True) if len(z) else (z, None)
+        p = np.exp(out - out.max(axis=1, keepdims=True)) if len(z) else out
+        p = p / p.sum(axis=1, keepdims=True)
+        count = replica.all_reduce("sum", len(y))
+        error = ((p - np.eye(3, dtype=np.float32)[y]) / count).astype(np.float32)
+        pairs = []
+        if saved is not None:
+            error, pairs = norm.backward(saved, error)
+        zeros = [(np.zeros(3, np.float32), each) for each in (norm.gamma, norm.beta)]
+        pairs = pairs or zeros
+        adam.apply_gradients([(x.T @ error, weight), (error.sum(axis=0), bias), *pairs])
+        total.update_state(np.abs(error).sum())
+        return np.float64(np.abs(error).sum())
+
+    data = strategy.experimental_make_numpy_dataset((X, Y)).shuffle(seed=4).batch(16)
+    batches = strategy.experimental_distribute_dataset(data)
+    checkpoint = ms.Checkpoint(
+        weight=weight, bias=bias, adam=adam, total=total, batches=batches, norm=norm
+    )
+    manager = ms.CheckpointManager(checkpoint, folder, max_to_keep=2)
+    manager.restore_or_initialize()
+    digest, done = hashlib.sha256(), 0
+    while done < num_steps:
+        for batch in batches:
+            losses = strategy.run(step, args=batch)
+            digest.update(strategy.reduce("sum", losses).tobytes())
+            done += 1
+        average.apply([weight])
+        digest.update(np.float64(total.result()).tobytes())
+        manager.save(step=done)
+        total.reset_state()
+    weight.assign_add(np.ones_like(START))
+    checkpoint.restore(manager.latest_checkpoint)
+    own = strategy.experimental_distribute_values_from_function(
+        lambda context: np.full(1, context.replica_id_in_sync_group)
+    )
+    digest.update(strategy.gather(own, axis=0).tobytes())
+    digest.update(repr(strategy.broadcast_object("object")).encode())
+    strategy.barrier()
+    for each in (weight, bias, average.average(weight), norm.gamma, adam.iterations):
+        digest.update(each.numpy().tobytes())
+    for each in (norm.moving_mean, norm.moving_variance):
+        digest.update(each.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def known():
+    return []
+
+
+@pytest.fixture
+def expected(known, mpi_tmp_path):
+    """What comes out without elastic=True."""
+    if not known:
+        known.append(train(make(), str(mpi_tmp_path / "undisturbed")))
+    return known[0]
+
+
+def test_without_a_loss_nothing_is_repeated(job, expected, mpi_tmp_path):
+    assert train(make(elastic=True), str(mpi_tmp_path / "own")) == expected
+    assert job.generations == 0
+
+
+@pytest.mark.parametrize("offset", range(3))
+def test_each_call_may_be_repeated(job, expected, mpi_tmp_path, offset):
+    job.repeated = lambda number: number % 3 == offset
+    assert train(make(elastic=True), str(mpi_tmp_path / "own")) == expected
+    assert job.generations == len(job.done) > 10
+
+
+@pytest.mark.parametrize("size", [3, 20_000])
+def test_components_of_any_length_come_back(job, size):
+    strategy = make(elastic=True)
+    with strategy.scope():
+        own = ms.Variable(
+            np.zeros(size),
+            synchronization=ms.VariableSynchronization.ON_READ,
+            aggregation=ms.VariableAggregation.SUM,
+        )
+
+    def step(number):
+        replica = ms.get_replica_context().replica_id_in_sync_group
+        own.assign_add(np.full(size, 10.0 ** (2 * number)) * (replica + 1))
+        return np.full(7, replica), "text", None
+
+    job.repeated = lambda number: number % 2 == 0
+    for number in range(6):
+        result = strategy.run(step, args=(number,))
+    total = sum(range(1, NUM_REPLICAS + 1)) * sum(10.0 ** (2 * each) for each in range(6))
+    np.testing.assert_array_equal(own.numpy(), np.full(size, total))
+    strategy.barrier()
+    strategy.barrier()
+    ids = [int(each[0]) for each in strategy.experimental_local_results(result[0])]
+    assert ids == list(strategy.extended.local_replica_ids)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_added_gradients_are_kept(job, inside):
+    strategy = make(elastic=True)
+    with strategy.scope():
+        weight, sgd = ms.Variable(np.zeros(2)), ms.optimizers.SGD(1.0)
+    accumulator = ms.optimizers.GradientAccumulator([weight])
+
+    def add(number):
+        replica = ms.get_replica_context().replica_id_in_sync_group
+        accumulator.add([(np.full(2, 10.0**number * (replica + 1)), weight)])
+        assert accumulator.num_added == number + 1
+
+    job.repeated = lambda number: number % 2 == 0
+    total = sum(range(1, NUM_REPLICAS + 1))
+    for step in range(1, 3):
+        for number in range(3):
+            strategy.run(add, args=(number,))
+        if inside:
+            strategy.run(lambda: accumulator.apply(sgd))
+        else:
+            [(gradient, _)] = accumulator.grads_and_vars()
+            np.testing.assert_array_equal(gradient, np.full(2, 111.0 * total))
+            accumulator.apply(sgd)
+        np.testing.assert_array_equal(weight.numpy(), np.full(2, -111.0 * total * step))
+    strategy.run(add, args=(0,))
+    accumulator.reset()
+    assert strategy.reduce("sum", strategy.run(lambda: accumulator.num_added)) == 0
+
+
+@pytest.mark.parametrize("policy", ["FILE", "OFF"])
+def test_batches_of_any_division_are_read_again(job, mpi_tmp_path, policy):
+    if MPI.COMM_WORLD.rank == 0:
+        for number in range(NUM_REPLICAS + 2):
+            with h5py.File(mpi_tmp_path / f"part-{number}.h5", "w") as file:
+                file["x"] = np.arange(4 + number % 3) + 10.0 * number
+    MPI.COMM_WORLD.barrier()
+    data = ms.data.Dataset.from_hdf5(str(mpi_tmp_path / "part-*.h5"), "x").shuffle(seed=2)
+    data = data.batch(10).with_options(auto_shard_policy=ms.data.AutoShardPolicy[policy])
+
+    def sums(strategy):
+        found = []
+        batches = strategy.experimental_distribute_dataset(data)
+        for _ in range(2):
+            for batch in batches:
+                found.append(strategy.reduce("sum", strategy.run(np.sum, args=(batch,))).tobytes())
+        return found
+
+    expected = sums(make())
+    job.repeated = lambda number: number % 2 == 0
+    assert sums(make(elastic=True)) == expected
+    assert job.generations > 3
+
+
+def test_shares_move_and_are_asked_for(job):
+    strategy = make(elastic=True)
+    rank, size = strategy.rank, strategy.size
+    job.repeated = lambda number: number == 2
+    strategy.barrier()
+    assert strategy.rank == size - 1 - rank == strategy.cluster_resolver.task_id
+    found = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
+    assert list(strategy.experimental_local_results(found)) == list(
+        strategy.extended.local_replica_ids
+    )
+
+
+def test_names_are_given_once(job):
+    strategy = make(elastic=True)
+    job.repeated = lambda number: number in (2, 3)
+    with strategy.scope():
+        names = [ms.Variable(0.0).name for _ in range(3)]
+    assert names == ["Variable", "Variable_1", "Variable_2"]
+
+
+def test_what_nobody_can_make_again_is_named(job):
+    strategy = make(elastic=True)
+    kept = []
+
+    def merge(strategy, value):
+        kept.append(value)
+
+    def step():
+        replica = ms.get_replica_context()
+        replica.merge_call(merge, (float(replica.replica_id_in_sync_group),))
+
+    strategy.run(step)
+    if strategy.size == 1:
+        assert strategy.reduce("sum", kept[0]) == sum(range(NUM_REPLICAS))
+        return
+    job.repeated = lambda number: number == 3
+    strategy.barrier()
+    before = job.generations
+    assert before == 1
+    if strategy.extended.local_replica_ids != kept[0]._ids:
+        with pytest.raises(ReplicaLostError, match="also computes"):
+            strategy.experimental_local_results(kept[0])
+
+
+def test_long_results_are_not_kept(job):
+    strategy = make(elastic=True)
+    long = strategy.run(lambda: np.zeros(2**18))
+    ids = strategy.extended.local_replica_ids
+    job.repeated = lambda number: number == 3
+    strategy.barrier()
+    if strategy.extended.local_replica_ids != ids:
+        with pytest.raises(ReplicaLostError, match="1 MiB"):
+            strategy.experimental_local_results(long)
+
+
+def test_errors_of_the_program_are_raised_once(job):
+    strategy = make(elastic=True)
+    calls = []
+
+    def fails():
+        calls.append(1)
+        raise ArithmeticError("of the program")
+
+    with pytest.raises(ArithmeticError):
+        strategy.run(fails)
+    assert len(calls) == 1
+    assert strategy.reduce("sum", strategy.run(lambda: 1)) == NUM_REPLICAS
+
+
+def test_what_is_refused(job, mpi_tmp_path):
+    strategy = make(elastic=True)
+    with strategy.scope():
+        weight = ms.Variable(0.0)
+    with pytest.raises(NotImplementedError, match="distribute_datasets_from_function"):
+        strategy.distribute_datasets_from_function(lambda context: ms.data.Dataset.range(3))
+    with pytest.raises(NotImplementedError, match="asynchronous"):
+        ms.CheckpointManager(ms.Checkpoint(w=weight), str(mpi_tmp_path), asynchronous=True)
+    with pytest.raises(NotImplementedError, match="could not be repeated"):
+        strategy.extended._collectives.gather_json(1, "something else")
+    with pytest.raises(ValueError, match="same number of replicas"):
+        ms.MPIStrategy(num_replicas=NUM_REPLICAS + 1, elastic=True)
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="needs num_replicas="):
+        ms.MPIStrategy(elastic=True)
+    with pytest.raises(ValueError, match="beside comm="):
+        ms.MPIStrategy(MPI.COMM_WORLD, num_replicas=NUM_REPLICAS, elastic=True)
+    with pytest.raises(TypeError, match="elastic"):
+        ms.MPIStrategy(num_replicas=NUM_REPLICAS, elastic="yes")
+
+
+def test_where_ranks_are_not_outlived(monkeypatch):
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip("one rank alone needs no proof")
+    with pytest.raises(LaunchError, match="mpiexec --with-ft ulfm"):
+        make(elastic=True)
