@@ -324,6 +324,7 @@ class Injection:
         elif number == self._collective and not self.is_done:
             # Once: a collective that raised is not counted, so the next one has its number again.
             self.is_done = True
+            self.remove()  # a channel without faults takes a shorter way
             rank, size = self._channel.rank, self._channel.size
             if self.fault.kind in _DEADLY:
                 close()  # or log lines on their way to rank 0 would be lost

@@ -154,6 +154,7 @@ def test_what_all_ranks_raise_and_catch_leaves_the_strategy_usable(strategy, fau
     with pytest.raises(error):
         strategy.reduce("sum", 1)
     assert strategy.reduce("sum", 1) == strategy.num_replicas_in_sync
+    assert strategy.extended._collectives.channel.on_collective is None
 
 
 def test_what_one_rank_raises_closes_the_strategy_on_all(strategy, rank, last):
