@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -31,6 +32,7 @@ __all__ = [
     "local_component",
     "localize",
     "mirror",
+    "num_components",
     "per_replica",
     "register_storage",
     "unwrap_mirrored",
@@ -43,6 +45,9 @@ Number: TypeAlias = "complex | np.number[Any]"
 
 _containers: weakref.WeakValueDictionary[int, DistributedValues[Any]]
 _containers = weakref.WeakValueDictionary()
+
+num_components: ContextVar[int] = ContextVar("num_components", default=1)
+"""How many components each value has on the rank of the replica that runs here."""
 
 _by_storage: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Variables, by the memory that views of their storage have as their base."""
@@ -109,6 +114,15 @@ class PerReplica(DistributedValues[T_co]):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         raise TypeError(self._why_no_array(f"numpy.{ufunc.__name__}"))
+
+    def _own(self) -> Any:
+        expected = num_components.get()
+        if expected != 1:
+            raise ValueError(
+                f"{self!r} holds 1 component, but this rank has {expected} replicas. Let "
+                "strategy.run or experimental_distribute_values_from_function make it."
+            )
+        return self._component
 
     def _why_no_array(self, what: str) -> str:
         """Return the message of an error: `what` was called outside of `Strategy.run`."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from mpistrat import context, nests
 from mpistrat.arrays import is_array
-from mpistrat.errors import EpochMismatchError
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.replica_group import ReplicaGroup
 from mpistrat.system.callsite import failure_site
@@ -47,15 +46,19 @@ def merged_results(
     group: ReplicaGroup,
     results: Sequence[Any],
     merge: Callable[[ReplicaGroup, Sequence[Any]], Any] | None = None,
+    differ: Callable[[Sequence[Any]], BaseException] | None = None,
 ) -> Any:
     """Return what the replicas of this rank have returned as one nest of distributed values."""
-    # `merge` joins the leaves in another way than that of `run`.
+    # `merge` joins the leaves in another way than that of `run`; `differ` returns the error for
+    # nests of these structures.
     if all(each is None for each in results):  # as of most steps
         return None
     flat = [nests.flatten(each) for each in results]
     structures = [structure for _, structure in flat]
     for position, structure in enumerate(structures):
         if structure != structures[0]:
+            if differ is not None:
+                raise differ(structures)
             raise ValueError(
                 "The replicas have returned nests of different structure: replica "
                 f"{group.ids[0]} {nests.signature(structures[0])}, replica {group.ids[position]} "
@@ -116,9 +119,16 @@ def _merge(group: ReplicaGroup, strategy: Any, given: Sequence[tuple[Any, Any, A
     channel = group.ranks.channel
     channel.ledger.merge_calls += 1
     merge_fn = given[0][0]
-    _check_same_code(group, [each for each, _, _ in given])
+    codes = [_code_of(each) for each, _, _ in given]
+    if any(code is not codes[0] for code in codes):
+        raise group.apart([f"merge_call of {_code_text(each)}" for each in codes])
     given_args = [(args, kwargs) for _, args, kwargs in given]
-    args, kwargs = merged_results(group, given_args, _merged_argument)
+    args, kwargs = merged_results(
+        group,
+        given_args,
+        _merged_argument,
+        lambda them: group.apart([f"merge_call with {nests.signature(each)}" for each in them]),
+    )
     frame = context.Frame(context.Kind.CROSS_REPLICA, strategy)
     with context.entered(frame), span("merge_call", "merge_call"):
         try:
@@ -130,14 +140,17 @@ def _merge(group: ReplicaGroup, strategy: Any, given: Sequence[tuple[Any, Any, A
     return [nests.map_nest(functools.partial(_part, group, each), result) for each in positions]
 
 
-def _check_same_code(group: ReplicaGroup, functions: Sequence[Any]) -> None:
-    codes = [getattr(each, "__code__", each) for each in functions]
-    for position, code in enumerate(codes):
-        if code is not codes[0]:
-            raise EpochMismatchError(
-                f"merge_call: replica {group.ids[0]} gives {functions[0]!r}, replica "
-                f"{group.ids[position]} {functions[position]!r}. The replicas must merge alike."
-            )
+def _code_of(function: Any) -> Any:
+    """Return the code that runs where `function` is called, or what is called if that has none."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return code or getattr(type(function).__call__, "__code__", function)
+
+
+def _code_text(code: Any) -> str:
+    line = getattr(code, "co_firstlineno", None)
+    return repr(code) if line is None else f"{code.co_name}, line {line}"
 
 
 def _part(group: ReplicaGroup, position: int, leaf: Any) -> Any:

@@ -135,6 +135,12 @@ class ReplicaGroup:
             each.close()
         self._meetings.clear()
 
+    def apart(self, calls: Sequence[str]) -> BaseException:
+        """Return the error for replicas that have met with different `calls`. **Collective**."""
+        sites = map(site_of_thread, map(self._running[-1].thread_of, range(len(calls))))
+        waiting = list(zip(self.ids, calls, calls, sites, strict=True))
+        return describe_apart(self.ranks.channel, [], waiting)
+
     def _not_met(self, members: Sequence[Member]) -> BaseException:
         """Return the error for replicas of this rank that do not meet. **Collective**."""
         returned, waiting = [], []

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat import context, nests
-from mpistrat.arrays import is_array
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import EpochError
 from mpistrat.layout import Layout
@@ -32,7 +31,7 @@ from mpistrat.strategies.replica_calls import (
 from mpistrat.strategies.replica_group import ReplicaGroup
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import DistributedValues, LocalReplicas
+from mpistrat.values import DistributedValues, LocalReplicas, is_value, num_components
 from mpistrat.variables import ReplicatedOnRead, Variable
 
 if TYPE_CHECKING:
@@ -94,6 +93,7 @@ class ReplicatedExtended(StrategyExtended):
         self, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], replica_id: int
     ) -> Any:
         """Return what `fn` returns in the context of one replica."""
+        num_components.set(len(self._group.ids))
         replica = MeetingContext(self._container)
         frame = context.Frame(context.Kind.REPLICA, self._container, replica)
         with context.entered(frame), self.device.current():
@@ -112,14 +112,14 @@ class ReplicatedExtended(StrategyExtended):
     def _once(self, function: Callable[[], Any]) -> Any:
         return self._group.once(function)
 
-    def _make_together(self, make: Callable[[], Any], name: str | None) -> Any:
+    def _make_together(self, make: Callable[[], Any], what: str) -> Any:
         frame = context.Frame(context.Kind.CROSS_REPLICA, self._container)
 
         def made_once(makers: Sequence[Callable[[], Any]]) -> list[Any]:
             with context.entered(frame):
                 return [makers[0]()] * len(makers)
 
-        return self._group.meet(f"Variable of {name!r}", make, made_once)
+        return self._group.meet(what, make, made_once)
 
     def _own_of(self, of_replicas: Sequence[Any]) -> Any:
         return of_replicas[self._group.turn or 0]
@@ -132,7 +132,7 @@ class ReplicatedExtended(StrategyExtended):
         pick = component_of(self._group, kind)
 
         def check(leaf: Any) -> None:
-            if is_array(leaf) or isinstance(leaf, int | float | complex | np.generic):
+            if is_value(leaf):
                 raise ValueError(
                     f"{kind}: a plain array or number is the component of one replica, but which "
                     "one's depends on the number of ranks, with num_replicas. Give what "

@@ -34,6 +34,7 @@ Initial: TypeAlias = npt.ArrayLike | Callable[..., npt.ArrayLike] | InitialValue
 Value: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 _HOST = Device("cpu")
+_MODES = ("trainable", "synchronization", "aggregation")
 
 
 class _MadeTogether(ABCMeta):
@@ -48,7 +49,9 @@ class _MadeTogether(ABCMeta):
                 return make()
             if frame.kind is not context.Kind.REPLICA:
                 return frame.collectives.as_unit("Variable", make)
-            return frame.strategy.extended._make_together(make, kwargs.get("name"))
+            modes = (f"{each}={kwargs[each]}" for each in _MODES if kwargs.get(each) is not None)
+            what = ", ".join([f"Variable of {kwargs.get('name')!r}", *modes])
+            return frame.strategy.extended._make_together(make, what)
 
 
 class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
