@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,6 @@ __all__ = [
     "local_component",
     "localize",
     "mirror",
-    "num_components",
     "per_replica",
     "register_storage",
     "unwrap_mirrored",
@@ -45,9 +44,6 @@ Number: TypeAlias = "complex | np.number[Any]"
 
 _containers: weakref.WeakValueDictionary[int, DistributedValues[Any]]
 _containers = weakref.WeakValueDictionary()
-
-num_components: ContextVar[int] = ContextVar("num_components", default=1)
-"""How many components each value has on the rank of the replica that runs here."""
 
 _by_storage: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Variables, by the memory that views of their storage have as their base."""
@@ -112,11 +108,14 @@ class PerReplica(DistributedValues[T_co]):
 
     __slots__ = ()
 
+    _num_here: ClassVar[ContextVar[int]] = ContextVar("_num_here", default=1)
+    """How many replicas the rank has of the one that runs here."""
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         raise TypeError(self._why_no_array(f"numpy.{ufunc.__name__}"))
 
     def _own(self) -> Any:
-        expected = num_components.get()
+        expected = self._num_here.get()
         if expected != 1:
             raise ValueError(
                 f"{self!r} holds 1 component, but this rank has {expected} replicas. Let "

@@ -70,8 +70,8 @@ class StrategyHooks:
         """Return what `function` returns, called once where the replicas of this rank meet."""
         return function()
 
-    def _make_together(self, make: Callable[[], Any], what: str) -> Any:
-        """Return the variable that the replicas of this rank make, and describe as `what`."""
+    def _make_together(self, make: Callable[[], Any], name: str | None, modes: str) -> Any:
+        """Return the variable called `name` that the replicas of this rank make."""
         return make()
 
     def _own_of(self, of_replicas: Sequence[Any]) -> Any:

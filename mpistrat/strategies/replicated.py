@@ -31,7 +31,7 @@ from mpistrat.strategies.replica_calls import (
 from mpistrat.strategies.replica_group import ReplicaGroup
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import DistributedValues, LocalReplicas, is_value, num_components
+from mpistrat.values import DistributedValues, LocalReplicas, PerReplica, is_value
 from mpistrat.variables import ReplicatedOnRead, Variable
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class ReplicatedExtended(StrategyExtended):
         self, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], replica_id: int
     ) -> Any:
         """Return what `fn` returns in the context of one replica."""
-        num_components.set(len(self._group.ids))
+        PerReplica._num_here.set(len(self._group.ids))
         replica = MeetingContext(self._container)
         frame = context.Frame(context.Kind.REPLICA, self._container, replica)
         with context.entered(frame), self.device.current():
@@ -112,14 +112,14 @@ class ReplicatedExtended(StrategyExtended):
     def _once(self, function: Callable[[], Any]) -> Any:
         return self._group.once(function)
 
-    def _make_together(self, make: Callable[[], Any], what: str) -> Any:
+    def _make_together(self, make: Callable[[], Any], name: str | None, modes: str) -> Any:
         frame = context.Frame(context.Kind.CROSS_REPLICA, self._container)
 
         def made_once(makers: Sequence[Callable[[], Any]]) -> list[Any]:
             with context.entered(frame):
                 return [makers[0]()] * len(makers)
 
-        return self._group.meet(what, make, made_once)
+        return self._group.meet(f"Variable of {name!r}{modes}", make, made_once)
 
     def _own_of(self, of_replicas: Sequence[Any]) -> Any:
         return of_replicas[self._group.turn or 0]

@@ -49,9 +49,8 @@ class _MadeTogether(ABCMeta):
                 return make()
             if frame.kind is not context.Kind.REPLICA:
                 return frame.collectives.as_unit("Variable", make)
-            modes = (f"{each}={kwargs[each]}" for each in _MODES if kwargs.get(each) is not None)
-            what = ", ".join([f"Variable of {kwargs.get('name')!r}", *modes])
-            return frame.strategy.extended._make_together(make, what)
+            modes = "".join(f", {each}={kwargs[each]}" for each in _MODES if each in kwargs)
+            return frame.strategy.extended._make_together(make, kwargs.get("name"), modes)
 
 
 class Variable(RowWrites, RowReads, metaclass=_MadeTogether):

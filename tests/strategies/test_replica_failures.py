@@ -1,5 +1,7 @@
 """Replicas of one rank that fail, differ, or do not meet."""
 
+import functools
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -12,6 +14,11 @@ from mpistrat.failures.rank_state import describe_rank_state, rank_state
 def replicas(request):
     comm = MPI.COMM_WORLD.Dup()
     return ms.MPIStrategy(comm, device="cpu", num_replicas=request.param)
+
+
+@pytest.fixture
+def num(replicas):
+    return replicas.num_replicas_in_sync
 
 
 @pytest.fixture
@@ -106,18 +113,55 @@ def test_replicas_that_fail_because_another_one_has_do_not_count(replicas, ids):
     check_works(replicas)
 
 
-@pytest.mark.parametrize("case", ["op", "kind", "name", "shape", "returns"])
-def test_replicas_of_a_rank_that_differ(replicas, ids, case):
-    if replicas.num_replicas_in_sync < 2 * replicas.size:
-        pytest.skip("needs two replicas on each rank")
+QUICK_CASES = ("op", "kind", "name", "shape", "returns", "merged code", "merged keywords")
+OTHER_CASES = ("dtype", "structure", "axis", "scatter", "gradients", "made", "modes", "nests")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*QUICK_CASES, *(pytest.param(each, marks=pytest.mark.thorough) for each in OTHER_CASES)],
+)
+def test_replicas_of_a_rank_that_differ(replicas, num, ids, size, case):
+    if num == size:
+        pytest.skip("needs two replicas on one rank")
+    last = -(-num // size) - 1  # of the first rank
     with replicas.scope():
         variables = [
             ms.Variable(0.0, name=name, aggregation=ms.VariableAggregation.SUM) for name in "ab"
         ]
+        table = ms.Variable(np.zeros(3), aggregation=ms.VariableAggregation.SUM)
+        sgd = ms.optimizers.SGD(0.1)
+
+    def one(strategy, **kwargs):
+        return None
+
+    def other(strategy):
+        return None
 
     def fn():
         replica, is_last = ms.get_replica_context(), own() == ids[-1]
-        if case == "op":
+        if case == "merged code":
+            replica.merge_call(other if is_last else one)
+        elif case == "merged keywords":
+            replica.merge_call(one, kwargs={"b" if is_last else "a": 1})
+        elif case == "nests":
+            replica.merge_call(one, kwargs={"a": [1] * (1 + is_last)})
+        elif case == "dtype":
+            replica.all_reduce("sum", np.ones(2, "f4" if is_last else "f8"))
+        elif case == "structure":
+            replica.all_reduce("sum", [np.ones(2)] if is_last else (np.ones(2),))
+        elif case == "axis":
+            replica.all_gather(np.ones((2, 2)), int(is_last))
+        elif case == "scatter":
+            write = table.scatter_sub if is_last else table.scatter_add
+            write(ms.IndexedSlices([1.0], [0]))
+        elif case == "gradients":
+            sgd.apply_gradients([(1.0, variables[is_last])])
+        elif case == "made":
+            ms.Variable(0.0, name="made" if is_last else "another")
+        elif case == "modes":
+            ms.Variable(0.0, name="made", trainable=bool(is_last))
+        elif case == "op":
             replica.all_reduce("max" if is_last else "sum", 1.0)
         elif case == "kind":
             if is_last:
@@ -133,12 +177,12 @@ def test_replicas_of_a_rank_that_differ(replicas, ids, case):
 
     with pytest.raises(ms.errors.EpochMismatchError) as caught:
         replicas.run(fn)
+        replicas.run(lambda: ms.get_replica_context().barrier())  # one replica alone met nobody
     text = str(caught.value)
-    assert f"{ids[-1]}" in text
-    assert "replica" in text
+    assert "rank 0: replica" in text
+    assert f"replica {last} {'returned' if case == 'returns' else 'is at'}" in text
     assert text.count("test_replica_failures.py:") >= (1 if case == "returns" else 2)
     if case == "returns":
-        assert f"replica {ids[-1]} returned" in text
         assert "all_reduce" in text
     assert not ms.has_strategy()
     with pytest.raises(ms.errors.EpochError):
@@ -177,21 +221,77 @@ def test_one_rank_alone_that_differs(replicas, ids, rank, size):
         replicas.run(fn)
 
 
-def test_merging_other_functions_is_a_mismatch(replicas, ids):
-    def one(strategy):
-        return 1
-
-    def other(strategy):
-        return 2
+def test_replicas_of_one_rank_that_merge_otherwise_stop_all_ranks(replicas, rank, size):
+    first = range(-(-replicas.num_replicas_in_sync // size))  # the replicas of rank 0
 
     def fn():
-        return ms.get_replica_context().merge_call(one if own() == ids[0] else other)
+        replica = ms.get_replica_context()
+        replica.merge_call(lambda strategy, *args: None, (1.0,) * (1 + (own() == first[-1])))
+        replica.barrier()
 
-    if len(ids) == 1:
-        assert replicas.run(fn).values == (1,)
-        return
-    with pytest.raises(ms.errors.EpochMismatchError, match="merge alike"):
+    if len(first) == 1:
         replicas.run(fn)
+        return
+    with pytest.raises(ms.errors.EpochMismatchError, match="merge_call with") as caught:
+        replicas.run(fn)
+    assert f"replica {first[-1]} is at merge_call" in str(caught.value)
+    assert "rank 0" in str(caught.value)
+
+
+def test_merge_functions_of_equal_code(replicas, num):
+    class Merge:
+        def __call__(self, strategy, number):
+            return strategy.reduce("sum", number)
+
+        def method(self, strategy, number):
+            return self(strategy, number)
+
+    def plain(more, strategy, number):
+        return strategy.reduce("sum", number) + more
+
+    for make in (Merge, lambda: Merge().method, lambda: functools.partial(plain, 0)):
+        found = replicas.run(
+            lambda make=make: ms.get_replica_context().merge_call(make(), (own(),))
+        )
+        assert found.values[0] == num * (num - 1) // 2
+
+
+def test_an_error_in_one_replica_alone(replicas, num, rank, size):
+    guilty = num - 1
+
+    def fn():
+        if own() == guilty:
+            raise KeyError("mine")
+        return ms.get_replica_context().all_reduce("sum", 1)
+
+    if rank == size - 1:
+        with pytest.raises(KeyError, match="mine"):
+            replicas.run(fn)
+        if size == 1:
+            check_works(replicas)
+            return
+        with pytest.raises(ms.errors.EpochError) as caught:
+            replicas.barrier()
+    else:
+        with pytest.raises(ms.errors.EpochError) as caught:
+            replicas.run(fn)
+    text = str(caught.value)
+    assert f"rank {size - 1}" in text
+    assert f"in replica {guilty}" in text
+    assert "KeyError" in text
+
+
+def test_the_end_of_the_program_in_a_replica(replicas, ids):
+    def fn():
+        ms.get_replica_context().barrier()
+        if own() == ids[-1]:
+            raise SystemExit(3)
+        ms.get_replica_context().barrier()
+
+    with pytest.raises(SystemExit) as caught:
+        replicas.run(fn)
+    assert caught.value.code == 3
+    check_works(replicas)
 
 
 @pytest.mark.parametrize(

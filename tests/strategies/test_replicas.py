@@ -1,6 +1,8 @@
 """Several replicas on a rank: what each part of the API does with them."""
 
+import contextlib
 import contextvars
+import itertools
 import threading
 
 import h5py
@@ -138,11 +140,27 @@ def test_local_results(replicas, ids):
 
 def test_components_that_do_not_fit_are_refused(replicas, ids):
     given = ms.PerReplica(np.ones(2))
-    if len(ids) == 1:
-        assert replicas.run(lambda x: x.sum(), args=(given,)).values == (2.0,)
-        return
-    with pytest.raises(ValueError, match=rf"1 component\(s\), but this rank has {len(ids)}"):
-        replicas.run(lambda x: x, args=(given,))
+
+    def refused():
+        if len(ids) == 1:
+            return contextlib.nullcontext()
+        return pytest.raises(ValueError, match=rf"1 component.*, but this rank has {len(ids)} ")
+
+    def fn():
+        with refused():
+            assert np.asarray(given).sum() == 2
+
+    with refused():
+        assert replicas.run(lambda x: x[0].sum(), args=([given],)).values == (2.0,)
+    with refused():
+        assert replicas.run(lambda x: x.sum(), kwargs={"x": given}).values == (2.0,)
+    with refused():
+        assert len(replicas.experimental_local_results([given])) == 1
+    replicas.run(fn)
+    other = ms.OneDeviceStrategy(num_replicas=len(ids) + 1)
+    with pytest.raises(ValueError, match=rf"{len(ids) + 1} component.* has {len(ids)} "):
+        replicas.run(lambda x: x, args=(as_replicas(other),))
+    other.close()
 
 
 @pytest.mark.parametrize(
@@ -152,6 +170,10 @@ def test_components_that_do_not_fit_are_refused(replicas, ids):
         lambda s: s.reduce("sum", {"a": 2.0}),
         lambda s: s.gather(np.ones(3), 0),
         lambda s: s.extended.reduce_to("sum", np.ones(3), "cpu:0"),
+        lambda s: s.extended.batch_reduce_to("sum", [(np.ones(3), "cpu:0")]),
+        lambda s: s.reduce("sum", [True]),
+        lambda s: s.reduce("sum", ms.IndexedSlices(np.ones((1, 2)), [0])),
+        lambda s: s.reduce("sum", pytest.importorskip("torch").ones(2)),
     ],
 )
 def test_a_plain_array_is_no_replicas_component(replicas, ask):
@@ -238,22 +260,38 @@ def test_collectives_of_replicas(replicas, num, ids):
 
 def test_merge_call(replicas, num, ids):
     calls, marker = [], object()
+    with replicas.scope():
+        on_read = ms.Variable(0.0, synchronization=ON_READ, aggregation=SUM)
 
-    def merge(strategy, number, thing, nest, flag):
-        calls.append((number.values, thing, nest["x"].values, flag))
+    def merge(strategy, number, thing, nest, flag, text, none, one, some):
+        calls.append((number.values, thing, nest["x"].values, flag, text, none, one, some))
         assert ms.in_cross_replica_context()
         total = strategy.reduce("sum", number)
         mirrored = strategy.extended.reduce_to("max", number, "cpu:0")
-        return total, number, np.zeros(1), strategy.extended.broadcast_to(mirrored, "cpu:0"), "text"
+        most = strategy.extended.broadcast_to(mirrored, "cpu:0")
+        return total, number, np.zeros(()), most, "text", on_read
 
     def fn():
-        total, number, array, most, text = ms.get_replica_context().merge_call(
-            merge, (own(), marker, {"x": np.full(2, own())}), {"flag": True}
+        on_read.assign(float(own()))
+        of_first = {"one": own() == ids[0], "some": None if own() == ids[0] else 1.0}
+        total, number, array, most, text, component = ms.get_replica_context().merge_call(
+            merge,
+            (own(), marker, {"x": np.full(2, own())}),
+            {"flag": True, "text": "".join(["a", "b"]), "none": None, **of_first},
         )
+        assert component.shape == ()
+        assert component == own()
         array += own()  # its own copy
         return total, number, array, most, text
 
     total, number, array, most, text = replicas.run(fn)
+    others = len(ids) - 1
+    assert calls[0][4:6] == ("ab", None)
+    # Other objects are themselves where they are the same, as they are where there is one.
+    for found, values in zip(
+        calls[0][6:], [(True, *[False] * others), (None, *[1.0] * others)], strict=True
+    ):
+        assert (found.values if others else (found,)) == values
     assert len(calls) == 1
     assert calls[0][0] == tuple(ids)
     assert calls[0][1] is marker
@@ -261,7 +299,7 @@ def test_merge_call(replicas, num, ids):
     assert calls[0][3] is True
     assert total.values == (num * (num - 1) // 2,) * len(ids)
     assert number.values == tuple(ids)
-    assert [each.tolist() for each in array.values] == [[each] for each in ids]
+    assert [each.tolist() for each in array.values] == ids
     assert most.values == (num - 1,) * len(ids)
     assert text == "text"
 
@@ -284,12 +322,18 @@ def test_an_error_of_a_meeting_is_raised_in_each_replica(replicas, ids):
     assert caught == ids
 
 
-def test_mirrored_variables(replicas, num, ids):
+def test_mirrored_variables(replicas, num, ids, rank):
     with replicas.scope():
+        of_first = ms.Variable(lambda: float(rank + 3))
         variable = ms.Variable(np.zeros(2), aggregation=SUM, name="v")
         mean = ms.Variable(0.0, aggregation=MEAN)
         first = ms.Variable(0.0, aggregation=ms.VariableAggregation.ONLY_FIRST_REPLICA)
+    assert of_first.numpy() == 3
+    made = []
+    replicas.run(lambda: made.append(ms.Variable(float(own() + 3))))
+    assert made[-1].numpy() == 3
     assert len(variable.values) == len(ids)
+    assert not any(each.flags.writeable for each in variable.values)
     assert all(np.shares_memory(each, variable.values[0]) for each in variable.values)
 
     def fn():
@@ -336,6 +380,11 @@ def test_sync_on_read_variables(replicas, num, ids):
     seen = replicas.extended.update(mean, lambda v: v.assign_add(1.0), group=False)
     assert len(seen) == len(ids)
     assert mean.numpy() == (num - 1) / 2 + 1
+    seen = replicas.extended.update(mean, lambda v: v.assign_add(1.0))
+    assert len(seen.values) == len(ids)
+    assert replicas.reduce("mean", mean) == (num - 1) / 2 + 2
+    count.assign(-num - 3)
+    assert [int(each) for each in count.values] == [-2 + (each < num - 3) for each in ids]
 
 
 def test_update_of_a_mirrored_variable_is_once_a_rank(replicas):
@@ -350,6 +399,9 @@ def test_update_of_a_mirrored_variable_is_once_a_rank(replicas):
     total = replicas.extended.reduce_to("mean", as_replicas(replicas), variable)
     replicas.extended.update(variable, update, (total,))
     assert len(calls) == 1
+    seen = replicas.extended.update(variable, lambda v: v.assign_add(0.0), group=False)
+    assert isinstance(seen, tuple)
+    assert len(seen) == 1
     assert variable.numpy() == 1 + (replicas.num_replicas_in_sync - 1) / 2
 
 
@@ -551,7 +603,12 @@ def test_batches_are_split_over_replicas(replicas, num, ids):
         start += length
     assert start == 31
     assert share >= 1
-    assert len(calls) >= 4 * len(ids)
+    assert len(calls) - 1 == 4 * len(ids)  # once for the shapes
+    # In the last batch most replicas have no row.
+    sums, counts = replicas.run(lambda x: (x.sum(), len(x)), args=(batch,))
+    assert replicas.reduce("sum", sums) == replicas.gather(batch, 0)[0] == 30
+    assert replicas.reduce("sum", counts) == 1
+    assert replicas.reduce("mean", batch, axis=0) == 30
 
 
 @pytest.mark.parametrize("policy", ["OFF", "FILE"])
@@ -567,12 +624,16 @@ def test_other_ways_to_share_data(replicas, num, ids, policy, mpi_tmp_path, rank
                     file["x"] = np.full(2, number)
         replicas.barrier()
         dataset = ms.data.Dataset.from_hdf5(paths).batch(num)
-        expected = [[each] for each in ids]
+        expected = [[each, each] + [num] * 2 * (each == 0) for each in ids]
     batches = replicas.experimental_distribute_dataset(
         dataset.with_options(auto_shard_policy=ms.data.AutoShardPolicy[policy])
     )
-    first = next(iter(batches))
+    first, *rest = batches
     leaf = first["x"] if policy == "FILE" else first
+    if policy == "FILE":
+        parts = [[[*each] for each in batch["x"].values] for batch in (first, *rest)]
+        assert [[*itertools.chain(*each)] for each in zip(*parts, strict=True)] == expected
+        return
     assert [each[:1].tolist() for each in leaf.values] == expected
 
 
