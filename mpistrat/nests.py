@@ -32,8 +32,16 @@ __all__ = [
 _T = TypeVar("_T")
 
 _NAMESPACE = "mpistrat"
-_OWN_COPIES = """__new__ __copy__ __reduce__ __reduce_ex__ __getstate__ __setstate__
-    __getattribute__ __slots__""".split()
+_OWN_COPIES = [
+    "__new__",
+    "__copy__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__getstate__",
+    "__setstate__",
+    "__getattribute__",
+    "__slots__",
+]
 """By what a class has instances copied in a way of its own."""
 _DICTS_OF_OPTREE = (dict, OrderedDict, defaultdict)
 _known_types: set[type] = set()
