@@ -32,16 +32,9 @@ __all__ = [
 _T = TypeVar("_T")
 
 _NAMESPACE = "mpistrat"
-_OWN_COPIES = [
-    "__new__",
-    "__copy__",
-    "__reduce__",
-    "__reduce_ex__",
-    "__getstate__",
-    "__setstate__",
-    "__getattribute__",
-    "__slots__",
-]
+_OWN_COPIES = {f"__{name}__" for name in ("new", "copy", "reduce", "reduce_ex", "slots")} | {
+    f"__{name}__" for name in ("getstate", "setstate", "getattribute")
+}
 """By what a class has instances copied in a way of its own."""
 _DICTS_OF_OPTREE = (dict, OrderedDict, defaultdict)
 _known_types: set[type] = set()
