@@ -32,6 +32,10 @@ __all__ = [
 _T = TypeVar("_T")
 
 _NAMESPACE = "mpistrat"
+_OWN_COPIES = {f"__{name}__" for name in ("new", "copy", "reduce", "reduce_ex", "slots")} | {
+    f"__{name}__" for name in ("getstate", "setstate", "getattribute")
+}
+"""By what a class has instances copied in a way of its own."""
 _DICTS_OF_OPTREE = (dict, OrderedDict, defaultdict)
 _known_types: set[type] = set()
 _registering = threading.Lock()
@@ -75,16 +79,31 @@ def _filled(instance: Any, names: tuple[str, ...], values: Iterable[Any]) -> Any
 
 def _register_dataclass(cls: type) -> None:
     names = tuple(field.name for field in dataclasses.fields(cls))
+    # Of instances that hold their fields alone, which need no look at how the class is copied.
+    plain = _Original(object.__new__(cls)) if _is_copied_as_usual(cls) else None
+    fields = set(names)
 
     def take_apart(instance: Any) -> tuple[tuple[Any, ...], _Original, tuple[str, ...]]:
+        if plain is not None and (held := vars(instance)).keys() == fields:
+            return tuple([held[name] for name in names]), plain, names
         # Structures are kept as keys of caches, so they must not keep arrays alive.
         emptied = _Original(_filled(instance, names, [None] * len(names)))
         return tuple(getattr(instance, name) for name in names), emptied, names
 
     def rebuild(original: Any, children: Iterable[Any]) -> Any:
+        if original is plain:
+            twin = object.__new__(cls)
+            vars(twin).update(zip(names, children, strict=True))
+            return twin
         return _filled(original.instance, names, children)
 
     optree.register_pytree_node(cls, take_apart, rebuild, namespace=_NAMESPACE)
+
+
+def _is_copied_as_usual(cls: type) -> bool:
+    """Return whether a copy of an instance is another with the same ``__dict__``."""
+    own = {name for each in cls.__mro__[:-1] for name in vars(each)}
+    return "__dict__" in own and own.isdisjoint(_OWN_COPIES)
 
 
 def _register_dict(cls: type) -> None:

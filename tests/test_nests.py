@@ -100,3 +100,35 @@ def test_dict_subclasses_are_containers_and_match_by_key():
     assert nests.map_nest(str, counter) == {"a": "2", "b": "1"}
     colours = Config({Colour.RED: 1, Colour.BLUE: 2})
     assert nests.flatten(colours)[0] == nests.flatten(Config(reversed(colours.items())))[0]
+
+
+class Slots:
+    __slots__ = ("shown",)
+
+
+@dataclasses.dataclass
+class Slotted(Slots):
+    value: object
+
+
+@dataclasses.dataclass
+class Counted:
+    value: object
+
+    def __copy__(self):
+        twin = Counted(self.value)
+        twin.copies = getattr(self, "copies", 0) + 1
+        return twin
+
+
+def test_copies_of_dataclasses_keep_what_is_no_field():
+    pair, slotted, counted = Pair(1, 2), Slotted(1), Counted(1)
+    object.__setattr__(pair, "more", "kept")
+    slotted.shown = "kept"
+    for _ in range(2):  # the class is known from the second time on
+        assert nests.map_nest(str, pair) == Pair("1", "2")
+        assert nests.map_nest(str, pair).more == "kept"
+        assert not hasattr(nests.map_nest(str, Pair(1, 2)), "more")
+        assert nests.map_nest(str, slotted).shown == "kept"
+        assert nests.map_nest(str, slotted).value == "1"
+        assert nests.map_nest(str, counted).copies >= 1

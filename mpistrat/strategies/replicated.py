@@ -263,4 +263,8 @@ def _components(pick: Callable[..., Any], count: int, nest: Any) -> Sequence[Any
             return components
     elif type(nest) is np.ndarray:
         return (nest,) * count
-    return [nests.map_nest(functools.partial(pick, position), nest) for position in range(count)]
+    leaves, structure = nests.flatten(nest)
+    return [
+        nests.unflatten(structure, [pick(position, leaf) for leaf in leaves])
+        for position in range(count)
+    ]
