@@ -38,6 +38,10 @@ class ElasticCollectives(OrderedCollectives):
         """Return what `function` returns, which is repeated after a loss. **Collective**."""
         return job.run(what, function, writes)
 
+    def on_commit(self, do: Callable[[], object]) -> None:
+        """Have `do` be called once the unit is over, of which this must be part."""
+        job.commits.append(do)
+
     def call(
         self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
     ) -> CollectiveCall:
