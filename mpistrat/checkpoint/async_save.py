@@ -190,14 +190,13 @@ class BackgroundSaver:
             return False
         self._note_undo()
         self._pending = None
-        if collectives.is_elastic:
-            is_written = any(collectives.gather_json(self._wait is not None, _WHAT))
-            if not is_written:
-                _unended.discard(self)
-                is_there = bool(collectives.on_root(pending.settle, _WHAT, pending.path))
-                if not is_there and collectives.rank == 0:
-                    collectives.on_commit(pending.warn)
-                return is_there
+        is_writer = self._wait is not None
+        if collectives.is_elastic and not any(collectives.gather_json(is_writer, _WHAT)):
+            _unended.discard(self)
+            is_there = bool(collectives.on_root(pending.settle, _WHAT, pending.path))
+            if not is_there and collectives.rank == 0:
+                collectives.on_commit(pending.warn)
+            return is_there
         with collectives.all_or_none(_WHAT, pending.path):
             wait, self._wait = self._wait, None
             try:

@@ -34,7 +34,7 @@ class RunsUnits:
         return function()
 
     def on_commit(self, do: Callable[[], object]) -> None:
-        """Call `do`, which cannot be undone, once the unit in which this is called is over."""
+        """Call `do`, which nothing could reverse, once the unit in which this is called is over."""
         do()
 
 

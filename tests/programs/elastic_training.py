@@ -71,7 +71,22 @@ def step(image, label):
 
 
 data = ms.data.Dataset.from_hdf5("data/digits.h5", ("train/image", "train/label"))
-batches = strategy.experimental_distribute_dataset(data.shuffle(seed=0).batch(100))
+data = data.shuffle(seed=0).batch(100)
+
+
+def of_replica(context):
+    def own(*batch):
+        size = -(-len(batch[0]) // context.num_input_pipelines)
+        start = size * context.input_pipeline_id
+        return tuple(each[start : start + size] for each in batch)
+
+    return data.map(own)
+
+
+if "function" in sys.argv:
+    batches = strategy.distribute_datasets_from_function(of_replica)
+else:
+    batches = strategy.experimental_distribute_dataset(data)
 checkpoint = ms.Checkpoint(
     hidden=hidden, head=head, adam=adam, loss=loss, accuracy=accuracy, batches=batches
 )

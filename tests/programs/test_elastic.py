@@ -94,6 +94,7 @@ def undisturbed(tmp_path_factory, digits):  # noqa: F811
 PLACES = {
     "before an agreement": ("2,agree,30", []),
     "after an agreement": ("0,after agree,30", []),
+    "with data of a function": ("1,agree,35", ["function"]),
     "in the constructor": ("1,agree,1", []),
     "in the first step": ("3,agree,13", []),
     "at the end": ("0,end,0", []),
@@ -209,7 +210,7 @@ def test_elsewhere_it_says_how_to_start(tmp_path):
 
 @patient
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [[], ["asynchronous"], ["asynchronous", "slow"]])
+@pytest.mark.parametrize("way", [["function"], ["asynchronous"], ["asynchronous", "slow"]])
 def test_kills_at_random_moments(folder, undisturbed, way):
     """Run more by ``MPISTRAT_KILLS=100`` (rounds) and ``KILLS_SEED=8``, by hand."""
 

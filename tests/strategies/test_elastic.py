@@ -234,6 +234,53 @@ def test_batches_of_any_division_are_read_again(job, mpi_tmp_path, policy):
     assert job.generations > 3
 
 
+def test_data_sets_of_a_function_are_made_again(job):
+    asked = []
+
+    def make_one(context):
+        asked.append(context.input_pipeline_id)
+        assert context.num_input_pipelines == context.num_replicas_in_sync == NUM_REPLICAS
+        data = ms.data.Dataset.range(20 + 3 * context.input_pipeline_id).shuffle(seed=2)
+        return data.map(lambda x: x + ms.data.example_rng().random()).batch(4)
+
+    def sums(strategy):
+        batches = strategy.distribute_datasets_from_function(make_one)
+        return [
+            strategy.reduce("sum", strategy.run(np.sum, args=(batch,))).tobytes()
+            for _ in range(2)
+            for batch in batches
+        ]
+
+    expected = sums(make())
+    asked.clear()
+    strategy = make(elastic=True)
+    own = list(strategy.extended.local_replica_ids)
+    job.repeated = lambda number: number % 3 == 0
+    assert sums(strategy) == expected
+    assert job.generations > 3
+    assert set(asked) >= {*own, *strategy.extended.local_replica_ids}
+    assert len(asked) <= 2 * len(own) + NUM_REPLICAS
+
+
+def test_a_function_that_returns_another_data_set(job):
+    calls = []
+
+    def make_one(context):
+        calls.append(context)
+        return ms.data.Dataset.range(9 + len(calls) // NUM_REPLICAS).batch(2)
+
+    strategy = make(elastic=True)
+    batches = iter(strategy.distribute_datasets_from_function(make_one))
+    next(batches)
+    calls.extend([None] * NUM_REPLICAS)
+    ids = strategy.extended.local_replica_ids
+    job.repeated = lambda number: number == 3
+    strategy.barrier()
+    if not set(strategy.extended.local_replica_ids) <= set(ids):
+        with pytest.raises(ms.errors.DataError, match="the same InputContext"):
+            next(batches)
+
+
 def test_shares_move_and_are_asked_for(job):
     strategy = make(elastic=True)
     rank, size = strategy.rank, strategy.size
@@ -305,8 +352,9 @@ def test_errors_of_the_program_are_raised_once(job):
 
 def test_what_is_refused(job):
     strategy = make(elastic=True)
-    with pytest.raises(NotImplementedError, match="distribute_datasets_from_function"):
-        strategy.distribute_datasets_from_function(lambda context: ms.data.Dataset.range(3))
+    endless = ms.data.Dataset.from_generator(lambda: iter(()), ms.data.ArraySpec((), "int64"))
+    with pytest.raises(NotImplementedError, match="known length"):
+        strategy.distribute_datasets_from_function(lambda context: endless.batch(1))
     with pytest.raises(NotImplementedError, match="could not be repeated"):
         strategy.extended._collectives.gather_json(1, "something else")
     with pytest.raises(ValueError, match="same number of replicas"):

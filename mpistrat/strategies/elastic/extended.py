@@ -125,12 +125,9 @@ class ElasticExtended(ReplicatedExtended):
     _distribute_dataset = _unit(
         "experimental_distribute_dataset", ReplicatedExtended._distribute_dataset
     )
-
-    def _distribute_from_function(self, *arguments: Any) -> Any:
-        raise NotImplementedError(
-            "distribute_datasets_from_function is not supported with elastic=True: the data set of "
-            "a lost replica could not be made again. Use experimental_distribute_dataset."
-        )
+    _distribute_from_function = _unit(
+        "distribute_datasets_from_function", ReplicatedExtended._distribute_from_function
+    )
 
     def _joined_datasets(self, datasets: Sequence[Any]) -> Any:
         from mpistrat.strategies.elastic.dataset import ElasticDataset
