@@ -221,8 +221,9 @@ class BackgroundSaver:
                 if pending.ranks[0] not in failed:
                     return False
                 world = started_world()
-                left = set(pending.ranks).difference(failed)
-                if world and world.rank == min(left) and not pending.settle():
+                # To MPI, ranks that have ended are as lost as those that have died.
+                is_next = world and pending.ranks[1:2] == (world.rank,)
+                if is_next and not pending.settle():
                     pending.warn()
         except Exception as error:
             _logger.error("%s", error)
