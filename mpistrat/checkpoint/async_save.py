@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from mpistrat import hdf5
 from mpistrat.arrays import Array
 from mpistrat.checkpoint.collect import StateCollector
 from mpistrat.checkpoint.format import VARIABLES, Header
 from mpistrat.checkpoint.ownership import Writers
 from mpistrat.checkpoint.raw_io import SharedCopies, copy_to_host
+from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.checkpoint.root_file import RootWork
 from mpistrat.checkpoint.writer import BufferLifetime, Item, create_checkpoint
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
+from mpistrat.mpi.world import failed_world_ranks, started_world
 from mpistrat.system.exit_hooks import Phase, at, hold_while
 from mpistrat.system.threads import Background
+from mpistrat.system.units import on_undo
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
@@ -79,6 +86,38 @@ _WHAT = "CheckpointManager.save"
 _logger = logging.getLogger("mpistrat")
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A file that is being written, equal on all ranks."""
+
+    path: str
+    step: int
+    created_s: float
+    then: Callable[[], object]
+    """What is done once it is on disk."""
+    ranks: tuple[int, ...]
+    """Those of COMM_WORLD that save; the first one writes."""
+
+    def settle(self) -> bool:
+        """Return whether the file is there, after the loss of the rank that was to write it."""
+        hdf5.hidden_beside(Path(self.path), "commit").unlink(missing_ok=True)
+        with contextlib.suppress(CheckpointError), open_checkpoint(self.path) as reader:
+            if reader.header.created == Header.timestamp(self.created_s):
+                self.then()
+                return True
+        folder, name = os.path.split(self.path)
+        hdf5.remove_leftovers(folder, name)
+        return False
+
+    def warn(self) -> None:
+        """Log that the file is dropped."""
+        _logger.warning(
+            "Checkpoint %s of step %d is dropped: rank 0 of %d, which wrote it, is lost. Earlier "
+            "checkpoints are as they were.",
+            *(self.path, self.step, len(self.ranks)),
+        )
+
+
 class BackgroundSaver:
     """Saves in the background, one file after the other.
 
@@ -89,11 +128,10 @@ class BackgroundSaver:
     def __init__(self) -> None:
         self._snapshot = Snapshot()
         self._thread: Background | None = None
-        """The thread of the last file, on rank 0."""
-        self._path: str | None = None
-        """What is being written, equal on all ranks."""
+        """The thread of the last file, on the rank that writes it."""
+        self._pending: _Pending | None = None
         self._wait: Callable[[], None] | None = None
-        """What waits for the thread, on rank 0."""
+        """What waits for the thread, on the rank that writes."""
 
     @spanned("checkpoint", _WHAT)
     def begin(
@@ -107,17 +145,23 @@ class BackgroundSaver:
         """Copy the state below `root`, begin to write it, and `then` call that in the thread."""
         began_s = time.perf_counter()
         gathering = StateCollector(root, _WHAT, path)
+        collectives = gathering.collectives
+        world_ranks = tuple(collectives.channel.transport.world_ranks)
+        pending = _Pending(path, step, created_s, then, world_ranks)
         if not gathering.writes_here:
-            self._path = path
+            self._pending = pending
             return
-        work = RootWork(gathering.collectives)
+        work = RootWork(collectives)
         work.attempt(self._snapshot.clear)
         work.attempt_each(self._snapshot.add, gathering.items())
         work.attempt(self._snapshot.finish)
-        with gathering.collectives.common_outcome(_WHAT, path):
+        with collectives.common_outcome(_WHAT, path):
             _check_copied(work)
-        self._path = path
-        if gathering.collectives.rank:
+        self._note_undo()
+        self._pending = pending
+        if collectives.rank:
+            if collectives.is_elastic:
+                _unended.add(self)
             return
         snapshot, header = self._snapshot, gathering.header(step, created_s)
 
@@ -126,6 +170,9 @@ class BackgroundSaver:
             then()
             _logger.info("Checkpoint %s written in %.2f s", path, time.perf_counter() - began_s)
 
+        collectives.on_commit(functools.partial(self._start, write))
+
+    def _start(self, write: Callable[[], None]) -> None:
         _unended.add(self)
         # Python waits for such a thread before it calls any function at the exit, as those by
         # which h5py undoes what writing needs.
@@ -133,33 +180,55 @@ class BackgroundSaver:
         self._wait = self._thread.submit(write)
         self._thread.close()
 
+    def _note_undo(self) -> None:
+        on_undo(functools.partial(vars(self).update, dict(vars(self))))
+
     def end(self, collectives: Collectives) -> bool:
-        """Wait for the file that is being written; return whether there was one. **Collective**."""
-        if self._path is None:
+        """Wait for the file that is being written; return whether it is there. **Collective**."""
+        pending = self._pending
+        if pending is None:
             return False
-        path, self._path = self._path, None
-        with collectives.all_or_none(_WHAT, path):
-            if self._wait is not None:
-                wait, self._wait = self._wait, None
-                try:
+        self._note_undo()
+        self._pending = None
+        is_writer = self._wait is not None
+        if collectives.is_elastic and not any(collectives.gather_json(is_writer, _WHAT)):
+            _unended.discard(self)
+            is_there = bool(collectives.on_root(pending.settle, _WHAT, pending.path))
+            if not is_there and collectives.rank == 0:
+                collectives.on_commit(pending.warn)
+            return is_there
+        with collectives.all_or_none(_WHAT, pending.path):
+            wait, self._wait = self._wait, None
+            try:
+                if wait is not None:
                     wait()
-                finally:
-                    _unended.discard(self)
+            finally:
+                _unended.discard(self)
         return True
 
     def is_writing(self) -> bool:
         """Return whether the thread has not come to the end of the file. From any thread."""
         return self._thread is not None and self._thread.is_busy()
 
-    def finish(self) -> None:
-        """Wait at the end of the program, and log what nobody will ask for."""
+    def finish(self) -> bool:
+        """Wait at the end of the program, and log what nobody will ask for; return whether done."""
+        pending, wait = self._pending, self._wait
         try:
-            if self._wait is not None:
-                self._wait()
+            if wait is not None:
+                wait()
+            elif pending is not None:
+                failed = failed_world_ranks()
+                if pending.ranks[0] not in failed:
+                    return False
+                world = started_world()
+                # To MPI, ranks that have ended are as lost as those that have died.
+                is_next = world and pending.ranks[1:2] == (world.rank,)
+                if is_next and not pending.settle():
+                    pending.warn()
         except Exception as error:
             _logger.error("%s", error)
-        finally:
-            self._wait = None
+        self._pending = self._wait = None
+        return True
 
 
 def _check_copied(work: RootWork) -> None:
@@ -185,6 +254,7 @@ class _Unended:
             self._pid = os.getpid()
             self._savers.clear()
             at(Phase.BEFORE_LAST_ROUND, self.finish)
+            at(Phase.LAST_ROUND, self.finish)  # where the rank that writes is lost in between
             at(Phase.BEFORE_ABORT, self.finish)
             hold_while(self.is_at_work)
         self._savers.add(saver)
@@ -195,10 +265,7 @@ class _Unended:
 
     def finish(self) -> None:
         """Wait for all, and forget them."""
-        while self._savers:
-            saver = next(iter(self._savers))
-            saver.finish()
-            self._savers.discard(saver)
+        self._savers = {each for each in self._savers if not each.finish()}
 
     def is_at_work(self) -> bool:
         """Return whether a file may not be on disk yet."""

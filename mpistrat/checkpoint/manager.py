@@ -160,11 +160,6 @@ class CheckpointManager:
                     "A CheckpointManager saves with asynchronous=True or with parallel=True, not "
                     "with both: in the background rank 0 writes alone."
                 )
-            if asynchronous and collectives.is_elastic:
-                raise NotImplementedError(
-                    "A CheckpointManager with asynchronous=True beside elastic=True: the file "
-                    "would be lost with the rank that writes it. Leave one of them out."
-                )
             call.agree(self._given, max_to_keep, keep_every_n_hours, asynchronous, parallel)
         self._parallel = parallel
         self._saver = BackgroundSaver() if asynchronous else None
@@ -227,7 +222,7 @@ class CheckpointManager:
         return str(self._collectives().as_unit("CheckpointManager.save", lambda: self._save(step)))
 
     def _save(self, step: int | None) -> str:
-        on_undo(functools.partial(setattr, self, "_retention", self._retention))
+        on_undo(functools.partial(vars(self).update, dict(vars(self))))
         self.wait()
         given = self._step(step)
         tree = self._tree()
@@ -302,10 +297,15 @@ class CheckpointManager:
         Raises
         ------
         CheckpointError
-            On every rank, if the last file could not be written.
+            On every rank, if the last file could not be written. Where the rank that wrote it is
+            lost (``elastic=True``), a warning says so instead.
         """
-        if self._saver is None:
-            return
+        if self._saver is not None:
+            self._collectives().as_unit("CheckpointManager.wait", self._end)
+
+    def _end(self) -> None:
+        on_undo(functools.partial(vars(self).update, dict(vars(self))))
+        assert self._saver is not None
         planned, self._planned = self._planned, None
         if self._saver.end(self._collectives()) and planned is not None:
             self._retention = planned

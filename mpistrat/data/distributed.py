@@ -73,15 +73,28 @@ def distribute_from_function(
         if not callable(dataset_fn):
             raise TypeError(f"{kind} needs a function of an InputContext, not {dataset_fn!r}.")
         call.agree()
+
+    def pipeline_of(replica: int) -> Pipeline:
+        made = _checked_pipeline(dataset_fn(InputContext(size, replica, size)), kind)
+        return dataclasses.replace(made, branch=replica)
+
+    def pipeline_again(replica: int) -> Pipeline:
+        again = pipeline_of(replica)
+        if _described(again) != of_ranks[replica]:
+            raise DataError(
+                f"{kind}: the data set of replica {replica}, which was lost with its rank, has "
+                "another length or order than before. With elastic=True the function must return "
+                "the same elements for the same InputContext, on any rank and whenever called."
+            )
+        return again
+
     with collectives.all_or_none(kind):
-        pipeline = _checked_pipeline(dataset_fn(InputContext(size, rank, size)), kind)
-        pipeline = dataclasses.replace(pipeline, branch=rank)
+        pipeline = pipeline_of(rank)
         described = describe_files(pipeline)
     of_all = collectives.gather_json(described, kind)
     pipeline = agree_on_files(pipeline, of_all, collectives, kind)
     with collectives.all_or_none(kind):
-        own = [pipeline.length, _is_certain(pipeline), order_digest(pipeline)]
-        own_spec = pipeline.found_spec
+        own, own_spec = _described(pipeline), pipeline.found_spec
     gathered = collectives.gather_json(own, kind)
     _check_same_in_replicas(gathered, layout, kind)
     of_ranks = [gathered[first] for first in layout.ranks_of_shard(0)]
@@ -89,7 +102,12 @@ def distribute_from_function(
     # One rank whose pass never ends is enough: then none ends, and the ranks need not ask.
     surely_endless = any(length == ENDLESS and certain for length, certain, _ in of_ranks)
     is_certain = surely_endless or all(certain for _, certain, _ in of_ranks)
-
+    if collectives.is_elastic and not is_certain:
+        raise NotImplementedError(
+            f"{kind} with elastic=True needs data sets of known length, without generators: after "
+            "a loss the ranks could not tell when all have ended. Use "
+            "experimental_distribute_dataset."
+        )
     rank_dataset = RankPipeline(
         pipeline,
         size,
@@ -97,6 +115,7 @@ def distribute_from_function(
         _spec_of_any_rank(own_spec, collectives, kind),
         digest([order for _, _, order in of_ranks]),
         None if is_certain else _next_together(collectives),
+        pipeline_again if collectives.is_elastic else None,
     )
     return DistributedDataset(rank_dataset, _target(options, device), collectives)
 
@@ -160,6 +179,11 @@ def _rank_dataset(pipeline: Pipeline, policy: AutoShardPolicy, layout: Layout) -
 
     length = _longest([pipeline_of(each).length for each in range(size)])
     return RankPipeline(pipeline_of(rank), size, length, found_spec, order, None, pipeline_of)
+
+
+def _described(pipeline: Pipeline) -> list[Any]:
+    """Return the length, whether that holds, and the order, as JSON values."""
+    return [pipeline.length, _is_certain(pipeline), order_digest(pipeline)]
 
 
 def _is_certain(pipeline: Pipeline) -> bool:

@@ -33,6 +33,10 @@ class RunsUnits:
         # `writes` are the variables that it may change, or whether it may change any.
         return function()
 
+    def on_commit(self, do: Callable[[], object]) -> None:
+        """Call `do`, which nothing could reverse, once the unit in which this is called is over."""
+        do()
+
 
 def note_undos_by(note: Callable[[_Undo], object]) -> None:
     """Have `note` be called with each undo: of an elastic job, where a process has one."""

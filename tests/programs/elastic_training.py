@@ -3,11 +3,14 @@
 import hashlib
 import os
 import sys
+import time
 
 import numpy as np
 from mpi4py import MPI  # noqa: F401  starts MPI, which outlives no loss before
 
 import mpistrat as ms
+from mpistrat import hdf5
+from mpistrat.checkpoint.async_save import Snapshot
 from mpistrat.strategies.elastic.job import ElasticJob
 
 print("started", flush=True)
@@ -34,6 +37,11 @@ def dies(where, function):
 
 ElasticJob._agree = dies("agree", ElasticJob._agree)
 ElasticJob._without_lost = dies("shrink", ElasticJob._without_lost)
+if "slow" in sys.argv:
+    fast = Snapshot.write
+    Snapshot.write = lambda *arguments: (time.sleep(0.5), fast(*arguments))
+Snapshot.write = dies("write", Snapshot.write)
+hdf5.replace_file = dies("rename", hdf5.replace_file)
 
 strategy = ms.MPIStrategy(num_replicas=12, elastic=ELASTIC)
 rng = np.random.default_rng(1)
@@ -63,11 +71,28 @@ def step(image, label):
 
 
 data = ms.data.Dataset.from_hdf5("data/digits.h5", ("train/image", "train/label"))
-batches = strategy.experimental_distribute_dataset(data.shuffle(seed=0).batch(100))
+data = data.shuffle(seed=0).batch(100)
+
+
+def of_replica(context):
+    def own(*batch):
+        size = -(-len(batch[0]) // context.num_input_pipelines)
+        start = size * context.input_pipeline_id
+        return tuple(each[start : start + size] for each in batch)
+
+    return data.map(own)
+
+
+if "function" in sys.argv:
+    batches = strategy.distribute_datasets_from_function(of_replica)
+else:
+    batches = strategy.experimental_distribute_dataset(data)
 checkpoint = ms.Checkpoint(
     hidden=hidden, head=head, adam=adam, loss=loss, accuracy=accuracy, batches=batches
 )
-manager = ms.CheckpointManager(checkpoint, "runs/elastic", max_to_keep=2)
+manager = ms.CheckpointManager(
+    checkpoint, "runs/elastic", max_to_keep=2, asynchronous="asynchronous" in sys.argv
+)
 manager.restore_or_initialize()
 digest = hashlib.sha256()
 for _ in range(2):
@@ -75,12 +100,15 @@ for _ in range(2):
         total = strategy.run(step, args=batch)
         digest.update(strategy.reduce("sum", total).tobytes())
     digest.update(np.float64([loss.result(), accuracy.result()]).tobytes())
-    manager.save(step=int(adam.iterations.numpy()))
+    print("saved", os.path.basename(manager.save(step=int(adam.iterations.numpy()))), flush=True)
     loss.reset_state()
     accuracy.reset_state()
 for each in (hidden, head, adam.iterations, adam.slot(head, "second_moment")):
     digest.update(each.numpy().tobytes())
 print("digest", digest.hexdigest(), flush=True)
+if "waits" in sys.argv:
+    manager.wait()
+    print("kept", *map(os.path.basename, manager.checkpoints), flush=True)
 if "closes" in sys.argv:
     if VICTIM:
         os.kill(os.getpid(), 9)

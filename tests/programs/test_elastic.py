@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from mpistrat.testing import launch
 from tests import ROOT
 from tests.programs.jobs.conftest import digits  # noqa: F401  the file that the program reads
 from tests.programs.kills import digests, needs_ulfm, patient, rounds, start
@@ -93,6 +94,7 @@ def undisturbed(tmp_path_factory, digits):  # noqa: F811
 PLACES = {
     "before an agreement": ("2,agree,30", []),
     "after an agreement": ("0,after agree,30", []),
+    "with data of a function": ("1,agree,35", ["function"]),
     "in the constructor": ("1,agree,1", []),
     "in the first step": ("3,agree,13", []),
     "at the end": ("0,end,0", []),
@@ -119,6 +121,48 @@ def test_a_death_within_the_recovery(folder, undisturbed):
     assert done.returncode == 0, done.stdout + done.stderr
     assert digests(done) == [undisturbed] * 2, done.stdout + done.stderr
     assert "continue as 2" in done.stderr
+
+
+IN_A_SAVE = {
+    "before the file": ("0,write,1", "waits", "first"),
+    "before its name": ("0,rename,1", "leaves", "first"),
+    "after its name": ("0,after rename,1", "waits", ""),
+    "in the last file": ("0,write,2", "waits", "second"),
+    "in the end": ("0,rename,2", "leaves", "second"),
+    "another rank": ("1,agree,25", "waits", ""),
+}
+
+
+@pytest.mark.quick("before its name")
+@pytest.mark.parametrize("place", IN_A_SAVE)
+def test_a_death_while_a_file_is_written(folder, undisturbed, place):
+    victim, ends, dropped = IN_A_SAVE[place]
+    arguments = ["elastic", "asynchronous", "slow", ends]
+    done = start(folder, PROGRAM, arguments=arguments, VICTIM=victim).finish(60)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    assert set(digests(done)) == {undisturbed}, text
+    assert set(done.stdout.split("\n")) >= {"done"}, text
+    first, second = _saved(done)
+    files = {"first": [second], "second": [first], "": [first, second]}[dropped]
+    assert sorted(os.listdir(folder / "runs" / "elastic")) == sorted(files), text
+    assert done.stderr.count("is dropped: rank 0 of 4") == bool(dropped), text
+    if ends == "waits":
+        assert "kept " + " ".join(files) in done.stdout, text
+    _check_sound(folder)
+
+
+def _saved(done):
+    """Return the names of the files, in order."""
+    lines = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("saved")]
+    return sorted(set(lines), key=lambda name: int(name.split("-")[1].split(".")[0]))
+
+
+def _check_sound(folder):
+    for path in (folder / "runs" / "elastic").glob("*.h5"):
+        checked = launch.run(["-m", "mpistrat", "verify", path], cwd=folder)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+        assert f"{path.name}: sound" in checked.stdout
 
 
 FAILURES = {
@@ -166,14 +210,17 @@ def test_elsewhere_it_says_how_to_start(tmp_path):
 
 @patient
 @pytest.mark.slow
-def test_kills_at_random_moments(folder, undisturbed):
+@pytest.mark.parametrize("way", [["function"], ["asynchronous"], ["asynchronous", "slow"]])
+def test_kills_at_random_moments(folder, undisturbed, way):
     """Run more by ``MPISTRAT_KILLS=100`` (rounds) and ``KILLS_SEED=8``, by hand."""
 
     def launch():
         shutil.rmtree(folder / "runs", ignore_errors=True)
-        return start(folder, PROGRAM, arguments=["elastic"])
+        return start(folder, PROGRAM, arguments=["elastic", *way])
 
     for about, killed, done in rounds(launch, within_s=2):
         assert done.returncode == 0 or "ReplicaLostError" in done.stderr, about
         assert set(digests(done)) <= {undisturbed}, about
         assert len(digests(done)) >= 4 - killed or done.returncode, about
+        assert done.stderr.count("is dropped") <= killed, about
+        _check_sound(folder)

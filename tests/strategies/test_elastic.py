@@ -65,7 +65,7 @@ def make(**options):
     return ms.MPIStrategy(device="cpu", num_replicas=NUM_REPLICAS, **options)
 
 
-def train(strategy, folder, num_steps=14):
+def train(strategy, folder, num_steps=14, asynchronous=False):
     """Train, use what else there is, and return a digest of all that came out."""
     with strategy.scope():
         weight = ms.Variable(START)
@@ -99,7 +99,7 @@ def train(strategy, folder, num_steps=14):
     checkpoint = ms.Checkpoint(
         weight=weight, bias=bias, adam=adam, total=total, batches=batches, norm=norm
     )
-    manager = ms.CheckpointManager(checkpoint, folder, max_to_keep=2)
+    manager = ms.CheckpointManager(checkpoint, folder, max_to_keep=2, asynchronous=asynchronous)
     manager.restore_or_initialize()
     digest, done = hashlib.sha256(), 0
     while done < num_steps:
@@ -111,6 +111,8 @@ def train(strategy, folder, num_steps=14):
         digest.update(np.float64(total.result()).tobytes())
         manager.save(step=done)
         total.reset_state()
+    manager.wait()
+    assert len(manager.checkpoints) == 2
     weight.assign_add(np.ones_like(START))
     checkpoint.restore(manager.latest_checkpoint)
     own = strategy.experimental_distribute_values_from_function(
@@ -144,10 +146,12 @@ def test_without_a_loss_nothing_is_repeated(job, expected, mpi_tmp_path):
     assert job.generations == 0
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("offset", range(3))
-def test_each_call_may_be_repeated(job, expected, mpi_tmp_path, offset):
+def test_each_call_may_be_repeated(job, expected, mpi_tmp_path, offset, asynchronous):
     job.repeated = lambda number: number % 3 == offset
-    assert train(make(elastic=True), str(mpi_tmp_path / "own")) == expected
+    own = str(mpi_tmp_path / "own")
+    assert train(make(elastic=True), own, asynchronous=asynchronous) == expected
     assert job.generations == len(job.done) > 10
 
 
@@ -230,6 +234,34 @@ def test_batches_of_any_division_are_read_again(job, mpi_tmp_path, policy):
     assert job.generations > 3
 
 
+def test_data_sets_of_a_function_are_made_again(job):
+    asked = []
+
+    def make_one(context):
+        asked.append(context.input_pipeline_id)
+        assert context.num_input_pipelines == context.num_replicas_in_sync == NUM_REPLICAS
+        data = ms.data.Dataset.range(20 + 3 * context.input_pipeline_id).shuffle(seed=2)
+        return data.map(lambda x: x + ms.data.example_rng().random()).batch(4)
+
+    def sums(strategy):
+        batches = strategy.distribute_datasets_from_function(make_one)
+        return [
+            strategy.reduce("sum", strategy.run(np.sum, args=(batch,))).tobytes()
+            for _ in range(2)
+            for batch in batches
+        ]
+
+    expected = sums(make())
+    asked.clear()
+    strategy = make(elastic=True)
+    own = list(strategy.extended.local_replica_ids)
+    job.repeated = lambda number: number % 3 == 0
+    assert sums(strategy) == expected
+    assert job.generations > 3
+    assert set(asked) >= {*own, *strategy.extended.local_replica_ids}
+    assert len(asked) <= 2 * len(own) + NUM_REPLICAS
+
+
 def test_shares_move_and_are_asked_for(job):
     strategy = make(elastic=True)
     rank, size = strategy.rank, strategy.size
@@ -299,14 +331,8 @@ def test_errors_of_the_program_are_raised_once(job):
     assert strategy.reduce("sum", strategy.run(lambda: 1)) == NUM_REPLICAS
 
 
-def test_what_is_refused(job, mpi_tmp_path):
+def test_what_is_refused(job):
     strategy = make(elastic=True)
-    with strategy.scope():
-        weight = ms.Variable(0.0)
-    with pytest.raises(NotImplementedError, match="distribute_datasets_from_function"):
-        strategy.distribute_datasets_from_function(lambda context: ms.data.Dataset.range(3))
-    with pytest.raises(NotImplementedError, match="asynchronous"):
-        ms.CheckpointManager(ms.Checkpoint(w=weight), str(mpi_tmp_path), asynchronous=True)
     with pytest.raises(NotImplementedError, match="could not be repeated"):
         strategy.extended._collectives.gather_json(1, "something else")
     with pytest.raises(ValueError, match="same number of replicas"):

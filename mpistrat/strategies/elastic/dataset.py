@@ -23,11 +23,17 @@ class ElasticDataset(ReplicatedDataset):
         self, of_replicas: Sequence[DistributedDataset], group: Any, own_of: Callable[..., Any]
     ) -> None:
         self._group = group
+        self._parts = dict(
+            zip(group.ids, (each._rank_dataset for each in of_replicas), strict=True)
+        )
+        """By replica, of all that this rank has had."""
         super().__init__(of_replicas, group.each, group.per_replica, own_of)
 
     def _part(self, replica: int) -> DistributedDataset:
-        part: Any = self._rank_dataset
-        return DistributedDataset(part.of_replica(replica), self._device, self._collectives)
+        if replica not in self._parts:
+            of_any: Any = self._rank_dataset
+            self._parts[replica] = of_any.of_replica(replica)
+        return DistributedDataset(self._parts[replica], self._device, self._collectives)
 
     def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements of a pass, each array as a `PerReplica` of all replicas here."""

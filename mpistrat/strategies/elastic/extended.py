@@ -38,6 +38,10 @@ class ElasticCollectives(OrderedCollectives):
         """Return what `function` returns, which is repeated after a loss. **Collective**."""
         return job.run(what, function, writes)
 
+    def on_commit(self, do: Callable[[], object]) -> None:
+        """Have `do` be called once the unit is over, of which this must be part."""
+        job.commits.append(do)
+
     def call(
         self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
     ) -> CollectiveCall:
@@ -121,12 +125,9 @@ class ElasticExtended(ReplicatedExtended):
     _distribute_dataset = _unit(
         "experimental_distribute_dataset", ReplicatedExtended._distribute_dataset
     )
-
-    def _distribute_from_function(self, *arguments: Any) -> Any:
-        raise NotImplementedError(
-            "distribute_datasets_from_function is not supported with elastic=True: the data set of "
-            "a lost replica could not be made again. Use experimental_distribute_dataset."
-        )
+    _distribute_from_function = _unit(
+        "distribute_datasets_from_function", ReplicatedExtended._distribute_from_function
+    )
 
     def _joined_datasets(self, datasets: Sequence[Any]) -> Any:
         from mpistrat.strategies.elastic.dataset import ElasticDataset

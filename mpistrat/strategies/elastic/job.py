@@ -60,6 +60,8 @@ class ElasticJob:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_units = 0
         self._undos: list[Callable[[], object]] = []
+        self.commits: list[Callable[[], object]] = []
+        """What is called once the unit is over."""
         self._flag = np.zeros(1, np.int32)
         self._agreement: MPI.Request | None = None
         """The last one, which writes to the flag."""
@@ -139,6 +141,8 @@ class ElasticJob:
                     error = raised
                 if self._agree(error is None):
                     keep()
+                    for do in self.commits:
+                        do()
                     return result
                 result = error = None
                 self._recover(what)
@@ -153,6 +157,7 @@ class ElasticJob:
         finally:
             self.is_in_unit = False
             self._undos.clear()
+            self.commits.clear()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -241,6 +246,7 @@ class ElasticJob:
         for undo in reversed(self._undos):
             undo()
         self._undos.clear()
+        self.commits.clear()
         while True:
             self._revoke()
             self._comm = self._without_lost()
