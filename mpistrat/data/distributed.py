@@ -102,12 +102,13 @@ def distribute_from_function(
     # One rank whose pass never ends is enough: then none ends, and the ranks need not ask.
     surely_endless = any(length == ENDLESS and certain for length, certain, _ in of_ranks)
     is_certain = surely_endless or all(certain for _, certain, _ in of_ranks)
-    if collectives.is_elastic and not is_certain:
-        raise NotImplementedError(
-            f"{kind} with elastic=True needs data sets of known length, without generators: after "
-            "a loss the ranks could not tell when all have ended. Use "
-            "experimental_distribute_dataset."
-        )
+    with collectives.all_or_none(kind):
+        if collectives.is_elastic and not is_certain:
+            raise NotImplementedError(
+                f"{kind} with elastic=True needs data sets of known length, without generators: "
+                "after a loss the ranks could not tell when all have ended. Use "
+                "experimental_distribute_dataset."
+            )
     rank_dataset = RankPipeline(
         pipeline,
         size,

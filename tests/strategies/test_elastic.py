@@ -262,6 +262,25 @@ def test_data_sets_of_a_function_are_made_again(job):
     assert len(asked) <= 2 * len(own) + NUM_REPLICAS
 
 
+def test_a_function_that_returns_another_data_set(job):
+    calls = []
+
+    def make_one(context):
+        calls.append(context)
+        return ms.data.Dataset.range(9 + len(calls) // NUM_REPLICAS).batch(2)
+
+    strategy = make(elastic=True)
+    batches = iter(strategy.distribute_datasets_from_function(make_one))
+    next(batches)
+    calls.extend([None] * NUM_REPLICAS)
+    ids = strategy.extended.local_replica_ids
+    job.repeated = lambda number: number == 3
+    strategy.barrier()
+    if not set(strategy.extended.local_replica_ids) <= set(ids):
+        with pytest.raises(ms.errors.DataError, match="the same InputContext"):
+            next(batches)
+
+
 def test_shares_move_and_are_asked_for(job):
     strategy = make(elastic=True)
     rank, size = strategy.rank, strategy.size
@@ -333,6 +352,9 @@ def test_errors_of_the_program_are_raised_once(job):
 
 def test_what_is_refused(job):
     strategy = make(elastic=True)
+    endless = ms.data.Dataset.from_generator(lambda: iter(()), ms.data.ArraySpec((), "int64"))
+    with pytest.raises(NotImplementedError, match="known length"):
+        strategy.distribute_datasets_from_function(lambda context: endless.batch(1))
     with pytest.raises(NotImplementedError, match="could not be repeated"):
         strategy.extended._collectives.gather_json(1, "something else")
     with pytest.raises(ValueError, match="same number of replicas"):
