@@ -8,6 +8,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

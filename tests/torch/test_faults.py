@@ -7,6 +7,8 @@ import pytest
 
 from mpistrat.testing import launch
 
+pytest.importorskip("torch")
+
 pytestmark = pytest.mark.launches
 
 PROGRAM = Path(__file__).parent / "programs" / "ddp_fault.py"

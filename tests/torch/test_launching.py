@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from mpistrat.testing import launch
+
+torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.launches
 

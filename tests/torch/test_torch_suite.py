@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from torch._C import _distributed_c10d as c10d
 
 from mpistrat.testing import launch
+
+c10d = pytest.importorskip("torch")._C._distributed_c10d
 
 pytestmark = [
     pytest.mark.launches,
