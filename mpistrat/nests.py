@@ -35,7 +35,7 @@ _NAMESPACE = "mpistrat"
 _OWN_COPIES = {f"__{name}__" for name in ("new", "copy", "reduce", "reduce_ex", "slots")} | {
     f"__{name}__" for name in ("getstate", "setstate", "getattribute")
 }
-"""By what a class has instances copied in a way of its own."""
+"""By what a class defines how its instances are copied."""
 _DICTS_OF_OPTREE = (dict, OrderedDict, defaultdict)
 _known_types: set[type] = set()
 _registering = threading.Lock()
@@ -92,7 +92,7 @@ def _register_dataclass(cls: type) -> None:
 
     def rebuild(original: Any, children: Iterable[Any]) -> Any:
         if original is plain:
-            twin = object.__new__(cls)
+            twin: Any = object.__new__(cls)
             vars(twin).update(zip(names, children, strict=True))
             return twin
         return _filled(original.instance, names, children)
