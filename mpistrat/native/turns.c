@@ -5,8 +5,8 @@
    free. Here Python's lock is released first, so a turn costs one wake-up.
 
    To wake a thread on another core takes ten times as long as on this one, which is about to be free.
-   So a kept thread that waits for its turn may run only on the core of the thread that gives it, and
-   on all its cores again as soon as it runs: threads that it starts never see less. */
+   So a thread that waits for its turn may run only on the core of the thread that gives it, and on
+   all its cores again as soon as it runs: threads that it starts never see less. */
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -28,6 +28,9 @@ struct turn {
     PyThread_type_lock lock;
     int waiter; /* the thread that waits for it, where it may be bound to a core; else 0 */
     int is_taken; /* whether hand_over has taken it since it last gave another one for it */
+#ifdef __linux__
+    cpu_set_t cores; /* of the waiter */
+#endif
 };
 
 #ifdef __linux__
@@ -42,19 +45,22 @@ static void bind_waiter(const struct turn *turn)
     sched_setaffinity(waiter, sizeof here, &here);
 }
 
-/* Give one turn and wait for the other. Who gives that one binds this thread, so the cores that it
-   is to have again are those from before. */
-static void wait_bound(const struct turn *given, struct turn *awaited)
+/* Let who gives the turn bind this thread. An interrupted wait, which is begun again, may have been
+   bound already. */
+static void begin_wait(struct turn *turn)
 {
-    cpu_set_t cores;
-    int is_known = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) > 1;
-    int waiter = is_known ? (int)syscall(SYS_gettid) : 0;
-    __atomic_store_n(&awaited->waiter, waiter, __ATOMIC_RELEASE);
-    if (given != NULL)
-        PyThread_release_lock(given->lock);
-    PyThread_acquire_lock(awaited->lock, WAIT_LOCK);
-    if (is_known)
-        sched_setaffinity(0, sizeof cores, &cores);
+    if (turn->waiter == 0 && sched_getaffinity(0, sizeof turn->cores, &turn->cores) == 0
+        && CPU_COUNT(&turn->cores) > 1)
+        __atomic_store_n(&turn->waiter, (int)syscall(SYS_gettid), __ATOMIC_RELEASE);
+}
+
+static void end_wait(struct turn *turn, int is_taken)
+{
+    if (turn->waiter == 0)
+        return;
+    sched_setaffinity(0, sizeof turn->cores, &turn->cores);
+    if (is_taken)
+        turn->waiter = 0;
 }
 #else
 static void bind_waiter(const struct turn *turn)
@@ -62,11 +68,14 @@ static void bind_waiter(const struct turn *turn)
     (void)turn;
 }
 
-static void wait_bound(const struct turn *given, struct turn *awaited)
+static void begin_wait(struct turn *turn)
 {
-    if (given != NULL)
-        PyThread_release_lock(given->lock);
-    PyThread_acquire_lock(awaited->lock, WAIT_LOCK);
+    (void)turn;
+}
+
+static void end_wait(struct turn *turn, int is_taken)
+{
+    (void)turn, (void)is_taken;
 }
 #endif
 
@@ -88,7 +97,7 @@ PyObject *mpistrat_make_turn(PyObject *module, PyObject *const *args, Py_ssize_t
         return PyErr_NoMemory();
     }
     PyThread_acquire_lock(lock, WAIT_LOCK);
-    *turn = (struct turn){lock, 0, 0};
+    *turn = (struct turn){.lock = lock};
     PyObject *capsule = PyCapsule_New(turn, NAME, free_turn);
     if (capsule == NULL) {
         PyThread_free_lock(lock);
@@ -111,6 +120,14 @@ static int take_turns(PyObject *const *args, Py_ssize_t num_args, struct turn **
     return 1;
 }
 
+static void give(const struct turn *turn)
+{
+    if (turn == NULL)
+        return;
+    bind_waiter(turn);
+    PyThread_release_lock(turn->lock);
+}
+
 /* hand_over(given, awaited): give one turn and wait for the other. The handler of a signal may raise,
    once the turn is given. */
 PyObject *mpistrat_hand_over(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
@@ -124,12 +141,13 @@ PyObject *mpistrat_hand_over(PyObject *module, PyObject *const *args, Py_ssize_t
         if (turns[1] != NULL)
             turns[1]->is_taken = 0;
         Py_BEGIN_ALLOW_THREADS
-        if (turns[0] != NULL) {
-            bind_waiter(turns[0]);
-            PyThread_release_lock(turns[0]->lock);
-        }
         if (turns[1] != NULL)
+            begin_wait(turns[1]);
+        give(turns[0]);
+        if (turns[1] != NULL) {
             status = PyThread_acquire_lock_timed(turns[1]->lock, -1, 1);
+            end_wait(turns[1], status == PY_LOCK_ACQUIRED);
+        }
         Py_END_ALLOW_THREADS
         turns[0] = NULL;
         if (turns[1] != NULL)
@@ -162,9 +180,10 @@ PyObject *mpistrat_park(PyObject *module, PyObject *const *args, Py_ssize_t num_
     if (turns[1] == NULL)
         return PyErr_Format(PyExc_TypeError, "park waits for a turn");
     Py_BEGIN_ALLOW_THREADS
-    if (turns[0] != NULL)
-        bind_waiter(turns[0]);
-    wait_bound(turns[0], turns[1]);
+    begin_wait(turns[1]);
+    give(turns[0]);
+    PyThread_acquire_lock(turns[1]->lock, WAIT_LOCK);
+    end_wait(turns[1], 1);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -40,6 +40,7 @@ def test_a_signal_interrupts_the_wait_and_the_turn_is_given_once():
     turns = native_library()
     go, back = turns.make_turn(), turns.make_turn()
     given = []
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
     def work():
         turns.park(None, go)
@@ -64,6 +65,7 @@ def test_a_signal_interrupts_the_wait_and_the_turn_is_given_once():
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert given == [1]
+    assert cores is None or os.sched_getaffinity(0) == cores
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="not of this system")
@@ -85,6 +87,7 @@ def test_who_has_the_turn_has_all_cores(turns):
     thread.start()
     for _ in range(20):
         turns.hand_over(go, back)
+        assert os.sched_getaffinity(0) == own
     thread.join()
     assert seen == [own] * 20
 
