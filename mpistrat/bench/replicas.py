@@ -170,14 +170,14 @@ def _sums(
     assert isinstance(replica, ReplicaContext)
     pairs = [[(2 * each, 1), (2 * each + 1, 1)] for each in range(transport.size)]
     order = RowOrder(2 * transport.size, pairs)
-    in_order = CommunicationOptions(deterministic=True)
+    as_usual, in_order = CommunicationOptions(), CommunicationOptions(deterministic=True)
     first, second = (np.full(num_bytes // 4, each, np.float32) for each in (0.1, 0.3))
     target = transport.pool.take(first.shape, first.dtype)
     message = Message([first], [target], transport.pool)
     rows, targets = [first, second], [target]
     timings = take_turns(
         {
-            "default": partial(replica.all_reduce, ReduceOp.SUM, first),
+            "default": partial(replica.all_reduce, ReduceOp.SUM, first, as_usual),
             "in_order": partial(replica.all_reduce, ReduceOp.SUM, first, in_order),
             "one": partial(node.all_reduce, ReduceOp.SUM, message),
             "two": partial(node.reduce_rows, ReduceOp.SUM, order, rows, targets, 1),
