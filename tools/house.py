@@ -30,7 +30,7 @@ Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
     "files": 347,
-    "lines": 69_000,
+    "lines": 69_200,
     "longest file": 400,
     "median file": (150, 220),
     "loose modules": 21,
