@@ -178,6 +178,8 @@ class GroupQueue:
             try:
                 work.perform()
             finally:
+                if is_async:
+                    self._note_failure(work)
                 self._end()
         else:
             with self._changed:
@@ -205,6 +207,10 @@ class GroupQueue:
             if self._waiting or self._is_ending:  # to wake the thread for nothing costs a lot
                 self._changed.notify_all()
 
+    def _note_failure(self, work: GroupWork) -> None:
+        if work.unseen_error() is not None and self._failed is None:
+            self._failed = work
+
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -221,8 +227,7 @@ class GroupQueue:
             finally:
                 self._channel.transport.wait_busily(True)
                 self._under_way = None
-                if work.unseen_error() is not None and self._failed is None:
-                    self._failed = work
+                self._note_failure(work)
                 del work
                 self._end()
 

@@ -127,8 +127,9 @@ def test_programs_that_end_well(fault):
     assert "Abort" not in result.said
 
 
-def test_an_operation_that_nobody_waits_for_is_named_at_the_end():
-    result = run("async at the end", 2)
-    line = line_of("async at the end", "REST")
+@pytest.mark.parametrize("when", ["at", "after"])
+def test_an_operation_that_nobody_waits_for_is_named_at_the_end(when):
+    result = run(f"async {when} the end", 2)
+    line = line_of(f"async {when} the end", "REST")
     assert f"torch.all_reduce at ddp_fault.py:{line}" in result.said
     assert "for which nobody has waited" in result.said or "is dropped" in result.said

@@ -79,6 +79,10 @@ elif FAULT == "no destroy":
 elif FAULT == "async at the end":
     if not is_odd:
         dist.all_reduce(torch.ones(2), async_op=True)  # REST
+elif FAULT == "async after the end":
+    if not is_odd:
+        time.sleep(1)
+        dist.all_reduce(torch.ones(2), async_op=True)  # REST
 elif FAULT == "one destroys":
     if is_odd:
         dist.destroy_process_group()
