@@ -25,6 +25,7 @@ from mpistrat.mpi.survival import (
     why_not_tolerant,
 )
 from mpistrat.mpi.world import failed_world_ranks, world_ranks
+from mpistrat.native import native_library
 from mpistrat.system import exit_hooks
 from mpistrat.system.text import rank_list
 
@@ -36,6 +37,7 @@ __all__ = [
     "find_lost",
     "has_proven_tolerance",
     "is_given_up",
+    "leave_all",
     "leave_lost",
     "leave_out",
     "leave_replaced",
@@ -50,6 +52,8 @@ _logger = logging.getLogger("mpistrat")
 
 _PRINT_S = 0.3
 """For a launcher to read the last line."""
+_END_S = 5.0
+"""For MPI to end, which waits for the other ranks."""
 
 
 def has_proven_tolerance(comm: MPI.Intracomm) -> bool:
@@ -80,6 +84,15 @@ def leave_out(channel: Channel, lost: Collection[int]) -> None:
 def outlive_losses() -> None:
     """Have this process end as its program does, also where ranks are lost at its end."""
     process.outlives_losses = True
+    _ExitCode.note()
+
+
+def leave_all() -> None:
+    """Have this process end although others, which have all ended well, die while it ends MPI."""
+    # A rank that is killed in MPI_Finalize of Open MPI may keep the others there for ever.
+    library = native_library()
+    if process.outlives_losses and library is not None:
+        library.end_within(int(_END_S * 1000), _ExitCode.code)
 
 
 def find_lost(channel: Channel) -> bool:
@@ -184,16 +197,23 @@ class _ExitCode:
 
     code = 0
     _exit: Any = None
+    _is_kept = False
+
+    @classmethod
+    def note(cls) -> None:
+        """Note the code that the program gives."""
+        if cls._exit is None:
+            cls._exit = sys.exit
+            sys.exit = cls._note
+            exit_hooks.at(exit_hooks.Phase.FAILED, cls._note_failure)
 
     @classmethod
     def keep(cls) -> None:
-        """Keep the code that the program gives, and end the process with it at its end."""
-        if cls._exit is not None:
-            return
-        cls._exit = sys.exit
-        sys.exit = cls._note
-        exit_hooks.at(exit_hooks.Phase.FAILED, cls._note_failure)
-        exit_hooks.at(exit_hooks.Phase.AFTER_LAST_ROUND, cls._end)
+        """End the process with the code that the program gives, at its end."""
+        cls.note()
+        if not cls._is_kept:
+            cls._is_kept = True
+            exit_hooks.at(exit_hooks.Phase.AFTER_LAST_ROUND, cls._end)
 
     @classmethod
     def _note(cls, status: Any = None, /) -> NoReturn:

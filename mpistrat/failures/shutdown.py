@@ -245,6 +245,7 @@ class _LastRound:
                 self._is_done = True
                 return True
             if self.channel.all_ended_well():
+                losses.leave_all()
                 self._is_done = True
                 return True
             # Ranks in different states make one exchange, as after every mixed round.
@@ -266,7 +267,8 @@ class _LastRound:
         try:
             return self.channel.round_is_done()
         except Exception as error:
-            if not process.lost or self.channel.transport.lost_ranks(error) is None:
+            may_be_gone = process.lost or process.outlives_losses
+            if not may_be_gone or self.channel.transport.lost_ranks(error) is None:
                 raise
             time.sleep(_NEWS_S)
             self._has_outlived = not self.channel.departures.lost()

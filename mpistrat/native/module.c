@@ -37,6 +37,7 @@ static PyMethodDef functions[] = {
     FAST("hand_over", mpistrat_hand_over),
     FAST("park", mpistrat_park),
     FAST("has_taken", mpistrat_has_taken),
+    FAST("end_within", mpistrat_end_within),
     {"describe", mpistrat_describe, METH_O, NULL},
     {"address", mpistrat_address, METH_O, NULL},
     {"addresses", mpistrat_addresses, METH_O, NULL},

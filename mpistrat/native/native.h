@@ -60,4 +60,7 @@ int mpistrat_is_int64(PyObject *object);
 fast_function mpistrat_make_turn, mpistrat_hand_over, mpistrat_park,
     mpistrat_has_taken;
 
+/* ending.c */
+fast_function mpistrat_end_within;
+
 #endif

@@ -63,6 +63,22 @@ except BaseException as error:
     raise
 """
 
+ENDS = """
+import atexit, os, time
+from mpi4py import MPI
+other = MPI.COMM_WORLD.bcast(os.getpid(), root=1)
+def look():
+    until = time.monotonic() + 20
+    while os.path.exists(f"/proc/{other}") and time.monotonic() < until:
+        time.sleep(0.1)
+    print("rank 1 waits" if os.path.exists(f"/proc/{other}") else "rank 1 has gone", flush=True)
+if MPI.COMM_WORLD.rank == 0:
+    atexit.register(look)  # called after what the package does at the end
+import mpistrat as ms
+strategy = ms.MPIStrategy(num_replicas=4, elastic=True)
+strategy.run(lambda: 1)
+"""
+
 ALONE = """
 import mpistrat as ms
 try:
@@ -200,6 +216,13 @@ def test_what_was_lost_is_said(tmp_path):
     lines = [each for each in done.stdout.splitlines() if each.startswith("lost")]
     assert lines, done.stdout + done.stderr
     assert all("1 MiB a replica" in each for each in lines)
+
+
+def test_the_end_of_mpi_waits_for_no_other_rank(tmp_path):
+    # One that is killed in MPI_Finalize may keep the others there.
+    done = start(tmp_path, ENDS, ranks=2).finish(40)
+    assert "rank 1 has gone" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_elsewhere_it_says_how_to_start(tmp_path):
