@@ -13,6 +13,7 @@ from mpistrat.collectives.nested import PendingReduction, start_all_reduce_nest
 from mpistrat.collectives.replica_moves import ReplicaMoves
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.system.callsite import call_site
+from mpistrat.system.units import at_end_of_unit
 from mpistrat.values import Number, T, localize
 
 __all__ = ["GroupCollectives"]
@@ -129,7 +130,8 @@ class GroupCollectives(ReplicaMoves):
         -------
         PendingReduction
             Its ``wait()`` gives the result. To drop it without is an error, which the next
-            collective of this rank raises.
+            collective of this rank raises. With ``elastic=True``, ``run`` raises `ValueError` where
+            it ends before that call.
 
         Raises
         ------
@@ -139,5 +141,8 @@ class GroupCollectives(ReplicaMoves):
         with self._group().call("start_all_reduce", options=options) as call:
             op, nest = ReduceOp.parse(reduce_op), localize(value)
             end = start_all_reduce_nest(call, op, nest)
-            when_dropped = functools.partial(call.channel.close_for_dropped, call_site())
-        return PendingReduction(end, when_dropped)
+            site = call_site()
+            when_dropped = functools.partial(call.channel.close_for_dropped, site)
+        pending = PendingReduction(end, when_dropped)
+        at_end_of_unit(functools.partial(pending.check_ended, site))
+        return pending

@@ -76,6 +76,15 @@ class PendingReduction(Generic[T]):
         result: T = self._result
         return result
 
+    def check_ended(self, site: str) -> None:
+        """Refuse to be under way at the end of an elastic ``run``, which is begun at `site`."""
+        if self._end is not None:
+            raise ValueError(
+                f"The handle that start_all_reduce at {site} returned is not waited for when run "
+                "ends. With elastic=True a call is repeated after a loss, with all that it has "
+                "begun: call wait() within fn."
+            )
+
     def __repr__(self) -> str:
         is_ended = self._end is None
         return f"<PendingReduction {'ended' if is_ended else 'under way: call wait()'}>"

@@ -56,7 +56,8 @@ def job(monkeypatch):
         monkeypatch.setattr(module, "job", fresh)
     monkeypatch.setattr(extended.ElasticExtended, "_job", fresh)
     monkeypatch.setattr(elastic_job, "why_not_tolerant", lambda: "")
-    monkeypatch.setattr(units, "_note", None)
+    for note in ("_note_undo", "_note_check"):
+        monkeypatch.setattr(units, note, None)
     monkeypatch.setattr(process, "outlives_losses", False)
     return fresh
 
@@ -348,6 +349,24 @@ def test_errors_of_the_program_are_raised_once(job):
         strategy.run(fails)
     assert len(calls) == 1
     assert strategy.reduce("sum", strategy.run(lambda: 1)) == NUM_REPLICAS
+
+
+def test_handles_do_not_outlive_their_run(job):
+    strategy, kept = make(elastic=True), []
+
+    def begin(waits):
+        kept.append(ms.get_replica_context().start_all_reduce("sum", np.ones(3)))
+        if waits:
+            kept[-1].wait()
+
+    strategy.run(begin, args=(True,))
+    with pytest.raises(
+        ValueError, match=r"start_all_reduce at .*test_elastic.* wait\(\) within fn"
+    ):
+        strategy.run(begin, args=(False,))
+    assert all(np.all(each.wait() == NUM_REPLICAS) for each in kept)
+    strategy.run(begin, args=(True,))
+    strategy.close()
 
 
 def test_what_is_refused(job):

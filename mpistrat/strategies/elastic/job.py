@@ -27,7 +27,7 @@ from mpistrat.mpi.world import communicator
 from mpistrat.strategies.elastic.state import ElasticState
 from mpistrat.system.callsite import call_site
 from mpistrat.system.text import rank_list
-from mpistrat.system.units import note_undos_by
+from mpistrat.system.units import note_by
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,6 +60,7 @@ class ElasticJob:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_units = 0
         self._undos: list[Callable[[], object]] = []
+        self._checks: list[Callable[[], object]] = []
         self.commits: list[Callable[[], object]] = []
         """What is called once the unit is over."""
         self._flag = np.zeros(1, np.int32)
@@ -102,7 +103,7 @@ class ElasticJob:
                 raise error
             self._comm = comm
             outlive_losses()
-            note_undos_by(self._note_undo)
+            note_by(self._note_undo, self._note_check)
         self.run(type(strategy).__name__, lambda: make(self._comm))
         self._strategies.append(strategy)
 
@@ -131,6 +132,8 @@ class ElasticJob:
                 error = None
                 try:
                     result = function()
+                    for check in self._checks:
+                        check()
                     if writes is True:
                         keep = self.state.share(self._ranks, what, result)
                     elif self._strategies:
@@ -156,8 +159,11 @@ class ElasticJob:
             yield
         finally:
             self.is_in_unit = False
-            self._undos.clear()
-            self.commits.clear()
+            self._forget_actions()
+
+    def _forget_actions(self) -> None:
+        for each in (self._undos, self._checks, self.commits):
+            each.clear()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -171,6 +177,10 @@ class ElasticJob:
     def _note_undo(self, undo: Callable[[], object]) -> None:
         if self.is_in_unit:
             self._undos.append(undo)
+
+    def _note_check(self, check: Callable[[], object]) -> None:
+        if self.is_in_unit:
+            self._checks.append(check)
 
     @property
     def _ranks(self) -> Any:
@@ -245,8 +255,7 @@ class ElasticJob:
         began, before = time.monotonic(), self._comm
         for undo in reversed(self._undos):
             undo()
-        self._undos.clear()
-        self.commits.clear()
+        self._forget_actions()
         while True:
             self._revoke()
             self._comm = self._without_lost()
