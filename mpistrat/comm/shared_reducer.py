@@ -97,9 +97,8 @@ class SharedMemoryReducer:
         """
         function = compiled_function(op, targets[0].dtype)
         assert function is not None
-        # Several rows in smaller blocks, so that they stay in a core's own cache too.
-        block = _BLOCK_BYTES // (2 * max(order.num_rows) - 1) // _ALIGNMENT * _ALIGNMENT
-        sizes = block, _SMALL_BYTES // sum(order.num_rows)
+        most = self._memory.BLOCK_BYTES // max(order.num_rows) // _ALIGNMENT * _ALIGNMENT
+        sizes = min(_BLOCK_BYTES, most), _SMALL_BYTES // sum(order.num_rows)
         sequence, num_rows = self._memory.reductions, order.num_rows[self._memory.rank]
         way = sequence.pointer, function[0], divisor, function[1], order.pointer, num_rows
         with self._occupancy:
