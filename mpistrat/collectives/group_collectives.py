@@ -13,7 +13,6 @@ from mpistrat.collectives.nested import PendingReduction, start_all_reduce_nest
 from mpistrat.collectives.replica_moves import ReplicaMoves
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.system.callsite import call_site
-from mpistrat.system.units import at_end_of_unit
 from mpistrat.values import Number, T, localize
 
 __all__ = ["GroupCollectives"]
@@ -138,11 +137,12 @@ class GroupCollectives(ReplicaMoves):
         ContextError, ValueError, TypeError, EpochError, NotImplementedError
             As `all_reduce`, the last for tensors with ``requires_grad``.
         """
-        with self._group().call("start_all_reduce", options=options) as call:
+        group = self._group()
+        with group.call("start_all_reduce", options=options) as call:
             op, nest = ReduceOp.parse(reduce_op), localize(value)
             end = start_all_reduce_nest(call, op, nest)
             site = call_site()
             when_dropped = functools.partial(call.channel.close_for_dropped, site)
         pending = PendingReduction(end, when_dropped)
-        at_end_of_unit(functools.partial(pending.check_ended, site))
+        group.at_end(functools.partial(pending.check_ended, site))
         return pending

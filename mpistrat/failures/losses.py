@@ -37,7 +37,6 @@ __all__ = [
     "find_lost",
     "has_proven_tolerance",
     "is_given_up",
-    "leave_all",
     "leave_lost",
     "leave_out",
     "leave_replaced",
@@ -84,14 +83,14 @@ def leave_out(channel: Channel, lost: Collection[int]) -> None:
 def outlive_losses() -> None:
     """Have this process end as its program does, also where ranks are lost at its end."""
     process.outlives_losses = True
+    process.when_all_have_ended = _bound_end
     _ExitCode.note()
 
 
-def leave_all() -> None:
-    """Have this process end although others, which have all ended well, die while it ends MPI."""
+def _bound_end() -> None:
     # A rank that is killed in MPI_Finalize of Open MPI may keep the others there for ever.
     library = native_library()
-    if process.outlives_losses and library is not None:
+    if library is not None:
         library.end_within(int(_END_S * 1000), _ExitCode.code)
 
 

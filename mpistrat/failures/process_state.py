@@ -22,6 +22,8 @@ class _ProcessState:
         """The ranks of the job that are proved dead, as far as this one has to know."""
         self.outlives_losses = False
         """Whether it ends well where ranks are lost at the end of the program."""
+        self.when_all_have_ended: Callable[[], object] = bool
+        """Called once all ranks are known to have ended well."""
         self.world_size = 1
         """How many ranks the job has."""
         self.monitor: Monitor | None = None

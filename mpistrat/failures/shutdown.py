@@ -245,7 +245,7 @@ class _LastRound:
                 self._is_done = True
                 return True
             if self.channel.all_ended_well():
-                losses.leave_all()
+                process.when_all_have_ended()
                 self._is_done = True
                 return True
             # Ranks in different states make one exchange, as after every mixed round.

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["RunsUnits", "at_end_of_unit", "note_by", "on_undo"]
+__all__ = ["RunsUnits", "note_undos_by", "on_undo"]
 
-_Action = Callable[[], object]
-_Note = Callable[[_Action], object]
+_Undo = Callable[[], object]
 
-_note_undo: _Note | None = None
-_note_check: _Note | None = None
+_note: Callable[[_Undo], object] | None = None
 
 
 class RunsUnits:
@@ -35,24 +33,21 @@ class RunsUnits:
         # `writes` are the variables that it may change, or whether it may change any.
         return function()
 
+    def at_end(self, check: Callable[[], object]) -> None:
+        """Call `check`, which may raise, when the unit in which this is called is done."""
+
     def on_commit(self, do: Callable[[], object]) -> None:
         """Call `do`, which nothing could reverse, once the unit in which this is called is over."""
         do()
 
 
-def note_by(note_undo: _Note, note_check: _Note) -> None:
-    """Have these be called with each undo and check: of an elastic job, where there is one."""
-    global _note_undo, _note_check
-    _note_undo, _note_check = note_undo, note_check
+def note_undos_by(note: Callable[[_Undo], object]) -> None:
+    """Have `note` be called with each undo: of an elastic job, where a process has one."""
+    global _note
+    _note = note
 
 
-def on_undo(undo: _Action) -> None:
+def on_undo(undo: _Undo) -> None:
     """Have `undo` be called if the unit in which this is called is repeated; the last first."""
-    if _note_undo is not None:
-        _note_undo(undo)
-
-
-def at_end_of_unit(check: _Action) -> None:
-    """Have `check` be called, which may raise, when the unit is done but not yet over."""
-    if _note_check is not None:
-        _note_check(check)
+    if _note is not None:
+        _note(undo)

@@ -56,9 +56,9 @@ def job(monkeypatch):
         monkeypatch.setattr(module, "job", fresh)
     monkeypatch.setattr(extended.ElasticExtended, "_job", fresh)
     monkeypatch.setattr(elastic_job, "why_not_tolerant", lambda: "")
-    for note in ("_note_undo", "_note_check"):
-        monkeypatch.setattr(units, note, None)
+    monkeypatch.setattr(units, "_note", None)
     monkeypatch.setattr(process, "outlives_losses", False)
+    monkeypatch.setattr(process, "when_all_have_ended", bool)
     return fresh
 
 

@@ -38,6 +38,10 @@ class ElasticCollectives(OrderedCollectives):
         """Return what `function` returns, which is repeated after a loss. **Collective**."""
         return job.run(what, function, writes)
 
+    def at_end(self, check: Callable[[], object]) -> None:
+        """Have `check` be called once the unit is done, of which this must be part."""
+        job.checks.append(check)
+
     def on_commit(self, do: Callable[[], object]) -> None:
         """Have `do` be called once the unit is over, of which this must be part."""
         job.commits.append(do)

@@ -27,7 +27,7 @@ from mpistrat.mpi.world import communicator
 from mpistrat.strategies.elastic.state import ElasticState
 from mpistrat.system.callsite import call_site
 from mpistrat.system.text import rank_list
-from mpistrat.system.units import note_by
+from mpistrat.system.units import note_undos_by
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,7 +60,8 @@ class ElasticJob:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_units = 0
         self._undos: list[Callable[[], object]] = []
-        self._checks: list[Callable[[], object]] = []
+        self.checks: list[Callable[[], object]] = []
+        """What is called once the unit is done, and may raise."""
         self.commits: list[Callable[[], object]] = []
         """What is called once the unit is over."""
         self._flag = np.zeros(1, np.int32)
@@ -103,7 +104,7 @@ class ElasticJob:
                 raise error
             self._comm = comm
             outlive_losses()
-            note_by(self._note_undo, self._note_check)
+            note_undos_by(self._note_undo)
         self.run(type(strategy).__name__, lambda: make(self._comm))
         self._strategies.append(strategy)
 
@@ -132,7 +133,7 @@ class ElasticJob:
                 error = None
                 try:
                     result = function()
-                    for check in self._checks:
+                    for check in self.checks:
                         check()
                     if writes is True:
                         keep = self.state.share(self._ranks, what, result)
@@ -162,7 +163,7 @@ class ElasticJob:
             self._forget_actions()
 
     def _forget_actions(self) -> None:
-        for each in (self._undos, self._checks, self.commits):
+        for each in (self._undos, self.checks, self.commits):
             each.clear()
 
     @contextlib.contextmanager
@@ -177,10 +178,6 @@ class ElasticJob:
     def _note_undo(self, undo: Callable[[], object]) -> None:
         if self.is_in_unit:
             self._undos.append(undo)
-
-    def _note_check(self, check: Callable[[], object]) -> None:
-        if self.is_in_unit:
-            self._checks.append(check)
 
     @property
     def _ranks(self) -> Any:
