@@ -49,7 +49,7 @@ static void copy_row(char *to, const char *from, npy_intp num_bytes, const char 
 {
     npy_intp done = 0;
     for (; done + LINE <= num_bytes && done < AHEAD; done += LINE) {
-        __builtin_prefetch(next + done);
+        __builtin_prefetch(next + done, 0, 1);
         memcpy(to + done, from + done, LINE);
     }
     memcpy(to + done, from + done, num_bytes - done);

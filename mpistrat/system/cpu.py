@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-__all__ = ["cores_near_pci", "cores_of_mask", "mask_of_cores", "num_cores", "own_cores"]
+__all__ = [
+    "cores_near_pci",
+    "cores_of_mask",
+    "current_core",
+    "mask_of_cores",
+    "num_cores",
+    "own_cores",
+]
 
 _DEVICES = Path("/sys/bus/pci/devices")
 
@@ -21,6 +31,19 @@ def own_cores() -> frozenset[int]:
 def num_cores() -> int:
     """Return how many cores this process may use."""
     return max(len(own_cores()), 1)
+
+
+def current_core() -> int | None:
+    """Return the core that this thread runs on; ``None`` where it cannot be bound to one."""
+    ask = _sched_getcpu()
+    return None if ask is None else int(ask())
+
+
+@cache
+def _sched_getcpu() -> Any:
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    return getattr(ctypes.PyDLL(None), "sched_getcpu", None)
 
 
 def mask_of_cores(cores: Iterable[int]) -> int:

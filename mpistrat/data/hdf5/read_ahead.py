@@ -1,16 +1,22 @@
-"""Reading ahead: which rows come next, and how many threads prepare them."""
+"""Reading ahead: which rows come next, and the threads that prepare them."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from mpistrat.data.order import Block
 from mpistrat.data.parallel_map import cores_of_rank
 from mpistrat.settings import settings
+from mpistrat.system.cpu import current_core, own_cores
 
-__all__ = ["ExpectedRows", "is_run", "num_decoding_threads"]
+__all__ = ["DecodingThreads", "ExpectedRows", "is_run"]
 
 
 class ExpectedRows:
@@ -56,12 +62,47 @@ _MAX_THREADS = 8
 """Python's own part of reading a chunk keeps more from helping."""
 
 
-def num_decoding_threads() -> int:
-    """Return the number of threads of a reader: by default this rank's share of the cores."""
-    chosen = settings().data_threads
-    if chosen is not None:
-        return chosen
-    return min(cores_of_rank(), _MAX_THREADS)
+class DecodingThreads:
+    """Threads of a reader: by default this rank's share of the cores."""
+
+    # While it works, each stays on a core of its own, if possible not on that of the program:
+    # virtual machines let two threads share one though others are idle.
+
+    def __init__(self) -> None:
+        chosen = settings().data_threads
+        self.count = min(cores_of_rank(), _MAX_THREADS) if chosen is None else chosen
+        self._pool: ThreadPoolExecutor | None = None
+        self._cores = own_cores()
+        self._free: list[int] = []
+        if current_core() is not None and self.count <= len(self._cores) == cores_of_rank() > 1:
+            self._free = sorted(self._cores)  # no other rank has them too
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+        """Call `function` in a thread."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.count, "mpistrat-decode")
+        if self._free:
+            args, function = (current_core(), function, *args), self._run_apart
+        return self._pool.submit(function, *args)
+
+    def _run_apart(self, core_of_program: int, function: Callable[..., None], *args: Any) -> None:
+        here = current_core()
+        with self._lock:
+            core = min(self._free, key=lambda each: (each == core_of_program, each != here))
+            self._free.remove(core)
+        try:
+            os.sched_setaffinity(0, {core})
+            function(*args)
+        finally:
+            os.sched_setaffinity(0, self._cores)
+            with self._lock:
+                self._free.append(core)
+
+    def close(self) -> None:
+        """End the threads; what none has begun is cancelled."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
 
 _MIN_RUN_ROWS = 8

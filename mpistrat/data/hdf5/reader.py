@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,13 @@ from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
 from mpistrat.data.hdf5.chunk_plan import plan_fields
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
 from mpistrat.data.hdf5.placed_rows import PlacedLeaf, RowCopies, is_placed
-from mpistrat.data.hdf5.read_ahead import ExpectedRows, is_run, num_decoding_threads
+from mpistrat.data.hdf5.read_ahead import DecodingThreads, ExpectedRows, is_run
 from mpistrat.data.hdf5.single_examples import Allocate, SingleReader, leaf_of
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
 from mpistrat.system.threads import clean_up
 
-__all__ = ["Allocate", "Hdf5Reader"]
+__all__ = ["Hdf5Reader"]
 
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
 """What h5py raises."""
@@ -63,10 +63,9 @@ class Hdf5Reader:
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
         self._files = OpenFiles(catalog, mappings)
-        self._pool: ThreadPoolExecutor | None = None
-        self._num_threads = num_decoding_threads()
+        self._threads = DecodingThreads()
         # Runs of rows take less time to copy than to hand over.
-        self._num_helpers = self._num_threads - 1 if window_rows else 0
+        self._num_helpers = self._threads.count - 1 if window_rows else 0
         self._pid = os.getpid()
         self._plans = plan_fields(catalog, window_rows)
         specs = [layout.spec for layout in catalog.files[0].layouts]
@@ -311,9 +310,7 @@ class Hdf5Reader:
             else:
                 done.set_result(None)
             return done
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._num_threads, "mpistrat-decode")
-        return self._pool.submit(self._decode, field, chunks)
+        return self._threads.submit(self._decode, field, chunks)
 
     def _decode(self, field: int, chunks: ChunkBuffers) -> None:
         """Decode some chunks, in any thread."""
@@ -391,8 +388,7 @@ class Hdf5Reader:
 
     def _release(self) -> None:
         self._begun = None
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._threads.close()
         for cache in self._chunk_caches.values():
             cache.close()
         self._files.close()
