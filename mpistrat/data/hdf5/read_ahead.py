@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -65,8 +66,8 @@ _MAX_THREADS = 8
 class DecodingThreads:
     """Threads of a reader: by default this rank's share of the cores."""
 
-    # While it works, each stays on a core of its own, if possible not on that of the program:
-    # virtual machines let two threads share one though others are idle.
+    # Each works on a core of its own: virtual machines let two threads share one though others are
+    # idle.
 
     def __init__(self) -> None:
         chosen = settings().data_threads
@@ -83,19 +84,19 @@ class DecodingThreads:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.count, "mpistrat-decode")
         if self._free:
-            args, function = (current_core(), function, *args), self._run_apart
+            args, function = (function, *args), self._run_apart
         return self._pool.submit(function, *args)
 
-    def _run_apart(self, core_of_program: int, function: Callable[..., None], *args: Any) -> None:
+    def _run_apart(self, function: Callable[..., None], *args: Any) -> None:
         here = current_core()
         with self._lock:
-            core = min(self._free, key=lambda each: (each == core_of_program, each != here))
+            core = here if here in self._free else self._free[0]
             self._free.remove(core)
         try:
-            os.sched_setaffinity(0, {core})
+            _bind({core})
             function(*args)
         finally:
-            os.sched_setaffinity(0, self._cores)
+            _bind(self._cores)
             with self._lock:
                 self._free.append(core)
 
@@ -103,6 +104,12 @@ class DecodingThreads:
         """End the threads; what none has begun is cancelled."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+
+
+def _bind(cores: Iterable[int]) -> None:
+    """Let this thread run on `cores` alone."""
+    with contextlib.suppress(OSError):  # they may have been taken from this job
+        os.sched_setaffinity(0, cores)
 
 
 _MIN_RUN_ROWS = 8
