@@ -93,8 +93,8 @@ _HAS_LEFT = 24
 """Bytes from the start of a rank's line: whether it waits for others no longer."""
 _LINE_HEAD = 128
 """Bytes from the start of a rank's line to its halves."""
-_STEP, _PATIENCE = 2, 6
-"""Where the C structure has the number of steps, and the patience."""
+_STEP, _PATIENCE, _KEEPS_CORE = 2, 6, 7
+"""Where the C structure has the number of steps, and how it waits."""
 _BUSY_NS, _SHARED_NS = 50_000, 10_000
 """How long a wait takes a core for itself, and one that others need. To wake a thread takes 5 to 50
 us."""
@@ -110,7 +110,7 @@ class StepSequence:
     def __init__(
         self, rank: int, half: int, lines: list[int], arena: int = 0, arena_bytes: int = 0
     ) -> None:
-        head = [len(lines), rank, 0, half, arena, arena_bytes, _BUSY_NS]
+        head = [len(lines), rank, 0, half, arena, arena_bytes, _BUSY_NS, True]
         self._structure = np.array([*head, *lines], np.int64)
         self._has_left = ctypes.c_int64.from_address(lines[rank] + _HAS_LEFT)
         self.pointer: int = self._structure.ctypes.data
@@ -133,6 +133,7 @@ class StepSequence:
     def wait_busily(self, is_busy: bool) -> None:
         """Have waits keep the core until they are long, or only while they are short."""
         self._structure[_PATIENCE] = _BUSY_NS if is_busy else _SHARED_NS
+        self._structure[_KEEPS_CORE] = is_busy
 
 
 class NodeMemory:

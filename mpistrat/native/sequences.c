@@ -112,7 +112,9 @@ struct wait {
     int64_t turns, began_ns;
 };
 
-/* Wait a moment; after some, give the core to a rank that may need it. */
+/* Wait a moment; after some, give the core to a rank that may need it. A rank with a core of its own
+   keeps it: beside other programs, to yield gives it away for milliseconds, and who sleeps soon
+   gets it back. */
 static void relax(const struct sequence *seq, struct wait *wait)
 {
     if (wait->turns++ % 32 != 31) {
@@ -123,7 +125,8 @@ static void relax(const struct sequence *seq, struct wait *wait)
     if (wait->began_ns == 0)
         wait->began_ns = now;
     if (now - wait->began_ns < seq->patience_ns) {
-        sched_yield();
+        if (!seq->keeps_core)
+            sched_yield();
         return;
     }
     take_nap(seq);

@@ -11,6 +11,7 @@ struct sequence {
     int64_t half;                 /* bytes of each half */
     int64_t arena, arena_bytes;   /* memory of each rank for results: offset from its line, length */
     int64_t patience_ns;          /* how long a wait looks at the other ranks before it sleeps */
+    int64_t keeps_core;           /* whether it keeps the core until then */
     char *line[];                 /* of each rank: counter and goal, halves from LINE_HEAD on */
 };
 
