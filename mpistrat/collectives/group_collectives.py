@@ -144,5 +144,5 @@ class GroupCollectives(ReplicaMoves):
             site = call_site()
             when_dropped = functools.partial(call.channel.close_for_dropped, site)
         pending = PendingReduction(end, when_dropped)
-        group.at_end(functools.partial(pending.check_ended, site))
+        group.at_end(functools.partial(pending._check_ended, site))
         return pending

@@ -76,7 +76,7 @@ class PendingReduction(Generic[T]):
         result: T = self._result
         return result
 
-    def check_ended(self, site: str) -> None:
+    def _check_ended(self, site: str) -> None:
         """Refuse to be under way at the end of an elastic ``run``, which is begun at `site`."""
         if self._end is not None:
             raise ValueError(
