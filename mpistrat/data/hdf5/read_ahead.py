@@ -74,16 +74,17 @@ class DecodingThreads:
         self.count = min(cores_of_rank(), _MAX_THREADS) if chosen is None else chosen
         self._pool: ThreadPoolExecutor | None = None
         self._cores = own_cores()
-        self._free: list[int] = []
-        if current_core() is not None and self.count <= len(self._cores) == cores_of_rank() > 1:
-            self._free = sorted(self._cores)  # no other rank has them too
+        self._free = sorted(self._cores)
+        can_bind = current_core() is not None
+        # No other rank has the cores too.
+        self._is_apart = can_bind and self.count <= len(self._cores) == cores_of_rank() > 1
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
         """Call `function` in a thread."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.count, "mpistrat-decode")
-        if self._free:
+        if self._is_apart:
             args, function = (function, *args), self._run_apart
         return self._pool.submit(function, *args)
 
