@@ -112,9 +112,9 @@ struct wait {
     int64_t turns, began_ns;
 };
 
-/* Wait a moment; after some, give the core to a rank that may need it. A rank with a core of its own
-   keeps it: beside other programs, to yield gives it away for milliseconds, and who sleeps soon
-   gets it back. */
+/* Wait a moment. Ranks that share a core then yield it to each other. A rank that has its own core
+   does not: another program on that core would keep it for milliseconds. It sleeps instead, and
+   gets the core back as soon as it is woken. */
 static void relax(const struct sequence *seq, struct wait *wait)
 {
     if (wait->turns++ % 32 != 31) {

@@ -35,6 +35,7 @@ class RunsUnits:
 
     def at_end(self, check: Callable[[], object]) -> None:
         """Call `check`, which may raise, when the unit in which this is called is done."""
+        # Only a unit that may be repeated has to end what it has begun.
 
     def on_commit(self, do: Callable[[], object]) -> None:
         """Call `do`, which nothing could reverse, once the unit in which this is called is over."""

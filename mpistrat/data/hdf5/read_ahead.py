@@ -66,8 +66,8 @@ _MAX_THREADS = 8
 class DecodingThreads:
     """Threads of a reader: by default this rank's share of the cores."""
 
-    # Each works on a core of its own: virtual machines let two threads share one though others are
-    # idle.
+    # A thread is bound to its own core while it works: a virtual machine may run two threads on one
+    # core while another core is idle.
 
     def __init__(self) -> None:
         chosen = settings().data_threads
