@@ -13,6 +13,7 @@ import math
 import numbers
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,6 +22,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
+from mpistrat.device_namespace import taking_variables
 from mpistrat.errors import LaunchError
 from mpistrat.native import native_library
 from mpistrat.pytorch import is_tensor
@@ -36,6 +38,7 @@ __all__ = [
     "array_at_function",
     "count_gpus",
     "elementwise_kernel",
+    "has_device_dtype",
     "host_copy",
     "host_view",
     "is_array",
@@ -45,11 +48,13 @@ __all__ = [
     "namespace_of",
     "native",
     "nccl_library",
+    "on_device",
     "on_device_of",
     "pieces",
     "pinned_empty",
     "place",
     "profiler_marks",
+    "raw_kernel",
     "span_of",
     "synchronize",
 ]
@@ -107,7 +112,7 @@ class Device:
         """Return the array namespace `xp` of this device, and make the device current."""
         if self.kind == "gpu":
             _cupy().cuda.Device(self.index).use()
-            return importlib.import_module("array_api_compat.cupy")
+            return _device_namespace()
         return _numpy()
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
@@ -180,6 +185,16 @@ def _cupy() -> Any:
 @functools.lru_cache
 def _numpy() -> Any:
     return importlib.import_module("array_api_compat.numpy")
+
+
+@functools.lru_cache
+def _device_namespace() -> Any:
+    return taking_variables(importlib.import_module("array_api_compat.cupy"))
+
+
+def on_device(array: Any) -> Any:
+    """Return `array` as CuPy's, for CuPy's functions that are given a variable."""
+    return _cupy().asarray(array)
 
 
 def count_gpus() -> int:
@@ -271,10 +286,30 @@ def addresses_function() -> Callable[[list[np.ndarray]], bytes]:
     return compiled
 
 
-def elementwise_kernel(inputs: str, outputs: str, body: str, name: str) -> Any:
+_UNFUSED = ("--fmad=false",)
+"""NVRTC fuses products with sums otherwise, and a fused one is rounded differently on the host."""
+
+
+def elementwise_kernel(inputs: str, outputs: str, body: str, name: str, preamble: str = "") -> Any:
     """Return a `cupy.ElementwiseKernel` that does `body`, in CUDA C++, to each element."""
-    # Outputs that are given may be read in `body` too.
-    return _cupy().ElementwiseKernel(inputs, outputs, body, name)
+    # Outputs that are passed may be read in `body` too. CuPy infers type letters from arrays only,
+    # so each scalar needs the name of its type.
+    kernel = _cupy().ElementwiseKernel
+    return kernel(inputs, outputs, body, name, preamble=preamble, options=_UNFUSED)
+
+
+def raw_kernel(code: str, name: str) -> Any:
+    """Return the `cupy.RawKernel` called `name` in `code`, CUDA C++."""
+    return _cupy().RawKernel(code, name, options=_UNFUSED)
+
+
+_DEVICE_CHARS = "?bBhHiIlLqQefdFD"
+
+
+def has_device_dtype(array: Any) -> bool:
+    """Return whether CuPy has the dtype of `array`. It lacks text, dates, long double, records."""
+    dtype = array.dtype
+    return dtype.char in _DEVICE_CHARS or dtype.name == "bfloat16"
 
 
 def profiler_marks() -> tuple[Callable[[str], object], Callable[[], object]] | tuple[None, None]:
@@ -340,7 +375,10 @@ def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
 
 def nccl_library() -> Any:
     """Return CuPy's module of NCCL."""
-    library = _cupy().cuda.nccl
+    with warnings.catch_warnings():
+        # Without libnccl CuPy warns on every rank. The error below says it to those who ask.
+        warnings.simplefilter("ignore")
+        library = importlib.import_module("cupy.cuda.nccl")
     if not getattr(library, "available", False):
         raise ImportError("cupy does not find NCCL (python -c 'from cupy.cuda import nccl')")
     return library

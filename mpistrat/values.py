@@ -14,7 +14,7 @@ import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrat import nests
-from mpistrat.arrays import Array, adopted, host_view, is_array, is_foreign, is_number
+from mpistrat.arrays import Array, adopted, host_view, is_array, is_foreign, is_number, on_device
 from mpistrat.pytorch import is_tensor
 from mpistrat.ragged import Ragged
 from mpistrat.system.text import brief
@@ -184,6 +184,9 @@ class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
                 "A Mirrored value cannot be the output of a NumPy function. Use its result."
             )
         return getattr(ufunc, method)(*map(unwrap_mirrored, inputs), **kwargs)
+
+    def __cupy_get_ndarray__(self) -> Any:
+        return on_device(self._component)
 
     def _not_in_place(self, other: Any) -> Any:
         return NotImplemented  # so that ``m += 1`` makes a new value, as for numbers

@@ -11,6 +11,7 @@ from mpistrat.arrays import (
     Array,
     Device,
     Stream,
+    has_device_dtype,
     host_view,
     is_array,
     is_number,
@@ -21,10 +22,6 @@ from mpistrat.arrays import (
 from mpistrat.ragged import Ragged
 
 __all__ = ["transfer_to"]
-
-
-_TEXT = "SU"
-"""Kinds of dtype that no device knows: such arrays stay in host memory."""
 
 
 class _Transfer(Protocol):
@@ -78,14 +75,16 @@ class _DeviceTransfer:
             return leaf._map(self._begin)
         if not _is_moved(leaf):
             return leaf
-        if not is_on_host(leaf) or not np.size(leaf):
+        if not is_on_host(leaf):
             return place(leaf, self._device)
         source = np.asarray(leaf)
-        if source.dtype.kind in _TEXT:
+        if not has_device_dtype(source):
             return source
+        if not source.size:
+            return place(source, self._device)
         buffer = pinned_empty(source.size, source.dtype.newbyteorder("="))
         buffer.reshape(source.shape)[...] = source
-        target = self._device.namespace().empty(source.shape, buffer.dtype)
+        target = self._device.namespace().empty(source.shape, dtype=buffer.dtype)
         # The program may have given this memory up before what it has queued is done with it.
         self._stream.wait_event(self._consumer.record())
         self._stream.copy(target, buffer)

@@ -81,9 +81,12 @@ class _BinaryCounts(Metric[Any]):
         weights = weights_of(truth, beside_first_axes(sample_weight, truth.ndim))
         lowest = 0.5 if self.top_k is None else -np.inf
         at = lowest if self.thresholds is None else self.thresholds
-        counts = [_counts(truth, scores > each, weights) for each in np.ravel(at).tolist()]
-        shape = np.shape(at)
-        self._add(*(np.reshape(each, shape) for each in zip(*counts, strict=True)))
+        if np.ndim(at) == 0:
+            self._add(*_counts(truth, scores > at, weights))
+            return
+        counts = [_counts(truth, scores > each, weights) for each in at]
+        stack = namespace_of(truth).stack
+        self._add(*(stack(each) for each in zip(*counts, strict=True)))
 
 
 class Precision(_BinaryCounts):
@@ -269,7 +272,7 @@ def _thresholds(kind: str, given: Any) -> float | tuple[float, ...] | None:
 def as_labels(kind: str, truth: Array) -> Array:
     """Return labels, each 0 or 1, as bools."""
     check_real("y_true", truth)
-    if truth.dtype != np.bool_ and not namespace_of(truth).all((truth == 0) | (truth == 1)):
+    if truth.dtype != np.bool_ and not bool(((truth == 0) | (truth == 1)).all()):
         raise ValueError(
             f"{kind} takes labels that are 0 or 1, but y_true has others. For several classes give "
             "one-hot labels: np.eye(num_classes)[y_true]."

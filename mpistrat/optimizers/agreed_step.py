@@ -15,7 +15,7 @@ from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.optimizers.gradients import settled_beside
 from mpistrat.optimizers.part_updates import PartUpdate, can_be_summed_in_parts, share_parts
 from mpistrat.optimizers.slots import PreparedStep
-from mpistrat.optimizers.update import Step, Target, gradient_factor
+from mpistrat.optimizers.update import Step, Target, gradient_factor, update_each
 from mpistrat.options import ReduceOp
 from mpistrat.tracing.spans import span
 from mpistrat.values import IndexedSlices
@@ -98,9 +98,14 @@ class AgreedStep:
                 step = Step(constants, keep, factor)
                 if update_all is not None:
                     update_all(step, gradients)
-                for each in updates:
-                    if not each.is_late:
-                        rule.update(step, each.target, each.holder._own(each.gradient))
+                update_each(
+                    *(rule, step),
+                    [
+                        (each.target, each.holder._own(each.gradient))
+                        for each in updates
+                        if not each.is_late
+                    ],
+                )
                 iterations = optimizer.iterations
                 memory = iterations._own_storage if known is None else known.iterations
                 memory += 1

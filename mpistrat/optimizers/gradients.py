@@ -303,8 +303,8 @@ def _add_rows(values: Array, places: Array, added: Array) -> None:
         np.add.at(values, places, added)
         return
     # A device's atomic additions have no order, so ranks would differ in the last bits.
-    rows = host_view(places)
-    order, ends = split_into_rounds(rows)
+    order, ends = split_into_rounds(host_view(places))
+    order_there = namespace_of(values).asarray(order)
     for start, end in itertools.pairwise([0, *ends]):
-        chosen = order[start:end]
-        values[rows[chosen]] += added[chosen]
+        chosen = order_there[start:end]
+        values[places[chosen]] += added[chosen]

@@ -14,14 +14,14 @@ import numpy as np
 
 from mpistrat.arrays import (
     Array,
+    address_of,
     addresses_function,
-    elementwise_kernel,
     is_on_host,
-    namespace_of,
     span_of,
 )
 from mpistrat.comm.wire import is_narrow
 from mpistrat.native import find_library
+from mpistrat.optimizers.device_update import sums_of_squares, update_on_device
 from mpistrat.optimizers.kernels import Kernel, digest
 from mpistrat.values import IndexedSlices
 
@@ -32,6 +32,7 @@ __all__ = [
     "UpdateAll",
     "gradient_factor",
     "slot_dtype",
+    "update_each",
 ]
 
 
@@ -53,7 +54,13 @@ class Rule:
         elif is_on_host(target.weight):
             update_on_host(self, step, target, gradient)
         else:
-            _update_on_device(self, step, target, gradient)
+            self.update_on_device(step, [(target, gradient)])
+
+    def update_on_device(self, step: Step, pairs: Sequence[tuple[Target, Array]]) -> None:
+        """Write to targets on one device, in place; only read the gradients, in C order."""
+        numbers = (step.keep, step.factor, *step.constants)
+        flat = [(target, _flat_real(gradient)) for target, gradient in pairs]
+        update_on_device(self.kernel, numbers, flat)
 
     def _update_rows(self, step: Step, target: Target, gradient: IndexedSlices) -> None:
         # Other rows keep their weight and their slots: momenta do not decay there, and no weight
@@ -111,6 +118,11 @@ class Target:
     def memory(self) -> _Memory:
         """Of this target alone, on the host."""
         return _Memory([self])
+
+    @functools.cached_property
+    def device_addresses(self) -> tuple[int, ...]:
+        """Where the memory of each begins on a device."""
+        return tuple(address_of(each) for each in (self.flat_weight, *self.flat_slots))
 
     def chunk(self, begin: int, stop: int) -> Target:
         """Return a part of a target of 1-d arrays, which is kept."""
@@ -259,26 +271,16 @@ def _library() -> ctypes.CDLL | None:
     return None if path is None else ctypes.CDLL(path)
 
 
-def _update_on_device(rule: Rule, step: Step, target: Target, gradient: Array) -> None:
-    """Write to `target` in place, as `rule` says; only read `gradient`, in C order."""
-    real = _compute_dtype(target.weight.dtype).type
-    numbers = [real(value) for value in (step.keep, step.factor, *step.constants)]
-    _kernel(rule.kernel)(_flat_real(gradient), *numbers, target.flat_weight, *target.flat_slots)
-
-
-@functools.lru_cache
-def _kernel(kernel: Kernel) -> Any:
-    """Return the device's kernel: T is the dtype of the weight, C the one to compute in."""
-    inputs = ["T gradient_in", *(f"C {name}" for name in ("keep", "factor", *kernel.constants))]
-    outputs = ["T weight_out", *(f"C {name}" for name in kernel.slots)]
-    body = (
-        "const C gradient = static_cast<C>(gradient_in) * factor;\n"
-        "C weight = static_cast<C>(weight_out) * keep;\n"
-        f"{kernel.body}\n"
-        "weight_out = weight;"
-    )
-    name = f"mpistrat_{kernel.name}"
-    return elementwise_kernel(", ".join(inputs), ", ".join(outputs), body, name)
+def update_each(rule: Rule, step: Step, pairs: Sequence[tuple[Target, Any]]) -> None:
+    """Do `Rule.update` to each target, in one launch for many arrays of a device."""
+    on_device = []
+    for target, gradient in pairs:
+        if is_on_host(target.weight) or isinstance(gradient, IndexedSlices):
+            rule.update(step, target, gradient)
+        else:
+            on_device.append((target, gradient))
+    if on_device:
+        rule.update_on_device(step, on_device)
 
 
 def gradient_factor(
@@ -304,12 +306,17 @@ def gradient_factor(
 def _sums_of_squares(gradients: Sequence[Any]) -> list[float]:
     """Return the sum of the squares of each gradient, not finite if an element is not."""
     # `IndexedSlices` are coalesced, so that no row counts as two.
-    sums = []
-    for gradient in gradients:
-        array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
-        sum_of_squares = _host_sum_of_squares if is_on_host(array) else _device_sum_of_squares
-        sums.append(sum_of_squares(array))
-    return sums
+    arrays = [
+        each.values if isinstance(each, IndexedSlices) else each  # coalesced
+        for each in gradients
+    ]
+    on_device = [i for i, array in enumerate(arrays) if not is_on_host(array)]
+    flat = [_flat_real(arrays[i]) for i in on_device]
+    wide = [each.astype(_compute_dtype(each.dtype), copy=False) for each in flat]
+    found = dict(zip(on_device, sums_of_squares(wide), strict=True)) if wide else {}
+    return [
+        found[i] if i in found else _host_sum_of_squares(array) for i, array in enumerate(arrays)
+    ]
 
 
 def _host_sum_of_squares(array: np.ndarray) -> float:
@@ -330,12 +337,3 @@ def _sum_of_squares(flat: np.ndarray, dtype: np.dtype) -> float:
             squares = np.multiply(block, block, out=scratch[: block.size], dtype=dtype)
             total += float(np.add.reduce(squares))
     return total
-
-
-def _device_sum_of_squares(array: Array) -> float:
-    """Return the sum of the squares of absolute values, not finite if an element is not."""
-    xp = namespace_of(array)
-    flat = _flat_real(array)
-    wide = flat.astype(_compute_dtype(flat.dtype), copy=False)
-    total = float(xp.dot(wide, wide))
-    return total if xp.isfinite(total) else float(xp.sum(wide.astype(xp.float64) ** 2))

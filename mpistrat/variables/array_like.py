@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpistrat.arrays import Array, host_view
+from mpistrat.arrays import Array, host_view, on_device
 from mpistrat.system.text import html_table, readable_size, small_values
 
 __all__ = ["ArrayLike"]
@@ -64,6 +64,9 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
                 "without a copy."
             )
         return value if dtype is None else value.astype(dtype, copy=False)
+
+    def __cupy_get_ndarray__(self) -> Any:
+        return on_device(self.value())
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(out, ArrayLike) for out in kwargs.get("out", ())):
