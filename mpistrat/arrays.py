@@ -37,7 +37,6 @@ __all__ = [
     "adopted",
     "array_at_function",
     "count_gpus",
-    "elementwise_kernel",
     "has_device_dtype",
     "host_copy",
     "host_view",
@@ -288,14 +287,6 @@ def addresses_function() -> Callable[[list[np.ndarray]], bytes]:
 
 _UNFUSED = ("--fmad=false",)
 """NVRTC fuses products with sums otherwise, and a fused one is rounded differently on the host."""
-
-
-def elementwise_kernel(inputs: str, outputs: str, body: str, name: str, preamble: str = "") -> Any:
-    """Return a `cupy.ElementwiseKernel` that does `body`, in CUDA C++, to each element."""
-    # Outputs that are passed may be read in `body` too. CuPy infers type letters from arrays only,
-    # so each scalar needs the name of its type.
-    kernel = _cupy().ElementwiseKernel
-    return kernel(inputs, outputs, body, name, preamble=preamble, options=_UNFUSED)
 
 
 def raw_kernel(code: str, name: str) -> Any:

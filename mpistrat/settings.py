@@ -96,6 +96,7 @@ _READERS = {
     "flight_length": _Reader(_positive_integer, "Use a whole number, at least 1."),
     "timeline": _PATH,
     "oversubscribe": _SWITCH,
+    "share_gpus": _SWITCH,
     "data_threads": _Reader(_positive_integer_or_auto, "Use a whole number, at least 1, or auto."),
     "restart": _Reader(_not_negative, "Use a whole number, at least 0."),
     "fault": _Reader(str, ""),
@@ -132,7 +133,9 @@ class Settings:
     timeline: str | None = None
     """File for the timeline of all ranks; ``None``: there is none."""
     oversubscribe: bool = False
-    """Whether ranks may share a GPU, and cores without a warning."""
+    """Whether ranks may share cores without a warning."""
+    share_gpus: bool = False
+    """Whether several ranks may compute on one GPU."""
     data_threads: int | None = None
     """Threads that decode HDF5 chunks; ``None`` (auto): this rank's share of the cores."""
     restart: int = 0

@@ -30,7 +30,7 @@ from mpistrat.doctor.facts import (
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.world import World
 from mpistrat.settings import environment, settings_at_the_end
-from mpistrat.strategies.devices import choose_devices
+from mpistrat.strategies.devices import choose_devices, ranks_on_one_gpu
 from mpistrat.system.text import rank_list
 
 __all__ = [
@@ -129,10 +129,10 @@ def check_gpus(facts: Sequence[RankFacts]) -> Finding:
         if finding is not None:
             return finding
     numbers = {node: number for number, node in enumerate(dict.fromkeys(f.node for f in facts))}
+    offers, nodes = [each.offer for each in facts], [numbers[each.node] for each in facts]
+    may_share = settings_at_the_end().share_gpus
     try:
-        devices = choose_devices(
-            [each.offer for each in facts], [numbers[each.node] for each in facts], False
-        )
+        devices = choose_devices(offers, nodes, may_share)
     except LaunchError as error:
         what, _, remedy = str(error).partition(". ")
         return Finding.problem("gpus", what, _WHY_SHARED, remedy)
@@ -153,6 +153,10 @@ def check_gpus(facts: Sequence[RankFacts]) -> Finding:
         for each, device in zip(facts, devices, strict=True)
     ]
     shown = "; ".join(owners[:4]) + ("; ..." if len(owners) > 4 else "")
+    shared = ranks_on_one_gpu(offers, devices)
+    if shared:
+        seen = f"{rank_list(shared)} share one GPU, as MPISTRAT_SHARE_GPUS=on allows ({shown})"
+        return Finding.warning("gpus", seen, _WHY_SHARED, "as many ranks on a node as it has GPUs")
     return Finding.ok("gpus", f"one for each rank ({shown})")
 
 

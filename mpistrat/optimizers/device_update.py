@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ import numpy as np
 from mpistrat.arrays import (
     Array,
     address_of,
-    elementwise_kernel,
     namespace_of,
     on_device_of,
     raw_kernel,
@@ -19,7 +19,72 @@ from mpistrat.arrays import (
 from mpistrat.optimizers.kernels import Kernel
 
 _C_TYPES = {"f": "float", "d": "double"}
-"""The dtypes that the kernels of many arrays take, by NumPy's character."""
+"""The dtypes of gradients whose squares are summed, by NumPy's character."""
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """How the weights of a dtype lie in memory, and in what a kernel computes with them."""
+
+    stored: str
+    real: str
+    conversions: str = "#define WIDE(number) (number)\n#define NARROW(number) (number)\n"
+
+
+# The halves by their bits: CuPy has no arithmetic of bfloat16, and CUDA's header of float16 is not
+# in the wheel. Both round to nearest even, as NumPy and ml_dtypes do.
+_BITS = """\
+typedef union { unsigned bits; float number; } Bits;
+#define WIDE(number) wide(number)
+#define NARROW(number) narrow(number)
+"""
+_BFLOAT16 = """\
+__device__ float wide(unsigned short half) {
+    Bits full;
+    full.bits = (unsigned)half << 16;
+    return full.number;
+}
+__device__ unsigned short narrow(float number) {
+    Bits full;
+    full.number = number;
+    if (number != number) return (full.bits >> 16 & 0x8000u) | 0x7fc0u;
+    return (full.bits + 0x7fffu + (full.bits >> 16 & 1u)) >> 16;
+}
+"""
+_FLOAT16 = """\
+__device__ float wide(unsigned short half) {
+    Bits full, scale;
+    full.bits = (half & 0x7fffu) << 13;
+    scale.bits = 0x77800000u;                               /* 2^112 */
+    full.number *= scale.number;                            /* subnormals too */
+    if ((half & 0x7c00u) == 0x7c00u) full.bits |= 0x7f800000u;  /* infinity and NaN */
+    full.bits |= (half & 0x8000u) << 16;
+    return full.number;
+}
+__device__ unsigned short narrow(float number) {
+    Bits full, shift;
+    full.number = number;
+    const unsigned sign = full.bits & 0x80000000u;
+    unsigned half;
+    full.bits ^= sign;
+    if (full.bits >= 0x47800000u) {                         /* 2^16 and more, NaN */
+        half = full.bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    } else if (full.bits < 0x38800000u) {                   /* below 2^-14: this sum rounds */
+        shift.bits = 0x3f000000u;
+        full.number += shift.number;
+        half = full.bits - shift.bits;
+    } else {
+        half = (full.bits + 0xc8000fffu + (full.bits >> 13 & 1u)) >> 13;
+    }
+    return half | sign >> 16;
+}
+"""
+_STORAGE = {
+    "float32": _Storage("float", "float"),
+    "float64": _Storage("double", "double"),
+    "float16": _Storage("unsigned short", "float", _BITS + _FLOAT16),
+    "bfloat16": _Storage("unsigned short", "float", _BITS + _BFLOAT16),
+}
 
 _THREADS = 256
 _MAX_ARRAYS = 64
@@ -36,13 +101,20 @@ def update_on_device(kernel: Kernel, numbers: Sequence[float], pairs: Sequence[P
     """Update each target by its gradient, all on one device."""
     by_dtype: dict[np.dtype, list[Pair]] = {}
     for target, gradient in pairs:
-        by_dtype.setdefault(target.flat_weight.dtype, []).append((target, gradient))
+        if target.flat_weight.size:
+            by_dtype.setdefault(target.flat_weight.dtype, []).append((target, gradient))
     for dtype, alike in by_dtype.items():
-        if dtype.char in _C_TYPES:
-            _update_many(kernel, dtype, numbers, alike)
-        else:
-            for target, gradient in alike:
-                _update_half(kernel, numbers, target, gradient)
+        compiled = _update_kernel(kernel, dtype.name)
+        real = np.float64 if _STORAGE[dtype.name].real == "double" else np.float32
+        constants = [real(number) for number in numbers]
+        for group in _groups(alike):
+            columns = [[target.flat_weight.size for target, _ in group]]
+            columns.append([address_of(gradient) for _, gradient in group])
+            columns += zip(*(target.device_addresses for target, _ in group), strict=True)
+            table, num_blocks = _table(columns, _UPDATED_BY_BLOCK)
+            with on_device_of(group[0][1]):
+                arguments = (table, np.int32(len(group)), *constants)
+                compiled((sum(num_blocks),), (_THREADS,), arguments)
 
 
 def sums_of_squares(arrays: Sequence[Array]) -> list[float]:
@@ -70,22 +142,6 @@ def sums_of_squares(arrays: Sequence[Array]) -> list[float]:
 def _groups(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
     for begin in range(0, len(items), _MAX_ARRAYS):
         yield items[begin : begin + _MAX_ARRAYS]
-
-
-def _update_many(
-    kernel: Kernel, dtype: np.dtype, numbers: Sequence[float], pairs: Sequence[Pair]
-) -> None:
-    compiled = _many_kernel(kernel, dtype.char)
-    constants = [dtype.type(number) for number in numbers]
-    filled = [pair for pair in pairs if pair[0].flat_weight.size]
-    for group in _groups(filled):
-        columns = [[target.flat_weight.size for target, _ in group]]
-        columns.append([address_of(gradient) for _, gradient in group])
-        columns += zip(*(target.device_addresses for target, _ in group), strict=True)
-        table, num_blocks = _table(columns, _UPDATED_BY_BLOCK)
-        with on_device_of(group[0][1]):
-            arguments = (table, np.int32(len(group)), *constants)
-            compiled((sum(num_blocks),), (_THREADS,), arguments)
 
 
 def _start_sums(arrays: Sequence[Array]) -> tuple[Array, list[int]]:
@@ -140,27 +196,31 @@ extern "C" __global__ void {name}(const Table table, const int count, {parameter
     }}"""
 
 
-def many_source(kernel: Kernel, char: str) -> tuple[str, str]:
-    """Return CUDA code of `kernel` for many arrays of a dtype, and the name of its function."""
-    real, name = _C_TYPES[char], f"mpistrat_{kernel.name}_{char}"
-    parameters = ", ".join(
-        f"const {real} {each}" for each in ("keep", "factor", *kernel.constants)
-    )
-    found = [f"    const {real} *gradients = (const {real} *)table.columns[1][k];"]
-    for column, each in enumerate(("weight", *kernel.slots), 2):
+def update_source(kernel: Kernel, dtype: str) -> tuple[str, str]:
+    """Return CUDA code of `kernel` for weights of a dtype, and the name of its function."""
+    # Halves are computed with in float32, of which their slots are too.
+    storage, name = _STORAGE[dtype], f"mpistrat_{kernel.name}_{dtype}"
+    real, stored = storage.real, storage.stored
+    parameters = ", ".join(f"const {real} {each}" for each in ("keep", "factor", *kernel.constants))
+    found = [
+        f"    const {stored} *gradients = (const {stored} *)table.columns[1][k];",
+        f"    {stored} *weights = ({stored} *)table.columns[2][k];",
+    ]
+    for column, each in enumerate(kernel.slots, 3):
         found.append(f"    {real} *{each}_of = ({real} *)table.columns[{column}][k];")
     body = [
-        f"        const {real} gradient = gradients[i] * factor;",
-        f"        {real} weight = weight_of[i] * keep;",
+        f"        const {real} gradient = WIDE(gradients[i]) * factor;",
+        f"        {real} weight = WIDE(weights[i]) * keep;",
         *(f"        {real} {each} = {each}_of[i];" for each in kernel.slots),
         f"        {kernel.body}",
-        *(f"        {each}_of[i] = {each};" for each in ("weight", *kernel.slots)),
+        "        weights[i] = NARROW(weight);",
+        *(f"        {each}_of[i] = {each};" for each in kernel.slots),
     ]
     num_columns = 3 + len(kernel.slots)
     text = _source(
         name, num_columns, _UPDATED_BY_BLOCK, parameters, "\n".join(found), "\n".join(body)
     )
-    return text + "\n}\n", name
+    return storage.conversions + text + "\n}\n", name
 
 
 def squares_source(char: str) -> tuple[str, str]:
@@ -173,57 +233,10 @@ def squares_source(char: str) -> tuple[str, str]:
 
 
 @functools.lru_cache
-def _many_kernel(kernel: Kernel, char: str) -> Any:
-    return raw_kernel(*many_source(kernel, char))
+def _update_kernel(kernel: Kernel, dtype: str) -> Any:
+    return raw_kernel(*update_source(kernel, dtype))
 
 
 @functools.lru_cache
 def _squares_kernel(char: str) -> Any:
     return raw_kernel(*squares_source(char))
-
-
-_BFLOAT16 = """\
-__device__ float mpistrat_wide(unsigned short bits) {
-    union { unsigned bits; float number; } wide;
-    wide.bits = (unsigned)bits << 16;
-    return wide.number;
-}
-__device__ unsigned short mpistrat_narrow(float number) {
-    union { unsigned bits; float number; } wide;
-    wide.number = number;
-    if (number != number) return (wide.bits >> 16 & 0x8000u) | 0x7fc0u;
-    return (wide.bits + 0x7fffu + (wide.bits >> 16 & 1u)) >> 16;
-}
-"""
-"""Conversions that round to nearest even. CuPy has no arithmetic of bfloat16."""
-
-
-@functools.lru_cache
-def _half_kernel(kernel: Kernel, is_bfloat16: bool) -> Any:
-    """Return the kernel for one array of halves, which computes in float32."""
-    half = "uint16" if is_bfloat16 else "float16"
-    wide, narrow = ("mpistrat_wide", "mpistrat_narrow") if is_bfloat16 else ("(float)", "(float16)")
-    scalars = [f"float32 {each}" for each in ("keep", "factor", *kernel.constants)]
-    body = (
-        f"const float gradient = {wide}(gradient_in) * factor;\n"
-        f"float weight = {wide}(weight_out) * keep;\n"
-        f"{kernel.body}\n"
-        f"weight_out = {narrow}(weight);"
-    )
-    return elementwise_kernel(
-        ", ".join([f"{half} gradient_in", *scalars]),
-        ", ".join([f"{half} weight_out", *(f"float32 {each}" for each in kernel.slots)]),
-        body,
-        f"mpistrat_{kernel.name}_{half}",
-        _BFLOAT16 if is_bfloat16 else "",
-    )
-
-
-def _update_half(kernel: Kernel, numbers: Sequence[float], target: Any, gradient: Array) -> None:
-    weight = target.flat_weight
-    is_bfloat16 = weight.dtype.name == "bfloat16"
-    if is_bfloat16:
-        weight, gradient = weight.view(np.uint16), gradient.view(np.uint16)
-    constants = [np.float32(number) for number in numbers]
-    with on_device_of(weight):
-        _half_kernel(kernel, is_bfloat16)(gradient, *constants, weight, *target.flat_slots)

@@ -20,7 +20,14 @@ from mpistrat.system.text import rank_list, ranks_by_value
 if TYPE_CHECKING:
     from mpistrat.cuda_awareness import CudaAwareness
 
-__all__ = ["Offer", "choose_devices", "make_offer", "open_device_capabilities", "prepare_device"]
+__all__ = [
+    "Offer",
+    "choose_devices",
+    "make_offer",
+    "open_device_capabilities",
+    "prepare_device",
+    "ranks_on_one_gpu",
+]
 
 
 @dataclass(frozen=True)
@@ -137,16 +144,25 @@ def choose_devices(
     for node in dict.fromkeys(node_of_rank):
         mates = [rank for rank, each in enumerate(node_of_rank) if each == node]
         chosen = choose_gpus([offers[rank] for rank in mates])
-        gpus: dict[int, str] = {}
         for rank, index in zip(mates, chosen, strict=True):
-            offer = offers[rank]
-            if offer is not None and index is not None:
+            if index is not None:
                 devices[rank] = Device("gpu", index)
-                gpus[rank] = offer.gpus[index]
-        shared = _ranks_on_one_gpu(gpus.items())
+        shared = ranks_on_one_gpu(offers, devices, mates)
         if shared and not may_share:
             raise LaunchError(_format_sharing(shared, [offers[rank] for rank in mates]))
     return devices
+
+
+def ranks_on_one_gpu(
+    offers: Sequence[Offer | None], devices: Sequence[Device], ranks: Iterable[int] | None = None
+) -> list[int]:
+    """Return the first ranks, of all or of `ranks`, that share a GPU."""
+    gpus = []
+    for rank in range(len(offers)) if ranks is None else ranks:
+        offer, device = offers[rank], devices[rank]
+        if offer is not None and device.kind == "gpu":
+            gpus.append((rank, offer.gpus[device.index]))
+    return _ranks_on_one_gpu(gpus)
 
 
 def _ranks_on_one_gpu(gpus: Iterable[tuple[int, str]]) -> list[int]:
@@ -159,7 +175,7 @@ def _format_sharing(ranks: Sequence[int], of_node: Sequence[Offer | None]) -> st
     visible = {gpu for offer in of_node if offer is not None for gpu in offer.gpus}
     num_ranks = sum(offer is not None for offer in of_node)
     who = f"{rank_list(ranks)} would compute on one GPU"
-    share = "MPISTRAT_OVERSUBSCRIBE=on lets ranks share GPUs."
+    share = "MPISTRAT_SHARE_GPUS=on lets ranks share GPUs."
     if len(visible) >= num_ranks:
         return (
             f"{who}, but their node shows {len(visible)} GPUs to its {num_ranks} ranks. Give each "

@@ -323,7 +323,7 @@ def _open_devices(
     if not any(offers):
         return DeviceCapabilities(Device("cpu"))
     with AllOrNone(channel, "MPIStrategy"):
-        devices = choose_devices(offers, world.node_of_rank, chosen.oversubscribe)
+        devices = choose_devices(offers, world.node_of_rank, chosen.share_gpus)
     return open_device_capabilities(world, devices[world.rank], chosen.cuda_aware)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Place:
     """``"cpu"`` or ``"gpu"``."""
     index: int
     """Number of the device among those of its kind."""
+    is_own: bool = False
+    """Whether it is ``"gpu"``, without a number: the GPU of the rank itself."""
 
 
 def parse_place(text: str, num_tasks: int) -> Place:
@@ -67,7 +70,8 @@ def parse_place(text: str, num_tasks: int) -> Place:
             f"The device {text!r} is on task {task}, but the tasks are 0 to {num_tasks - 1}."
         )
     kind = match["kind"].lower().replace("cuda", "gpu")
-    return Place(task, kind, int(match["index"] or 0))
+    is_own = kind == "gpu" and match["index"] is None
+    return Place(task, kind, int(match["index"] or 0), is_own)
 
 
 def format_device(task: int, kind: str, index: int) -> str:
@@ -100,6 +104,8 @@ def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> 
 
 def _named_place(call: CollectiveCall, text: str, device: Device, num_tasks: int) -> Place:
     where = parse_place(text, num_tasks)
+    if where.is_own and device.kind == "gpu":
+        where = dataclasses.replace(where, index=device.index)
     if (where.kind, where.index) not in (("cpu", 0), (device.kind, device.index)):
         choices = " or ".join(sorted({'"cpu:0"', f'"{device}"'}))
         raise ValueError(

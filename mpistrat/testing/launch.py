@@ -55,6 +55,7 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MPISTRAT_OVERSUBSCRIBE": "on",
+        "MPISTRAT_SHARE_GPUS": "on",
         # A rank that crashes, or is asked by SIGABRT because it hangs, prints where it is.
         "PYTHONFAULTHANDLER": "1",
     }

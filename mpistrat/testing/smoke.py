@@ -125,8 +125,24 @@ def _installation(job: _Job) -> str:
 def _launch(job: _Job) -> str:
     (ranks,) = {tuple(job.strategy.extended._collectives.gather_json(job.rank, "smoke"))}
     _expect(ranks, range(job.size), "ranks")
-    device = "a GPU each" if job.uses_gpu else "host memory"
-    return f"{job.size} rank{'s' if job.size > 1 else ''} found each other, with {device}"
+    device = job.strategy.extended.device
+    own = device.gpu_identity() if job.uses_gpu else None
+    gpus = job.strategy.extended._collectives.gather_json(own, "smoke")
+    ranks = f"{job.size} rank{'s' if job.size > 1 else ''}"
+    return f"{ranks} found each other, {_describe_gpus(gpus)}"
+
+
+def _describe_gpus(gpus: Sequence[str | None]) -> str:
+    """Return who computes where, of the GPU of each rank, ``None`` for host memory."""
+    with_gpu = [gpu for gpu in gpus if gpu is not None]
+    num_gpus = len(set(with_gpu))
+    if not with_gpu:
+        return "with host memory"
+    if len(with_gpu) < len(gpus):
+        return f"{len(with_gpu)} with a GPU, the others with host memory"
+    if num_gpus == len(gpus):
+        return "with a GPU each"
+    return f"and share {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
 
 
 def _collectives(job: _Job) -> str:
