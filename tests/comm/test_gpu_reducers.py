@@ -5,6 +5,8 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.arrays import count_gpus, host_view
+from mpistrat.comm.nccl import NcclReducer
+from mpistrat.comm.wire import is_narrow
 from tests.comm.test_device_reducers import DTYPES, Op, nest, numbers
 from tests.helpers import as_bytes, result_of
 
@@ -29,8 +31,16 @@ def options(request, gpus):
 
 
 @pytest.fixture
-def gpus():
+def gpus(monkeypatch):
+    monkeypatch.setenv("MPISTRAT_SHARE_GPUS", "on")
     return ms.MPIStrategy(device="gpu")
+
+
+def knows(options, op, dtype):
+    """Return whether device arrays of `dtype` may be reduced with `options`."""
+    is_nccl = options.implementation is ms.CommunicationImplementation.NCCL
+    travels_as = np.float32 if is_narrow(np.dtype(dtype)) else dtype
+    return not is_nccl or NcclReducer.knows(op, np.dtype(travels_as))
 
 
 def all_reduce(op, values, options):
@@ -45,7 +55,7 @@ def put(arrays):
 
 @pytest.mark.parametrize("op", Op)
 def test_devices_give_the_bits_of_the_host(gpus, rank, op, options):
-    arrays = nest(rank, op)
+    arrays = [each for each in nest(rank, op) if knows(options, op, each.dtype)]
     sources = put(arrays)
     expected = result_of(gpus, lambda: all_reduce(op, arrays, ms.CommunicationOptions()))
     found = result_of(gpus, lambda: all_reduce(op, sources, options))
@@ -95,6 +105,10 @@ def test_started_reductions_overlap_and_end_in_any_order(gpus, rank, size, optio
 def test_one_rank_alone_may_get_the_result(gpus, rank, size, dtype, options):
     (source,) = put([numbers(rank, (100,), dtype)])
     place = f"/job:worker/task:{size - 1}/device:CPU:0"
+    if not knows(options, Op.SUM, dtype):
+        with pytest.raises(TypeError, match="NCCL cannot reduce"):
+            gpus.extended.reduce_to("sum", source, place, options)
+        return
     found = gpus.extended.reduce_to("sum", source, place, options)
     expected = gpus.extended.reduce_to("sum", numbers(rank, (100,), dtype), place)
     assert (found is None) == (rank != size - 1)
