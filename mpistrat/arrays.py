@@ -22,13 +22,14 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from mpistrat.device_namespace import taking_variables
+from mpistrat.device_operands import taking_variables
 from mpistrat.errors import LaunchError
 from mpistrat.native import native_library
 from mpistrat.pytorch import is_tensor
 from mpistrat.sharding import cut
 
 __all__ = [
+    "COMPILER_OPTIONS",
     "Array",
     "Device",
     "Stream",
@@ -44,6 +45,7 @@ __all__ = [
     "is_foreign",
     "is_number",
     "is_on_host",
+    "launch_kernel",
     "namespace_of",
     "native",
     "nccl_library",
@@ -53,7 +55,6 @@ __all__ = [
     "pinned_empty",
     "place",
     "profiler_marks",
-    "raw_kernel",
     "span_of",
     "synchronize",
 ]
@@ -285,13 +286,27 @@ def addresses_function() -> Callable[[list[np.ndarray]], bytes]:
     return compiled
 
 
-_UNFUSED = ("--fmad=false",)
-"""NVRTC fuses products with sums otherwise, and a fused one is rounded differently on the host."""
+def launch_kernel(code: str, name: str, grid: int, block: int, arguments: tuple[Any, ...]) -> None:
+    """Queue the kernel called `name` in `code`, CUDA C++, on the current device and stream.
+
+    It rounds as the host does: no product is fused with a sum, and subnormal numbers stay.
+    """
+    device = _cupy().cuda.runtime.getDevice()
+    _loaded_kernel(code, name, device)((grid, 1, 1), (block, 1, 1), arguments)
 
 
-def raw_kernel(code: str, name: str) -> Any:
-    """Return the `cupy.RawKernel` called `name` in `code`, CUDA C++."""
-    return _cupy().RawKernel(code, name, options=_UNFUSED)
+COMPILER_OPTIONS = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+
+
+@functools.lru_cache
+def _loaded_kernel(code: str, name: str, device: int) -> Any:
+    # A cupy.RawKernel flushes subnormal numbers to zero: CuPy appends that to all options.
+    cuda = _cupy().cuda
+    filename = f"{name}.cu"
+    compiled, _ = cuda.compiler.compile_using_nvrtc(code, COMPILER_OPTIONS, filename=filename)
+    module = cuda.function.Module()
+    module.load(compiled)
+    return module.get_function(name)
 
 
 _DEVICE_CHARS = "?bBhHiIlLqQefdFD"

@@ -15,6 +15,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrat import nests
 from mpistrat.arrays import Array, adopted, host_view, is_array, is_foreign, is_number, on_device
+from mpistrat.device_operands import ForNumPy
 from mpistrat.pytorch import is_tensor
 from mpistrat.ragged import Ragged
 from mpistrat.system.text import brief
@@ -177,7 +178,12 @@ class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
     """
 
     __slots__ = ()
+    __array_priority__ = 101  # above that of CuPy's arrays
 
+    def __rmatmul__(self, other: Any) -> Any:
+        return unwrap_mirrored(other) @ self._component
+
+    @ForNumPy
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(out, Mirrored) for out in kwargs.get("out", ())):
             raise TypeError(

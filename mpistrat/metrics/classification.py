@@ -81,7 +81,7 @@ class _BinaryCounts(Metric[Any]):
         weights = weights_of(truth, beside_first_axes(sample_weight, truth.ndim))
         lowest = 0.5 if self.top_k is None else -np.inf
         at = lowest if self.thresholds is None else self.thresholds
-        if np.ndim(at) == 0:
+        if not isinstance(at, tuple):
             self._add(*_counts(truth, scores > at, weights))
             return
         counts = [_counts(truth, scores > each, weights) for each in at]

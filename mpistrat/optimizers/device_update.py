@@ -12,9 +12,9 @@ import numpy as np
 from mpistrat.arrays import (
     Array,
     address_of,
+    launch_kernel,
     namespace_of,
     on_device_of,
-    raw_kernel,
 )
 from mpistrat.optimizers.kernels import Kernel
 
@@ -104,17 +104,19 @@ def update_on_device(kernel: Kernel, numbers: Sequence[float], pairs: Sequence[P
         if target.flat_weight.size:
             by_dtype.setdefault(target.flat_weight.dtype, []).append((target, gradient))
     for dtype, alike in by_dtype.items():
-        compiled = _update_kernel(kernel, dtype.name)
+        code, name = update_source(kernel, dtype.name)
         real = np.float64 if _STORAGE[dtype.name].real == "double" else np.float32
         constants = [real(number) for number in numbers]
         for group in _groups(alike):
             columns = [[target.flat_weight.size for target, _ in group]]
             columns.append([address_of(gradient) for _, gradient in group])
-            columns += zip(*(target.device_addresses for target, _ in group), strict=True)
+            columns += map(
+                list, zip(*(target.device_addresses for target, _ in group), strict=True)
+            )
             table, num_blocks = _table(columns, _UPDATED_BY_BLOCK)
             with on_device_of(group[0][1]):
                 arguments = (table, np.int32(len(group)), *constants)
-                compiled((sum(num_blocks),), (_THREADS,), arguments)
+                launch_kernel(code, name, sum(num_blocks), _THREADS, arguments)
 
 
 def sums_of_squares(arrays: Sequence[Array]) -> list[float]:
@@ -151,8 +153,9 @@ def _start_sums(arrays: Sequence[Array]) -> tuple[Array, list[int]]:
     xp = namespace_of(arrays[0])
     with on_device_of(arrays[0]):
         partial = xp.empty((sum(num_blocks), _THREADS), dtype=np.float64)
-        compiled = _squares_kernel(arrays[0].dtype.char)
-        compiled((len(partial),), (_THREADS,), (table, np.int32(len(arrays)), partial))
+        code, name = squares_source(arrays[0].dtype.char)
+        arguments = (table, np.int32(len(arrays)), partial)
+        launch_kernel(code, name, len(partial), _THREADS, arguments)
         return partial.sum(axis=1), num_blocks
 
 
@@ -196,6 +199,7 @@ extern "C" __global__ void {name}(const Table table, const int count, {parameter
     }}"""
 
 
+@functools.lru_cache
 def update_source(kernel: Kernel, dtype: str) -> tuple[str, str]:
     """Return CUDA code of `kernel` for weights of a dtype, and the name of its function."""
     # Halves are computed with in float32, of which their slots are too.
@@ -223,6 +227,7 @@ def update_source(kernel: Kernel, dtype: str) -> tuple[str, str]:
     return storage.conversions + text + "\n}\n", name
 
 
+@functools.lru_cache
 def squares_source(char: str) -> tuple[str, str]:
     """Return CUDA code that leaves one sum of squares for each thread, and its function's name."""
     real, name = _C_TYPES[char], f"mpistrat_squares_{char}"
@@ -230,13 +235,3 @@ def squares_source(char: str) -> tuple[str, str]:
     body = "        const double number = numbers[i];\n        sum += number * number;"
     text = _source(name, 2, _SQUARED_BY_BLOCK, "double *sums", found, body)
     return text + f"\n    sums[blockIdx.x * {_THREADS} + threadIdx.x] = sum;\n}}\n", name
-
-
-@functools.lru_cache
-def _update_kernel(kernel: Kernel, dtype: str) -> Any:
-    return raw_kernel(*update_source(kernel, dtype))
-
-
-@functools.lru_cache
-def _squares_kernel(char: str) -> Any:
-    return raw_kernel(*squares_source(char))

@@ -128,8 +128,8 @@ def _launch(job: _Job) -> str:
     device = job.strategy.extended.device
     own = device.gpu_identity() if job.uses_gpu else None
     gpus = job.strategy.extended._collectives.gather_json(own, "smoke")
-    ranks = f"{job.size} rank{'s' if job.size > 1 else ''}"
-    return f"{ranks} found each other, {_describe_gpus(gpus)}"
+    who = f"{job.size} rank{'s' if job.size > 1 else ''}"
+    return f"{who} found each other, {_describe_gpus(gpus)}"
 
 
 def _describe_gpus(gpus: Sequence[str | None]) -> str:

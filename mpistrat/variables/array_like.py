@@ -12,6 +12,7 @@ import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrat.arrays import Array, host_view, on_device
+from mpistrat.device_operands import ForNumPy
 from mpistrat.system.text import html_table, readable_size, small_values
 
 __all__ = ["ArrayLike"]
@@ -68,6 +69,12 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
     def __cupy_get_ndarray__(self) -> Any:
         return on_device(self.value())
 
+    __array_priority__ = 101  # above that of CuPy's arrays
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return other @ self.value()
+
+    @ForNumPy
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(out, ArrayLike) for out in kwargs.get("out", ())):
             raise TypeError(

@@ -8,9 +8,11 @@ positional arguments that CuPy takes by keyword only, dtypes that it does not ha
 other than the program's are as late as they may be, and new memory holds garbage.
 """
 
+import types as _types
+
 import numpy as _np
 
-from . import cuda
+from . import _kernels, cuda
 from ._array import ndarray
 from ._functions import NAMES as _NAMES
 from ._functions import make_functions as _make_functions
@@ -23,6 +25,8 @@ globals().update(_made)
 for _name in _NAMES["others"]:
     if _name not in globals() and hasattr(_np, _name):
         globals()[_name] = getattr(_np, _name)
+cuda.compiler = _types.SimpleNamespace(compile_using_nvrtc=_kernels.compile_using_nvrtc)
+cuda.function = _types.SimpleNamespace(Module=_kernels.Module)
 ufunc = type(_made["add"])
 bool = _np.bool_
 float_, complex_ = _np.float64, _np.complex128

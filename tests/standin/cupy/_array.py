@@ -371,12 +371,21 @@ def _add_operators():
         setattr(ndarray, f"__i{short}__", in_place)
 
     def _call(function, left, right):
-        # CuPy asks NumPy, which asks each operand in turn.
         import cupy
 
-        if all(isinstance(each, ndarray) for each in (left, right)):
-            return getattr(cupy, function)(left, right)
-        return getattr(np, function)(left, right)
+        own, other = (left, right) if isinstance(left, ndarray) else (right, left)
+        if not isinstance(other, ndarray):
+            if _leaves_to(own, other):
+                return NotImplemented
+            if function != "matmul":
+                return getattr(np, function)(left, right)  # which asks each operand in turn
+        return getattr(cupy, function)(left, right)
+
+    def _leaves_to(own, other):
+        try:
+            return other.__array_ufunc__ is None
+        except AttributeError:
+            return getattr(other, "__array_priority__", 0) > own.__array_priority__
 
     for short, function in names.items():
         define(short, function)

@@ -133,6 +133,9 @@ def _where(condition, x=None, y=None):
 
 
 def _matmul(*args, **kwargs):
+    for each in args:
+        if not isinstance(each, ndarray):
+            raise TypeError(f"Argument 'b' has incorrect type (got {type(each).__name__})")
     left, right = (operand(each) for each in args)
     return wrap(np.matmul(left, right))
 

@@ -1,5 +1,6 @@
 """Kernels, which the C compiler of this machine compiles."""
 
+import ast
 import ctypes
 import functools
 import hashlib
@@ -133,6 +134,19 @@ class ElementwiseKernel:
 
 def _is_half(dtype):
     return dtype.name in ("float16", "bfloat16")
+
+
+def compile_using_nvrtc(source, options=(), arch=None, filename="kern.cu"):
+    return repr((source, tuple(options))).encode(), None
+
+
+class Module:
+    def load(self, cubin):
+        self._given = ast.literal_eval(cubin.decode())
+
+    def get_function(self, name):
+        kernel = RawKernel(self._given[0], name, self._given[1])
+        return lambda grid, block, args: kernel(grid, block, args)
 
 
 class RawKernel:

@@ -62,6 +62,7 @@ class Device:
 
 
 _streams = {}
+_in_turn = threading.RLock()
 
 
 class Stream:
@@ -91,9 +92,10 @@ class Stream:
         self.run(len(self.work))
 
     def run(self, count):
-        for _ in range(count):
-            if self.work:
-                self.work.pop(0)()
+        with _in_turn:  # a thread that prefetches and the program may run one stream
+            for _ in range(count):
+                if self.work:
+                    self.work.pop(0)()
 
     def wait_event(self, event):
         self.add(event.synchronize)

@@ -1,4 +1,4 @@
-"""Array namespace of a device whose functions take variables too."""
+"""Variables as operands of CuPy: in its functions, and on the right of its operators."""
 
 from __future__ import annotations
 
@@ -6,9 +6,26 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["taking_variables"]
+__all__ = ["ForNumPy", "taking_variables"]
 
 _PROTOCOL = "__cupy_get_ndarray__"
+
+
+class ForNumPy:
+    """Decorator of ``__array_ufunc__`` that NumPy sees and CuPy does not.
+
+    ``x @ w`` with a CuPy array `x` fails if the variable `w` has ``__array_ufunc__``: CuPy then
+    computes it itself, and its matrix product takes no variables. Without, it leaves the operator
+    to the operand of higher ``__array_priority__``. NumPy looks in the class, CuPy in the instance.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
+        if instance is not None:
+            raise AttributeError("__array_ufunc__ is found in the class only")
+        return self._function
 
 
 class _Namespace(types.ModuleType):
