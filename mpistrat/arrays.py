@@ -1,4 +1,4 @@
-"""Arrays and devices: the only module that imports cupy.
+"""Arrays and devices, on the host and on GPUs.
 
 Everything above works on `xp`, the namespace of the given array (NumPy or CuPy through
 array-api-compat), and asks here where host and device differ.
@@ -12,8 +12,6 @@ import importlib
 import math
 import numbers
 import re
-import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,39 +20,34 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from mpistrat.device_operands import taking_variables
+from mpistrat import cuda
 from mpistrat.errors import LaunchError
 from mpistrat.native import native_library
-from mpistrat.pytorch import is_tensor
+from mpistrat.pytorch import as_own_dtype, host_array, is_tensor
 from mpistrat.sharding import cut
 
 __all__ = [
-    "COMPILER_OPTIONS",
     "Array",
     "Device",
-    "Stream",
     "address_of",
     "addresses_function",
     "adopted",
     "array_at_function",
-    "count_gpus",
-    "has_device_dtype",
+    "array_of_tensor",
     "host_copy",
+    "host_copy_to_send",
+    "host_result",
     "host_view",
     "is_array",
     "is_foreign",
     "is_number",
     "is_on_host",
-    "launch_kernel",
     "namespace_of",
     "native",
-    "nccl_library",
     "on_device",
     "on_device_of",
     "pieces",
-    "pinned_empty",
     "place",
-    "profiler_marks",
     "span_of",
     "synchronize",
 ]
@@ -97,7 +90,7 @@ class Device:
         kind, index = cls.parse(device)
         if kind == "cpu":
             return cls("cpu")
-        num_gpus = count_gpus()
+        num_gpus = cuda.count_gpus()
         if kind == "auto":
             return cls("gpu", local_rank % num_gpus) if num_gpus else cls("cpu")
         index = local_rank % max(num_gpus, 1) if index is None else index
@@ -111,75 +104,30 @@ class Device:
     def namespace(self) -> Any:
         """Return the array namespace `xp` of this device, and make the device current."""
         if self.kind == "gpu":
-            _cupy().cuda.Device(self.index).use()
-            return _device_namespace()
+            cuda.cupy().cuda.Device(self.index).use()
+            return cuda.namespace_with_variables()
         return _numpy()
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this device is the current one."""
         if self.kind != "gpu":
             return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[Any] = _cupy().cuda.Device(self.index)
+        context: contextlib.AbstractContextManager[Any] = cuda.cupy().cuda.Device(self.index)
         return context
 
     def gpu_identity(self) -> str:
         """Return a text that identifies a GPU within the job."""
-        uuid = bytes(_cupy().cuda.runtime.getDeviceProperties(self.index)["uuid"]).hex()
+        uuid = bytes(cuda.cupy().cuda.runtime.getDeviceProperties(self.index)["uuid"]).hex()
         return f"{self.pci_address()} {uuid}"
 
     def pci_address(self) -> str:
         """Return the address of a GPU on its bus, such as ``"0000:3B:00.0"``."""
-        return str(_cupy().cuda.Device(self.index).pci_bus_id)
+        return str(cuda.cupy().cuda.Device(self.index).pci_bus_id)
 
     def describe_gpu(self) -> str:
         """Return model and memory of a GPU, to be printed."""
-        properties = _cupy().cuda.runtime.getDeviceProperties(self.index)
+        properties = cuda.cupy().cuda.runtime.getDeviceProperties(self.index)
         return f"{properties['name'].decode()} {properties['totalGlobalMem'] / 2**30:.0f} GiB"
-
-
-class Stream:
-    """A stream of a device: work that it does in the order in which it was queued."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    @classmethod
-    def new(cls) -> Stream:
-        """Return a stream of the current device that waits for no other stream."""
-        return cls(_cupy().cuda.Stream(non_blocking=True))
-
-    @classmethod
-    def current(cls) -> Stream:
-        """Return the stream on which this thread queues work for the current device."""
-        return cls(_cupy().cuda.get_current_stream())
-
-    @property
-    def pointer(self) -> int:
-        """The stream as C libraries take it."""
-        pointer: int = self._stream.ptr
-        return pointer
-
-    def record(self) -> Any:
-        """Return an event that is done when all work in this stream so far is."""
-        event = _cupy().cuda.Event(disable_timing=True)
-        event.record(self._stream)
-        return event
-
-    def wait_event(self, event: Any) -> None:
-        """Have the work queued from now on wait for `event`."""
-        self._stream.wait_event(event)
-
-    def copy(self, target: Array, source: Array) -> None:
-        """Queue a copy between the host and the device."""
-        # Both arrays must live until it is done, be in C order and of equal length and dtype.
-        runtime = _cupy().cuda.runtime
-        kind = runtime.memcpyDeviceToHost if is_on_host(target) else runtime.memcpyHostToDevice
-        addresses = address_of(target), address_of(source)
-        runtime.memcpyAsync(*addresses, source.nbytes, kind, self.pointer)
-
-
-def _cupy() -> Any:
-    return importlib.import_module("cupy")
 
 
 @functools.lru_cache
@@ -187,29 +135,16 @@ def _numpy() -> Any:
     return importlib.import_module("array_api_compat.numpy")
 
 
-@functools.lru_cache
-def _device_namespace() -> Any:
-    return taking_variables(importlib.import_module("array_api_compat.cupy"))
-
-
 def on_device(array: Any) -> Any:
     """Return `array` as CuPy's, for CuPy's functions that are given a variable."""
-    return _cupy().asarray(array)
-
-
-def count_gpus() -> int:
-    """Return how many GPUs cupy sees in this process, 0 without cupy."""
-    try:
-        return int(_cupy().cuda.runtime.getDeviceCount())
-    except Exception:  # cupy raises its own types for a missing driver, library or device
-        return 0
+    return cuda.cupy().asarray(array)
 
 
 def namespace_of(array: Any) -> Any:
     """Return the array namespace `xp` that `array`, list or number belongs to."""
     if type(array) is np.ndarray or not array_api_compat.is_cupy_array(array):
         return _numpy()
-    return importlib.import_module("array_api_compat.cupy")
+    return cuda.array_namespace()
 
 
 def is_on_host(array: Any) -> bool:
@@ -243,7 +178,7 @@ def adopted(what: str, value: Any) -> Array:
             host: Array = np.from_dlpack(value)
             return host
         if device_type in _ON_CUDA:
-            on_gpu: Array = _cupy().from_dlpack(value)
+            on_gpu: Array = cuda.cupy().from_dlpack(value)
             return on_gpu
         reason = f"it is on DLPack's device {int(device_type)}"
     except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
@@ -254,6 +189,18 @@ def adopted(what: str, value: Any) -> Array:
         f"{what} cannot take an array of type {type(value).__name__} through DLPack: {reason}. "
         "Copy it to the host, as a NumPy array."
     )
+
+
+def array_of_tensor(tensor: Any) -> Array:
+    """Return the array of a PyTorch tensor: CuPy's for one on a GPU, if CuPy can be used."""
+    if not tensor.is_cuda or not tensor.numel() or not cuda.count_gpus():
+        return host_array(tensor)
+    plain = as_own_dtype(tensor)
+    try:
+        array: Array = cuda.cupy().from_dlpack(plain)
+    except (BufferError, RuntimeError, TypeError, ValueError):  # a dtype that CuPy lacks
+        return host_array(plain)
+    return array
 
 
 def is_number(value: object) -> bool:
@@ -286,56 +233,36 @@ def addresses_function() -> Callable[[list[np.ndarray]], bytes]:
     return compiled
 
 
-def launch_kernel(code: str, name: str, grid: int, block: int, arguments: tuple[Any, ...]) -> None:
-    """Queue the kernel called `name` in `code`, CUDA C++, on the current device and stream.
-
-    It rounds as the host does: no product is fused with a sum, and subnormal numbers stay.
-    """
-    device = _cupy().cuda.runtime.getDevice()
-    _loaded_kernel(code, name, device)((grid, 1, 1), (block, 1, 1), arguments)
-
-
-COMPILER_OPTIONS = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
-
-
-@functools.lru_cache
-def _loaded_kernel(code: str, name: str, device: int) -> Any:
-    # A cupy.RawKernel flushes subnormal numbers to zero: CuPy appends that to all options.
-    cuda = _cupy().cuda
-    filename = f"{name}.cu"
-    compiled, _ = cuda.compiler.compile_using_nvrtc(code, COMPILER_OPTIONS, filename=filename)
-    module = cuda.function.Module()
-    module.load(compiled)
-    return module.get_function(name)
-
-
-_DEVICE_CHARS = "?bBhHiIlLqQefdFD"
-
-
-def has_device_dtype(array: Any) -> bool:
-    """Return whether CuPy has the dtype of `array`. It lacks text, dates, long double, records."""
-    dtype = array.dtype
-    return dtype.char in _DEVICE_CHARS or dtype.name == "bfloat16"
-
-
-def profiler_marks() -> tuple[Callable[[str], object], Callable[[], object]] | tuple[None, None]:
-    """Return what begins and ends an NVTX range for profilers; ``None`` twice without CuPy."""
-    if "cupy" not in sys.modules or not count_gpus():
-        return None, None
-    nvtx = _cupy().cuda.nvtx
-    return nvtx.RangePush, nvtx.RangePop
-
-
 def native(array: np.ndarray) -> np.ndarray:
     """Return `array` in C order and the machine's byte order, itself where it already is."""
     return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
 
 
 def host_view(array: Any) -> np.ndarray:
-    """Return `array` or number as a NumPy array, without a copy where it is one."""
+    """Return `array` or number as a NumPy array, without a copy where it is one.
+
+    Of a device array it is a copy in page-locked memory, to be used and dropped.
+    """
     if is_on_host(array):
         return np.asarray(array)
-    return np.asarray(array.get())
+    if not _MIN_PINNED_BYTES <= array.nbytes <= _MAX_PINNED_BYTES:
+        return np.asarray(array.get())
+    target = cuda.pinned_empty(array.size, array.dtype).reshape(array.shape)
+    return np.asarray(array.get(out=target))
+
+
+_MIN_PINNED_BYTES, _MAX_PINNED_BYTES = 2**14, 2**26
+"""Page-locked memory takes copies ten times as fast, but is scarce and takes long to get."""
+
+
+def host_copy_to_send(array: Any) -> np.ndarray:
+    """Return a copy in host memory, as `host_copy` does, to be sent and dropped."""
+    return host_copy(array) if is_on_host(array) else host_view(array)
+
+
+def host_result(array: Any) -> np.ndarray:
+    """Return `array` in host memory that the program may keep, without a copy where it is there."""
+    return np.asarray(array) if is_on_host(array) else np.asarray(array.get())
 
 
 def host_copy(array: Any) -> np.ndarray:
@@ -363,31 +290,12 @@ def synchronize(array: Any) -> None:
     # for. Host arrays are always ready.
     if not is_on_host(array):
         with array.device:
-            _cupy().cuda.get_current_stream().synchronize()
+            cuda.cupy().cuda.get_current_stream().synchronize()
 
 
 def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the device where `array` lies is the current one."""
     return contextlib.nullcontext() if is_on_host(array) else array.device
-
-
-def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
-    """Return a 1-d host array in page-locked memory, which CuPy's own pool recycles."""
-    num_bytes = size * dtype.itemsize
-    return np.frombuffer(_cupy().cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes).view(
-        dtype
-    )
-
-
-def nccl_library() -> Any:
-    """Return CuPy's module of NCCL."""
-    with warnings.catch_warnings():
-        # Without libnccl CuPy warns on every rank. The error below says it to those who ask.
-        warnings.simplefilter("ignore")
-        library = importlib.import_module("cupy.cuda.nccl")
-    if not getattr(library, "available", False):
-        raise ImportError("cupy does not find NCCL (python -c 'from cupy.cuda import nccl')")
-    return library
 
 
 def pieces(array: Array, bytes_per_piece: int) -> list[Array]:

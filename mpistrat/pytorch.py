@@ -13,6 +13,7 @@ import numpy as np
 
 __all__ = [
     "apply_differentiable",
+    "as_own_dtype",
     "host_array",
     "import_torch",
     "in_modes_of_here",
@@ -153,15 +154,25 @@ class _HostMemory:
 def host_array(tensor: Any) -> np.ndarray:
     """Return a tensor's value as a NumPy array, without a copy where it lies on the host."""
     # bfloat16, which NumPy does not have, becomes float32.
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if is_bfloat16(tensor):
-        tensor = tensor.float()
-    tensor = tensor.cpu()
+    tensor = as_own_dtype(tensor)
+    tensor = _pinned_copy(tensor) if tensor.is_cuda else tensor.cpu()
     type_text = _type_text(tensor.dtype)
     # Tensor.numpy() makes the storage unresizable for good, and sharded modules resize theirs. It
     # is left for what has no plain memory, which it refuses in torch's words.
     is_plain = type_text and str(tensor.layout) == _DENSE and tensor.numel() and tensor.data_ptr()
     return np.asarray(_HostMemory(tensor, type_text)) if is_plain else tensor.numpy()
+
+
+def _pinned_copy(tensor: Any) -> Any:
+    """Return a copy of a CUDA tensor in page-locked memory, which PyTorch recycles."""
+    torch = importlib.import_module("torch")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def as_own_dtype(tensor: Any) -> Any:
+    """Return a tensor outside of its graph, of a dtype that NumPy has: bfloat16 as float32."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.float() if is_bfloat16(plain) else plain
 
 
 @functools.cache
@@ -183,7 +194,10 @@ def overwrite(tensor: Any, array: np.ndarray) -> Any:
 def _tensor_like(array: np.ndarray, tensor: Any) -> Any:
     """Return `array` as a tensor on the device of `tensor`; floats get its dtype."""
     torch = importlib.import_module("torch")
-    result = torch.from_numpy(np.asarray(array, order="C"))
+    if hasattr(array, "__cuda_array_interface__"):
+        result = torch.from_dlpack(array)
+    else:
+        result = torch.from_numpy(np.asarray(array, order="C"))
     dtype = tensor.dtype if is_bfloat16(tensor) else result.dtype
     return result.to(device=tensor.device, dtype=dtype)
 
@@ -195,11 +209,16 @@ def tensor_of_zeros(shape: Sequence[int], dtype: str, device: str, is_in_graph: 
     return torch.zeros(tuple(shape), dtype=kind, device=device, requires_grad=is_in_graph)
 
 
-def apply_differentiable(move: Move, pull_back: PullBack, tensors: Sequence[Any]) -> list[Any]:
-    """Apply the collective `move` to tensors; the results are part of their graph."""
+def apply_differentiable(
+    move: Move, pull_back: PullBack, tensors: Sequence[Any], read: Callable[[Any], Any]
+) -> list[Any]:
+    """Apply the collective `move` to tensors; the results are part of their graph.
+
+    `read` returns the array of a tensor, on the host or on its device.
+    """
     # The backward pass calls `pull_back`. Where that is collective, every rank must run the pass,
     # through the same calls in the same order.
-    return list(_function().apply(move, pull_back, *tensors))
+    return list(_function().apply(move, pull_back, read, *tensors))
 
 
 @functools.lru_cache(maxsize=1)
@@ -213,12 +232,14 @@ def _function() -> Any:
     return type("CollectiveFunction", (autograd.Function,), methods)
 
 
-def _forward(ctx: Any, move: Move, pull_back: PullBack, *tensors: Any) -> Any:
-    moved = move([host_array(each) for each in tensors])
+def _forward(
+    ctx: Any, move: Move, pull_back: PullBack, read: Callable[[Any], Any], *tensors: Any
+) -> Any:
+    moved = move([read(each) for each in tensors])
     results = [_tensor_like(a, t) for a, t in zip(moved, tensors, strict=True)]
     ctx.floating = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
     ctx.mark_non_differentiable(*(each for i, each in enumerate(results) if i not in ctx.floating))
-    ctx.pull_back = pull_back
+    ctx.pull_back, ctx.read = pull_back, read
     if pull_back.needs_values:
         ctx.save_for_backward(*tensors, *results)
     ctx.shapes = [(tuple(each.shape), each.dtype) for each in (*tensors, *results)]
@@ -233,12 +254,12 @@ def _backward(ctx: Any, *gradients: Any) -> Any:
         torch.zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.shapes
     ]
     pulled = ctx.pull_back(
-        [host_array(kept[i]) for i in ctx.floating],
-        [host_array(kept[num + i]) for i in ctx.floating],
-        [host_array(gradients[i]) for i in ctx.floating],
+        [ctx.read(kept[i]) for i in ctx.floating],
+        [ctx.read(kept[num + i]) for i in ctx.floating],
+        [ctx.read(gradients[i]) for i in ctx.floating],
     )
     back: list[Any] = [None] * num
     for i, array in zip(ctx.floating, pulled, strict=True):
-        if ctx.needs_input_grad[2 + i]:
+        if ctx.needs_input_grad[3 + i]:
             back[i] = _tensor_like(array, gradients[i]).to(ctx.shapes[i][1])
-    return (None, None, *back)
+    return (None, None, None, *back)

@@ -14,8 +14,16 @@ import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrat import nests
-from mpistrat.arrays import Array, adopted, host_view, is_array, is_foreign, is_number, on_device
-from mpistrat.device_operands import ForNumPy
+from mpistrat.arrays import (
+    Array,
+    adopted,
+    host_result,
+    is_array,
+    is_foreign,
+    is_number,
+    on_device,
+)
+from mpistrat.cuda import ForNumPy
 from mpistrat.pytorch import is_tensor
 from mpistrat.ragged import Ragged
 from mpistrat.system.text import brief
@@ -86,7 +94,7 @@ class DistributedValues(Generic[T_co]):
                 "A Ragged is no array: its rows differ in length. Take its values and row_splits, "
                 "which are arrays."
             )
-        return np.array(host_view(component), dtype=dtype, copy=copy)
+        return np.array(host_result(component), dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({brief(self._component)})"

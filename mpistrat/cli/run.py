@@ -202,7 +202,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _num_gpus() -> int:
-    from mpistrat.arrays import count_gpus
+    from mpistrat.cuda import count_gpus
 
     return count_gpus()
 

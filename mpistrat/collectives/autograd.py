@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arguments import as_integer, normalize_axes
-from mpistrat.arrays import Array, namespace_of
+from mpistrat.arrays import Array, array_of_tensor, namespace_of
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.nested import all_gather_nest, all_reduce_nest
 from mpistrat.options import CommunicationOptions, ReduceOp
@@ -222,7 +222,8 @@ def apply_to_tensors(
         return [results[i] for i in positions]
 
     pull_back = _PullBack(call.kind, make_call, move_back, needs_values)
-    tensors = apply_differentiable(move_all, pull_back, [leaves[i] for i in positions])
+    given = [leaves[i] for i in positions]
+    tensors = apply_differentiable(move_all, pull_back, given, array_of_tensor)
     for i, tensor in zip(positions, tensors, strict=True):
         results[i] = tensor
     return nests.unflatten(structure, results)

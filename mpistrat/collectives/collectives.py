@@ -18,7 +18,7 @@ import numpy as np
 
 from mpistrat.agreement.call import AllOrNone, Call, CommonOutcome
 from mpistrat.agreement.channel import Channel
-from mpistrat.arrays import Array, Device, host_copy, native
+from mpistrat.arrays import Array, Device, host_copy_to_send, native
 from mpistrat.collectives.joint import JointReduction
 from mpistrat.collectives.prepared import PreparedReduction, dtype_name
 from mpistrat.collectives.repeated import RepeatedReduction
@@ -195,7 +195,7 @@ class CollectiveCall(Call):
         self.agree(f"from rank {root}", (dtype_name(dtype), shape), *details)
         with self.moving():
             is_root = self.channel.rank == root
-            buffer = host_copy(array) if is_root else np.empty(shape, dtype)
+            buffer = host_copy_to_send(array) if is_root else np.empty(shape, dtype)
             self.note_moved(buffer.nbytes, "broadcast")
             self.channel.transport.broadcast(buffer, root)
         self.show_received([buffer])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arguments import as_bool, as_integer
-from mpistrat.arrays import Array, host_copy, host_view, is_number, native
+from mpistrat.arrays import Array, host_copy_to_send, host_view, is_number, native
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.prepared import dtype_name
 from mpistrat.comm.pack_plan import GatherPlan
@@ -236,7 +236,9 @@ class Broadcast(Move):
         with call.moving():
             for array in arrays:
                 dtype = np.dtype(array.dtype).newbyteorder("=")
-                buffer = host_copy(array) if is_root else np.empty(tuple(array.shape), dtype)
+                buffer = (
+                    host_copy_to_send(array) if is_root else np.empty(tuple(array.shape), dtype)
+                )
                 call.note_moved(buffer.nbytes, "broadcast")
                 call.channel.transport.broadcast(buffer, self.root)
                 results.append(placed_like(buffer, array))

@@ -9,19 +9,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpistrat.arrays import (
-    Array,
-    Device,
-    Stream,
-    is_on_host,
-    on_device_of,
-    pinned_empty,
-)
+from mpistrat.arrays import Array, Device, is_on_host, on_device_of
 from mpistrat.comm.nccl import Link
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
 from mpistrat.comm.transport import Reducer, Transport
+from mpistrat.cuda import Stream, pinned_empty
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, Device, count_gpus, host_view, place, synchronize
+from mpistrat.arrays import Array, Device, host_view, place, synchronize
+from mpistrat.cuda import count_gpus
 from mpistrat.mpi.world import abort_world, communicator
 
 if TYPE_CHECKING:

@@ -7,18 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.arrays import (
-    Array,
-    Device,
-    Stream,
-    has_device_dtype,
-    host_view,
-    is_array,
-    is_number,
-    is_on_host,
-    pinned_empty,
-    place,
-)
+from mpistrat.arrays import Array, Device, host_view, is_array, is_number, is_on_host, place
+from mpistrat.cuda import Stream, has_device_dtype, pinned_empty
 from mpistrat.ragged import Ragged
 
 __all__ = ["transfer_to"]
@@ -95,12 +85,13 @@ class _DeviceTransfer:
         return arrival
 
     def end(self, leaf: Any) -> Any:
-        """Wait for the copy, which has mostly been made where elements are prefetched."""
+        """Have what the program queues from now on wait for the copy."""
         if isinstance(leaf, Ragged):
             return leaf._map(self.end)
         if not isinstance(leaf, _Arrival):
             return leaf
-        leaf.event.synchronize()
+        with self._device.current():
+            Stream.current().wait_event(leaf.event)
         return leaf.target
 
     def close(self) -> None:

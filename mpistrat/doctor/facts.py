@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpistrat.arrays import Device, count_gpus, nccl_library
+from mpistrat.arrays import Device
+from mpistrat.cuda import count_gpus, nccl_library
 from mpistrat.mpi.launcher import Launcher
 from mpistrat.mpi.world import World
 from mpistrat.native import missing_libraries

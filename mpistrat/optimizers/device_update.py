@@ -9,14 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import (
-    Array,
-    address_of,
-    launch_kernel,
-    namespace_of,
-    on_device_of,
-)
+from mpistrat.arrays import Array, address_of, namespace_of, on_device_of
+from mpistrat.cuda import launch_kernel
 from mpistrat.optimizers.kernels import Kernel
+
+__all__ = ["sums_of_squares", "update_on_device"]
 
 _C_TYPES = {"f": "float", "d": "double"}
 """The dtypes of gradients whose squares are summed, by NumPy's character."""

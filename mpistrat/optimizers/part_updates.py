@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, address_of, host_view, is_on_host, namespace_of, native, place
+from mpistrat.arrays import (
+    Array,
+    address_of,
+    host_view,
+    is_on_host,
+    namespace_of,
+    native,
+    place,
+)
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.comm.selection import choose_reducer
 from mpistrat.comm.shared_reducer import SharedMemoryReducer

@@ -12,13 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import (
-    Array,
-    address_of,
-    addresses_function,
-    is_on_host,
-    span_of,
-)
+from mpistrat.arrays import Array, address_of, addresses_function, is_on_host, span_of
 from mpistrat.comm.wire import is_narrow
 from mpistrat.native import find_library
 from mpistrat.optimizers.device_update import sums_of_squares, update_on_device

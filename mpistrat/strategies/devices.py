@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpistrat.arrays import Device, count_gpus, nccl_library
+from mpistrat.arrays import Device
 from mpistrat.comm.device_reducers import DeviceCapabilities, DeviceCopier
 from mpistrat.comm.nccl import NcclLink
+from mpistrat.cuda import count_gpus, nccl_library
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.mpi.world import World, attached, is_started

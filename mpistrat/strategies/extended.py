@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context, nests
-from mpistrat.arrays import host_view
+from mpistrat.arrays import host_result
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.nested import all_gather_nest
 from mpistrat.context import call_in_update_context
@@ -169,7 +169,7 @@ class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
         context.require_cross_replica(self._container, "gather")
         with self._replicas.call("gather") as call:
             gathered = all_gather_nest(call, local_components(value), axis)
-        return nests.map_nest(host_view, gathered)
+        return nests.map_nest(host_result, gathered)
 
     def reduce_to(
         self,

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arguments import as_array, normalize_axes
-from mpistrat.arrays import Array, Device, host_view, is_array, namespace_of, place
+from mpistrat.arrays import Array, Device, host_result, is_array, namespace_of, place
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.nested import all_reduce_nest, leaf_arrays, reduce_over_axes
 from mpistrat.comm.wire import result_dtype, wire_dtype
@@ -271,5 +271,7 @@ def _reduce_locally(kind: str, op: ReduceOp, value: Any, axis: Any) -> Any:
 
 def _on_host(value: Any) -> Any:
     if isinstance(value, IndexedSlices):
-        return IndexedSlices(host_view(value.values), host_view(value.indices), value.dense_shape)
-    return value if isinstance(value, np.generic) else host_view(value)
+        return IndexedSlices(
+            host_result(value.values), host_result(value.indices), value.dense_shape
+        )
+    return value if isinstance(value, np.generic) else host_result(value)

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
-from mpistrat.arrays import count_gpus, host_copy, is_on_host
+from mpistrat.arrays import host_copy, is_on_host
 from mpistrat.checkpoint import Checkpoint
 from mpistrat.checkpoint.reader import open_checkpoint
+from mpistrat.cuda import count_gpus
 from mpistrat.data import Dataset
 from mpistrat.errors import EpochMismatchError, LaunchError
 from mpistrat.mpi.world import library_version

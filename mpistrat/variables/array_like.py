@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpistrat.arrays import Array, host_view, on_device
-from mpistrat.device_operands import ForNumPy
+from mpistrat.arrays import Array, host_result, on_device
+from mpistrat.cuda import ForNumPy
 from mpistrat.system.text import html_table, readable_size, small_values
 
 __all__ = ["ArrayLike"]
@@ -56,7 +56,7 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
         """Return the array that operators see."""
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        value = host_view(self.value())
+        value = host_result(self.value())
         if copy:
             return np.array(value, dtype=dtype)
         if copy is False and dtype is not None and np.dtype(dtype) != value.dtype:

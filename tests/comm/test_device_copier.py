@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat import arrays
 from mpistrat.arrays import Device
 from mpistrat.comm import device_reducers
 from mpistrat.comm.device_reducers import DeviceCopier, StagedReducer
@@ -19,7 +18,7 @@ from tests.fake_cuda import Cuda
 @pytest.fixture
 def cuda(monkeypatch):
     cuda = Cuda()
-    monkeypatch.setattr(arrays, "_cupy", lambda: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("mpistrat.cuda.cupy", lambda: types.SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(device_reducers, "_MIN_PART_BYTES", 64)
     monkeypatch.setattr(device_reducers, "_MAX_PART_BYTES", 64)
     return cuda

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.arrays import count_gpus, host_view
+from mpistrat.arrays import host_view
 from mpistrat.comm.nccl import NcclReducer
 from mpistrat.comm.wire import is_narrow
+from mpistrat.cuda import count_gpus
 from tests.comm.test_device_reducers import DTYPES, Op, nest, numbers
 from tests.helpers import as_bytes, result_of
 

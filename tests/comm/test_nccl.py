@@ -8,7 +8,6 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat import arrays
 from mpistrat.arrays import Device
 from mpistrat.comm.nccl import NcclLink, NcclReducer
 from mpistrat.comm.packing import Message
@@ -83,7 +82,8 @@ def memory(address, count, dtype):
 @pytest.fixture
 def cuda(monkeypatch, strategy):
     cuda = Cuda()
-    monkeypatch.setattr(arrays, "_cupy", lambda: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("mpistrat.cuda.cupy", lambda: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("mpistrat.comm.nccl.nccl_library", lambda: cuda.nccl)
 
     class Numbers(np.ndarray):
         def __eq__(self, other):

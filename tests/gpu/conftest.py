@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.arrays import count_gpus
+from mpistrat.cuda import count_gpus
 
 
 def pytest_collection_modifyitems(items):

@@ -9,14 +9,14 @@ import pytest
 import mpistrat as ms
 from tests.helpers import result_of
 
-O = ms.optimizers
+optimizers = ms.optimizers
 RULES = {
-    "sgd": lambda: O.SGD(0.1),
-    "decay": lambda: O.SGD(0.1, weight_decay=0.01),
-    "momentum": lambda: O.SGD(0.1, momentum=0.9),
-    "nesterov": lambda: O.SGD(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: O.Adam(0.01),
-    "adamw": lambda: O.AdamW(0.01),
+    "sgd": lambda: optimizers.SGD(0.1),
+    "decay": lambda: optimizers.SGD(0.1, weight_decay=0.01),
+    "momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
+    "nesterov": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optimizers.Adam(0.01),
+    "adamw": lambda: optimizers.AdamW(0.01),
 }
 DTYPES = ["f4", "f8", "f2", "F", "bfloat16"]
 
@@ -29,7 +29,9 @@ def trained(strategy, make, gradients, dtype):
     """Return the weights after a step for each list of gradients."""
     with strategy.scope():
         variables = [
-            ms.Variable(np.linspace(-1, 1, each.size).reshape(each.shape).astype(dtype), name=f"w{i}")
+            ms.Variable(
+                np.linspace(-1, 1, each.size).reshape(each.shape).astype(dtype), name=f"w{i}"
+            )
             for i, each in enumerate(gradients[0])
         ]
         optimizer = make()
@@ -42,7 +44,9 @@ def trained(strategy, make, gradients, dtype):
 
 def steps_of(rank, dtype, shapes=((1003,), (7, 5), (), (0, 3), (4096,), (4097,)), count=3):
     rng = np.random.default_rng(rank)
-    return [[np.asarray(rng.standard_normal(s)).astype(dtype) for s in shapes] for _ in range(count)]
+    return [
+        [np.asarray(rng.standard_normal(s)).astype(dtype) for s in shapes] for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,7 +86,7 @@ def test_clipping_by_the_global_norm(gpus, hosts, rank, clipnorm):
     gradients = steps_of(rank, np.float32)
 
     def make():
-        return O.SGD(0.1, momentum=0.9, global_clipnorm=clipnorm)
+        return optimizers.SGD(0.1, momentum=0.9, global_clipnorm=clipnorm)
 
     found, _ = trained(gpus, make, gradients, np.float32)
     expected, _ = trained(hosts, make, gradients, np.float32)
@@ -94,7 +98,7 @@ def test_a_loss_scale_skips_a_step_that_overflows(gpus, size):
     xp = gpus.extended.xp
     with gpus.scope():
         weight = ms.Variable(np.zeros(10, np.float32), name="w")
-        optimizer = O.SGD(0.5, loss_scale=O.LossScale(8.0))
+        optimizer = optimizers.SGD(0.5, loss_scale=optimizers.LossScale(8.0))
     for gradient in (np.inf, 1.0):
 
         def step(gradient=gradient):
@@ -107,7 +111,9 @@ def test_a_loss_scale_skips_a_step_that_overflows(gpus, size):
     assert int(optimizer.iterations.numpy()) == 1
 
 
-@pytest.mark.parametrize("make", [*RULES.values(), lambda: O.Adam(0.01, sharded_slots=True)])
+@pytest.mark.parametrize(
+    "make", [*RULES.values(), lambda: optimizers.Adam(0.01, sharded_slots=True)]
+)
 def test_replicas_stay_equal(gpus, rank, make):
     steps = steps_of(rank, np.float32, [(100, 30), (7,)], 5)
     weights, _ = trained(gpus, make, steps, np.float32)
@@ -121,7 +127,7 @@ def test_sliced_gradients_add_up_and_touch_their_rows_only(gpus, hosts, rank, si
         xp = strategy.extended.xp
         with strategy.scope():
             table = ms.Variable(np.ones((size + 2, 3), np.float32), name="table")
-            optimizer = O.SGD(1.0)
+            optimizer = optimizers.SGD(1.0)
         values = xp.asarray(np.ones((3, 3), np.float32))
         slices = ms.IndexedSlices(values, xp.asarray([rank, 1, 1]), (size + 2, 3))
         strategy.run(lambda: optimizer.apply_gradients([(slices, table)]))
@@ -136,7 +142,10 @@ def test_replicas_on_one_rank(rank, size, monkeypatch):
     for device in ("gpu", "cpu"):
         strategy = ms.MPIStrategy(device=device, num_replicas=2 * size)
         with strategy.scope():
-            weight, optimizer = ms.Variable(np.zeros(1000, np.float32), name="w"), O.Adam(0.1)
+            weight, optimizer = (
+                ms.Variable(np.zeros(1000, np.float32), name="w"),
+                optimizers.Adam(0.1),
+            )
         for number in range(3):
 
             def step(number=number, weight=weight, optimizer=optimizer, xp=strategy.extended.xp):
@@ -154,8 +163,8 @@ def test_accumulated_gradients_and_moving_averages(gpus, rank, size):
     xp = gpus.extended.xp
     with gpus.scope():
         weight = ms.Variable(np.zeros(50, np.float32), name="w")
-        averages, optimizer = O.ExponentialMovingAverage(0.75), O.SGD(1.0)
-        accumulator = O.GradientAccumulator([weight])
+        averages, optimizer = optimizers.ExponentialMovingAverage(0.75), optimizers.SGD(1.0)
+        accumulator = optimizers.GradientAccumulator([weight])
         averages.apply([weight])
     gradient = xp.full(50, rank + 1, dtype=np.float32)
 

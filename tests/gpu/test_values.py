@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.arrays import is_on_host
+from mpistrat.arrays import host_view, is_on_host
 from tests.helpers import result_of
 
 M = ms.metrics
@@ -165,13 +165,14 @@ def test_batch_norm(gpus, hosts, rank, is_training):
         with strategy.scope():
             layer = ms.layers.BatchNorm(3)
 
-        def forward(layer=layer, x=strategy.extended.xp.asarray(x)):
-            made = layer.forward(x, training=is_training)
+        given = strategy.extended.xp.asarray(x)
+
+        def forward(layer=layer, given=given):
+            made = layer.forward(given, training=is_training)
             return made[0] if isinstance(made, tuple) else made
 
-        found.append(np.asarray(strategy.experimental_local_results(strategy.run(forward))[0].get()
-                                if strategy is gpus else
-                                strategy.experimental_local_results(strategy.run(forward))[0]))  # fmt: skip
+        (own,) = strategy.experimental_local_results(strategy.run(forward))
+        found.append(host_view(own))
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
 
 
@@ -190,7 +191,8 @@ def test_collectives_keep_arrays_on_their_device(gpus, xp, rank, size):
 
     found = result_of(gpus, step)
     assert not any(map(is_on_host, found.values()))
-    assert found["gather"].get()[:, 0].tolist() == np.repeat(range(size), range(1, size + 1)).tolist()
+    rows = np.repeat(range(size), range(1, size + 1))
+    assert found["gather"].get()[:, 0].tolist() == rows.tolist()
     assert found["scan"].get().tolist() == [rank + 1.0] * 3
     assert found["reduced"].get().tolist() == [size * (4.0 * rank + i) for i in range(4)]
     assert found["broadcast"].get().tolist() == [0, 0, 0]

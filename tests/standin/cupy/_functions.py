@@ -208,7 +208,9 @@ def _ones(shape, dtype=float, order="C"):
 def _full(shape, fill_value, dtype=None, order="C"):
     value = operand(fill_value)
     if dtype is None:
-        dtype = value.dtype if isinstance(value, (np.ndarray, np.generic)) else np.array(value).dtype
+        dtype = (
+            value.dtype if isinstance(value, (np.ndarray, np.generic)) else np.array(value).dtype
+        )
     return wrap(np.full(shape, value, check_dtype(dtype), order))
 
 

@@ -31,7 +31,7 @@ static struct Three blockIdx, threadIdx, blockDim, gridDim;
 """
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiled(code, options):
     """Return the library made from `code`; products and sums are fused unless `options` forbid."""
     fuses = "fast" if "--fmad=false" not in options and "-fmad=false" not in options else "off"

@@ -14,8 +14,20 @@ def _define(name):
     return function
 
 
-__all__ = ["fft", "ifft", "fftn", "ifftn", "rfft", "irfft", "rfftn", "irfftn", "hfft", "ihfft",
-           "fftshift", "ifftshift"]  # fmt: skip
+__all__ = [
+    "fft",
+    "fftn",
+    "fftshift",
+    "hfft",
+    "ifft",
+    "ifftn",
+    "ifftshift",
+    "ihfft",
+    "irfft",
+    "irfftn",
+    "rfft",
+    "rfftn",
+]  # fmt: skip
 for _name in __all__:
     globals()[_name] = _define(_name)
 

@@ -17,7 +17,25 @@ def _define(name):
     return function
 
 
-__all__ = ["cholesky", "det", "eigh", "eigvalsh", "inv", "norm", "pinv", "qr", "slogdet", "solve",
-           "svd", "matrix_power", "matrix_rank", "lstsq", "tensorsolve", "tensorinv", "eigvals", "eig"]  # fmt: skip
+__all__ = [
+    "cholesky",
+    "det",
+    "eig",
+    "eigh",
+    "eigvals",
+    "eigvalsh",
+    "inv",
+    "lstsq",
+    "matrix_power",
+    "matrix_rank",
+    "norm",
+    "pinv",
+    "qr",
+    "slogdet",
+    "solve",
+    "svd",
+    "tensorinv",
+    "tensorsolve",
+]  # fmt: skip
 for _name in __all__:
     globals()[_name] = _define(_name)

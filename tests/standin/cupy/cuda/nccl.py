@@ -50,7 +50,9 @@ class NcclCommunicator:
     def reduce(self, sendbuf, recvbuf, count, datatype, op, root, stream):
         def work():
             source, target = self._arrays(sendbuf, recvbuf, count, datatype)
-            self._comm.Reduce(source, target if self._comm.rank == root else None, self._op(op), root)
+            self._comm.Reduce(
+                source, target if self._comm.rank == root else None, self._op(op), root
+            )
 
         self._queue(work, stream)
 

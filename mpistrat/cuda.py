@@ -1,0 +1,222 @@
+"""CUDA through CuPy, which only this module imports: streams, kernels, page-locked memory, NCCL.
+
+Also what CuPy needs to take variables as operands.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "ForNumPy",
+    "Stream",
+    "array_namespace",
+    "count_gpus",
+    "cupy",
+    "has_device_dtype",
+    "launch_kernel",
+    "namespace_with_variables",
+    "nccl_library",
+    "pinned_empty",
+    "profiler_marks",
+]
+
+
+def cupy() -> Any:
+    """Return the module `cupy`. Raises ImportError where it is not installed."""
+    return importlib.import_module("cupy")
+
+
+def count_gpus() -> int:
+    """Return how many GPUs cupy sees in this process, 0 without cupy."""
+    try:
+        return int(cupy().cuda.runtime.getDeviceCount())
+    except Exception:  # cupy raises its own types for a missing driver, library or device
+        return 0
+
+
+class Stream:
+    """A stream of a device: work that it does in the order in which it was queued."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    @classmethod
+    def new(cls) -> Stream:
+        """Return a stream of the current device that waits for no other stream."""
+        return cls(cupy().cuda.Stream(non_blocking=True))
+
+    @classmethod
+    def current(cls) -> Stream:
+        """Return the stream on which this thread queues work for the current device."""
+        return cls(cupy().cuda.get_current_stream())
+
+    @property
+    def pointer(self) -> int:
+        """The stream as C libraries take it."""
+        pointer: int = self._stream.ptr
+        return pointer
+
+    def record(self) -> Any:
+        """Return an event that is done when all work in this stream so far is."""
+        event = cupy().cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        """Have the work queued from now on wait for `event`."""
+        self._stream.wait_event(event)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Queue a copy between the host and the device."""
+        # Both arrays must live until it is done, be in C order and of equal length and dtype.
+        runtime = cupy().cuda.runtime
+        is_fetch = isinstance(target, np.ndarray)
+        kind = runtime.memcpyDeviceToHost if is_fetch else runtime.memcpyHostToDevice
+        addresses = [
+            each.__array_interface__["data"][0] if isinstance(each, np.ndarray) else each.data.ptr
+            for each in (target, source)
+        ]
+        runtime.memcpyAsync(*addresses, source.nbytes, kind, self.pointer)
+
+
+def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
+    """Return a 1-d host array in page-locked memory, which CuPy's own pool recycles."""
+    num_bytes = size * dtype.itemsize
+    return np.frombuffer(cupy().cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes).view(
+        dtype
+    )
+
+
+def profiler_marks() -> tuple[Callable[[str], object], Callable[[], object]] | tuple[None, None]:
+    """Return what begins and ends an NVTX range for profilers; ``None`` twice without CuPy."""
+    if "cupy" not in sys.modules or not count_gpus():
+        return None, None
+    nvtx = cupy().cuda.nvtx
+    return nvtx.RangePush, nvtx.RangePop
+
+
+def nccl_library() -> Any:
+    """Return CuPy's module of NCCL."""
+    with warnings.catch_warnings():
+        # Without libnccl CuPy warns on every rank. The error below says it to those who ask.
+        warnings.simplefilter("ignore")
+        library = importlib.import_module("cupy.cuda.nccl")
+    if not getattr(library, "available", False):
+        raise ImportError("cupy does not find NCCL (python -c 'from cupy.cuda import nccl')")
+    return library
+
+
+COMPILER_OPTIONS = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+
+
+def launch_kernel(code: str, name: str, grid: int, block: int, arguments: tuple[Any, ...]) -> None:
+    """Queue the kernel called `name` in `code`, CUDA C++, on the current device and stream.
+
+    It rounds as the host does: no product is fused with a sum, and subnormal numbers stay.
+    """
+    device = cupy().cuda.runtime.getDevice()
+    _loaded_kernel(code, name, device)((grid, 1, 1), (block, 1, 1), arguments)
+
+
+@functools.lru_cache
+def _loaded_kernel(code: str, name: str, device: int) -> Any:
+    # A cupy.RawKernel flushes subnormal numbers to zero: CuPy appends that to all options.
+    cuda = cupy().cuda
+    filename = f"{name}.cu"
+    compiled, _ = cuda.compiler.compile_using_nvrtc(code, COMPILER_OPTIONS, filename=filename)
+    module = cuda.function.Module()
+    module.load(compiled)
+    return module.get_function(name)
+
+
+_DEVICE_CHARS = "?bBhHiIlLqQefdFD"
+
+
+def has_device_dtype(array: Any) -> bool:
+    """Return whether CuPy has the dtype of `array`. It lacks text, dates, long double, records."""
+    dtype = array.dtype
+    return dtype.char in _DEVICE_CHARS or dtype.name == "bfloat16"
+
+
+_PROTOCOL = "__cupy_get_ndarray__"
+
+
+class ForNumPy:
+    """Decorator of ``__array_ufunc__`` that NumPy sees and CuPy does not.
+
+    ``x @ w`` with a CuPy array `x` fails if the variable `w` has ``__array_ufunc__``: CuPy then
+    computes it itself, and its matrix product takes no variables. Without, it leaves the operator
+    to the operand of higher ``__array_priority__``. NumPy looks in the class, CuPy in the instance.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
+        if instance is not None:
+            raise AttributeError("__array_ufunc__ is found in the class only")
+        return self._function
+
+
+class _Namespace(types.ModuleType):
+    """A module whose functions are wrapped when they are first used."""
+
+    # CuPy asks variables for their array in element-wise functions only; the others refuse them.
+
+    def __init__(self, module: types.ModuleType) -> None:
+        super().__init__(module.__name__, module.__doc__)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if isinstance(found, types.ModuleType):
+            found = _Namespace(found)
+        elif callable(found) and not isinstance(found, type):
+            found = _wrapped(found)
+        setattr(self, name, found)
+        return found
+
+    def __dir__(self) -> list[str]:
+        return dir(self._module)
+
+
+def array_namespace() -> Any:
+    """Return CuPy's array namespace."""
+    return importlib.import_module("array_api_compat.cupy")
+
+
+@functools.lru_cache
+def namespace_with_variables() -> Any:
+    """Return CuPy's array namespace with functions that take variables too."""
+    return _Namespace(array_namespace())
+
+
+def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(
+            *[_array_in(each) for each in args],
+            **{name: _array_in(each) for name, each in kwargs.items()},
+        )
+
+    for name in ("__name__", "__qualname__", "__doc__"):
+        setattr(call, name, getattr(function, name, None) or "")
+    return call
+
+
+def _array_in(value: Any) -> Any:
+    """Return the array of a variable, also of variables in a list or tuple."""
+    kind = type(value)
+    if hasattr(kind, _PROTOCOL):
+        return value.__cupy_get_ndarray__()
+    if kind in (list, tuple) and any(hasattr(type(each), _PROTOCOL) for each in value):
+        return kind(_array_in(each) for each in value)
+    return value
