@@ -219,6 +219,8 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         """Prepare later steps like this one, where they need no check of the gradients."""
         # Only what is compiled for the host updates all variables at once, and whole ones: the
         # caller leaves out steps that the ranks divide.
+        if not call.channel.transport.has_fast_paths:
+            return
         storages = [variable._storage for variable in variables]
         if any(type(each) is not np.ndarray for each in (*gradients, *storages)):
             return
