@@ -4,6 +4,7 @@ import contextlib
 import os
 from unittest import mock
 
+import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
@@ -30,8 +31,8 @@ def _environment(way):
         if way == "nodes":
             stack.enter_context(mock.patch.object(hierarchical, "ranks_of_node", _node_of))
         if way == "messages":
-            nothing = mock.patch.object(mpi_transport, "share_memory", lambda *_: (None, True))
-            stack.enter_context(nothing)
+            nothing = mock.Mock(return_value=(None, True))
+            stack.enter_context(mock.patch.object(mpi_transport, "share_memory", nothing))
         yield
 
 
@@ -54,3 +55,9 @@ def all_opened(ways=(*WAYS, OFF), **arguments):
     """Give the strategies of several `ways`, by way."""
     with contextlib.ExitStack() as stack:
         yield {way: stack.enter_context(opened(way, **arguments)) for way in ways}
+
+
+def thorough_but(names, quick):
+    """Return parameters of a test, of which ``make test`` takes the quick ones alone."""
+    thorough = pytest.mark.thorough
+    return [each if each in quick else pytest.param(each, marks=thorough) for each in names]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import mpistrat as ms
 from mpistrat import nests
 from tests.collectives.test_random_nests import build, nests_of
-from tests.fast_paths import OFF, WAYS, all_opened
+from tests.fast_paths import OFF, WAYS, all_opened, thorough_but
 from tests.random_arrays import CHARS, DTYPES, OPS, can_reduce, specs
 
 TIMES = 3
@@ -38,6 +38,8 @@ def as_bytes(nest):
 def bits(array):
     """Return the bytes of `array`, without the padding of long doubles, which is in no number."""
     array = np.array(array)
+    if array.dtype.kind == "c":
+        array += 0  # the sign of zero depends on the order in products of complex numbers
     if array.dtype.char in "gG" and LONG.itemsize == 16 and np.finfo(LONG).nmant == 63:
         array.reshape(-1).view(np.uint8).reshape(-1, 16)[:, 10:] = 0
     return array.tobytes()
@@ -80,16 +82,10 @@ def whole_numbers(replica, time, length, dtype="f4"):
     return (found + 1j * rng.integers(0, 4, length) if dtype in "FDG" else found).astype(dtype)
 
 
-def thorough_but(names, quick):
-    """Return parameters, of which ``make test`` takes the quick ones alone."""
-    return [each if each in quick else pytest.param(each, marks=THOROUGH) for each in names]
-
-
-THOROUGH = pytest.mark.thorough
 LENGTHS = [0, 1, 7, 1000, 5000, 70_000, 400_000]
 
 
-@pytest.mark.parametrize("op", thorough_but(OPS, ["mean", "max"]))
+@pytest.mark.parametrize("op", thorough_but(OPS, ["mean"]))
 @pytest.mark.parametrize("length", thorough_but(LENGTHS, [1, 1000, 70_000]))
 def test_float32_arrays(strategies, op, length):
     assert_same_bits(
@@ -191,7 +187,7 @@ def may_move(way, op, char):
 
 
 @pytest.mark.parametrize("options", thorough_but(OPTIONS, ["default", "deterministic"]))
-@pytest.mark.parametrize("way", thorough_but(MOVES, ["all_reduce", "in_place"]))
+@pytest.mark.parametrize("way", thorough_but(MOVES, ["all_reduce"]))
 def test_every_dtype_op_and_option_works_again(strategies, way, options):
     """The same result each time, for the numbers of every dtype in the table."""
     if options == "float16" and strategies[OFF].extended._collectives.layout.num_replicas == 5:
@@ -267,7 +263,7 @@ KINDS = ["same", "reshaped", "bytes", "ahead", "behind", "reversed", "strided"]
 
 @pytest.mark.parametrize("kind", thorough_but(KINDS, ["same", "ahead"]))
 @pytest.mark.parametrize(
-    "options", thorough_but(["default", "MPI", "shared", "deterministic"], ["default", "MPI"])
+    "options", thorough_but(["default", "MPI", "shared", "deterministic"], ["MPI"])
 )
 def test_out_in_the_memory_of_the_value(strategies, kind, options):
     """By address: two objects over the same memory, or over memory that overlaps."""

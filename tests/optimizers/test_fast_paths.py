@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from tests.fast_paths import OFF, all_opened
+from tests.fast_paths import OFF, all_opened, thorough_but
 from tests.helpers import as_bytes
 
 STEPS = 4
@@ -40,7 +40,7 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
+@pytest.fixture(scope="module", params=thorough_but(STRATEGIES, ["ranks", "replicas"]))
 def strategies(request):
     """A strategy that takes every fast path, and one that takes none."""
     with all_opened(["memory", OFF], **STRATEGIES[request.param]) as opened:
@@ -109,13 +109,10 @@ def assert_same(found):
 
 
 QUICK = ("momentum", "adam")
-NAMES = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in OPTIMIZERS
-]
 
 
-@pytest.mark.parametrize("optimizer", NAMES)
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("optimizer", thorough_but(OPTIMIZERS, QUICK))
+@pytest.mark.parametrize("shapes", thorough_but(SHAPES, ["float32", "mixed"]))
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
 def test_the_same_step_again(strategies, shapes, optimizer, is_sharded):
     if is_sharded and optimizer == "sgd":
