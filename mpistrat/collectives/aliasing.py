@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import address_of
 
-__all__ = ["are_apart", "in_memory_of", "is_plain"]
+__all__ = ["are_apart", "are_disjoint", "in_memory_of", "is_plain"]
 
 
 def is_plain(array: Any) -> bool:
@@ -41,6 +41,14 @@ def are_apart(arrays: Sequence[Any], targets: Sequence[np.ndarray]) -> bool:
         span = _span(array)
         if span != span_of_target or not is_plain(array):
             spans.append((*span, False))
+    return are_disjoint(spans)
+
+
+def are_disjoint(spans: Iterable[tuple[int, int, bool]]) -> bool:
+    """Return whether memory that is written to is apart from all other, read or written to.
+
+    `spans` say of each memory where it begins and ends, and whether it is written to.
+    """
     end_of_targets = end_of_all = 0
     for begin, end, is_target in sorted(spans):
         # Two arrays that are only read may overlap.
