@@ -22,6 +22,7 @@ collect_ignore = outside_mpiexec(
     "test_docstrings.py",
     "test_environment.py",
     "test_github.py",
+    "test_hdf5.py",
     "test_import.py",
     "test_layers.py",
     "test_layout.py",

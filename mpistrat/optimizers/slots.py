@@ -115,6 +115,7 @@ class Slots:
         """Keep `slot` under `variable` and `name`."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
         entry.slots[name] = slot
+        entry.targets.clear()
         on_undo(functools.partial(entry.forget, name))
 
 
@@ -152,6 +153,8 @@ def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variab
 class PreparedStep:
     """A step on variables in host memory, by gradients that fit them as they are."""
 
+    channel: Channel
+    """That of the step, kept so that its id is not given to another one."""
     strategy: Any
     """Of the step. All checks of `variables` in it have passed."""
     variables: Sequence[Variable]
@@ -231,4 +234,5 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
             self.clear()
         key = (id(call.channel), *map(id, variables))
         memory, joint = counter._storage, _joint(call, reduction)
-        self[key] = PreparedStep(strategy, variables, counter, memory, reduction, joint, parameters)
+        what = variables, counter, memory, reduction, joint, parameters
+        self[key] = PreparedStep(call.channel, strategy, *what)

@@ -75,7 +75,7 @@ class Operand:
     def give_back(self) -> None:
         """Copy what was received to the tensor, if its memory is elsewhere.
 
-        Else autograd is told of the write, which has gone by address: a backward pass that needs
+        Else autograd learns of the write, which has gone by address: a backward pass that needs
         what was there before raises.
         """
         target = self._target
