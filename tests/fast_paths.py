@@ -23,9 +23,9 @@ def _node_of(comm):
 
 @contextlib.contextmanager
 def _environment(way):
-    variables = {"MPISTRAT_SHARED_MIN_BYTES": "0"} if way == "memory" else {}
-    if way == OFF:
-        variables["MPISTRAT_FAST_PATHS"] = "off"
+    variables = {"MPISTRAT_FAST_PATHS": "off" if way == OFF else "on"}
+    if way == "memory":
+        variables["MPISTRAT_SHARED_MIN_BYTES"] = "0"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, variables))
         if way == "nodes":

@@ -37,6 +37,7 @@ def test_shapes_stay(strategy, size, shape):
         np.testing.assert_array_equal(found, np.full(shape, size))
 
 
+@pytest.mark.fast
 def test_an_interruption_before_the_call_is_that_error_and_leaves_it_usable(
     strategy, size, monkeypatch
 ):
