@@ -33,7 +33,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help house train test test-serial test-quick test-full test-launch test-slow test-slurm lint types bench scaling wheels docs clean pictures site-check gpu-report
+.PHONY: help house train test test-serial test-quick test-full test-off test-launch test-slow test-slurm lint types bench scaling wheels docs clean pictures site-check gpu-report
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -59,10 +59,13 @@ test-serial: $(VENV)/.test  ## run pure code, and what needs ranks on one, witho
 test-quick: $(VENV)/.test  ## run one launch for each kind of failure
 	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile -m quick $(call marked,quick) $(ARGS)
 
-test-full: test-serial test-1 test-2 test-3 test-4 test-launch  ## run all but test-slow and test-slurm
+test-full: test-serial test-1 test-2 test-3 test-4 test-off test-launch  ## run all but test-slow and test-slurm
 
 test-%: $(VENV)/.test  ## run under mpiexec what needs ranks, on so many, as in make test-3
 	$(LAUNCH) -n $* --limit 900 -- -m pytest --with-mpi -p no:cacheprovider $(ARGS)
+
+test-off: $(VENV)/.test  ## run on 2 ranks what needs ranks, without the fast paths
+	MPISTRAT_FAST_PATHS=off $(LAUNCH) -n 2 --limit 900 -- -m pytest --with-mpi -p no:cacheprovider -m "not thorough" $(ARGS)
 
 test-launch: $(VENV)/.test  ## run the tests that start MPI programs of their own
 	timeout --kill-after=10 1800 $(PY) -m pytest -n 2 --dist loadfile -m "launches and not slow" --durations=15 $(call marked,launches) $(ARGS)

@@ -118,9 +118,9 @@ def memory_type(dtype: Any) -> Any:
 
 def stored_type(dtype: Any) -> Any:
     """Return the type of HDF5 for a `dtype`."""
-    # Equal dtypes may differ in their metadata, by which h5py marks strings and references.
-    make = _type_of if dtype.metadata is None else _type_of.__wrapped__
-    return make(dtype)
+    # Equal dtypes, or their fields, may differ in metadata: h5py's marks of strings and references.
+    has_none = dtype.metadata is None and dtype.names is None and dtype.subdtype is None
+    return (_type_of if has_none else _type_of.__wrapped__)(dtype)
 
 
 @functools.lru_cache(64)

@@ -211,7 +211,15 @@ def signature(structure: Structure) -> str:
 
 
 def _format_key(key: Any) -> str:
-    """Return a text for a dict's key that does not depend on the process."""
+    """Return a text for a dict's key that does not depend on the process; equal for equal keys."""
+    # `signature` keeps texts by structure, and structures whose keys are equal are equal: with 1,
+    # 1.0 and True the text would be that of whichever came first on a rank.
+    if isinstance(key, str):
+        return repr(str.__str__(key))
+    if isinstance(key, bool | int | float | np.bool | np.integer | np.floating):
+        return repr(int(key)) if key == key // 1 else repr(float(key))
+    if type(key) is tuple:
+        return f"({', '.join(map(_format_key, key))})"
     if isinstance(key, enum.Enum):
         return str(key)
     if isinstance(key, frozenset):

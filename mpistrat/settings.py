@@ -86,6 +86,7 @@ _READERS = {
     "timeout_s": _Reader(_seconds_or_none, "Use a number of seconds above 0, or none."),
     "checks": _SWITCH,
     "wait_notice_s": _SECONDS,
+    "fast_paths": _SWITCH,
     "watch": _SWITCH,
     "cuda_aware": _Reader(_on_off_or_auto, "Use on, off or auto."),
     "shared_min_bytes": _Reader(_integer_or_auto, "Use a number of bytes, at least 0, or auto."),
@@ -112,6 +113,8 @@ class Settings:
     """How long a rank waits for ranks that are not in the same collective; ``none``: for ever."""
     checks: bool = True
     """Whether ranks compare their calls before data moves. Without, ranks that disagree hang."""
+    fast_paths: bool = True
+    """Whether repeated calls skip checks, and ranks of a node reduce in memory that they share."""
     wait_notice_s: float = 60.0
     """After how long a wait one line says who is missing."""
     watch: bool = True

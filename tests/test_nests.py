@@ -2,6 +2,7 @@ import collections
 import dataclasses
 import enum
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,6 +86,9 @@ def test_signatures_depend_on_keys_alone():
     assert signature({frozenset("abc"): 1}) == signature({frozenset("cba"): 1})
     assert "0x" not in signature({object(): 1, Colour.RED: 2})
     assert signature([1]) != signature((1,)) != signature({"a": 1}) != signature({"b": 1})
+    for same in [(1, True, 1.0, np.int64(1)), ("a", np.str_("a")), ((1, "a"), (True, "a"))]:
+        assert len({signature({key: 0}) for key in same}) == 1, "whichever comes first"
+    assert signature({1: 0}) != signature({1.5: 0}) != signature({"1": 0})
     assert signature(Pair(1, 2)) == signature(Pair(3, 4)) != signature(Pair(1, [2]))
     assert signature(3) == "*"
 

@@ -11,6 +11,7 @@ from mpistrat.settings import Settings
         ("timeout_s", "none", None),
         ("timeout_s", "2.5", 2.5),
         ("checks", "off", False),
+        ("fast_paths", "off", False),
         ("wait_notice_s", "0", 0.0),
         ("shared_min_bytes", "auto", None),
         ("shared_min_bytes", "0", 0),

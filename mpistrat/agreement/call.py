@@ -49,6 +49,8 @@ class Call:
         self.channel = channel
         self.kind = kind
         self.name = name
+        self.own_timeout_s = timeout_s
+        """What the call was given, ``None`` where that of the channel holds."""
         self.timeout_s = channel.timeout_s if timeout_s is None else timeout_s
         self.owner = owner
         self._agreed = False

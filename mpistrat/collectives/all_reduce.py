@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
+from mpistrat.agreement.replica_channel import ReplicaChannel
 from mpistrat.arrays import Array, address_of, is_array, namespace_of
+from mpistrat.collectives.aliasing import are_apart, in_memory_of, is_plain
 from mpistrat.collectives.autograd import all_reduce_tensors, backward_calls, has_tensors
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.nested import all_reduce_nest, leaf_arrays
@@ -39,8 +41,9 @@ def all_reduce(
     if is_one and type(reduce_op) in _OPS:
         array = np.asarray(value) if is_number else value
         known = collectives.repeated(reduce_op, array)
-        if known is not None and (out is None or _can_repeat_into(array, out)):
-            result = known.all_reduce(array, out)
+        source = array if known is None or out is None else _source_for(array, out)
+        if known is not None and source is not None:
+            result = known.all_reduce(source, out)
             if result is not None:
                 return result[()] if is_number else result
     with collectives.call("all_reduce", options=options) as call:
@@ -78,7 +81,10 @@ def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) ->
         what = f"out{f' at {path!r}' if path else ''}"
         rank = f"on {call.channel.place()}"
         _check(call.kind, what, rank, op, array, target)
-    direct = targets if _can_reduce_into(arrays, targets) else None
+    direct = None
+    # Replicas of one rank may bring memory of each other: none is written to before all is read.
+    if not isinstance(call.channel, ReplicaChannel) and _can_reduce_into(arrays, targets):
+        arrays, direct = list(map(in_memory_of, arrays, targets)), targets
     results = call.all_reduce(op, arrays, nests.signature(structure), out=direct)
     for result, target in zip(results, targets, strict=True):
         if result is not target:
@@ -105,56 +111,26 @@ def _check(kind: str, what: str, rank: str, op: ReduceOp, array: Array, target: 
 
 def _can_reduce_into(arrays: Sequence[Array], targets: Sequence[Any]) -> bool:
     """Return whether `arrays` may be reduced to `targets` of fitting shapes and dtypes."""
-    return all(map(_is_plain, targets)) and _are_apart(arrays, targets)
+    return all(map(is_plain, targets)) and are_apart(arrays, targets)
 
 
-def _can_repeat_into(array: np.ndarray, target: object) -> bool:
-    """Return whether a plain `array` may be reduced to `target`, whose fit is not known yet."""
+def _source_for(array: np.ndarray, target: object) -> np.ndarray | None:
+    """Return a plain `array`, as `target` if that is its memory; ``None`` if it may not go there.
+
+    The fit of `target` is not known yet.
+    """
     if target is array:
-        return bool(array.flags.writeable)
-    return (
-        type(target) is np.ndarray
-        and _is_plain(target)
-        and target.shape == array.shape
-        and target.dtype == array.dtype
-        and target.flags.writeable
-        and _are_apart([array], [target])
-    )
-
-
-def _is_plain(array: Any) -> bool:
-    if type(array) is not np.ndarray:
-        return False
-    flags = array.flags
-    return bool(flags.c_contiguous and flags.aligned and array.dtype.isnative)
-
-
-def _are_apart(arrays: Sequence[Any], targets: Sequence[np.ndarray]) -> bool:
-    """Return whether each of `targets` shares memory with nothing but its array, and all of it."""
-    own = list(map(_span, targets))
-    spans = [(*span, True) for span in own]
-    for array, span_of_target in zip(arrays, own, strict=True):
-        if not isinstance(array, np.ndarray):
-            continue  # it is copied to the host
-        span = _span(array)
-        if span != span_of_target or not _is_plain(array):
-            spans.append((*span, False))
-    end_of_targets = end_of_all = 0
-    for begin, end, is_target in sorted(spans):
-        # Two arrays that are only read may overlap.
-        if begin < (end_of_all if is_target else end_of_targets) and begin < end:
-            return False
-        end_of_all = max(end_of_all, end)
-        if is_target:
-            end_of_targets = max(end_of_targets, end)
-    return True
-
-
-def _span(array: np.ndarray) -> tuple[int, int]:
-    """Return where the memory of `array` begins and ends, or a span around it."""
-    begin: int = address_of(array)
-    reach = [
-        stride * (n - 1) for stride, n in zip(array.strides, array.shape, strict=True) if array.size
-    ]
-    low, high = (sum(each for each in reach if (each < 0) is sign) for sign in (True, False))
-    return begin + low, begin + high + (array.itemsize if array.size else 0)
+        return array if array.flags.writeable else None
+    if (
+        type(target) is not np.ndarray
+        or not is_plain(target)
+        or target.shape != array.shape
+        or target.dtype != array.dtype
+        or not target.flags.writeable
+    ):
+        return None
+    # As `are_apart` and `in_memory_of`, for two arrays of one length in C order.
+    distance = abs(address_of(array) - address_of(target))
+    if not distance:
+        return target
+    return array if distance >= array.nbytes else None

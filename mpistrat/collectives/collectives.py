@@ -111,7 +111,8 @@ class CollectiveCall(Call):
             reduction = PreparedReduction(
                 self, op, arrays, details, wires, described, self.options, capabilities
             )
-            collectives.prepared[key] = reduction
+            if self.channel.transport.has_fast_paths:
+                collectives.prepared[key] = reduction
         return reduction
 
     def repeated(self, reduction: PreparedReduction) -> RepeatedReduction | JointReduction:
@@ -333,6 +334,8 @@ class Collectives(RunsUnits):
         """Have `repeated` return what `call` has done with `array`, if that may be repeated."""
         described, reduction = self.describe([array]), call.reduction
         if described is None or reduction is None or call.options is not self.options:
+            return
+        if not self.channel.transport.has_fast_paths:
             return
         if len(self._repeated) >= _MAX_PREPARED:
             self._repeated.clear()

@@ -14,6 +14,7 @@ from mpistrat.agreement.call import Call
 from mpistrat.agreement.ledger import Outcome
 from mpistrat.agreement.replica_channel import Done, ReplicaChannel
 from mpistrat.arrays import Array
+from mpistrat.collectives.aliasing import are_apart
 from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.collectives.repeated import is_as_usual
 from mpistrat.comm.packing import Packing
@@ -94,6 +95,9 @@ class JointReduction:
                 results = answer.outcome
             elif answer is _ALL_CALL:
                 results = self.reduction.end(None, self._packed(brought))
+                if out is not None:
+                    np.copyto(out[0], results[0])
+                    results = list(out)
             else:
                 call = self._new_call()
                 if extra is not None:
@@ -141,10 +145,14 @@ class JointReduction:
             for _, _, out, _ in brought
         ]
         total = results[0]
+        # Replicas may bring memory of each other, such as one array for all.
+        if any(out is not None for _, _, out, _ in brought) and not are_apart(arrays, results):
+            total = pool.take(first.shape, first.dtype)
         if first.size:
             self._reduce_arrays([[each] for each in arrays], [total])
-            for result in results[1:]:
-                np.copyto(result, total)
+            for result in results:
+                if result is not total:
+                    np.copyto(result, total)
         return [[each] for each in results]
 
     def _reduce_arrays(
@@ -163,8 +171,9 @@ class JointReduction:
                 reducer.reduce_arrays(op, rows, [targets[position] for position in at])
 
     def _packed(self, brought: _Brought) -> Packing:
-        joint, arrays, out, use = brought
-        return joint.reduction.pack(joint._channel, arrays, out, lends=use is not None)
+        # Not to `out`, which may be memory that another replica has brought.
+        joint, arrays, _, use = brought
+        return joint.reduction.pack(joint._channel, arrays, None, lends=use is not None)
 
     def leave_data(self, error: BaseException) -> None:
         """Report that this rank brings no more of the data that the others wait for."""

@@ -46,7 +46,7 @@ class RepeatedReduction:
         # `new_call` returns a call like `call`.
         self._new_call = new_call
         self._channel = channel = call.channel
-        self._timeout_s = call.timeout_s
+        self._own_timeout_s = call.own_timeout_s
         self.reduction = reduction
         self._keeps_dtypes = reduction.keeps_dtypes
         way, move = reduction.compiled_way()
@@ -116,13 +116,17 @@ class RepeatedReduction:
 
     def _vote(self) -> None:
         signature = self.reduction.signature
-        outcome = self._channel.vote(Status.CALL, signature, self._timeout_s)
+        outcome = self._channel.vote(Status.CALL, signature, self._limit_s())
         if outcome is not Outcome.ALL_CALL:
             raise self._new_call().disagreement(signature)
 
+    def _limit_s(self) -> float | None:
+        """Return how long to wait for missing ranks: that of the channel may have changed."""
+        return self._channel.timeout_s if self._own_timeout_s is None else self._own_timeout_s
+
     def _end_round(self, known: int) -> None:
         signature = self.reduction.signature
-        outcome = self._channel.end_round(known, signature, self._timeout_s)
+        outcome = self._channel.end_round(known, signature, self._limit_s())
         if outcome is not Outcome.ALL_CALL:
             raise self._new_call().disagreement(signature)
 

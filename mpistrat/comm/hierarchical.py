@@ -200,17 +200,25 @@ class _Facts(NamedTuple):
     """`shared_min_bytes` of the settings, -1 without."""
     known_bytes: int
     """What was measured before for as many ranks, -1 without."""
+    has_fast_paths: bool
+    """`fast_paths` of the settings."""
 
 
-def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) -> _Sharing | None:
-    """Return memory that the ranks of each node share, if several run on one. **Collective**."""
+def share_memory(
+    comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy
+) -> tuple[_Sharing | None, bool]:
+    """Return memory that the ranks of each node share, and whether any fast path is wanted.
+
+    There is no memory where each rank has its own node, or a rank wants none. **Collective**.
+    """
+    chosen = settings_at_the_end()
     if comm.size == 1:
-        return None
+        return None, chosen.fast_paths
     node, has_library = ranks_of_node(comm), native_library() is not None
     num_mates = len(node)
-    is_first = comm.rank == node[0] and num_mates > 1 and has_library
+    is_first = comm.rank == node[0] and num_mates > 1 and has_library and chosen.fast_paths
     offer = NodeMemory.offer(num_mates) if is_first else None
-    asked = settings_at_the_end().shared_min_bytes
+    asked = chosen.shared_min_bytes
     # As few messages as possible: with more ranks than cores, each takes long.
     own = _Facts(
         num_mates,
@@ -219,18 +227,19 @@ def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) 
         mask_of_cores(own_cores()),
         -1 if asked is None else asked,
         _measured.get(comm.size, -1),
+        chosen.fast_paths,
     )
     facts: list[_Facts] = comm.allgather(own)
     sizes = [each.num_mates for each in facts]
-    memory = None
-    if max(sizes) > 1 and all(each.has_library for each in facts):
+    memory, has_fast_paths = None, all(each.has_fast_paths for each in facts)
+    if max(sizes) > 1 and has_fast_paths and all(each.has_library for each in facts):
         memory = _open([facts[each] for each in node], node.index(comm.rank))
         if not all_of(comm, memory is not None):
             memory = None
     if offer is not None:
         offer.close()
     if memory is None:
-        return None
+        return None, has_fast_paths
     reducer: NodeReducer
     holds_all = min(sizes) == comm.size
     if holds_all:
@@ -248,7 +257,7 @@ def share_memory(comm: MPI.Intracomm, otherwise: Reducer, occupancy: Occupancy) 
         is_new = min(before) < 0
         found = _measure(comm, reducer.all_reduce, otherwise.all_reduce) if is_new else max(before)
         _measured[comm.size] = reducer.min_bytes = found
-    return _Sharing(memory, reducer, holds_all)
+    return _Sharing(memory, reducer, holds_all), has_fast_paths
 
 
 def _open(facts: Sequence[_Facts], local_rank: int) -> NodeMemory | None:

@@ -44,8 +44,8 @@ class MpiTransport:
         self.node: NodeReducer | None = None
         self.piggyback: Piggyback | None = None
         self.occupancy = Occupancy()
-        self._sharing = share_memory(comm, MpiReducer(self), self.occupancy)
-        self.pool = Pool()
+        self._sharing, self.has_fast_paths = share_memory(comm, MpiReducer(self), self.occupancy)
+        self.pool = Pool(recycles=self.has_fast_paths)
         if self._sharing is not None:
             self.node = self._sharing.reducer
             self.pool = Pool(self._sharing.memory.arena if self._sharing.holds_all else None)
@@ -219,7 +219,7 @@ class MpiTransport:
             return self.piggyback
         made = mpi_round(self.comm)
         self._rounds.append(made)
-        if isinstance(made, GatheredRound):
+        if isinstance(made, GatheredRound) and self.has_fast_paths:
             self.piggyback = made
         return made
 

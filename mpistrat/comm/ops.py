@@ -70,6 +70,8 @@ def finish(op: ReduceOp, total: np.ndarray, size: int) -> np.ndarray:
     if op is ReduceOp.MEAN:
         divide(total, size)
     unify_nan(total)
+    if total.dtype.char in "gG":
+        _clear_padding(total)
     return total
 
 
@@ -105,6 +107,16 @@ def unify_nan(result: np.ndarray) -> None:
         unify_nan(result.imag)
     elif result.dtype.kind == "f" and result.size and np.isnan(result.min()):
         np.copyto(result, np.nan, where=np.isnan(result))
+
+
+_PADDING = slice(10, None) if np.finfo(np.longdouble).nmant == 63 else slice(0)
+"""Which bytes of a long double are in no number: the last of the x87's format."""
+
+
+def _clear_padding(total: np.ndarray) -> None:
+    """Give equal numbers equal bytes: what is in the padding is whatever was there before."""
+    parts = total.reshape(-1).view(np.longdouble).view(np.uint8)
+    parts.reshape(-1, np.dtype(np.longdouble).itemsize)[:, _PADDING] = 0
 
 
 MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}

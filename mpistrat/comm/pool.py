@@ -30,8 +30,10 @@ _ALIGNMENT = 64
 class Pool:
     """Hands out arrays, to any thread, and holds no more than were in use at one time."""
 
-    def __init__(self, arena: Arena | None = None) -> None:
+    def __init__(self, arena: Arena | None = None, recycles: bool = True) -> None:
+        # Without `recycles`, all memory comes from NumPy and goes back there.
         self._arena = arena
+        self._smallest = _SMALLEST if recycles else math.inf
         self._array_at = array_at_function()
         self._lock = threading.Lock()
         self._free: dict[int, list[_Memory]] = {}
@@ -45,7 +47,7 @@ class Pool:
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array with arbitrary content; its memory returns when the last view is gone."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes < _SMALLEST:
+        if num_bytes < self._smallest:
             return np.empty(shape, dtype)
         memory = self._last_returned(num_bytes) or self._lend(num_bytes)
         lease = _Lease(memory, self._returned)

@@ -44,9 +44,10 @@ class ReplicaTransport:
         is_first = replica_id == self._share.start
         self.comm = getattr(transport, "comm", None) if is_first else None
         """The communicator of the rank, for the first of its replicas."""
-        self.node: NodeReducer | None = ReplicaReducer(
-            meetings, transport, replica_id, num_replicas
-        )
+        self.has_fast_paths = transport.has_fast_paths
+        self.node: NodeReducer | None = None
+        if self.has_fast_paths:
+            self.node = ReplicaReducer(meetings, transport, replica_id, num_replicas)
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Refuse: reductions of replicas go by the tree of their reducer."""

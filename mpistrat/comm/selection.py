@@ -114,6 +114,9 @@ def _choose_on_host(
         # Other floats travel as integers that are ordered alike: see `as_ordered_integers`.
         return ReduceScatterReducer(transport), f"MPI does not define {op.name} of NaN"
     asked, node = options.implementation, transport.node
+    if not transport.has_fast_paths and transport.size > 1 and (asked in _SHARING or staged):
+        # The bits of shared memory, and of what travels with a round.
+        return ReduceScatterReducer(transport), "fast paths are off"
     if options.deterministic:
         if _keeps_order(node, op, dtype) and (asked in _SHARING or staged):
             return node, "ranks share memory, where the order of the operands is ours"

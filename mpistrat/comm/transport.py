@@ -12,6 +12,7 @@ import numpy as np
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.options import ReduceOp
+from mpistrat.settings import settings_at_the_end
 
 __all__ = [
     "NodeReducer",
@@ -179,6 +180,8 @@ class Transport(Protocol):
     """Memory for results."""
     occupancy: Occupancy
     """Whether this rank is inside, waiting for the data of other ranks."""
+    has_fast_paths: bool
+    """Whether calls may keep what earlier ones have found out; the same on all ranks."""
 
     @property
     def node(self) -> NodeReducer | None:
@@ -297,7 +300,8 @@ class SoloTransport:
     piggyback: Piggyback | None = None
 
     def __init__(self) -> None:
-        self.pool = Pool()
+        self.has_fast_paths = settings_at_the_end().fast_paths
+        self.pool = Pool(recycles=self.has_fast_paths)
         self.occupancy = Occupancy()
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,29 @@ from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.optimizers.gradients import settled_beside
 from mpistrat.optimizers.part_updates import PartUpdate, can_be_summed_in_parts, share_parts
 from mpistrat.optimizers.slots import PreparedStep
-from mpistrat.optimizers.update import Step, Target, gradient_factor, update_each
+from mpistrat.optimizers.update import (
+    Rule,
+    Step,
+    Target,
+    UpdateAll,
+    gradient_factor,
+    update_each,
+)
 from mpistrat.options import ReduceOp
 from mpistrat.tracing.spans import span
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import DividedElements, Variable
 
-__all__ = ["RATE", "AgreedStep", "summed_in_parts", "take_together"]
+__all__ = ["RATE", "AgreedStep", "is_divided", "summed_in_parts", "take_together"]
 
 RATE = "with the learning rate"
 """What messages call the number that ranks compare."""
+
+
+def is_divided(optimizer: Any, variables: Iterable[Variable]) -> bool:
+    """Return whether the ranks divide a step on `variables`, by the slots that it has or makes."""
+    names, is_sharded = optimizer._rule.kernel.slots, optimizer.sharded_slots
+    return any(optimizer._slots.are_divided(each, names, is_sharded) for each in variables)
 
 
 def summed_in_parts(
@@ -37,12 +50,13 @@ def summed_in_parts(
     # All that decides is equal on all ranks, or agreed on next. To clip them takes all of them.
     if optimizer.global_clipnorm is not None or optimizer.loss_scale is not None:
         return []
+    names = optimizer._rule.kernel.slots
     return [
         position
         for position, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
         if gradient is not None
         and not isinstance(gradient, IndexedSlices)
-        and isinstance(optimizer._slots.holder(variable), DividedElements)
+        and isinstance(optimizer._slots.holder(variable, names), DividedElements)
         and can_be_summed_in_parts(call, variable)
     ]
 
@@ -72,7 +86,7 @@ class AgreedStep:
         """Update the variables. **Collective** where ranks update parts of them."""
         optimizer, known = self.optimizer, self.known
         rule, constants = optimizer._rule, optimizer._constants(self.rate, self.number)
-        update_all = None if known is None else optimizer._update_of_all(known, rule)
+        update_all = None if known is None else self._update_of_all(known, rule)
         gradients, variables, updates = self.gradients, self.variables, []
         if update_all is None:
             updates = self._updates()
@@ -117,6 +131,13 @@ class AgreedStep:
             if optimizer.loss_scale is not None:
                 optimizer.loss_scale._adjust(is_finite=factor is not None)
 
+    def _update_of_all(self, known: PreparedStep, rule: Rule) -> UpdateAll | None:
+        """Return what updates all variables at once, ``None`` where nothing can."""
+        if rule not in known.updates:
+            targets = self.optimizer._targets(known.variables)
+            known.updates[rule] = rule.update_of_all(targets)
+        return known.updates[rule]
+
     def _sum_over_shards(self, variables: Sequence[Variable]) -> Callable[[list[float]], float]:
         """Return what adds up numbers for `variables` over the ranks of a replica."""
         extended = self.strategy.extended
@@ -147,7 +168,7 @@ class AgreedStep:
         return [
             PartUpdate(
                 variable,
-                optimizer._slots.holder(variable),
+                optimizer._slots.holder(variable, optimizer._rule.kernel.slots),
                 target,
                 gradient,
                 is_late=position in self.late,

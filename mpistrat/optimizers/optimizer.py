@@ -14,7 +14,13 @@ import numpy as np
 from mpistrat import context
 from mpistrat.arguments import as_finite, as_real, format_value, is_constant
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.optimizers.agreed_step import RATE, AgreedStep, summed_in_parts, take_together
+from mpistrat.optimizers.agreed_step import (
+    RATE,
+    AgreedStep,
+    is_divided,
+    summed_in_parts,
+    take_together,
+)
 from mpistrat.optimizers.gradients import (
     agree_on_gradients,
     check_gradients,
@@ -34,7 +40,7 @@ from mpistrat.optimizers.slots import (
     check_can_shard_slots,
     zero_slot,
 )
-from mpistrat.optimizers.update import Rule, Target, UpdateAll
+from mpistrat.optimizers.update import Rule, Target
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
@@ -232,11 +238,7 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         if summed:
             prepared, counter = self._prepared, self.iterations
             known, gradients = prepared.find(replicas.channel, strategy, counter, pairs)
-            if (
-                known is not None
-                and known.joint is not None
-                and take_together(self, known, gradients)
-            ):
+            if known is not None and take_together(self, known, gradients):
                 return
         with replicas.call(f"{type(self).__name__}.apply_gradients") as call:
             step = self._agreed_step(call, strategy, pairs, summed, known, gradients)
@@ -254,30 +256,29 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         """Return what takes the step, once the ranks agree on it. **Collective**."""
         if self.loss_scale is not None:  # a program may have set another one since the last step
             check_owners(call.kind, strategy, self.loss_scale._variables)
-        variables: Sequence[Variable]
+        parameters = self._agreed_parameters()
+        has_changed = known is not None and known.parameters != parameters
+        if known and has_changed and is_divided(self, known.variables):
+            known = None  # by slots that do not exist yet
+        variables: Sequence[Variable] = () if known is None else known.variables
         if known is None:
             gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
-        else:
-            variables = known.variables
         scale = 1.0 if self.loss_scale is None else self.loss_scale._divisor()
         number = int(self.iterations._storage if known is None else known.iterations)
         rate = self._rate(number)
         call.include(rate, f"{RATE} {rate}")
-        parameters = self._agreed_parameters()
-        settled: list[Any]
         late: list[int] = []
         if known is not None:
-            if known.parameters != parameters:
+            if has_changed:
                 known.prepare(call, gradients, parameters)
             # They are read in this step alone.
             settled = known.reduction.all_reduce(call, gradients, lends=True)
         elif summed:
             late = summed_in_parts(call, self, gradients, variables)
             settled = sum_over_replicas(call, gradients, variables, parameters, late)
-            holders = map(self._slots.holder, variables)
-            self._prepared.keep(
-                call, strategy, gradients, variables, self.iterations, parameters, holders
-            )
+            if not is_divided(self, variables):
+                counter = self.iterations
+                self._prepared.keep(call, strategy, gradients, variables, counter, parameters)
         else:
             settled = agree_on_gradients(call, gradients, variables, parameters)
         return AgreedStep(
@@ -315,12 +316,6 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         if not callable(rate):
             return float(rate)
         return as_finite(f"{type(self).__name__}: learning_rate({step})", rate(step), 0)
-
-    def _update_of_all(self, known: PreparedStep, rule: Rule) -> UpdateAll | None:
-        """Return what updates the variables of a step at once, ``None`` where nothing can."""
-        if rule not in known.updates:
-            known.updates[rule] = rule.update_of_all(self._targets(known.variables))
-        return known.updates[rule]
 
     @property
     @abc.abstractmethod

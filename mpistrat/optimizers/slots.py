@@ -79,11 +79,32 @@ class Slots:
         target = entry.targets[names] = Target(weight, [slot._own_storage for slot in slots])
         return target
 
-    def holder(self, variable: Variable) -> Variable:
-        """Return the variable that knows which part of `variable` this rank updates."""
-        entry = self._entries.get(id(variable))
-        slots = () if entry is None else (variable, *entry.slots.values())
-        return next((each for each in slots if isinstance(each, DividedElements)), variable)
+    def holder(self, variable: Variable, names: Iterable[str]) -> Any:
+        """Return the variable that knows which part of `variable` this rank updates.
+
+        `names` are the slots that the update needs, as far as they exist.
+        """
+        found = [self.find(variable, name) for name in names]
+        each: Any
+        for each in (variable, *found):
+            if isinstance(each, DividedElements):
+                return each
+        return variable
+
+    def are_divided(self, variable: Variable, names: Iterable[str], is_sharded: bool) -> bool:
+        """Return whether an update of `variable` by the slots `names` is divided over ranks.
+
+        Slots that do not exist yet count as what `zero_slot` will make of them.
+        """
+        if isinstance(variable, ShardedVariable | DividedElements):
+            return True
+        found = [self.find(variable, name) for name in names]
+        return any(
+            _is_divided_slot(variable, is_sharded)
+            if slot is None
+            else isinstance(slot, DividedElements)
+            for slot in found
+        )
 
     def known_target(self, variable: Variable, names: tuple[str, ...]) -> Target | None:
         """Return what `target` has returned before, ``None`` where it has not."""
@@ -94,6 +115,7 @@ class Slots:
         """Keep `slot` under `variable` and `name`."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
         entry.slots[name] = slot
+        entry.targets.clear()
         on_undo(functools.partial(entry.forget, name))
 
 
@@ -107,14 +129,20 @@ def check_can_shard_slots(what: str, strategy: Any) -> None:
         )
 
 
+def _is_divided_slot(variable: Variable, is_sharded: bool) -> bool:
+    """Return whether `zero_slot` divides the slots of `variable` over ranks."""
+    # Those of a central variable are shared already.
+    is_mirrored = isinstance(variable, MirroredVariable)
+    return is_sharded and is_mirrored and not isinstance(variable, CentralVariable)
+
+
 def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variable:
     """Return a new slot: zeros, colocated with `variable`, float32 for the halves."""
     # **Collective** for the variable of a strategy. `is_sharded` divides a mirrored variable's.
     owner = default_strategy() if variable.strategy is None else variable.strategy
     name, dtype = f"{variable.name}/{name}", slot_dtype(variable.dtype)
     with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
-        is_central = isinstance(variable, CentralVariable)  # whose slots are shared already
-        if is_sharded and isinstance(variable, MirroredVariable) and not is_central:
+        if _is_divided_slot(variable, is_sharded):
             check_can_shard_slots(name, owner)
             zeros = InitialValue.zeros(variable.shape, dtype, 1)
             return FlatShardedVariable(zeros, trainable=False, name=name)
@@ -125,6 +153,8 @@ def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variab
 class PreparedStep:
     """A step on variables in host memory, by gradients that fit them as they are."""
 
+    channel: Channel
+    """That of the step, kept so that its id is not given to another one."""
     strategy: Any
     """Of the step. All checks of `variables` in it have passed."""
     variables: Sequence[Variable]
@@ -188,11 +218,11 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         variables: Sequence[Variable],
         counter: Variable,
         parameters: str,
-        holders: Iterable[Variable],
     ) -> None:
         """Prepare later steps like this one, where they need no check of the gradients."""
-        # Only what is compiled for the host updates all variables at once, and whole gradients.
-        if any(isinstance(variable, ShardedVariable | DividedElements) for variable in holders):
+        # Only what is compiled for the host updates all variables at once, and whole ones: the
+        # caller leaves out steps that the ranks divide.
+        if not call.channel.transport.has_fast_paths:
             return
         storages = [variable._storage for variable in variables]
         if any(type(each) is not np.ndarray for each in (*gradients, *storages)):
@@ -204,4 +234,5 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
             self.clear()
         key = (id(call.channel), *map(id, variables))
         memory, joint = counter._storage, _joint(call, reduction)
-        self[key] = PreparedStep(strategy, variables, counter, memory, reduction, joint, parameters)
+        what = variables, counter, memory, reduction, joint, parameters
+        self[key] = PreparedStep(call.channel, strategy, *what)

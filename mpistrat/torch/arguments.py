@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from mpistrat import context
+from mpistrat.collectives.aliasing import are_disjoint
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.errors import ContextError
 from mpistrat.layout import SharedLayout
 from mpistrat.torch.memory import Operand, described
 
 __all__ = [
+    "apart_from",
+    "are_apart",
     "check_is_of_ranks",
     "check_list",
     "check_root",
@@ -48,6 +51,31 @@ def target_of(call: CollectiveCall, tensor: torch.Tensor) -> Operand:
     operand = Operand(tensor, subject(call))
     check_writable(subject(call), tensor)
     return operand
+
+
+def apart_from(
+    call: CollectiveCall, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Return `inputs` in C order, or copies where an output may be written before one is read."""
+    sources = [source_of(call, each).memory for each in inputs]
+    if len(inputs) == 1 or are_apart(sources, outputs):
+        return sources
+    return [each.clone() for each in sources]
+
+
+def are_apart(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> bool:
+    """Return whether no target shares memory with a source, or with another target."""
+    spans = [(*_span(each), False) for each in sources] + [(*_span(each), True) for each in targets]
+    return are_disjoint(spans)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where the memory of a tensor begins and ends, with what lies between its elements."""
+    begin, reach = tensor.data_ptr(), 0
+    if tensor.numel():
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum((length - 1) * stride for length, stride in pairs)
+    return begin, begin + reach * tensor.element_size()
 
 
 def check_is_of_ranks(kind: str) -> None:

@@ -56,6 +56,13 @@ class Operand:
         return _array_at(address, shape, dtype, memory) if address else np.empty(shape, dtype)
 
     @property
+    def bytes(self) -> np.ndarray:
+        """The bytes as an array, also of one element with any stride."""
+        address = self.memory.data_ptr()
+        shape, dtype = (self.num_bytes,), np.dtype(np.uint8)
+        return _array_at(address, shape, dtype, self.memory) if address else np.empty(shape, dtype)
+
+    @property
     def buffer(self) -> MPI.buffer:
         """The bytes."""
         return MPI.buffer.fromaddress(self.memory.data_ptr(), self.num_bytes)
@@ -66,7 +73,11 @@ class Operand:
         return int(self.memory.numel() * self.memory.element_size())
 
     def give_back(self) -> None:
-        """Copy what was received to the tensor, if its memory is elsewhere."""
+        """Copy what was received to the tensor, if its memory is elsewhere.
+
+        Else autograd learns of the write, which has gone by address: a backward pass that needs
+        what was there before raises.
+        """
         target = self._target
         if target is not None and (
             target.data_ptr() != self.memory.data_ptr()
@@ -74,6 +85,8 @@ class Operand:
             or target.is_neg() != self.memory.is_neg()
         ):
             target.copy_(self.memory)
+        else:
+            torch.autograd.graph.increment_version(self.memory)
 
 
 _array_at = array_at_function()

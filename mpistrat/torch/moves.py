@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.torch.arguments import (
+    are_apart,
     check_list,
     check_root,
     check_whole,
@@ -36,9 +37,18 @@ __all__ = [
 
 def _apart(source: Operand, target: Operand) -> Operand:
     """Return `source`, or a copy where `target` overlaps it, which MPI forbids."""
-    begin, place = target.memory.data_ptr(), source.memory.data_ptr()
-    overlaps = begin < place + source.num_bytes and place < begin + target.num_bytes
-    return Operand(source.memory.clone(), "") if overlaps else source
+    return source if _lies_apart(source, target) else Operand(source.memory.clone(), "")
+
+
+def _lies_apart(source: Operand, target: Operand) -> bool:
+    return are_apart([source.memory], [target.memory])
+
+
+def _are_apart(outputs: Sequence[torch.Tensor], pairs: Sequence[tuple[Operand, Operand]]) -> bool:
+    """Return whether none of several outputs overlaps a source but its own."""
+    # A source in its own target is looked at by `_apart`.
+    sources = [own for whole, own in pairs if _lies_apart(own, whole)]
+    return are_apart([each.memory for each in sources], outputs)
 
 
 def broadcast(call: CollectiveCall, tensor: torch.Tensor, root: int) -> None:
@@ -127,12 +137,14 @@ def all_gather_v(call: CollectiveCall, own: torch.Tensor, outputs: Sequence[torc
         )
     call.agree(tuple(map(described, outputs)))
     counts = [each.num_bytes for each in targets]
-    whole = Operand(torch.empty(sum(counts), dtype=torch.uint8), "")
+    whole = np.empty(sum(counts), np.uint8)
     call.note_moved(source.num_bytes, "all_gather")
     with call.communicator() as comm:
-        comm.Allgatherv([source.buffer, MPI.BYTE], [whole.buffer, counts, MPI.BYTE])
-    for target, part in zip(targets, whole.memory.split(counts), strict=True):
-        target.memory.reshape(-1).view(torch.uint8).copy_(part)
+        comm.Allgatherv([source.buffer, MPI.BYTE], [whole, counts, MPI.BYTE])
+    begin = 0
+    for target, count in zip(targets, counts, strict=True):
+        np.copyto(target.bytes, whole[begin : begin + count])
+        begin += count
         target.give_back()
 
 
@@ -144,6 +156,8 @@ def all_gather_into(
     for output, source in zip(outputs, inputs, strict=True):
         pairs.append((target_of(call, output), source_of(call, source)))
         check_whole(call, output, source, "output", "input")
+    if len(pairs) > 1 and not _are_apart(outputs, pairs):  # one may overwrite what is sent next
+        pairs = [(whole, Operand(own.memory.clone(), "")) for whole, own in pairs]
     call.agree(tuple(map(described, inputs)))
     call.note_moved(sum(own.num_bytes for _, own in pairs), "all_gather")
     with call.communicator() as comm:

@@ -16,7 +16,13 @@ from torch.distributed import distributed_c10d as c10d
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.system.callsite import users_place
 from mpistrat.torch import moves, reductions
-from mpistrat.torch.arguments import check_is_of_ranks, check_writable, equal_parts, subject
+from mpistrat.torch.arguments import (
+    apart_from,
+    check_is_of_ranks,
+    check_writable,
+    equal_parts,
+    subject,
+)
 from mpistrat.torch.works import GroupQueue, GroupWork
 
 __all__ = ["Operations"]
@@ -110,7 +116,8 @@ class Operations:
         opts = opts or c10d.ReduceScatterOptions()
 
         def body(call: CollectiveCall) -> None:
-            for output, source in zip(outputs, inputs, strict=True):
+            sources = apart_from(call, inputs, outputs)
+            for output, source in zip(outputs, sources, strict=True):
                 parts = equal_parts(call, source, output)
                 reductions.reduce_scatter(call, opts.reduceOp, output, parts)
 

@@ -11,6 +11,7 @@ import torch
 from mpi4py import MPI
 from torch.distributed import ReduceOp as TorchOp
 
+from mpistrat.collectives.aliasing import are_apart
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.comm.mpi_transport import in_parts
 from mpistrat.comm.ops import combine
@@ -132,9 +133,21 @@ def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -
         for array in arrays:
             _combine_bits(call, reduction.bitwise, array)
     else:
-        call.all_reduce_in_place(reduction.op, arrays, reduction.structure)
+        _reduce_in_place(call, reduction, arrays)
     for operand in operands:
         operand.give_back()
+
+
+def _reduce_in_place(
+    call: CollectiveCall, reduction: _Reduction, arrays: Sequence[np.ndarray]
+) -> None:
+    # One may be memory of another, such as the same tensor twice.
+    is_apart = len(arrays) == 1 or are_apart(arrays, arrays)
+    targets = arrays if is_apart else [array.copy() for array in arrays]
+    call.all_reduce_in_place(reduction.op, targets, reduction.structure)
+    if not is_apart:
+        for array, target in zip(arrays, targets, strict=True):
+            np.copyto(array, target)
 
 
 def _combine_bits(call: CollectiveCall, bitwise: _Bitwise, array: np.ndarray) -> None:

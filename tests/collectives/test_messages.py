@@ -1,6 +1,7 @@
 """How many messages a call costs, counted at the transport."""
 
 import numpy as np
+import pytest
 
 import mpistrat as ms
 
@@ -10,11 +11,13 @@ def all_reduce(strategy, value, **options):
     strategy.run(lambda: ms.get_replica_context().all_reduce("sum", value, options))
 
 
+@pytest.mark.fast
 def test_a_thousand_small_arrays_are_one_message(strategy, counts):
     all_reduce(strategy, [np.ones(100, np.float32) for _ in range(1000)])
     assert counts == {"all_reduce": 1}
 
 
+@pytest.mark.fast
 def test_one_message_for_each_dtype_and_pack(strategy, counts):
     arrays = [np.ones(100, dtype) for dtype in ("f4", "f8", "i4") for _ in range(10)]
     all_reduce(strategy, arrays)
@@ -24,17 +27,20 @@ def test_one_message_for_each_dtype_and_pack(strategy, counts):
     assert counts == {"all_reduce": 5}
 
 
+@pytest.mark.fast
 def test_zero_bytes_per_pack_is_automatic(strategy, counts):
     all_reduce(strategy, [np.ones(100, np.float32)] * 10, bytes_per_pack=0)
     assert counts == {"all_reduce": 1}
     assert ms.CommunicationOptions().bytes_per_pack == 0
 
 
+@pytest.mark.fast
 def test_a_mean_over_an_axis_is_one_message(strategy, counts):
     strategy.reduce("mean", {"a": np.ones((3, 2), np.float32), "b": np.ones(3, np.float32)}, axis=0)
     assert counts == {"all_reduce": 1}
 
 
+@pytest.mark.fast
 def test_a_training_step_is_one_message_and_local_calls_are_none(strategy, counts):
     with strategy.scope():
         variables = [ms.Variable(np.zeros(50, np.float32)) for _ in range(160)]

@@ -9,6 +9,7 @@ def all_reduce(strategy, value, op="sum"):
     return result_of(strategy, lambda: ms.get_replica_context().all_reduce(op, value))
 
 
+@pytest.mark.fast
 def test_equal_calls_share_one_reduction(strategy):
     prepared = strategy.extended._collectives.prepared
     for _ in range(3):

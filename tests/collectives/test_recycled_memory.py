@@ -9,6 +9,8 @@ from ml_dtypes import bfloat16
 import mpistrat as ms
 from tests.helpers import result_of
 
+pytestmark = pytest.mark.fast
+
 KIB = 1024
 SHAPES = [(400_000,), (10,), (), (300, 700), (3_000,), (100_000,)]
 WAYS = {

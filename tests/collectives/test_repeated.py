@@ -1,7 +1,10 @@
 """Repeated reductions of one array by compiled code: arrays of all kinds, interruptions."""
 
+import time
+
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.collectives import repeated
@@ -34,6 +37,7 @@ def test_shapes_stay(strategy, size, shape):
         np.testing.assert_array_equal(found, np.full(shape, size))
 
 
+@pytest.mark.fast
 def test_an_interruption_before_the_call_is_that_error_and_leaves_it_usable(
     strategy, size, monkeypatch
 ):
@@ -47,3 +51,35 @@ def test_an_interruption_before_the_call_is_that_error_and_leaves_it_usable(
         patch.setattr(repeated._logger, "isEnabledFor", interrupted)
         all_reduce(strategy, array)
     np.testing.assert_array_equal(all_reduce(strategy, array), np.full(5, size))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_repeated_call_waits_as_long_as_its_channel_says_now(rank, size):
+    """Not as long as it said at the first call: another strategy may have set another limit."""
+    comm = MPI.COMM_WORLD.Dup()
+    strategy = ms.MPIStrategy(comm, device="cpu")
+    ones = np.ones(3)
+    for _ in range(2):
+        strategy.run(lambda: ms.get_replica_context().all_reduce("sum", ones))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPISTRAT_TIMEOUT_S", "0.2")
+        again = ms.MPIStrategy(comm, device="cpu")
+    if rank == size - 1:
+        time.sleep(1.5)
+    with pytest.raises(ms.errors.EpochError, match=r"timeout of 0\.2 s|gave up"):
+        strategy.run(lambda: ms.get_replica_context().all_reduce("sum", ones))
+    del again
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_whose_nests_have_equal_keys(strategy, rank):
+    """What a rank has called before decides nothing: 1 and True are one key."""
+
+    def step():
+        replica = ms.get_replica_context()
+        for key, same in ((1, True), (2, 2.0), ("a", np.str_("a"))):
+            found = replica.all_reduce("sum", {same if rank == 0 else key: 1.0})
+            assert found[key] == replica.num_replicas_in_sync
+
+    for _ in range(2):
+        strategy.run(step)

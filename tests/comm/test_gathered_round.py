@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 @pytest.fixture
 def apart(monkeypatch):
     """A strategy of ranks that share no memory, and its transport."""
-    monkeypatch.setattr(mpi_transport, "share_memory", lambda *_: None)
+    monkeypatch.setattr(mpi_transport, "share_memory", lambda *_: (None, True))
     comm = MPI.COMM_WORLD.Dup()
     strategy = ms.MPIStrategy(comm=comm, device="cpu")
     yield strategy, strategy.extended._collectives.channel.transport

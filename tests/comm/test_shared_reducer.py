@@ -128,6 +128,7 @@ def test_floats_have_the_same_bits_on_all_ranks(strategy, rank, size):
                 assert digests == [digests[0]] * size
 
 
+@pytest.mark.fast
 def test_memory_is_shared_where_it_can_be(strategy, size):
     from mpistrat.native import native_library
 

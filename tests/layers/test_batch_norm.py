@@ -193,6 +193,7 @@ def test_a_batch_without_examples_changes_nothing(strategy, synchronized):
     np.testing.assert_array_equal(averages(layer), [np.zeros(5), np.ones(5)])
 
 
+@pytest.mark.fast
 def test_one_message_in_each_direction(strategy, rank, counts):
     layers = {flag: make(strategy, synchronized=flag) for flag in (False, True)}
     x, gradient_y = part_of(rank)
@@ -335,6 +336,7 @@ def test_bad_examples_of_one_rank_at_inference_are_an_error_on_all(strategy, oth
     assert isinstance(error.value, ms.errors.EpochMismatchError if others else ValueError)
 
 
+@pytest.mark.fast
 def test_inference_across_replicas_is_one_message(strategy, counts):
     with strategy.scope():
         layer = ms.layers.BatchNorm(2)

@@ -239,6 +239,7 @@ def test_ranks_that_disagree_on_k(strategy, rank, others):
         ms.metrics.TopKAccuracy(k=2 if others else 3)
 
 
+@pytest.mark.fast
 def test_a_result_is_one_message_whatever_the_number_of_sums(strategy, counts):
     with strategy.scope():
         metrics = [ms.metrics.Sum(), ms.metrics.Mean(), ms.metrics.TopKAccuracy(1)]

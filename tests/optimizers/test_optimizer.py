@@ -435,6 +435,7 @@ def test_what_is_no_list_of_pairs_is_refused(strategy, size):
     assert strategy.reduce("sum", 1) == size
 
 
+@pytest.mark.fast
 def test_warm_steps_check_nothing_again(strategy, monkeypatch):
     variable, optimizer = one_variable(strategy, momentum=0.5)
 

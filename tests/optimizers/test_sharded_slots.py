@@ -5,10 +5,12 @@ import copy
 import h5py
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.sharding import part_lengths
+from tests.fast_paths import thorough_but
 from tests.helpers import as_bytes, triangle
 
 SHAPES = {
@@ -268,3 +270,83 @@ def test_a_copy_goes_on_alone(strategy, rank, size):
     train(strategy, twins, twin, rank, size, [1])
     train(strategy, variables, adam, rank, size, [1])
     assert state(twins, twin) == state(variables, adam)
+
+
+FLOATS = {"matrix": (130, 70), "table": (600, 500), "vector": (41,), "few": (3,), "scalar": ()}
+"""Shapes of dense float32 variables, of which a program repeats every step alike."""
+
+
+def make_floats(strategy, optimizer, **more):
+    with strategy.scope():
+        variables = {
+            name: ms.Variable(np.ones(shape, np.float32), name=name)
+            for name, shape in FLOATS.items()
+        }
+        return variables, OPTIMIZERS[optimizer](**more)
+
+
+def train_alike(strategy, variables, optimizer, numbers):
+    def step(number):
+        replica = ms.get_replica_context().replica_id_in_sync_group
+        rng = np.random.default_rng([number, replica])
+        found = {name: rng.normal(size=shape).astype("f4") for name, shape in FLOATS.items()}
+        optimizer.apply_gradients([(found[name], each) for name, each in variables.items()])
+
+    for number in numbers:
+        strategy.run(step, args=(number,))
+
+
+@pytest.fixture(params=[None, 5])
+def replicated(request):
+    """A strategy of one replica on each rank, and one of five over all ranks."""
+    comm = MPI.COMM_WORLD.Dup()
+    strategy = ms.MPIStrategy(comm, device="cpu", num_replicas=request.param)
+    yield strategy
+    strategy.close()
+    comm.Free()
+
+
+@pytest.mark.parametrize("optimizer", thorough_but(OPTIMIZERS, ["adam", "momentum"]))
+def test_steps_that_are_repeated_alike(replicated, optimizer):
+    """Dense gradients of one dtype, for which every later step may be prepared."""
+    results = []
+    for is_sharded in (False, True):
+        variables, made = make_floats(replicated, optimizer, sharded_slots=is_sharded)
+        for number in range(4):
+            train_alike(replicated, variables, made, [number])
+            results.append(state(variables, made))
+            replicated.extended.assert_replicas_agree(list(variables.values()))
+    assert results[:4] == results[4:]
+
+
+@pytest.mark.parametrize(
+    "ways", thorough_but([(True, False), (False, True), (True, True)], [(True, False)]), ids=str
+)
+def test_checkpoints_between_steps_that_are_repeated_alike(replicated, shared_tmp_path, ways):
+    path = shared_tmp_path / PATH
+    variables, adam = make_floats(replicated, "adam", sharded_slots=ways[0])
+    train_alike(replicated, variables, adam, range(3))
+    ms.Checkpoint(adam=adam, **variables).write(path)
+    restored, other = make_floats(replicated, "adam", sharded_slots=ways[1])
+    train_alike(replicated, restored, other, [7, 8])  # which the file overwrites
+    ms.Checkpoint(adam=other, **restored).restore(path).assert_consumed()
+    assert state(restored, other) == state(variables, adam)
+    for optimizer, those in ((adam, variables), (other, restored)):
+        train_alike(replicated, those, optimizer, range(3, 6))
+    assert state(restored, other) == state(variables, adam)
+
+
+def test_parameters_set_between_steps_that_are_repeated_alike(replicated):
+    """The slots come at a later step, and are not needed by the last ones."""
+    results = []
+    for is_sharded in (False, True):
+        with replicated.scope():
+            optimizer = SGD(0.1)
+        variables, _ = make_floats(replicated, "momentum")
+        for momentum in (0.0, 0.9, 0.5, 0.0):
+            optimizer.sharded_slots = is_sharded and momentum > 0
+            optimizer.momentum = momentum
+            train_alike(replicated, variables, optimizer, range(2))
+            results.append([as_bytes(each.numpy()) for each in variables.values()])
+            replicated.extended.assert_replicas_agree(list(variables.values()))
+    assert results[:4] == results[4:]

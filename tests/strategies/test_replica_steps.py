@@ -100,6 +100,7 @@ def test_parameters_set_between_steps(replicas):
         twins.check(number + 1)
 
 
+@pytest.mark.fast
 def test_a_repeated_step_is_one_meeting(replicas, monkeypatch):
     twins = Twins(replicas)
     for number in range(2):

@@ -7,7 +7,7 @@ FLOATS = ["float16", "bfloat16", "float32", "float64"]
 COMPLEX = ["complex64", "complex128"]
 NUMBERS = [*INTEGERS, *FLOATS, *COMPLEX]
 MOVED = [*NUMBERS, "bool", "float8_e4m3fn", "uint16", "uint64", "complex32"]
-FORMS = ["whole", "column", "transposed", "scalar", "empty"]
+FORMS = ["whole", "column", "transposed", "scalar", "empty", "one of a column"]
 
 
 def dtype_of(name):
@@ -23,6 +23,8 @@ def numbers(rank, dtype=torch.float32, form="whole"):
         return base.T
     if form == "scalar":
         return base[1, 1].clone()
+    if form == "one of a column":  # contiguous, whatever its stride
+        return base[1:2, 2]
     if form == "empty":
         return base[:0]
     return base
