@@ -28,6 +28,7 @@ __all__ = [
     "error_text",
     "explain_permission",
     "extension_path",
+    "fills_unwritten",
     "filters_edge_chunks",
     "filters_of",
     "h5py",
@@ -103,6 +104,16 @@ def filters_edge_chunks(dataset: Any) -> bool:
 
 _UNFILTERED_EDGES = 2
 """``H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS``."""
+
+
+def fills_unwritten(dataset: Any) -> bool:
+    """Return whether HDF5 gives elements of `dataset` that were never written a value."""
+    # Otherwise it leaves the memory that it reads to as it is (HDF5 reference, H5Pset_fill_time).
+    # A virtual dataset leaves what its sources leave.
+    h5d, properties = h5py().h5d, dataset.id.get_create_plist()
+    has_value = properties.fill_value_defined() != h5d.FILL_VALUE_UNDEFINED
+    is_filled = properties.get_fill_time() != h5d.FILL_TIME_NEVER
+    return has_value and is_filled and properties.get_layout() != h5d.VIRTUAL
 
 
 def is_stored_as(dataset: Any, dtype: Any) -> bool:

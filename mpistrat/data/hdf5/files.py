@@ -205,6 +205,7 @@ class FieldAccess:
             and hdf5.is_stored_as(dataset.id, self._dtype)
             and hdf5.filters_edge_chunks(dataset)
         )
+        self._may_be_left = not hdf5.fills_unwritten(dataset)
         filters = hdf5.filters_of(dataset)
         row_bytes = math.prod(_others(self._shape, axis)) * self._dtype.itemsize
         self._is_large = row_bytes >= _LARGE_ROW_BYTES
@@ -238,12 +239,15 @@ class FieldAccess:
         if not rows.size:
             return
         is_direct = self._is_large and not self._axis and self._dtype == rows.dtype
+        # HDF5 leaves elements as they are that were never written and have no fill value.
         if self._memory_type is not None or (is_direct and self._dtype.kind in "iuf"):
             # Only the members that `rows` has are copied, and each once.
             place, axis = np.zeros(rows.ndim, np.intp), self._axis
             place[axis] = start
             shape = (*rows.shape[1 : axis + 1], len(rows), *rows.shape[axis + 1 :])
-            elements = np.empty(shape, rows.dtype) if axis else rows
+            elements = np.zeros(shape, rows.dtype) if axis else rows
+            if not axis and self._may_be_left:
+                rows.reshape(-1).view(np.uint8).fill(0)
             space = self._identifier.get_space()
             space.select_hyperslab(tuple(place.tolist()), shape)
             target = hdf5.h5py().h5s.create_simple(shape)
