@@ -137,9 +137,9 @@ def test_rows_along_an_axis(tmp_path, axis, chunk):
 @pytest.mark.parametrize("dtype", ["f4", ">f4", EVENT])
 def test_rows_of_a_mebibyte(tmp_path, dtype):
     path, dtype = tmp_path / "large.h5", np.dtype(dtype)
-    length = 2**20 // dtype.itemsize + 1
+    length = 2**21 // dtype.itemsize
     with h5py.File(path, "w") as file:
-        dataset = create(file, "x", dtype, (6, length), chunk=(1, length // 2 + 1))
+        dataset = create(file, "x", dtype, (6, length), chunk=(1, length // 2))
         for number in (0, 3):
             row = np.zeros(length, dtype)
             row[:] = value_of(dtype, number + 1)
@@ -152,10 +152,10 @@ def test_rows_of_a_mebibyte(tmp_path, dtype):
 @pytest.mark.usefixtures("_junk", "streamed")
 def test_sources_of_a_virtual_dataset(tmp_path):
     path = tmp_path / "virtual.h5"
-    length = 2**18 + 1  # rows of more than a mebibyte, and others
-    for shape in ((6, length), (6, 3)):
+    length = 2**19  # rows of more than a mebibyte, and others
+    for shape in ((6, length), (6, 4)):
         with h5py.File(path, "w") as file:
-            dataset = create(file, "source", np.dtype("f4"), shape, chunk=(1, shape[1]))
+            dataset = create(file, "source", np.dtype("f4"), shape, chunk=(1, shape[1] // 2))
             dataset[2] = 5
             layout = h5py.VirtualLayout(shape, "f4")
             layout[:] = h5py.VirtualSource(file["source"])
