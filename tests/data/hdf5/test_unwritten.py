@@ -24,7 +24,11 @@ FILL_TIMES = {
     "ifset": h5py.h5d.FILL_TIME_IFSET,
     "alloc": h5py.h5d.FILL_TIME_ALLOC,
 }
-ALLOC_TIMES = {"early": h5py.h5d.ALLOC_TIME_EARLY, "late": h5py.h5d.ALLOC_TIME_LATE}
+ALLOC_TIMES = {
+    "early": h5py.h5d.ALLOC_TIME_EARLY,
+    "late": h5py.h5d.ALLOC_TIME_LATE,
+    "incr": h5py.h5d.ALLOC_TIME_INCR,  # chunk by chunk
+}
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def _junk(monkeypatch):
     monkeypatch.setattr(np, "empty_like", lambda a: with_junk(a.shape, a.dtype))
 
 
-def create(file, name, dtype, shape, *, chunk=None, fill_time="never", alloc="late", gzip=False):
+def create(file, name, dtype, shape, *, chunk=None, fill_time="never", alloc="incr", gzip=False):
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_fill_time(FILL_TIMES[fill_time])
     if chunk:
