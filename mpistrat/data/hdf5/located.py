@@ -89,7 +89,9 @@ def locate(
     if field.attribute is not None:
         return _locate_constant(file, path, field)
     dataset, members = (file[field.path], ()) if is_literal else _find(file, path, field)
-    others = other_files(dataset, path)
+    names = parts_of(field.path)
+    place = "/".join(names[: len(names) - len(members)])
+    others = other_files(file, place, path, dataset)
     warn_of_files_elsewhere(dataset.name, path, others)
     if not dataset.shape:
         raise _unreadable(
@@ -115,7 +117,7 @@ def locate(
     return Located(
         field,
         Kind.ROWS,
-        "/".join(parts_of(field.path)[: len(parts_of(field.path)) - len(members)]),
+        place,
         dtype,
         leaves,
         shape,
@@ -173,7 +175,11 @@ def _locate_constant(file: Any, path: str, field: Field) -> Located:
     # The length of its data set counts where no other field has one.
     length = own_shape[0] if own_shape else None
     place = "/".join(parts_of(field.path)) or "/"
-    return Located(field, Kind.CONSTANT, place, dtype, leaves, shape, length)
+    others = other_files(file, field.path, path)
+    warn_of_files_elsewhere(field.path, path, others)
+    return Located(
+        field, Kind.CONSTANT, place, dtype, leaves, shape, length, others=tuple(others)
+    )
 
 
 def get_object(file: Any, path: str) -> Any:
