@@ -33,6 +33,7 @@ __all__ = [
     "filters_of",
     "h5py",
     "has_offsets",
+    "has_signature",
     "hidden_beside",
     "is_stored_as",
     "max_open_files",
@@ -113,7 +114,7 @@ def fills_unwritten(dataset: Any) -> bool:
     h5d, properties = h5py().h5d, dataset.id.get_create_plist()
     has_value = properties.fill_value_defined() != h5d.FILL_VALUE_UNDEFINED
     is_filled = properties.get_fill_time() != h5d.FILL_TIME_NEVER
-    return has_value and is_filled and properties.get_layout() != h5d.VIRTUAL
+    return bool(has_value and is_filled and properties.get_layout() != h5d.VIRTUAL)
 
 
 def is_stored_as(dataset: Any, dtype: Any) -> bool:
@@ -154,6 +155,21 @@ def has_offsets(node: Any) -> bool:
     """Return whether the file of a node of the low level is read in the usual way."""
     access = h5py().h5i.get_file_id(node).get_access_plist()
     return bool(access.get_driver() == h5py().h5fd.SEC2)
+
+
+def has_signature(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file begins as HDF5 files do, also behind a user block."""
+    with open(path, "rb") as file:
+        place, size = 0, os.fstat(file.fileno()).st_size
+        while place < size:
+            file.seek(place)
+            if file.read(len(_SIGNATURE)) == _SIGNATURE:
+                return True
+            place = max(2 * place, _SMALLEST_USER_BLOCK)
+    return False
+
+
+_SIGNATURE, _SMALLEST_USER_BLOCK = b"\x89HDF\r\n\x1a\n", 512
 
 
 def offset_of_block(dataset: Any, num_bytes: int) -> int | None:

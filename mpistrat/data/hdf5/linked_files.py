@@ -16,6 +16,7 @@ from typing import Any
 from mpistrat import hdf5
 from mpistrat.data.hdf5.fields import parts_of
 from mpistrat.errors import DataError
+from mpistrat.settings import environment
 from mpistrat.system.callsite import users_stacklevel
 
 __all__ = ["LinkedFiles", "check_virtual_sources", "other_files", "warn_of_files_elsewhere"]
@@ -119,6 +120,7 @@ class LinkedFiles:
             if file is None:
                 raise self._error(f"needs the file {file_name}, which cannot be read: {reason}")
             where = file.filename
+            self._paths.add(os.path.realpath(where))
         self.add_links(file, name)
         try:
             source = file[name]
@@ -134,12 +136,15 @@ class LinkedFiles:
     def _error(self, what: str) -> DataError:
         """Return the error of the virtual dataset that is being followed, with the chain to it."""
         names = [name for _, name in self._active]
+        (first, _), _ = self._active[0]
+        if first != self._own:
+            names.insert(0, f"a link of {self._own}")
         chain = [f"{a} takes elements from {b}" for a, b in itertools.pairwise(names)]
         needed = f" It is needed: {', '.join(chain)}." if chain else ""
         return DataError(f"The virtual dataset {names[-1]} {what}.{needed}")
 
     def _find(self, dataset: Any, file_name: str) -> tuple[Any, str | None]:
-        """Return the open file of a source, or ``None`` and why a file that is there is not read."""
+        """Return the open file of a source, or ``None`` and why one that is there is not read."""
         prefix = os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())
         return self._open_first(dataset.file, file_name, prefix, "HDF5_VDS_PREFIX")
 
@@ -204,7 +209,7 @@ class LinkedFiles:
 def _sources(dataset: Any) -> dict[tuple[str, str, bool], None]:
     """Return file and name of each source of a virtual dataset, and whether it is a series."""
     properties = dataset.id.get_create_plist()
-    found = {}
+    found: dict[tuple[str, str, bool], None] = {}
     for number in range(properties.get_virtual_count()):
         file_name = properties.get_virtual_filename(number)
         name = properties.get_virtual_dsetname(number)
@@ -228,7 +233,7 @@ def _places(own: str, name: str, prefix: str, variable: str) -> Iterator[str]:
     if os.path.isabs(name):
         yield name
         name = os.path.basename(name)
-    for each in os.environ.get(variable, "").split(":"):
+    for each in environment().get(variable, "").split(":"):
         if each:
             yield os.path.join(each, name)
     folder = os.path.dirname(os.path.abspath(own))
@@ -274,7 +279,7 @@ def warn_of_files_elsewhere(name: str, own: str, paths: list[str]) -> None:
 
 def _external_paths(dataset: Any) -> Iterator[str]:
     """Yield the files of external storage (HDF5 reference, H5Pset_efile_prefix)."""
-    prefix = os.environ.get("HDF5_EXTFILE_PREFIX")
+    prefix = environment().get("HDF5_EXTFILE_PREFIX")
     prefix = prefix or os.fsdecode(dataset.id.get_access_plist().get_efile_prefix())
     folder = os.path.dirname(os.path.abspath(dataset.file.filename))
     for name, _, _ in dataset.external or ():
