@@ -151,7 +151,7 @@ class Cached:
             # A part of the data set may be all that is used of it.
             lengths = [self.num_examples]
             if self.child.length >= 0:
-                lengths.append(self.child.length)
+                lengths.append(self.child.known_length)
             total = size * min(lengths)
             if total > self._limit:
                 raise MemoryError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arguments import as_bool
-from mpistrat.data.batching import Unbatch, WholeBatches, wrapped
+from mpistrat.data.batching import Unbatch, WholeBatches, refuse_numbered, wrapped
 from mpistrat.data.cache import Cached, size_in_bytes
 from mpistrat.data.combinations import Combinations
 from mpistrat.data.errors import Sound
@@ -110,6 +110,7 @@ class ElementTransformations(Combinations):
             raise ValueError("unbatch undoes a batch, but this data set was not batched.")
         place = max(n for n, each in enumerate(pipeline.transformations) if each is batch)
         later = pipeline.transformations[place + 1 :]
+        refuse_numbered(later)
         if not all(isinstance(each, SameOrder) for each in later):
             return self._then(Unbatch(batch.batch_size, batch.drop_remainder))
         whole = (WholeBatches(batch.batch_size),) if batch.drop_remainder else ()
@@ -155,7 +156,7 @@ class ElementTransformations(Combinations):
         """
         num_bytes = size_in_bytes(memory)
         pipeline = self._pipeline
-        if pipeline.has_batches:
+        if pipeline.batch is not None:
             raise ValueError(
                 "cache keeps examples, but this data set is batched: what a rank would keep of a "
                 "batch depended on the number of ranks. Call cache before batch."
@@ -199,7 +200,7 @@ class ElementTransformations(Combinations):
         [1, 0]
         """
         logs = as_bool("log_warning", log_warning)
-        if self._pipeline.has_batches:
+        if self._pipeline.batch is not None:
             raise ValueError(
                 "ignore_errors leaves out examples, but this data set is batched. Call it before "
                 "batch, after the map that may fail."
