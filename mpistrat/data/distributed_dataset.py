@@ -117,6 +117,8 @@ class DistributedDataset:
                     except Exception as error:
                         self._report(error)
                         raise
+        if self._collectives.is_elastic:  # an iteration is no part of what is repeated after a loss
+            return
         # A rank without rows of a batch has met none of the errors that others report in it.
         with self._collectives.call(_NEXT_BATCH) as call:
             call.agree("the end of the pass")
