@@ -71,6 +71,7 @@ def _hdf5plugin() -> Any:
         return None
 
 
+@functools.cache
 def plugin_libraries() -> dict[str, str]:
     """Return the libraries of the filters that hdf5plugin has registered, by name."""
     plugins = _hdf5plugin()
@@ -210,18 +211,17 @@ def open_for_reading(
     path: str | os.PathLike[str], error: type[Exception], swmr: bool = False
 ) -> Any:
     """Return an open ``h5py.File`` of `path`; with `swmr` it may be written meanwhile."""
-    path = Path(path)
-    if os.path.isdir(path):
-        raise error(f"{path} is a folder, but an HDF5 file was expected.")
-    if not os.path.exists(path):
-        raise error(_explain_absence(path))
     if not os.path.isfile(path):  # opening a pipe would wait for its other end
+        if os.path.isdir(path):
+            raise error(f"{path} is a folder, but an HDF5 file was expected.")
+        if not os.path.exists(path):
+            raise error(_explain_absence(Path(path)))
         raise error(f"{path} is a device or a pipe, but an HDF5 file was expected.")
     try:
         # The keyword only where it is needed: it asks for locks of another kind.
         return h5py().File(path, "r", swmr=True) if swmr else h5py().File(path, "r")
     except OSError as reason:
-        raise error(_explain(path, reason)) from reason
+        raise error(_explain(Path(path), reason)) from reason
 
 
 def _explain_absence(path: Path) -> str:

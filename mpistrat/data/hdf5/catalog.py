@@ -183,8 +183,12 @@ def read_catalog(
             stamp = _stamp_of(path, is_live)
             if not files and fields is None:
                 names, structure = _top_level_fields(file, path)
+            opened: dict[str, Any] = {}
             found = [
-                locate(file, path, each, fields is None, _known(known, number, each, file, stamp))
+                locate(
+                    *(file, path, each, fields is None),
+                    *(_known(known, number, each, file, stamp), opened),
+                )
                 for each in names
             ]
             located.append(found)
@@ -192,8 +196,10 @@ def read_catalog(
                 columns = row_columns(found)
             _check_same(located[0], found, paths[0], path)
             layouts = tuple(
-                layout_of(file[c.path], path, c.axis, c.dtype, is_live) for c in columns
+                layout_of(opened.get(c.path) or file[c.path], path, c.axis, c.dtype, is_live)
+                for c in columns
             )
+            opened.clear()
         listings = {e.field._text: e.listing for e in found if e.listing is not None}
         others = sorted({other for each in found for other in each.others})
         stamps = {path: stamp} | {other: _stamp_of(other, is_live) for other in others}

@@ -28,9 +28,11 @@ __all__ = ["OpenFiles", "StoredRows"]
 
 _T = TypeVar("_T")
 
-_MAX_OPEN_FILES = 64
-_SHARE_OF_LIMIT = 4
-"""At most every fourth of the files that the process may open."""
+_MAX_OPEN_FILES, _MAX_MAPPED_FILES = 256, 4096
+"""An open file takes HDF5 0.6 MiB of memory, and a mapped one none."""
+
+_SHARE_OF_LIMIT = 2
+"""The readers of a process open at most half of the files that it may open."""
 
 _LARGE_ROW_BYTES = 2**20
 """Rows of at least that size are read to their place, which takes h5py longer to prepare."""
@@ -48,7 +50,6 @@ class OpenFiles:
         self._catalog = catalog
         self._mappings = {} if mappings is None else mappings
         """The bytes of files by number, which the readers of a source share."""
-        self._limit = max(1, min(_MAX_OPEN_FILES, hdf5.max_open_files() // _SHARE_OF_LIMIT))
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
         self._checked_at: dict[int, float] = {}
         self.lock = threading.Lock()
@@ -95,7 +96,7 @@ class OpenFiles:
         self._opened(file)
         found = self._mappings.get(file)
         if found is None:
-            while len(self._mappings) >= _MAX_OPEN_FILES:
+            while len(self._mappings) >= _MAX_MAPPED_FILES:
                 self._mappings.pop(next(iter(self._mappings)))
             descriptor = self.descriptor(file)
             num_bytes = os.fstat(descriptor).st_size
@@ -119,7 +120,7 @@ class OpenFiles:
             self._checked_at.pop(number, None)  # what is opened now may be another file
         self.check(number)
         if opened is None:
-            while len(self._open) >= self._limit:
+            while self._open and _num_open.total >= _limit():
                 self._close_oldest()
             opened = self._open[number] = _OpenFile(self._catalog.files[number])
         self._open.move_to_end(number)
@@ -129,7 +130,9 @@ class OpenFiles:
         """Return what `open_it` opens, if need be after closing all others but the newest."""
         while True:
             try:
-                return open_it()
+                opened = open_it()
+                _num_open.add(1)
+                return opened
             except (OSError, DataError) as error:
                 reason = getattr(error.__cause__ or error, "errno", None)
                 if reason not in (errno.EMFILE, errno.ENFILE) or len(self._open) < 2:
@@ -146,6 +149,26 @@ class OpenFiles:
                 self._close_oldest()
 
 
+def _limit() -> int:
+    return max(1, min(_MAX_OPEN_FILES, hdf5.max_open_files() // _SHARE_OF_LIMIT))
+
+
+class _Count:
+    """How many files all readers of the process have open."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._lock = threading.Lock()
+
+    def add(self, number: int) -> None:
+        """Count files that were opened or, with -1, closed."""
+        with self._lock:
+            self.total += number
+
+
+_num_open = _Count()
+
+
 class _OpenFile:
     """A file that is open, for HDF5 or without it or both."""
 
@@ -159,8 +182,10 @@ class _OpenFile:
         if self.file is not None:
             self.fields.clear()
             close_file(self._entry.path, self.file, self._entry.is_live)
+            _num_open.add(-1)
         if self.descriptor is not None:
             os.close(self.descriptor)
+            _num_open.add(-1)
 
 
 def _check_unchanged(entry: FileEntry) -> None:

@@ -73,10 +73,12 @@ class LinkedFiles:
 
     def add(self, dataset: Any) -> None:
         """Note the files with data of a dataset; `DataError` if one of them is missing."""
-        path = os.path.realpath(dataset.file.filename)
+        properties = dataset.id.get_create_plist()
+        path = os.path.realpath(_file_name(dataset))
         self._paths.add(path)
-        self._paths.update(map(os.path.realpath, _external_paths(dataset)))
-        if not dataset.is_virtual:
+        if properties.get_external_count():
+            self._paths.update(map(os.path.realpath, _external_paths(dataset)))
+        if properties.get_layout() != hdf5.h5py().h5d.VIRTUAL:
             return
         key = path, int(hdf5.h5py().h5o.get_info(dataset.id).addr)
         where = f"{dataset.name!r} of {dataset.file.filename}"
@@ -206,6 +208,11 @@ class LinkedFiles:
             return
 
 
+def _file_name(node: Any) -> str:
+    """Return the path of the file of an object, several times faster than ``node.file.filename``."""
+    return os.fsdecode(hdf5.h5py().h5f.get_name(node.id))
+
+
 def _sources(dataset: Any) -> dict[tuple[str, str, bool], None]:
     """Return file and name of each source of a virtual dataset, and whether it is a series."""
     properties = dataset.id.get_create_plist()
@@ -255,6 +262,8 @@ def other_files(file: Any, path: str, own: str, dataset: Any = None) -> list[str
 
     `path` is where it is in the open `file`. A `dataset` is followed to the end.
     """
+    if dataset is not None and _is_plain(file, path, dataset):
+        return []
     with LinkedFiles(own) as files:
         files.add_links(file, path)
         if dataset is not None:
@@ -262,8 +271,21 @@ def other_files(file: Any, path: str, own: str, dataset: Any = None) -> list[str
         return files.paths
 
 
+def _is_plain(file: Any, path: str, dataset: Any) -> bool:
+    """Return whether all bytes of a dataset are in the open `file`, and no link leads to it."""
+    h5py = hdf5.h5py()
+    properties, names = dataset.id.get_create_plist(), parts_of(path)
+    if properties.get_external_count() or properties.get_layout() == h5py.h5d.VIRTUAL:
+        return False
+    links = file.id.links
+    beginnings = ["/".join(names[:count]) for count in range(1, len(names) + 1)]
+    return all(links.get_info(os.fsencode(n)).type == h5py.h5l.TYPE_HARD for n in beginnings)
+
+
 def warn_of_files_elsewhere(name: str, own: str, paths: list[str]) -> None:
     """Warn of those of `paths`, which hold data of `name`, outside of the folder of `own`."""
+    if not paths:
+        return
     # Whoever made the file has chosen them: they may be any that the user of the program can read.
     folders = {os.path.realpath(os.path.dirname(own)), os.path.dirname(os.path.realpath(own))}
     elsewhere = [path for path in paths if all(os.path.commonpath([path, f]) != f for f in folders)]

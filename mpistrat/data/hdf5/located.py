@@ -77,12 +77,17 @@ class Located:
 
 
 def locate(
-    file: Any, path: str, field: Field, is_literal: bool = False, listing: Listing | None = None
+    file: Any,
+    path: str,
+    field: Field,
+    is_literal: bool = False,
+    listing: Listing | None = None,
+    opened: dict[str, Any] | None = None,
 ) -> Located:
     """Return a field of an open file.
 
     A literal one is the name of a data set, of which members that cannot be read are left out. A
-    `listing` that is known need not be made.
+    `listing` that is known need not be made. A dataset that was opened is put into `opened`.
     """
     if field._is_pattern and not is_literal:
         return _locate_matches(file, path, field, listing or list_matches(file, path, field))
@@ -91,6 +96,8 @@ def locate(
     dataset, members = (file[field.path], ()) if is_literal else _find(file, path, field)
     names = parts_of(field.path)
     place = "/".join(names[: len(names) - len(members)])
+    if opened is not None:
+        opened[place] = dataset
     others = other_files(file, place, path, dataset)
     warn_of_files_elsewhere(dataset.name, path, others)
     if not dataset.shape:
