@@ -35,6 +35,7 @@ __all__ = [
     "has_offsets",
     "has_signature",
     "hidden_beside",
+    "is_in_file",
     "is_stored_as",
     "max_open_files",
     "memory_type",
@@ -94,14 +95,21 @@ def filters_of(dataset: Any) -> list[tuple[int, tuple[int, ...]]]:
 def filters_edge_chunks(dataset: Any) -> bool:
     """Return whether chunks beyond the edges of `dataset` are filtered as all others are."""
     # HDF5 reference, H5Pset_chunk_opts, which h5py does not have.
-    get_options = getattr(ctypes.CDLL(extension_path()), "H5Pget_chunk_opts", None)
+    get_options = _chunk_options()
     if get_options is None:  # the library is a part of h5py's own, and hidden there
         return True
-    get_options.argtypes = [ctypes.c_int64, ctypes.c_void_p]
     properties, options = dataset.id.get_create_plist(), ctypes.c_uint()
     with h5py()._objects.phil:  # HDF5 is not thread-safe
         get_options(properties.id, ctypes.byref(options))
     return not options.value & _UNFILTERED_EDGES
+
+
+@functools.cache
+def _chunk_options() -> Any:
+    function = getattr(ctypes.CDLL(extension_path()), "H5Pget_chunk_opts", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int64, ctypes.c_void_p]
+    return function
 
 
 _UNFILTERED_EDGES = 2
@@ -139,6 +147,12 @@ def stored_type(dtype: Any) -> Any:
 @functools.lru_cache(64)
 def _type_of(dtype: Any) -> Any:
     return h5py().h5t.py_create(dtype, logical=True)
+
+
+def is_in_file(dataset: Any, path: str) -> bool:
+    """Return whether `dataset` is in the file `path`, and not behind an external link."""
+    name = os.fsdecode(h5py().h5f.get_name(dataset.id))
+    return name == path or os.path.samefile(name, path)
 
 
 def contiguous_offset(dataset: Any, dtype: Any) -> int | None:

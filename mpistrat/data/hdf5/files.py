@@ -20,6 +20,7 @@ from mpistrat import hdf5
 from mpistrat.data.hdf5.catalog import Catalog, FileEntry
 from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
 from mpistrat.data.hdf5.live_files import close_file, open_file
+from mpistrat.data.hdf5.storage import FilteredChunks
 from mpistrat.data.hdf5.stored_types import assign, dtype_of
 from mpistrat.errors import DataError
 from mpistrat.native import native_library
@@ -315,6 +316,12 @@ class StoredRows:
     axis: int
     chunks: list[tuple[_Region, int, bytes]]
     """Of each which region of the rows it fills, the filter mask and the content."""
+
+    @classmethod
+    def of_chunk(cls, chunks: FilteredChunks, filter_mask: int, content: bytes) -> StoredRows:
+        """Return whole rows, which lie in one chunk."""
+        of_rows = [((slice(None),), filter_mask, content)]
+        return cls(chunks.decoder, chunks.dtype, chunks.chunk_shape, 0, of_rows)
 
     def decode(self, rows: np.ndarray) -> None:
         """Fill `rows`; ``ValueError`` where a chunk is damaged."""

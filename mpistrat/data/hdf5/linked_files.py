@@ -209,7 +209,7 @@ class LinkedFiles:
 
 
 def _file_name(node: Any) -> str:
-    """Return the path of the file of an object, several times faster than ``node.file.filename``."""
+    """Return the path of the file of an object, without a new ``h5py.File``."""
     return os.fsdecode(hdf5.h5py().h5f.get_name(node.id))
 
 

@@ -21,6 +21,7 @@ from mpistrat.data.hdf5.files import OpenFiles, StoredRows
 from mpistrat.data.hdf5.placed_rows import PlacedLeaf, RowCopies, is_placed
 from mpistrat.data.hdf5.read_ahead import DecodingThreads, ExpectedRows, is_run
 from mpistrat.data.hdf5.single_examples import Allocate, SingleReader, leaf_of
+from mpistrat.data.hdf5.storage import CompressedChunks, FilteredChunks
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
 from mpistrat.system.threads import clean_up
@@ -335,8 +336,8 @@ class Hdf5Reader:
     ) -> int:
         """Have compiled code decode the first chunks, those of one file; return how many it did."""
         file = row_ranges[0][0]
-        compressed = self._catalog.files[file].layouts[field].compressed
-        if compressed is None:
+        compressed = self._catalog.files[file].layouts[field].chunks
+        if not isinstance(compressed, CompressedChunks):
             return 0
         with self._files.lock:
             mapped = self._files.mapping(file)
@@ -349,11 +350,16 @@ class Hdf5Reader:
         stored: list[StoredRows | None] = []
         with self._files.lock:
             for file, start, stop in row_ranges:
-                if not self._catalog.files[file].layouts[field].is_chunked:
+                layout = self._catalog.files[file].layouts[field]
+                if not layout.is_chunked:
                     stored.append(None)
                     continue
                 try:
-                    stored.append(self._files.field(file, field).fetch(start))
+                    if isinstance(layout.chunks, FilteredChunks):
+                        content = layout.chunks.read(self._files.descriptor(file), start)
+                        stored.append(StoredRows.of_chunk(layout.chunks, *content))
+                    else:
+                        stored.append(self._files.field(file, field).fetch(start))
                 except DataError:
                     raise
                 except _READ_ERRORS as reason:
