@@ -134,6 +134,10 @@ class Cached:
         """Return ``None``: an element is kept as a whole."""
         return None
 
+    def row_lengths(self) -> np.ndarray | None:
+        """Return ``None``: what is kept may have been mapped."""
+        return None
+
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
         """Return the items below."""
         return self._source.blocks(key, batch_size, start)

@@ -240,6 +240,9 @@ class Source(Protocol):
     def only(self, fields: tuple[Any, ...]) -> Source | None:
         """Return the source of tuples of some fields; ``None`` if that would read no less."""
 
+    def row_lengths(self) -> np.ndarray | None:
+        """Return the common length of the arrays of each example; ``None`` if it is not known."""
+
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
         """Return the items of the pass `key`, without the first `start`."""
 
@@ -281,6 +284,10 @@ class PlainSource:
 
     def only(self, fields: tuple[Any, ...]) -> Source | None:
         """Return ``None``: an example costs the same whatever is used of it."""
+        return None
+
+    def row_lengths(self) -> np.ndarray | None:
+        """Return ``None``: how long the arrays of an example are shows when it is made."""
         return None
 
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:

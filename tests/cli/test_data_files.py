@@ -247,9 +247,7 @@ def test_one_damaged_object_hides_no_other(tmp_path, capsys):
             file[f"group_{number}/x"] = np.arange(5)
         file["y"] = np.arange(3)
     with h5py.File(path) as file:
-        places = [
-            h5py.h5o.get_info(file[name].id).addr for name in ("group_1", "group_2/x")
-        ]
+        places = [h5py.h5o.get_info(file[name].id).addr for name in ("group_1", "group_2/x")]
     content = bytearray(path.read_bytes())
     for place in places:
         content[place : place + 16] = b"\xff" * 16

@@ -268,9 +268,9 @@ def bad_at(number):
         "map of batches": lambda size: data.range(7).batch(size).map(stumble),
         "source": lambda size: data.from_source(Source()).batch(size),
         "elements": lambda size: data.from_source(Rows()).ragged_batch(size),
-        "generator": lambda size: data.from_generator(
-            lambda: map(stumble, range(7)), spec
-        ).batch(size),
+        "generator": lambda size: data.from_generator(lambda: map(stumble, range(7)), spec).batch(
+            size
+        ),
         "shuffle": lambda size: mapped.shuffle(0).batch(size),
         "zip": lambda size: data.zip((mapped, data.range(9))).batch(size),
         "concatenate": lambda size: mapped.concatenate(data.range(2)).batch(size),

@@ -316,3 +316,37 @@ def test_many_files_are_opened_by_rank_0_for_all(
     expected = sorted(100 * n + k for n in range(12) for k in range(n + 1))
     gathered = strategy.gather(ms.PerReplica(np.array(seen, np.int64)), axis=0)
     assert sorted(np.asarray(gathered).tolist()) == expected
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_rows_of_matches(strategy, rank, size, mpi_tmp_path, is_mapped):
+    lengths = [3, 0, 4, 1, 6, 2, 5]
+    path = mpi_tmp_path / "frames.h5"
+    if rank == 0:
+        with h5py.File(path, "w") as file:
+            first = 0
+            for number, length in enumerate(lengths):
+                file[f"run_{number}/x"] = np.arange(first, first + length)
+                first += length
+    strategy.gather(np.zeros(1), axis=0)  # the file is there
+    calls = []
+
+    def noting(x):
+        calls.append(len(x))
+        return x
+
+    rows = ms.data.Dataset.from_hdf5(path, "run_*/x")
+    rows = (rows.map(noting) if is_mapped else rows).unbatch()
+    batches = strategy.experimental_distribute_dataset(rows.shuffle(1).batch(4))
+    assert batches.cardinality() == -(-sum(lengths) // 4)
+    share = -(-len(lengths) // size)
+    assert len(calls) <= (share + 2 if is_mapped else 0)  # and one for the spec
+    alone = [batch.tolist() for batch in rows.shuffle(1).batch(4)]
+    for mine, whole in zip(batches, alone, strict=True):
+        assert strategy.gather(mine, axis=0).tolist() == whole
+    assert sorted(x for batch in alone for x in batch) == list(range(sum(lengths)))
+    if size > 1:  # maps that count differently are told apart
+        other = ms.data.Dataset.range(2).map(lambda n: np.zeros(1 + (rank == 0))).unbatch()
+        distributed = strategy.experimental_distribute_dataset(other.batch(2))
+        with pytest.raises((DataError, ms.errors.EpochError)):
+            list(distributed)

@@ -30,6 +30,7 @@ from mpistrat.data.hdf5.located import (
     readable_names,
 )
 from mpistrat.data.hdf5.shared_catalog import layouts_from_json, layouts_to_json
+from mpistrat.data.hdf5.stored_types import Form
 from mpistrat.errors import DataError
 from mpistrat.system.callsite import users_stacklevel
 
@@ -89,6 +90,30 @@ class Catalog:
         if max(matches, default=-1) >= widest_rows or widest_rows < 0:
             return _ROWS_OF_TEXT if not matches else 1
         return file.layouts[sizes.index((widest_rows, True))].rows_per_chunk
+
+    def row_lengths(self) -> np.ndarray | None:
+        """Return the common length of the arrays of each example; ``None`` if they do not tell."""
+        found: list[np.ndarray] = []
+        for output in self.outputs:
+            length = output.spec.shape[0] if output.spec.shape else None
+            if length is not None:
+                found.append(np.full(self.offsets[-1], length))
+                continue
+            single = None if output.single is None else self.singles[output.single]
+            if single is None or single.kind is not Kind.MATCHES or output.leaf.form is Form.RAGGED:
+                return None
+            text = single.field._text
+            found.append(np.concatenate([f.listings[text].shapes[:, 0] for f in self.files]))
+        for output, other in zip(self.outputs, found, strict=True):
+            wrong = np.flatnonzero(other != found[0])
+            if len(wrong):
+                number = int(wrong[0])
+                raise DataError(
+                    f"The arrays of example {number} have the lengths {int(found[0][number])} and "
+                    f"{int(other[number])} (the latter of {output.spec}), but unbatch needs one. "
+                    "Name fields that belong together with fields=(...)."
+                )
+        return found[0]
 
     @property
     def known(self) -> Known:

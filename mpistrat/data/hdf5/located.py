@@ -184,9 +184,7 @@ def _locate_constant(file: Any, path: str, field: Field) -> Located:
     place = "/".join(parts_of(field.path)) or "/"
     others = other_files(file, field.path, path)
     warn_of_files_elsewhere(field.path, path, others)
-    return Located(
-        field, Kind.CONSTANT, place, dtype, leaves, shape, length, others=tuple(others)
-    )
+    return Located(field, Kind.CONSTANT, place, dtype, leaves, shape, length, others=tuple(others))
 
 
 def get_object(file: Any, path: str) -> Any:

@@ -159,6 +159,10 @@ class Hdf5Source(PlainSource):
         """The numbers of the first rows of all files but the first."""
         return self.catalog.offsets[1:-1]
 
+    def row_lengths(self) -> np.ndarray | None:
+        """Return the common length of the arrays of each example, if the files tell it."""
+        return self.catalog.row_lengths()
+
     @cached_property
     def layout(self) -> ChunkLayout | None:
         """The chunks of the field with the largest rows, which cost most to decode."""

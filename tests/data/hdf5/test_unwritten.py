@@ -88,9 +88,7 @@ def check(dataset, expected, batch=3):
             if isinstance(values, ms.data.Ragged):
                 rows = np.split(values.values, values.row_splits[1:-1])
             elif isinstance(values, dict):
-                rows = [
-                    {name: values[name][n] for name in values} for n in range(len(numbers))
-                ]
+                rows = [{name: values[name][n] for name in values} for n in range(len(numbers))]
             for number, row in zip(numbers, rows, strict=True):
                 assert same(row, expected[number])
 
