@@ -16,10 +16,10 @@ from mpistrat.data.order import (
     Block,
     Order,
     PassKey,
-    PlainSource,
     Transformation,
     skip_items,
 )
+from mpistrat.data.sources import RangeSource
 from mpistrat.data.spec import batched
 from mpistrat.data.stacking import Column, stacked
 from mpistrat.data.transforms import Map, Reordering
@@ -132,7 +132,7 @@ class Unbatch(Reordering):
     def _count(self, num_items: int, later: tuple[Transformation, ...]) -> int:
         """Return how many of `num_items` are in the batches that `later` leaves."""
         num_batches = ceil_div(num_items, self.batch_size)
-        batches = Order(_Numbers(num_batches), later)
+        batches = Order(RangeSource(num_batches), later)
         if batches.length < 0:
             return batches.length
         counts = np.zeros(num_batches, np.int64)
@@ -165,13 +165,6 @@ def _place_of_batch(transformations: Sequence[Transformation]) -> int:
                 return place
             num_undone -= 1
     raise ValueError("unbatch undoes a batch, but this dataset was not batched.")
-
-
-class _Numbers(PlainSource):
-    """Numbers that stand for batches."""
-
-    def __init__(self, num_examples: int) -> None:
-        self.num_examples = num_examples
 
 
 class NumberedBatch(np.ndarray):

@@ -187,7 +187,8 @@ class Rows(View):
         if layout is not None:
             return -(-layout.bytes_per_row * len(self.lengths) // self.num_examples)
         leaves = nests.flatten(self.element_spec)[0]
-        return max(sum(e.dtype.itemsize * int(np.prod(e._known_shape)) for e in leaves), 1)
+        sizes = [int(e.dtype.itemsize) * int(np.prod(e._known_shape)) for e in leaves]
+        return max(sum(sizes), 1)
 
     def child_window(self, window_rows: int, child: Pipeline) -> int:
         """Return how many elements the rows of a window are of."""

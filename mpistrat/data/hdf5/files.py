@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -314,7 +314,7 @@ class StoredRows:
     """As stored, foreign byte order too."""
     chunk_shape: tuple[int, ...]
     axis: int
-    chunks: list[tuple[_Region, int, bytes]]
+    chunks: Sequence[tuple[_Region, int, bytes]]
     """Of each which region of the rows it fills, the filter mask and the content."""
 
     @classmethod
