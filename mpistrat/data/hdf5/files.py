@@ -69,6 +69,16 @@ class OpenFiles:
             access = opened.fields[field] = FieldAccess(dataset, column.axis, column.dtype)
         return access
 
+    def fetch(self, file: int, field: int, start: int) -> StoredRows | None:
+        """Return the chunks that begin with row `start`, still encoded; hold `lock` meanwhile.
+
+        ``None`` where only h5py can decode them.
+        """
+        chunks = self._catalog.files[file].layouts[field].chunks
+        if isinstance(chunks, FilteredChunks):
+            return StoredRows.of_chunk(chunks, *chunks.read(self.descriptor(file), start))
+        return self.field(file, field).fetch(start)
+
     def file(self, file: int) -> Any:
         """Return an open file for HDF5; hold `lock` meanwhile."""
         opened = self._opened(file)
@@ -107,6 +117,11 @@ class OpenFiles:
                 return None
             self._mappings[file] = found
         return found
+
+    def forget_mappings(self) -> None:
+        """Unmap files, whose pages count as memory of the process."""
+        with self.lock:
+            self._mappings.clear()
 
     def check(self, file: int) -> None:
         """Check, in any thread and not too often, that a file has not changed."""

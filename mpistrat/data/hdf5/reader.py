@@ -15,13 +15,13 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.data.hdf5.catalog import Catalog
-from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
+from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache, release_idle_buffers
 from mpistrat.data.hdf5.chunk_plan import plan_fields
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
 from mpistrat.data.hdf5.placed_rows import PlacedLeaf, RowCopies, is_placed
 from mpistrat.data.hdf5.read_ahead import DecodingThreads, ExpectedRows, is_run
 from mpistrat.data.hdf5.single_examples import Allocate, SingleReader, leaf_of
-from mpistrat.data.hdf5.storage import CompressedChunks, FilteredChunks
+from mpistrat.data.hdf5.storage import CompressedChunks
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
 from mpistrat.system.threads import clean_up
@@ -35,8 +35,7 @@ _TINY_CHUNK_BYTES = 2**14
 """Chunks of at most that size are decoded where they are announced: most of the time is Python's,
 which threads do not shorten, and handing them over takes longer."""
 
-_AHEAD_BYTES = 2**23
-"""Of rows whose place in the file is known, the disk is asked for so many ahead."""
+_AHEAD_BYTES = 2**23  # of rows with known places, which the disk is asked for
 
 _Columns = dict[int, tuple[np.ndarray, np.ndarray]]
 """By field the chunk of each row, and the rows."""
@@ -45,10 +44,12 @@ _Columns = dict[int, tuple[np.ndarray, np.ndarray]]
 class Hdf5Reader:
     """Reads examples by their numbers, in any order."""
 
-    # Whole chunks are decoded, by threads and outside of HDF5 where their filters are known, in
-    # the order in which they are announced to `expect`. Runs of rows without chunks are read by
-    # slices. The readers of a source share caches of small fields. While a batch is used, another
-    # thread copies the rows of the next one.
+    # Threads decode whole chunks, outside of HDF5 if their filters are known, in the order in which
+    # they are announced to `expect`. Runs of rows without chunks are read by slices. The readers of
+    # a source share caches of small fields. While a batch is used, a thread copies the next one.
+
+    reads_together = True
+    """Whether a call for the rows of several batches takes less time than one for each."""
 
     def __init__(
         self,
@@ -127,8 +128,7 @@ class Hdf5Reader:
         """Return the examples `block`, as a nest of arrays of shape ``(len(block), *shape)``."""
         self._check_process()
         numbers = np.asarray(block, np.int64)
-        columns: dict[int, np.ndarray] = {}
-        leaves: dict[int, np.ndarray] = {}
+        columns, leaves = dict[int, np.ndarray](), dict[int, np.ndarray]()
         if len(numbers):
             if self._sliced and is_run(numbers):
                 columns = self._slices(int(numbers[0]), int(numbers[-1]) + 1)
@@ -275,10 +275,8 @@ class Hdf5Reader:
 
     def _slices(self, first: int, end: int) -> dict[int, np.ndarray]:
         """Return the rows [first, end) of the fields that are read by slices."""
-        outputs = {}
-        for field in self._sliced:
-            shape, dtype = self._specs[field]
-            outputs[field] = self._empty((end - first, *shape), dtype)
+        shapes = {field: self._specs[field] for field in self._sliced}
+        outputs = {f: self._empty((end - first, *s), dtype) for f, (s, dtype) in shapes.items()}
         start = first
         while start < end:
             file = bisect.bisect_right(self._starts, start) - 1
@@ -336,30 +334,25 @@ class Hdf5Reader:
     ) -> int:
         """Have compiled code decode the first chunks, those of one file; return how many it did."""
         file = row_ranges[0][0]
-        compressed = self._catalog.files[file].layouts[field].chunks
-        if not isinstance(compressed, CompressedChunks):
+        chunks = self._catalog.files[file].layouts[field].chunks
+        if not isinstance(chunks, CompressedChunks):
             return 0
         with self._files.lock:
             mapped = self._files.mapping(file)
         of_file = itertools.takewhile(lambda row_range: row_range[0] == file, row_ranges)
         starts = [start for _, start, _ in of_file]
-        return 0 if mapped is None else compressed.decode(mapped, starts, slots[: len(starts)])
+        return 0 if mapped is None else chunks.decode(mapped, starts, slots[: len(starts)])
 
     def _fetch(self, field: int, row_ranges: list[tuple[int, int, int]]) -> list[StoredRows | None]:
         """Return chunks as they are stored; ``None`` for those that h5py has to decode."""
         stored: list[StoredRows | None] = []
         with self._files.lock:
             for file, start, stop in row_ranges:
-                layout = self._catalog.files[file].layouts[field]
-                if not layout.is_chunked:
+                if not self._catalog.files[file].layouts[field].is_chunked:
                     stored.append(None)
                     continue
                 try:
-                    if isinstance(layout.chunks, FilteredChunks):
-                        content = layout.chunks.read(self._files.descriptor(file), start)
-                        stored.append(StoredRows.of_chunk(layout.chunks, *content))
-                    else:
-                        stored.append(self._files.field(file, field).fetch(start))
+                    stored.append(self._files.fetch(file, field, start))
                 except DataError:
                     raise
                 except _READ_ERRORS as reason:
@@ -376,9 +369,8 @@ class Hdf5Reader:
         except DataError:
             raise
         except _READ_ERRORS as reason:
-            raise self._catalog.read_error(
-                reason, file, field, start, start + len(rows)
-            ) from reason
+            stop = start + len(rows)
+            raise self._catalog.read_error(reason, file, field, start, stop) from reason
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -391,6 +383,13 @@ class Hdf5Reader:
         """End the threads, close the files and forget the chunks."""
         if os.getpid() == self._pid:
             clean_up(self._release)
+
+    def trim(self, is_last: bool) -> None:
+        """Give back the pages of files, and after the last pass what a further one would use."""
+        self._files.forget_mappings()
+        if is_last:
+            self._row_caches.clear()
+            release_idle_buffers()
 
     def _release(self) -> None:
         self._begun = None
