@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -37,7 +38,7 @@ _SHARE_AT_A_TIME = 8
 """Rows of several batches are announced together, or announcing keeps the threads from decoding: at
 most so many rows, and a part of those that the reader wants to know."""
 
-_BYTES_TOGETHER = 2**19
+_BYTES_TOGETHER = 2**18
 _MAX_TOGETHER = 64
 """Batches of a few kibibytes are read several at a time."""
 
@@ -197,7 +198,7 @@ class ElementMaker:
     def _reads_together(self) -> int:
         """How many rows of small batches are read in one call, 0 for each batch alone."""
         # A call takes as long as copying many kibibytes.
-        if any(self._mappers) or not getattr(self._reader, "reads_together", False):
+        if any(self._mappers) or not hasattr(self._reader, "check"):
             return 0
         if type(self._batch_steps[0]) is not Batch or self._are_mapped[0] or self.needs_first:
             return 0
@@ -222,18 +223,19 @@ class ElementMaker:
 
     def _read_together(self, parts: Sequence[Block]) -> Iterator[Any]:
         """Yield batches of examples, all read in one call; each has its own rows of the memory."""
-        if len(parts) < 2:
+        nest = None
+        if len(parts) > 1:
+            with contextlib.suppress(Exception):  # which may be of a later one
+                nest = self._reader.read(np.concatenate(parts))
+        if nest is None:
             for part in parts:
                 yield self._reader.read(part)
             return
-        try:
-            leaves, structure = nests.flatten(self._reader.read(np.concatenate(parts)))
-        except Exception:  # which may be of a later one
-            for part in parts:
-                yield self._reader.read(part)
-            return
+        leaves, structure = nests.flatten(nest)
+        check: Any = getattr(self._reader, "check", None)
         start = 0
         for part in parts:
+            check(part)
             stop = start + len(part)
             yield nests.unflatten(structure, [leaf[start:stop] for leaf in leaves])
             start = stop

@@ -379,6 +379,8 @@ class _Repeated:
         self._reader, self._span = reader, span
         self.lookahead_rows = reader.lookahead_rows
         self.close = reader.close
+        if hasattr(reader, "check"):  # it reads small batches together
+            self.check = lambda block: reader.check(block % span)
 
     def expect(self, block: Block) -> None:
         """Note rows that are going to be read."""

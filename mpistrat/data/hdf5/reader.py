@@ -32,9 +32,7 @@ _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
 """What h5py raises."""
 
 _TINY_CHUNK_BYTES = 2**14
-"""Chunks of at most that size are decoded where they are announced: most of the time is Python's,
-which threads do not shorten, and handing them over takes longer."""
-
+"""Such chunks are decoded where they are announced: handing them to a thread takes longer."""
 _AHEAD_BYTES = 2**23  # of rows with known places, which the disk is asked for
 
 _Columns = dict[int, tuple[np.ndarray, np.ndarray]]
@@ -48,9 +46,6 @@ class Hdf5Reader:
     # they are announced to `expect`. Runs of rows without chunks are read by slices. The readers of
     # a source share caches of small fields. While a batch is used, a thread copies the next one.
 
-    reads_together = True
-    """Whether a call for the rows of several batches takes less time than one for each."""
-
     def __init__(
         self,
         catalog: Catalog,
@@ -60,16 +55,14 @@ class Hdf5Reader:
         mappings: dict[int, np.ndarray] | None = None,
         single_caches: dict[int, dict[int, Any]] | None = None,
     ) -> None:
-        self._catalog = catalog
-        self._empty = empty
+        self._catalog, self._empty = catalog, empty
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
         self._files = OpenFiles(catalog, mappings)
         self._threads = DecodingThreads()
         # Runs of rows take less time to copy than to hand over.
         self._num_helpers = self._threads.count - 1 if window_rows else 0
-        self._pid = os.getpid()
-        self._plans = plan_fields(catalog, window_rows)
+        self._pid, self._plans = os.getpid(), plan_fields(catalog, window_rows)
         specs = [layout.spec for layout in catalog.files[0].layouts]
         self._specs = [(spec._known_shape, spec.dtype) for spec in specs]
         caches = {} if single_caches is None else single_caches
@@ -83,8 +76,8 @@ class Hdf5Reader:
             for field in self._filled
             if any(file.layouts[field].is_chunked for file in catalog.files)
         ]
-        self._cached = [field for field in self._filled if self._plans[field].is_cached]
         self._row_caches = row_caches
+        self._cached = [field for field in self._filled if self._plans[field].is_cached]
         others = [field for field in self._filled if field not in self._cached]
         placed = [field for field in others if is_placed(catalog, field)]
         # Of compound rows each member that is needed is copied from its place.
@@ -193,8 +186,7 @@ class Hdf5Reader:
         outputs: dict[int, np.ndarray],
     ) -> None:
         """Add the small fields to `outputs`, provided that their files are unchanged."""
-        for file in np.unique(files).tolist() if files.ndim else (0,):
-            self._files.check(file)
+        self._check_files(files)
         for field in self._cached:
             shape, dtype = self._specs[field]
             cache = self._row_caches.get(field)
@@ -372,6 +364,15 @@ class Hdf5Reader:
             stop = start + len(rows)
             raise self._catalog.read_error(reason, file, field, start, stop) from reason
 
+    def check(self, block: Block) -> None:
+        """Raise where the rows `block`, which were read, may not be used any more."""
+        self._check_process()
+        self._check_files(self._locate(np.asarray(block, np.int64))[0])
+
+    def _check_files(self, files: np.ndarray) -> None:
+        for file in np.unique(files).tolist() if files.ndim else (0,):
+            self._files.check(file)
+
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise DataError(
@@ -385,7 +386,7 @@ class Hdf5Reader:
             clean_up(self._release)
 
     def trim(self, is_last: bool) -> None:
-        """Give back the pages of files, and after the last pass what a further one would use."""
+        """Give back pages of files, and after the last pass what a further one would use."""
         self._files.forget_mappings()
         if is_last:
             self._row_caches.clear()

