@@ -155,7 +155,7 @@ class Unbatch(Reordering):
 
 
 def _place_of_batch(transformations: Sequence[Transformation]) -> int:
-    """Return the place of the last `Batch` that no `Unbatch` has undone."""
+    """Return the place of the last `Batch` that no `Unbatch` has taken apart."""
     num_undone = 0
     for place in reversed(range(len(transformations))):
         if isinstance(transformations[place], Unbatch):

@@ -271,7 +271,7 @@ class CachedReader:
         return columns_of(elements, self._spec, len(rows))
 
     def _trim_at_times(self, num_made: int) -> None:
-        """Give back pages of files, or examples would be in memory once more in their files."""
+        """Give back pages of files, or examples would be in memory twice."""
         self._num_made += num_made
         share = len(self._store) // _TRIMS_PER_PASS
         if self._num_made > share and self._trim is not None:

@@ -100,8 +100,8 @@ class ElementTransformations(Combinations):
         length, which may differ from element to element, such as the frames of recordings in
         several datasets of a file (``"run_*/frame"``). A shuffle afterwards mixes the rows of
         several elements, as many as its window holds, and reads each element about once. Where
-        neither specs nor files tell the lengths, as after `map`, each element is made once more to
-        count its rows, when the dataset is distributed: the ranks share the work. So such a `map`
+        neither specs nor files tell the lengths, as after `map`, each element is made a second time,
+        to count its rows, when the dataset is distributed: the ranks share the work. So such a `map`
         may draw no random numbers; map at random after `unbatch`.
 
         Raises
@@ -145,7 +145,7 @@ class ElementTransformations(Combinations):
         ----------
         fn : callable
             Takes an element, as a function given to `map`, and returns a nest of arrays of one
-            length. It is called once more for each element, to count the rows.
+            length. It is called a second time for each element, to count the rows.
         seed, num_parallel_calls : int, int or None
             As those of `map`.
 

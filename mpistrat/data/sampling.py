@@ -149,7 +149,7 @@ class SampleBatches(Reordering):
 
     @property
     def depends_on_pass(self) -> bool:
-        """Yes: each pass draws anew."""
+        """Yes: each pass draws its own."""
         return True
 
     def length(self, num_items: int) -> int:

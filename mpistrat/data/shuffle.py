@@ -39,7 +39,7 @@ class Shuffle(Reordering):
 
     @property
     def depends_on_pass(self) -> bool:
-        """Whether each pass is shuffled anew."""
+        """Whether each pass has its own order."""
         return self.reshuffle_each_iteration
 
     def length(self, num_items: int) -> int:

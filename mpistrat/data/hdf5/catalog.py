@@ -122,7 +122,7 @@ class Catalog:
 
     @property
     def _files(self) -> list[Any]:
-        """Of each file that is like the first one but for its length, what else is known of it."""
+        """Of each file that differs from the first one only in length, what else is known of it."""
         have_rows = all(single.kind is Kind.ROWS for single in self.singles)
         if self.is_live or not have_rows or any(each.is_matches for each in self.columns):
             return []

@@ -28,7 +28,7 @@ _MAX_LINKS = 16
 """HDF5 follows at most so many soft and external links to one object."""
 
 _MAX_OPEN = 64
-"""So many of the other files stay open while chains are followed."""
+"""At most this number of the other files stays open while chains are followed."""
 
 _HDF5_ERRORS = (KeyError, OSError, RuntimeError, ValueError)
 
