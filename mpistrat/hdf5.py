@@ -205,14 +205,14 @@ def places_of_chunks(dataset: Any) -> list[tuple[int, int, int]] | None:
         return None  # HDF5 versions differ in what they count from
     if not hasattr(dataset.id, "chunk_iter"):  # before HDF5 1.10.10 and 1.12.3
         return None
-    found: dict[int, tuple[int, int, int]] = {}
-
-    def note(chunk: Any) -> None:
-        found[chunk.chunk_offset[0]] = chunk.byte_offset, chunk.size, chunk.filter_mask
-
-    dataset.id.chunk_iter(note)
+    chunks: list[Any] = []
+    dataset.id.chunk_iter(chunks.append)  # which returns None, so it goes on
+    found = {offset[0]: (start, size, mask) for offset, mask, start, size in chunks}
     rows = range(0, len(dataset), dataset.chunks[0])
-    return [found[row] for row in rows] if found.keys() >= set(rows) else None
+    try:
+        return [found[row] for row in rows]
+    except KeyError:
+        return None
 
 
 def max_open_files() -> int:

@@ -100,9 +100,9 @@ class ElementTransformations(Combinations):
         length, which may differ from element to element, such as the frames of recordings in
         several datasets of a file (``"run_*/frame"``). A shuffle afterwards mixes the rows of
         several elements, as many as its window holds, and reads each element about once. Where
-        neither specs nor files tell the lengths, as after `map`, each element is made a second time,
-        to count its rows, when the dataset is distributed: the ranks share the work. So such a `map`
-        may draw no random numbers; map at random after `unbatch`.
+        neither specs nor files tell the lengths, as after `map`, each element is made a second
+        time, to count its rows, when the dataset is distributed: the ranks share the work. So such
+        a `map` may not draw random numbers; map at random after `unbatch`.
 
         Raises
         ------
