@@ -28,11 +28,11 @@ from mpistrat.system.threads import clean_up
 
 __all__ = ["Hdf5Reader"]
 
-_READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
-"""What h5py raises."""
+_READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)  # those of h5py
 
 _TINY_CHUNK_BYTES = 2**14
 """Such chunks are decoded where they are announced: handing them to a thread takes longer."""
+_FIRST = np.zeros((), np.intp)  # the number of the only file
 _AHEAD_BYTES = 2**23  # of rows with known places, which the disk is asked for
 
 _Columns = dict[int, tuple[np.ndarray, np.ndarray]]
@@ -261,7 +261,7 @@ class Hdf5Reader:
     def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the file of each example, or of all, and their rows there."""
         if len(self._starts) == 2:
-            return np.zeros((), np.intp), numbers
+            return _FIRST, numbers
         files = np.searchsorted(self._offsets, numbers, "right") - 1
         return files, numbers - self._offsets[files]
 
@@ -367,17 +367,17 @@ class Hdf5Reader:
     def check(self, block: Block) -> None:
         """Raise where the rows `block`, which were read, may not be used any more."""
         self._check_process()
-        self._check_files(self._locate(np.asarray(block, np.int64))[0])
+        self._check_files(self._locate(block)[0])
 
     def _check_files(self, files: np.ndarray) -> None:
         for file in np.unique(files).tolist() if files.ndim else (0,):
             self._files.check(file)
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if (pid := os.getpid()) != self._pid:
             raise DataError(
-                f"The iterator was begun in process {self._pid} and is used in {os.getpid()}: "
-                "its threads and files do not outlive a fork. Begin a new one there with iter(...)."
+                f"The iterator was begun in process {self._pid} and is used in {pid}: its threads "
+                "and files do not outlive a fork. Begin a new one there with iter(...)."
             )
 
     def close(self) -> None:
