@@ -28,11 +28,14 @@ __all__ = [
     "error_text",
     "explain_permission",
     "extension_path",
+    "fills_unwritten",
     "filters_edge_chunks",
     "filters_of",
     "h5py",
     "has_offsets",
+    "has_signature",
     "hidden_beside",
+    "is_in_file",
     "is_stored_as",
     "max_open_files",
     "memory_type",
@@ -69,6 +72,7 @@ def _hdf5plugin() -> Any:
         return None
 
 
+@functools.cache
 def plugin_libraries() -> dict[str, str]:
     """Return the libraries of the filters that hdf5plugin has registered, by name."""
     plugins = _hdf5plugin()
@@ -91,18 +95,35 @@ def filters_of(dataset: Any) -> list[tuple[int, tuple[int, ...]]]:
 def filters_edge_chunks(dataset: Any) -> bool:
     """Return whether chunks beyond the edges of `dataset` are filtered as all others are."""
     # HDF5 reference, H5Pset_chunk_opts, which h5py does not have.
-    get_options = getattr(ctypes.CDLL(extension_path()), "H5Pget_chunk_opts", None)
+    get_options = _chunk_options()
     if get_options is None:  # the library is a part of h5py's own, and hidden there
         return True
-    get_options.argtypes = [ctypes.c_int64, ctypes.c_void_p]
     properties, options = dataset.id.get_create_plist(), ctypes.c_uint()
     with h5py()._objects.phil:  # HDF5 is not thread-safe
         get_options(properties.id, ctypes.byref(options))
     return not options.value & _UNFILTERED_EDGES
 
 
+@functools.cache
+def _chunk_options() -> Any:
+    function = getattr(ctypes.CDLL(extension_path()), "H5Pget_chunk_opts", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int64, ctypes.c_void_p]
+    return function
+
+
 _UNFILTERED_EDGES = 2
 """``H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS``."""
+
+
+def fills_unwritten(dataset: Any) -> bool:
+    """Return whether HDF5 gives elements of `dataset` that were never written a value."""
+    # Otherwise it leaves the memory that it reads to as it is (HDF5 reference, H5Pset_fill_time).
+    # A virtual dataset leaves what its sources leave.
+    h5d, properties = h5py().h5d, dataset.id.get_create_plist()
+    has_value = properties.fill_value_defined() != h5d.FILL_VALUE_UNDEFINED
+    is_filled = properties.get_fill_time() != h5d.FILL_TIME_NEVER
+    return bool(has_value and is_filled and properties.get_layout() != h5d.VIRTUAL)
 
 
 def is_stored_as(dataset: Any, dtype: Any) -> bool:
@@ -128,6 +149,12 @@ def _type_of(dtype: Any) -> Any:
     return h5py().h5t.py_create(dtype, logical=True)
 
 
+def is_in_file(dataset: Any, path: str) -> bool:
+    """Return whether `dataset` is in the file `path`, and not behind an external link."""
+    name = os.fsdecode(h5py().h5f.get_name(dataset.id))
+    return name == path or os.path.samefile(name, path)
+
+
 def contiguous_offset(dataset: Any, dtype: Any) -> int | None:
     """Return where the elements of `dataset` begin in its file, ``None`` if not in one piece.
 
@@ -143,6 +170,21 @@ def has_offsets(node: Any) -> bool:
     """Return whether the file of a node of the low level is read in the usual way."""
     access = h5py().h5i.get_file_id(node).get_access_plist()
     return bool(access.get_driver() == h5py().h5fd.SEC2)
+
+
+def has_signature(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file begins as HDF5 files do, also behind a user block."""
+    with open(path, "rb") as file:
+        place, size = 0, os.fstat(file.fileno()).st_size
+        while place < size:
+            file.seek(place)
+            if file.read(len(_SIGNATURE)) == _SIGNATURE:
+                return True
+            place = max(2 * place, _SMALLEST_USER_BLOCK)
+    return False
+
+
+_SIGNATURE, _SMALLEST_USER_BLOCK = b"\x89HDF\r\n\x1a\n", 512
 
 
 def offset_of_block(dataset: Any, num_bytes: int) -> int | None:
@@ -163,14 +205,14 @@ def places_of_chunks(dataset: Any) -> list[tuple[int, int, int]] | None:
         return None  # HDF5 versions differ in what they count from
     if not hasattr(dataset.id, "chunk_iter"):  # before HDF5 1.10.10 and 1.12.3
         return None
-    found: dict[int, tuple[int, int, int]] = {}
-
-    def note(chunk: Any) -> None:
-        found[chunk.chunk_offset[0]] = chunk.byte_offset, chunk.size, chunk.filter_mask
-
-    dataset.id.chunk_iter(note)
+    chunks: list[Any] = []
+    dataset.id.chunk_iter(chunks.append)  # which returns None, so it goes on
+    found = {offset[0]: (start, size, mask) for offset, mask, start, size in chunks}
     rows = range(0, len(dataset), dataset.chunks[0])
-    return [found[row] for row in rows] if found.keys() >= set(rows) else None
+    try:
+        return [found[row] for row in rows]
+    except KeyError:
+        return None
 
 
 def max_open_files() -> int:
@@ -183,18 +225,17 @@ def open_for_reading(
     path: str | os.PathLike[str], error: type[Exception], swmr: bool = False
 ) -> Any:
     """Return an open ``h5py.File`` of `path`; with `swmr` it may be written meanwhile."""
-    path = Path(path)
-    if os.path.isdir(path):
-        raise error(f"{path} is a folder, but an HDF5 file was expected.")
-    if not os.path.exists(path):
-        raise error(_explain_absence(path))
     if not os.path.isfile(path):  # opening a pipe would wait for its other end
+        if os.path.isdir(path):
+            raise error(f"{path} is a folder, but an HDF5 file was expected.")
+        if not os.path.exists(path):
+            raise error(_explain_absence(Path(path)))
         raise error(f"{path} is a device or a pipe, but an HDF5 file was expected.")
     try:
         # The keyword only where it is needed: it asks for locks of another kind.
         return h5py().File(path, "r", swmr=True) if swmr else h5py().File(path, "r")
     except OSError as reason:
-        raise error(_explain(path, reason)) from reason
+        raise error(_explain(Path(path), reason)) from reason
 
 
 def _explain_absence(path: Path) -> str:

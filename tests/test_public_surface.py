@@ -100,7 +100,7 @@ SURFACE = {
     data.ArraySpec: "dtype shape",
     data.AutoShardPolicy: "AUTO DATA FILE OFF",
     data.Dataset: """
-        batch cache cardinality concatenate element_spec enumerate filter from_arrays
+        batch cache cardinality concatenate element_spec enumerate filter flat_map from_arrays
         from_generator from_hdf5 from_source ignore_errors load_state_dict map padded_batch
         prefetch ragged_batch range repeat sample sample_from_datasets select shard shuffle skip
         state_dict take unbatch window with_options zip

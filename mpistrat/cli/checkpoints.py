@@ -35,7 +35,7 @@ from mpistrat.cli.output import (
 )
 from mpistrat.cli.ridges import draw
 from mpistrat.cli.statistics import numbers_of, summarize
-from mpistrat.errors import CheckpointError, DataError
+from mpistrat.errors import CheckpointCorruptError, CheckpointError, DataError
 from mpistrat.system.text import readable_size
 
 __all__ = ["INSPECT", "VERIFY"]
@@ -77,7 +77,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
                 note = draw(reader, arguments.plot)
     except CheckpointError as error:
         print_error("inspect", error)
-        return 1 if os.path.isfile(arguments.file) else 2
+        return 2
     except ValueError as error:
         print_error("inspect", error)
         return 2
@@ -228,8 +228,17 @@ def _verify(arguments: argparse.Namespace) -> int:
         print_error("verify", error)
         return 2
     verdicts: dict[str, dict[str, Any]] = {}
+    are_usable = True
     for path in dict.fromkeys((*given, *in_folders)):
-        verdict = _verdict(path)
+        try:
+            verdict = _verdict(path, path in in_folders)
+        except CheckpointError as error:  # it says nothing about a checkpoint
+            print_error("verify", error)
+            are_usable = False
+            continue
+        if verdict is None:
+            print_note("verify", f"{path} is a data file, not a checkpoint, and left out.")
+            continue
         if not verdict["sound"] and path in in_folders and not os.path.lexists(path):
             continue  # a running job has removed it to keep a newer one
         verdicts[str(path)] = verdict
@@ -237,7 +246,9 @@ def _verify(arguments: argparse.Namespace) -> int:
             print_line(*_formatted(path, verdict))
     if arguments.json:
         print_json(verdicts)
-    return 0 if all(verdict["sound"] for verdict in verdicts.values()) else 1
+    if not all(verdict["sound"] for verdict in verdicts.values()):
+        return 1
+    return 0 if verdicts and are_usable else 2
 
 
 def _find(folder: Path) -> list[Path]:
@@ -252,7 +263,13 @@ def _find(folder: Path) -> list[Path]:
     return [folder / name for name in found]
 
 
-def _verdict(file: Path) -> dict[str, Any]:
+def _verdict(file: Path, is_in_folder: bool) -> dict[str, Any] | None:
+    """Return what is known of a checkpoint, ``None`` for another file of a folder.
+
+    `CheckpointError` if the file cannot be used as one, damaged or not.
+    """
+    if is_in_folder and _is_data_file(str(file)):
+        return None
     try:
         with open_checkpoint(file) as reader:
             reader.verify()
@@ -262,7 +279,10 @@ def _verdict(file: Path) -> dict[str, Any]:
                 "num_variables": len(reader.variables),
                 "size_bytes": sum(info.size_bytes for info in reader.variables.values()),
             }
-    except CheckpointError as error:
+    except CheckpointCorruptError as error:
+        # In a folder its name says that it was a checkpoint.
+        if not is_in_folder and not hdf5.has_signature(file):
+            raise CheckpointError(str(error)) from None
         return {"sound": False, "error": str(error)}
 
 
@@ -282,7 +302,8 @@ VERIFY = Command(
     "look at files",
     """\
 Check that checkpoints are complete and undamaged, as after a full disk, a crash or a copy. Every
-value is read and compared with its digest. The exit code is 1 if a file is not sound.
+value is read and compared with its digest. The exit code is 1 if a checkpoint is damaged, 2 if a
+file is not a checkpoint.
 
   mpistrat verify runs/digits
 """,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5, sharding
+from mpistrat.cli.file_objects import HDF5_ERRORS, objects_of
 from mpistrat.cli.output import print_error, print_json, print_line, print_table
 from mpistrat.data.hdf5.filters import (
     install_filter,
@@ -44,7 +45,7 @@ def inspect_data(arguments: argparse.Namespace) -> int:
             content = _content(path, file)
     except (DataError, OSError, RuntimeError, KeyError) as error:
         print_error("inspect", f"{path}: {error}")
-        return 1
+        return 2
     if arguments.json:
         print_json(content)
     else:
@@ -53,49 +54,25 @@ def inspect_data(arguments: argparse.Namespace) -> int:
 
 
 def _content(path: str, file: Any) -> dict[str, Any]:
-    found = _objects(file)
-    datasets = {name: _describe(each) for name, each in found.items() if not isinstance(each, str)}
+    found, damaged = objects_of(file)
+    datasets = {}
+    for name, each in found.items():
+        if not isinstance(each, str):
+            try:
+                datasets[name] = _describe(each)
+            except HDF5_ERRORS as reason:
+                damaged[name] = hdf5.error_text(reason)
     lines, command = advice(path, datasets)
+    if damaged:
+        command = None
     return {
         "attributes": sorted(file.attrs),
         "datasets": datasets,
         "links": {name: each for name, each in found.items() if isinstance(each, str)},
+        "damaged": damaged,
         "advice": lines,
         "h5repack": command,
     }
-
-
-def _objects(file: Any) -> dict[str, Any]:
-    """Return each data set under its first name, and the targets of links, not followed."""
-    h5py = hdf5.h5py()
-    seen = {_address(file.id): "/"}
-    found: dict[str, Any] = {}
-    names: list[bytes] = []
-    # HDF5's tools visit in this order too: h5repack names an object by the name it meets first.
-    file.id.links.visit(names.append)
-    for name in names:  # by the low level, as they need not be UTF-8
-        path, links = _text(name), file.id.links
-        kind = links.get_info(name).type
-        if kind == h5py.h5l.TYPE_SOFT:
-            found[path] = f"link to {_text(links.get_val(name))}"
-        elif kind == h5py.h5l.TYPE_EXTERNAL:
-            filename, target_path = map(_text, links.get_val(name))
-            found[path] = f"link to {target_path} of {filename}"
-        elif (address := _address(target := h5py.h5o.open(file.id, name))) in seen:
-            found[path] = f"another name of {seen[address]}"
-        else:
-            seen[address] = path
-            if isinstance(target, h5py.h5d.DatasetID):
-                found[path] = h5py.Dataset(target)
-    return found
-
-
-def _text(name: bytes) -> str:
-    return name.decode(errors="backslashreplace")
-
-
-def _address(found: Any) -> int:
-    return int(hdf5.h5py().h5o.get_info(found).addr)
 
 
 def _describe(dataset: Any) -> dict[str, Any]:
@@ -177,6 +154,8 @@ def _print_for_people(path: str, content: dict[str, Any]) -> None:
         print_table(_COLUMNS, [_row(name, each) for name, each in datasets.items()])
     if content["links"]:
         print_table(("link", "leads to"), content["links"].items())
+    if content["damaged"]:
+        print_table(("damaged", "reason"), content["damaged"].items())
     size = readable_size(sum(each["bytes"] for each in datasets.values()))
     print_line(f"{len(datasets)} data set(s), {size}")
     for line in content["advice"]:

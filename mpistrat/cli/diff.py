@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Iterator
 from itertools import chain, zip_longest
 from typing import Any
@@ -103,7 +102,7 @@ def _diff(arguments: argparse.Namespace) -> int:
             names += {f"{REPLICAS}/{name}" for name in (*a.replicas, *b.replicas)}
     except CheckpointError as error:
         print_error("diff", error)
-        return 1 if os.path.isfile(arguments.a) and os.path.isfile(arguments.b) else 2
+        return 2
     if arguments.json:
         print_json({"equal": not rows, "num_paths": len(names), "differences": dict(rows)})
         return 1 if rows else 0

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.data.order import UNKNOWN, Block, Order, PassKey, Transformation, skip_items
+from mpistrat.data.order import (
+    UNKNOWN,
+    Block,
+    Order,
+    PassKey,
+    Transformation,
+    skip_items,
+)
+from mpistrat.data.sources import RangeSource
 from mpistrat.data.spec import batched
 from mpistrat.data.stacking import Column, stacked
 from mpistrat.data.transforms import Map, Reordering
 from mpistrat.sharding import ceil_div
 
-__all__ = ["Batch", "Enumerate", "Unbatch", "WholeBatches", "regroup", "wrapped"]
+__all__ = ["Batch", "Enumerate", "Unbatch", "WholeBatches", "refuse_numbered", "regroup", "wrapped"]
 
 
 @dataclass(frozen=True)
@@ -99,11 +107,42 @@ class Unbatch(Reordering):
     are_whole: bool
     """Whether no batch is shorter."""
 
+    _known: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Numbers of items that leave, by the number of items that the batches are made of."""
+
     def length(self, num_items: int) -> int:
         """Return how many items leave; a short batch may be among those taken or repeated."""
         if num_items <= 0:
             return num_items
         return num_items * self.batch_size if self.are_whole else UNKNOWN
+
+    def length_of(self, upstream: Order) -> int:
+        """Return how many items leave, `UNKNOWN` where that depends on the pass."""
+        length = self.length(upstream.length)
+        if length != UNKNOWN:
+            return length
+        place = _place_of_batch(upstream.transformations)
+        num_items = Order(upstream.source, upstream.transformations[:place]).length
+        if num_items <= 0:
+            return UNKNOWN if num_items else 0
+        if num_items not in self._known:
+            self._known[num_items] = self._count(num_items, upstream.transformations[place + 1 :])
+        return self._known[num_items]
+
+    def _count(self, num_items: int, later: tuple[Transformation, ...]) -> int:
+        """Return how many of `num_items` are in the batches that `later` leaves."""
+        num_batches = ceil_div(num_items, self.batch_size)
+        batches = Order(RangeSource(num_batches), later)
+        if batches.length < 0:
+            return batches.length
+        counts = np.zeros(num_batches, np.int64)
+        for block in batches.blocks((0,), None):
+            counts += np.bincount(block % num_batches, minlength=num_batches)
+        of_last = num_items - (num_batches - 1) * self.batch_size
+        is_fixed = not any(each.depends_on_pass for each in later)
+        if not is_fixed and of_last < self.batch_size and (counts != counts[0]).any():
+            return UNKNOWN  # the short batch may be among those that are left out
+        return int(counts[:-1].sum() * self.batch_size + counts[-1] * of_last)
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
@@ -113,6 +152,19 @@ class Unbatch(Reordering):
         batches = upstream.blocks(key, None, first)
         items = (np.asarray(item) for block in batches for item in block)
         return skip_items(items, start - first * self.batch_size)
+
+
+def _place_of_batch(transformations: Sequence[Transformation]) -> int:
+    """Return the place of the last `Batch` that no `Unbatch` has taken apart."""
+    num_undone = 0
+    for place in reversed(range(len(transformations))):
+        if isinstance(transformations[place], Unbatch):
+            num_undone += 1
+        elif isinstance(transformations[place], Batch):
+            if not num_undone:
+                return place
+            num_undone -= 1
+    raise ValueError("unbatch undoes a batch, but this dataset was not batched.")
 
 
 class NumberedBatch(np.ndarray):
@@ -150,14 +202,18 @@ class Enumerate(Reordering):
 
 def wrapped(transformation: Transformation) -> Transformation:
     """Return a transformation of batches as one of their elements."""
-    if isinstance(transformation, Enumerate):
-        raise ValueError(
-            "unbatch takes apart arrays along their first dimension, which the number that "
-            "enumerate gives a batch does not have. Call enumerate after unbatch."
-        )
     if not isinstance(transformation, Map):
         return transformation
     return dataclasses.replace(transformation, num_wraps=transformation.num_wraps + 1)
+
+
+def refuse_numbered(transformations: Sequence[Transformation]) -> None:
+    """Raise ValueError where batches that are to be taken apart were enumerated."""
+    if any(isinstance(each, Enumerate) for each in transformations):
+        raise ValueError(
+            "unbatch takes apart arrays along their first dimension, which the number that "
+            "enumerate gives a batch does not have. Call enumerate after unbatch, or before batch."
+        )
 
 
 def regroup(blocks: Iterator[Block], length: int) -> Iterator[Block]:

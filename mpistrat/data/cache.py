@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,8 @@ class Cached:
         """How many transformations of the order, which follow this source, came before it."""
         self.store: CacheStore | None = None
         self.num_maps = child.num_maps
+        self.num_ranks = 1
+        """How many share the work of a pass."""
 
     def __repr__(self) -> str:
         return f"{self.child.calls}.cache()"
@@ -134,6 +136,10 @@ class Cached:
         """Return ``None``: an element is kept as a whole."""
         return None
 
+    def row_lengths(self) -> np.ndarray | None:
+        """Return ``None``: what is kept may have been mapped."""
+        return None
+
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
         """Return the items below."""
         return self._source.blocks(key, batch_size, start)
@@ -151,7 +157,7 @@ class Cached:
             # A part of the data set may be all that is used of it.
             lengths = [self.num_examples]
             if self.child.length >= 0:
-                lengths.append(self.child.length)
+                lengths.append(self.child.known_length)
             total = size * min(lengths)
             if total > self._limit:
                 raise MemoryError(
@@ -197,6 +203,10 @@ class Cached:
         return CachedReader(self, window_rows, first_pass)
 
 
+_TRIMS_PER_PASS = 64
+"""How often memory is given back while a whole dataset is read for the first time."""
+
+
 class CachedReader:
     """Reads examples from the store, and makes those that are not there."""
 
@@ -205,9 +215,14 @@ class CachedReader:
         self._store = cached.make_store()
         self._span = span_of(cached)
         self._spec = cached.element_spec
+        # Of the chunks of a window, each of several ranks needs a part: to keep two windows of them
+        # would take as much memory as many examples.
+        window_rows = window_rows if cached.num_ranks == 1 else -(-window_rows // 2)
         self._reader = child.source.open(window_rows, stream)
         self._maker = child.maker(self._reader, stream)
         self._announced: Counter[int] = Counter()
+        self._num_made = 0
+        self._trim: Callable[[bool], None] | None = getattr(self._reader, "trim", None)
         self.lookahead_rows = self._reader.lookahead_rows
 
     def expect(self, block: Block) -> None:
@@ -247,6 +262,7 @@ class CachedReader:
             for place, example in zip(places.tolist(), examples, strict=True):
                 made[place] = rows_of(example, self._spec)
                 self._store.add(int(numbers[place]), made[place])
+        self._trim_at_times(len(places))
         rows = [
             made[place] if place in made else self._kept(numbers[place : place + 1])
             for place in range(len(numbers))
@@ -254,13 +270,23 @@ class CachedReader:
         elements = (nests.unflatten(structure, row) for row in rows)
         return columns_of(elements, self._spec, len(rows))
 
+    def _trim_at_times(self, num_made: int) -> None:
+        """Give back pages of files, or examples would be in memory twice."""
+        self._num_made += num_made
+        share = len(self._store) // _TRIMS_PER_PASS
+        if self._num_made > share and self._trim is not None:
+            self._num_made = 0
+            self._trim(False)
+
     def _kept(self, number: np.ndarray) -> list[np.ndarray]:
         return [column[0] for column in self._store.columns(number)]
 
     def close(self) -> None:
-        """Release files and end threads."""
+        """Release files and end threads, and what only further reading would need."""
         self._maker.close()
         self._reader.close()
+        if self._trim is not None:
+            self._trim(self._store.is_complete)
 
 
 def share_cache(source: Cached, collectives: Collectives, kind: str) -> None:
@@ -270,6 +296,7 @@ def share_cache(source: Cached, collectives: Collectives, kind: str) -> None:
         if source.element_spec is not None:
             source.record  # noqa: B018, checks the sizes
             num_bytes = source.file_bytes
+    source.num_ranks = collectives.size
     if source.element_spec is None or collectives.size == 1:
         return
     with collectives.call(kind) as call:

@@ -144,6 +144,14 @@ class CacheStore:
         """How many bytes the elements take."""
         return int(self._state[0])
 
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all elements are there."""
+        return bool((self._index > 0).all())
+
     def has(self, numbers: np.ndarray) -> np.ndarray:
         """Return whether each element is there."""
         return np.asarray(self._index[numbers] > 0)

@@ -69,7 +69,7 @@ class Zipped(View):
     @cached_property
     def num_examples(self) -> int:
         """Length of the shortest data set."""
-        lengths = [child.length for child in self.children]
+        lengths = [child.known_length for child in self.children]
         return min((length for length in lengths if length != ENDLESS), default=ENDLESS)
 
     @property
@@ -131,7 +131,7 @@ class Concatenated(View):
 
     @cached_property
     def _starts(self) -> list[int]:
-        lengths = [child.length for child in self.children]
+        lengths = [child.known_length for child in self.children]
         if ENDLESS in lengths:  # what comes after it never comes
             lengths = lengths[: lengths.index(ENDLESS)]
         return list(itertools.accumulate(lengths, initial=0))
@@ -162,7 +162,7 @@ class Concatenated(View):
             return None
         length = max(layout.rows_per_chunk for layout in known)
         return ChunkLayout.joined(
-            ChunkLayout(np.append(np.arange(0, child.length, length), child.length), 0)
+            ChunkLayout(np.append(np.arange(0, child.known_length, length), child.known_length), 0)
             if layout is None
             else layout
             for child, layout in zip(self.children, found, strict=True)
@@ -178,7 +178,7 @@ class Concatenated(View):
             yield from super().blocks(key, batch_size, start)
             return
         for child, first in zip(self.children, self._starts, strict=False):
-            length = child.length
+            length = child.known_length
             if 0 <= length <= start:
                 start -= length
                 continue

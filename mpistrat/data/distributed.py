@@ -24,6 +24,7 @@ from mpistrat.data.fingerprint import check_same, digest, order_digest
 from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, describe_files
 from mpistrat.data.order import ENDLESS, UNKNOWN
 from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.rows import Rows, count_rows
 from mpistrat.data.spec import ArraySpec
 from mpistrat.errors import DataError
 from mpistrat.layout import Layout
@@ -133,6 +134,8 @@ def _prepare(
         share_cache(source, collectives, kind)
     elif isinstance(source, Filtered):
         evaluate_filter(source, policy, collectives, kind)
+    elif isinstance(source, Rows):
+        count_rows(source, policy, collectives, kind)
 
 
 def _checked_options(options: InputOptions | None) -> InputOptions:

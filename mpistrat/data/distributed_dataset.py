@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["BatchSlices", "DistributedDataset", "NextElement", "RankDataset", "RankPipeline"]
 
 
+_NEXT_BATCH = "next batch"
+"""How errors name the collectives of an iteration."""
+
+
 class DistributedDataset:
     """The batches of a data set, of which each rank gets its part.
 
@@ -36,7 +40,8 @@ class DistributedDataset:
 
     Where an element cannot be made on one rank, because its part of a file is damaged or a
     function given to `Dataset.map` raises, that rank gets the error and the others an
-    `EpochMismatchError` that names it, at their next collective.
+    `EpochMismatchError` that names it, at their next collective, which is the end of the pass at
+    the latest.
 
     Parameters
     ----------
@@ -106,17 +111,22 @@ class DistributedDataset:
                         # No name for the element, which would keep it in memory until the next.
                         yield nests.map_nest(per_replica_of, next(elements))
                     except StopIteration:
-                        return
+                        break
                     except EpochError:
                         raise
                     except Exception as error:
                         self._report(error)
                         raise
+        if self._collectives.is_elastic:  # an iteration is no part of what is repeated after a loss
+            return
+        # A rank without rows of a batch has met none of the errors that others report in it.
+        with self._collectives.call(_NEXT_BATCH) as call:
+            call.agree("the end of the pass")
 
     def _report(self, error: Exception) -> None:
         """Report an error to the other ranks, which would wait for this one. **Collective**."""
         # What the call itself raises here says less than the error.
-        with contextlib.suppress(Exception), self._collectives.call("next batch"):
+        with contextlib.suppress(Exception), self._collectives.call(_NEXT_BATCH):
             raise error
 
     def state_dict(self) -> dict[str, Any]:

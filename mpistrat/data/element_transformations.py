@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arguments import as_bool
-from mpistrat.data.batching import Unbatch, WholeBatches, wrapped
+from mpistrat.data.batching import Unbatch, WholeBatches, refuse_numbered, wrapped
 from mpistrat.data.cache import Cached, size_in_bytes
 from mpistrat.data.combinations import Combinations
 from mpistrat.data.errors import Sound
 from mpistrat.data.padded_batch import PaddedBatch, RaggedBatch
 from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.rows import Rows
 from mpistrat.data.transforms import Map, SameOrder
 
 if TYPE_CHECKING:
@@ -88,28 +90,43 @@ class ElementTransformations(Combinations):
         return self._batched(RaggedBatch, global_batch_size, drop_remainder)
 
     def unbatch(self) -> Self:
-        """Return the elements of batches, one by one. Local.
+        """Return the elements of batches, or the rows of elements that are arrays. Local.
 
-        It undoes the last `batch`, `padded_batch` or `ragged_batch`, padding too. A `map` of the
-        batches gets batches of one example from now on, whose length it must keep.
+        After `batch`, `padded_batch` or `ragged_batch` it undoes the last of them, padding too,
+        also if `shuffle`, `take`, `select` or the like stand between. A `map` of the batches gets
+        batches of one example from now on, whose length it must keep.
+
+        Without a batch, the rows of each element become elements: all leaves are arrays of one
+        length, which may differ from element to element, such as the frames of recordings in
+        several datasets of a file (``"run_*/frame"``). A shuffle afterwards mixes the rows of
+        several elements, as many as its window holds, and reads each element about once. Where
+        neither specs nor files tell the lengths, as after `map`, each element is made a second
+        time, to count its rows, when the dataset is distributed: the ranks share the work. So such
+        a `map` may not draw random numbers; map at random after `unbatch`.
 
         Raises
         ------
         ValueError
-            If the data set was not batched, or its batches were enumerated.
+            If batches were enumerated, or elements are no arrays.
+        DataError
+            On first use, if the arrays of one element differ in length.
 
         Examples
         --------
         >>> pairs = ms.data.Dataset.range(5).batch(2).map(lambda x: 10 * x)
         >>> [int(x) for x in pairs.unbatch()]
         [0, 10, 20, 30, 40]
+        >>> recordings = ms.data.Dataset.from_arrays(np.arange(6).reshape(2, 3))
+        >>> [int(x) for x in recordings.unbatch()]
+        [0, 1, 2, 3, 4, 5]
         """
         pipeline = self._pipeline
         batch = pipeline.batch
         if batch is None:
-            raise ValueError("unbatch undoes a batch, but this data set was not batched.")
+            return self._from(Rows(pipeline))
         place = max(n for n, each in enumerate(pipeline.transformations) if each is batch)
         later = pipeline.transformations[place + 1 :]
+        refuse_numbered(later)
         if not all(isinstance(each, SameOrder) for each in later):
             return self._then(Unbatch(batch.batch_size, batch.drop_remainder))
         whole = (WholeBatches(batch.batch_size),) if batch.drop_remainder else ()
@@ -118,6 +135,38 @@ class ElementTransformations(Combinations):
         return type(self)(
             Pipeline(pipeline.source, steps, pipeline.branch), self._auto_shard_policy
         )
+
+    def flat_map(
+        self, fn: Callable[..., Any], seed: int = 0, num_parallel_calls: int | None = None
+    ) -> Self:
+        """Return the rows of what `fn` makes of each element, as ``map(fn).unbatch()``. Local.
+
+        Parameters
+        ----------
+        fn : callable
+            Takes an element, as a function given to `map`, and returns a nest of arrays of one
+            length. It is called a second time for each element, to count the rows.
+        seed, num_parallel_calls : int, int or None
+            As those of `map`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `map` does; and if the dataset is batched: call it before ``batch``.
+        DataError
+            While iterating, if the arrays of one element differ in length.
+
+        Examples
+        --------
+        >>> pairs = ms.data.Dataset.range(3).flat_map(lambda n: np.array([n, 10 * n]))
+        >>> [int(x) for x in pairs]
+        [0, 0, 1, 10, 2, 20]
+        """
+        if self._pipeline.batch is not None:
+            raise ValueError(
+                "flat_map takes examples, but this dataset is batched. Call it before batch."
+            )
+        return self.map(fn, seed, num_parallel_calls).unbatch()
 
     def cache(self, memory: int | str = "4 GiB") -> Self:
         """Return the same elements, kept in memory once they have been made. Local.
@@ -155,7 +204,7 @@ class ElementTransformations(Combinations):
         """
         num_bytes = size_in_bytes(memory)
         pipeline = self._pipeline
-        if pipeline.has_batches:
+        if pipeline.batch is not None:
             raise ValueError(
                 "cache keeps examples, but this data set is batched: what a rank would keep of a "
                 "batch depended on the number of ranks. Call cache before batch."
@@ -199,7 +248,7 @@ class ElementTransformations(Combinations):
         [1, 0]
         """
         logs = as_bool("log_warning", log_warning)
-        if self._pipeline.has_batches:
+        if self._pipeline.batch is not None:
             raise ValueError(
                 "ignore_errors leaves out examples, but this data set is batched. Call it before "
                 "batch, after the map that may fail."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import math
 import operator
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -35,6 +37,10 @@ _ROWS_AT_A_TIME = 2**12
 _SHARE_AT_A_TIME = 8
 """Rows of several batches are announced together, or announcing keeps the threads from decoding: at
 most so many rows, and a part of those that the reader wants to know."""
+
+_BYTES_TOGETHER = 2**18
+_MAX_TOGETHER = 64
+"""Batches of a few kibibytes are read several at a time."""
 
 Group = tuple[Block, slice]
 """The items of a batch, and which of them are this rank's."""
@@ -174,6 +180,9 @@ class ElementMaker:
     def batches(self, groups: Iterable[Group], level: int) -> Generator[Any, None, None]:
         """Yield this rank's part of each group, as `batch` does; maps in threads run ahead."""
         if not any(each.is_parallel for each in self._mappers):
+            if level == 1 and self._reads_together:
+                yield from self._small_batches(groups)
+                return
             for items, part in groups:
                 yield self.batch(items, part, level)
             return
@@ -184,6 +193,52 @@ class ElementMaker:
             unmapped = (self._unmapped(items, part, level) for items, part in groups)
         with closing(unmapped), closing(self._mappers[level].run(unmapped)) as elements:
             yield from elements
+
+    @cached_property
+    def _reads_together(self) -> int:
+        """How many rows of small batches are read in one call, 0 for each batch alone."""
+        # A call takes as long as copying many kibibytes.
+        if any(self._mappers) or not hasattr(self._reader, "check"):
+            return 0
+        if type(self._batch_steps[0]) is not Batch or self._are_mapped[0] or self.needs_first:
+            return 0
+        specs = self._specs(0)[1]
+        if any(spec._is_ragged or spec.dtype.hasobject for spec in specs):
+            return 0
+        row_bytes = sum(spec.dtype.itemsize * math.prod(spec._known_shape) for spec in specs)
+        return int(_BYTES_TOGETHER // max(row_bytes, 1))
+
+    def _small_batches(self, groups: Iterable[Group]) -> Generator[Any, None, None]:
+        """Yield this rank's part of each group; several small ones are read in one call."""
+        waiting: list[Block] = []
+        num_waiting, most = 0, self._reads_together
+        for items, part in groups:
+            mine = np.asarray(items)[part]
+            if num_waiting + len(mine) > most or len(waiting) == _MAX_TOGETHER:
+                yield from self._read_together(waiting)
+                waiting, num_waiting = [], 0
+            waiting.append(mine)
+            num_waiting += len(mine)
+        yield from self._read_together(waiting)
+
+    def _read_together(self, parts: Sequence[Block]) -> Iterator[Any]:
+        """Yield batches of examples, all read in one call; each has its own rows of the memory."""
+        nest = None
+        if len(parts) > 1:
+            with contextlib.suppress(Exception):  # which may be of a later one
+                nest = self._reader.read(np.concatenate(parts))
+        if nest is None:
+            for part in parts:
+                yield self._reader.read(part)
+            return
+        leaves, structure = nests.flatten(nest)
+        check: Any = getattr(self._reader, "check", None)
+        start = 0
+        for part in parts:
+            check(part)
+            stop = start + len(part)
+            yield nests.unflatten(structure, [leaf[start:stop] for leaf in leaves])
+            start = stop
 
     def _stacked_ahead(self, groups: Iterable[Group]) -> Generator[Entry, None, None]:
         """Yield batches of examples, while threads map those of later batches."""

@@ -47,7 +47,7 @@ class Sound(Filtered):
     def evaluate(self, size: int, rank: int) -> np.ndarray:
         """Return whether elements can be made, of the share of `rank`."""
         pipeline = self._unshuffled
-        part = sharding.slice_of_rank(pipeline.length, size, rank)
+        part = sharding.slice_of_rank(pipeline.known_length, size, rank)
         self._errors = []
         kept = np.ones(part.stop - part.start, np.bool_)
         stream = PassStream((0,), pipeline.branch)

@@ -45,8 +45,12 @@ class Filtered(View):
     def __init__(self, child: Pipeline, fn: Callable[..., Any], fields: Any) -> None:
         super().__init__([child])
         self._fn, self._fields = fn, fields
-        self.is_steady = child.source.is_steady if permutes_rows(child) else False
         is_shuffled = any(isinstance(each, Shuffle) for each in child.transformations)
+        is_repeated = any(each.num_repetitions != 1 for each in child.transformations)
+        if permutes_rows(child):
+            self.is_steady = child.source.is_steady
+        else:  # such as elements of batches that were taken apart
+            self.is_steady = child.is_steady and not (is_shuffled or is_repeated)
         self.is_in_order = child.source.is_in_order and not is_shuffled
         self._mask: np.ndarray | None = None
 
@@ -105,7 +109,7 @@ class Filtered(View):
         """Return whether elements are kept, of the share of `rank`."""
         pipeline, fields = self._unshuffled, self._fields
         fewer = None if fields is None else pipeline.only(_as_tuple(fields))
-        part = sharding.slice_of_rank(pipeline.length, size, rank)
+        part = sharding.slice_of_rank(pipeline.known_length, size, rank)
         kept = np.empty(part.stop - part.start, np.bool_)
         with closing((fewer or pipeline).fixed_elements(part.start)) as elements:
             for place in range(len(kept)):
@@ -177,9 +181,9 @@ class Filtered(View):
 
     def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
         """Return the elements that are kept."""
-        rows = unshuffled_rows(self.children[0])
-        assert rows is not None
-        return [Part(0, rows.start + rows.step * self._kept[numbers])]
+        rows, kept = unshuffled_rows(self.children[0]), self._kept[numbers]
+        items = children[0].at(kept, key) if rows is None else rows.start + rows.step * kept
+        return [Part(0, items)]
 
 
 def _as_tuple(fields: Any) -> tuple[Any, ...]:

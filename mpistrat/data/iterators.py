@@ -130,9 +130,10 @@ class ElementIterator:
     """One pass over a data set.
 
     Of a distributed one, every rank must take the same number of elements. Taking one is
-    **Local** where the lengths of all ranks' data are known, and **Collective** where they are
-    not, as for generators given to `distribute_datasets_from_function`. Inside `Strategy.run`, and
-    in the scope of another strategy, it raises `ContextError`.
+    **Local** if the lengths of all ranks' data are known, and **Collective** if they are
+    not, as for generators given to `distribute_datasets_from_function`. The end of a pass is
+    **Collective**: there an error that other ranks met in a batch reaches this one. Inside
+    `Strategy.run`, and in the scope of another strategy, it raises `ContextError`.
     """
 
     def __init__(

@@ -57,10 +57,9 @@ class Order:
     @property
     def length(self) -> int:
         """Number of items in a pass, `ENDLESS` or `UNKNOWN`."""
-        length = self.source.num_examples
-        for each in self.transformations:
-            length = each.length(length)
-        return length
+        if not self.transformations:
+            return self.source.num_examples
+        return self.transformations[-1].length_of(self._upstream)
 
     @property
     def rows(self) -> range | None:
@@ -159,8 +158,15 @@ class Transformation(Protocol):
     num_repetitions: int | None
     """How often all items come again, each time greater by the span; ``None``: endlessly."""
 
+    @property
+    def depends_on_pass(self) -> bool:
+        """Whether the items leave in a different order in each pass."""
+
     def length(self, num_items: int) -> int:
         """Return how many items leave where `num_items`, `ENDLESS` or `UNKNOWN` enter."""
+
+    def length_of(self, upstream: Order) -> int:
+        """Return how many items leave where those of `upstream` enter."""
 
     def rows(self, rows: range) -> range | None:
         """Return the rows that leave where `rows` enter; ``None`` if they form no range."""
@@ -234,6 +240,9 @@ class Source(Protocol):
     def only(self, fields: tuple[Any, ...]) -> Source | None:
         """Return the source of tuples of some fields; ``None`` if that would read no less."""
 
+    def row_lengths(self) -> np.ndarray | None:
+        """Return the common length of the arrays of each example; ``None`` if it is not known."""
+
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
         """Return the items of the pass `key`, without the first `start`."""
 
@@ -275,6 +284,10 @@ class PlainSource:
 
     def only(self, fields: tuple[Any, ...]) -> Source | None:
         """Return ``None``: an example costs the same whatever is used of it."""
+        return None
+
+    def row_lengths(self) -> np.ndarray | None:
+        """Return ``None``: how long the arrays of an example are shows when it is made."""
         return None
 
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:

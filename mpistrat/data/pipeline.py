@@ -55,6 +55,8 @@ _USUAL = (
 
 def _as_call(transformation: Transformation) -> str:
     """Return the call that adds it, without the arguments that are usual."""
+    if isinstance(transformation, Unbatch):
+        return "unbatch()"
     name, _, rest = repr(transformation).partition("(")
     given = [each for each in rest[:-1].split(", ") if each not in _USUAL]
     method = re.sub("(?<!^)(?=[A-Z])", "_", name).lower()
@@ -143,11 +145,6 @@ class Pipeline:
         return dataclasses.replace(self, transformations=transformations)
 
     @property
-    def has_batches(self) -> bool:
-        """Whether anything groups its examples, also within."""
-        return any(isinstance(each, Batch) for each in self.transformations)
-
-    @property
     def batch(self) -> Batch | None:
         """The transformation that makes global batches: the last one that groups items."""
         return self._batches[-1] if self._batches else None
@@ -173,7 +170,8 @@ class Pipeline:
                 levels.append([])
             elif isinstance(each, Unbatch):  # maps of its batches get batches of one from now on
                 batches.pop()
-                levels[-2] += [(n, wrapped(other)) for n, other in levels.pop()]
+                of_batches = levels.pop()
+                levels[-1] += [(n, wrapped(other)) for n, other in of_batches]
             else:
                 levels[-1].append((number, each))
         return batches, levels
@@ -182,6 +180,18 @@ class Pipeline:
     def length(self) -> int:
         """Number of elements of a pass, `ENDLESS` or `UNKNOWN`."""
         return self.order.length
+
+    @property
+    def known_length(self) -> int:
+        """As `length`, where it must be known."""
+        length = self.length
+        if length == UNKNOWN and not self.source.is_stream:
+            raise ValueError(
+                f"{self.calls} has a different number of elements in each pass: unbatch comes "
+                "after a shuffle of batches, one of which is shorter, and a step that leaves some "
+                "of them out. Call batch with drop_remainder=True, or leave out elements before it."
+            )
+        return length
 
     @property
     def element_spec(self) -> Any:
@@ -234,8 +244,7 @@ class Pipeline:
         """Return a list of the first example, or of the first one that can be made."""
         if not self.finds_sound:
             return list(maker.examples(first))
-        orders = [e for e in self.transformations if not isinstance(e, Shuffle | Batch)]
-        for block in Order(self.source, tuple(orders)).blocks((0,), None):
+        for block in self._unshuffled_before(0).blocks((0,), None):
             for place in range(len(block)):
                 with contextlib.suppress(Exception):
                     return list(maker.examples(block[place : place + 1]))
@@ -244,14 +253,15 @@ class Pipeline:
     def _first_items(self, level: int) -> Block:
         """Return the first item that is batched `level` times, without shuffling, or nothing."""
         # Neither the seed nor the pass nor the number of ranks decides what maps are tried on.
-        before: list[Transformation] = list(self._levels[0])
-        for batch, others in zip(
-            self._batches[: max(level - 1, 0)], self._levels[1:], strict=False
-        ):
-            before += [batch, *others]
-        order = Order(self.source, tuple(e for e in before if not isinstance(e, Shuffle)))
-        blocks = order.blocks((0,), None)
+        blocks = self._unshuffled_before(max(level - 1, 0)).blocks((0,), None)
         return next((block[:1] for block in blocks if len(block)), np.empty(0, np.int64))
+
+    def _unshuffled_before(self, number: int) -> Order:
+        """Return the order before the batch `number`, as far as there is one, without shuffles."""
+        batches = list(map(id, self._batches))
+        places = [n for n, each in enumerate(self.transformations) if id(each) in batches]
+        before = self.transformations[: places[number]] if places else self.transformations
+        return Order(self.source, tuple(e for e in before if not isinstance(e, Shuffle)))
 
     def elements(
         self,
@@ -369,6 +379,8 @@ class _Repeated:
         self._reader, self._span = reader, span
         self.lookahead_rows = reader.lookahead_rows
         self.close = reader.close
+        if hasattr(reader, "check"):  # it reads small batches together
+            self.check = lambda block: reader.check(block % span)
 
     def expect(self, block: Block) -> None:
         """Note rows that are going to be read."""

@@ -107,7 +107,7 @@ class Sampled(View):
         self.is_steady = False
         self._weights = weights
         if child.source.is_read:
-            weights.check(child.length)
+            weights.check(child.known_length)
 
     def __repr__(self) -> str:
         return f"{self.children[0].calls}.sample({self._weights.num_drawn} of them)"
@@ -120,7 +120,7 @@ class Sampled(View):
     @property
     def num_examples(self) -> int:
         """The number of draws."""
-        self._weights.check(self.children[0].length)
+        self._weights.check(self.children[0].known_length)
         return self._weights.num_drawn
 
     @property
@@ -146,6 +146,11 @@ class SampleBatches(Reordering):
     """Batches of the pass, drawn with replacement."""
 
     weights: Weights
+
+    @property
+    def depends_on_pass(self) -> bool:
+        """Yes: each pass draws its own."""
+        return True
 
     def length(self, num_items: int) -> int:
         """Return how many items leave."""
@@ -210,7 +215,7 @@ class Mixed(View):
 
     @cached_property
     def _lengths(self) -> np.ndarray:
-        lengths = [child.length for child in self.children]
+        lengths = [child.known_length for child in self.children]
         return np.array([2**62 if length == ENDLESS else length for length in lengths])
 
     @cached_property
@@ -307,7 +312,7 @@ class Mixed(View):
         known = [layout for layout in layouts if layout is not None]
         if len(known) < len(layouts):
             return None
-        firsts = np.cumsum([0, *(child.length for child in self.children)])
+        firsts = np.cumsum([0, *(child.known_length for child in self.children)])
         owners, positions = self._chosen(np.arange(self.num_examples))
         return ChunkLayout.joined(known).of_numbers(firsts[owners] + positions)
 

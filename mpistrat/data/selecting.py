@@ -91,7 +91,7 @@ class Selected(View):
         super().__init__([child])
         self._indices = indices
         if child.source.is_read:
-            indices.of(child.length)
+            indices.of(child.known_length)
 
     def __repr__(self) -> str:
         return f"{self.children[0].calls}.select({self._indices.num_selected} of them)"
@@ -114,7 +114,7 @@ class Selected(View):
 
     def positions(self, key: PassKey) -> np.ndarray:
         """Return the position of each element in the pass `key`."""
-        return self._indices.of(self.children[0].length)
+        return self._indices.of(self.children[0].known_length)
 
     def find_layout(self, key: PassKey) -> ChunkLayout | None:
         """Return the chunks of the selected elements."""

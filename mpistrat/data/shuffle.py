@@ -37,6 +37,11 @@ class Shuffle(Reordering):
     window: int | None
     """How many items are mixed at a time; ``None``: `WINDOW_BYTES` of files, else the pass."""
 
+    @property
+    def depends_on_pass(self) -> bool:
+        """Whether each pass has its own order."""
+        return self.reshuffle_each_iteration
+
     def length(self, num_items: int) -> int:
         """Return the same number."""
         return num_items
@@ -81,6 +86,8 @@ class Shuffle(Reordering):
         self, rows: range, layout: ChunkLayout, key: PassKey, batch_size: int
     ) -> Iterator[Block]:
         """Return the global batches of rows, a block each, from chunks in random order."""
+        if not len(rows):
+            return
         part = layout.of_range(rows)
         starts, lengths = part.starts[:-1], np.diff(part.starts)
         stream = _RandomStream(self.seed, key)

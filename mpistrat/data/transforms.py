@@ -39,6 +39,15 @@ class Reordering(Transformation):
 
     num_repetitions = 1
 
+    @property
+    def depends_on_pass(self) -> bool:
+        """Whether the items leave in a different order in each pass."""
+        return False
+
+    def length_of(self, upstream: Order) -> int:
+        """Return how many items leave where those of `upstream` enter."""
+        return self.length(upstream.length)
+
     def rows(self, rows: range) -> range | None:
         """Return ``None``: what leaves are no rows, or form no range."""
         return None

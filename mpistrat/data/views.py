@@ -40,6 +40,7 @@ __all__ = [
     "no_fixed_files",
     "position_borders",
     "position_layout",
+    "scattered",
 ]
 
 _ENDLESS_BLOCK = 2**12
@@ -186,6 +187,14 @@ class View:
             _ = self.element_spec  # or raises
         return ViewReader(self, window_rows, stream)
 
+    def open_child(self, pipeline: Pipeline, window_rows: int, stream: PassStream) -> Child:
+        """Return what reads the elements of `parts` of one of the data sets."""
+        return Child(pipeline, window_rows, stream)
+
+    def row_lengths(self) -> np.ndarray | None:
+        """Return ``None``: how long the arrays of an example are shows when it is made."""
+        return None
+
     def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
         """Return the elements that the examples `numbers` are made of, in the pass `key`."""
         raise NotImplementedError
@@ -272,7 +281,7 @@ class ViewReader:
             for pipeline in view.children:
                 own = dataclasses.replace(stream, first_map=first_map, repeats=())
                 window = view.child_window(window_rows, pipeline)
-                self._children.append(Child(pipeline, window, own))
+                self._children.append(view.open_child(pipeline, window, own))
                 first_map += pipeline.num_maps
         except BaseException:
             self.close()

@@ -59,7 +59,7 @@ class Windowed(View):
     @cached_property
     def _segments(self) -> tuple[np.ndarray, np.ndarray]:
         """The first element of each file, and how many windows come before those of the file."""
-        length = self.children[0].length
+        length = self.children[0].known_length
         borders = () if self._across_files else position_borders(self.children[0])
         starts = np.array([0, *borders], np.int64)
         lengths = np.diff(np.append(starts, length))
@@ -69,7 +69,7 @@ class Windowed(View):
     @cached_property
     def num_examples(self) -> int:
         """How many windows fit."""
-        if self.children[0].length != ENDLESS:
+        if self.children[0].known_length != ENDLESS:
             return int(self._segments[1][-1])
         if not self._across_files:
             position_borders(self.children[0])  # refuses

@@ -123,7 +123,7 @@ def test_inspect_names_bad_files(file, tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "absent.h5")]) == 2
     assert "absent.h5" in capsys.readouterr().err
     damage(file)
-    assert main(["inspect", file]) == 1
+    assert main(["inspect", file]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"mpistrat inspect: {file} is truncated")
@@ -231,8 +231,20 @@ def test_verify_reads_the_values(file, capsys):
 def test_verify_of_what_is_no_checkpoint(tmp_path, capsys):
     with h5py.File(tmp_path / "data.h5", "w") as data:
         data["x"] = 1
-    assert main(["verify", str(tmp_path / "data.h5")]) == 1
-    assert "no checkpoint of mpistrat" in capsys.readouterr().out
+    (tmp_path / "notes.txt").write_text("no HDF5")
+    for name, reason in ("data.h5", "no checkpoint of mpistrat"), ("notes.txt", "not an HDF5 file"):
+        assert main(["verify", str(tmp_path / name)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert reason in captured.err
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "data.h5 is a data file, not a checkpoint" in capsys.readouterr().err
+    write(tmp_path / "checkpoint-1.h5")
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "SOUND" not in capsys.readouterr().out
+    (tmp_path / "checkpoint-2.h5").write_bytes(b"")  # as a full disk leaves it
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "checkpoint-2.h5: NOT SOUND" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "absent")]) == 2
     (tmp_path / "empty").mkdir()
     assert main(["verify", str(tmp_path / "empty")]) == 2
@@ -286,10 +298,10 @@ def test_a_pipe_does_not_make_a_command_wait(file, tmp_path, capsys):
     os.mkfifo(pipe)
     assert main(["inspect", str(pipe)]) == 2
     assert main(["diff", file, str(pipe)]) == 2
-    assert main(["verify", str(tmp_path)]) == 1
+    assert main(["verify", str(tmp_path)]) == 2
     captured = capsys.readouterr()
-    assert captured.err.count("is a device or a pipe") == 2
-    assert f"{pipe}: NOT SOUND" in captured.out
+    assert captured.err.count("is a device or a pipe") == 3
+    assert f"{file}: sound" in captured.out
 
 
 def test_diff_of_bad_files(file, tmp_path, capsys):
@@ -300,7 +312,7 @@ def test_diff_of_bad_files(file, tmp_path, capsys):
     assert main(["diff", sound, str(tmp_path / "absent.h5")]) == 2
     assert main(["diff", file, str(tmp_path / "absent.h5")]) == 2
     capsys.readouterr()
-    assert main(["diff", sound, file]) == 1
+    assert main(["diff", sound, file]) == 2
     captured = capsys.readouterr()
     assert "truncated" in captured.err
     assert captured.out == ""

@@ -228,7 +228,7 @@ def test_arguments_for_checkpoints_alone(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "data.h5"), "--stats"]) == 2
     assert "no checkpoint" in capsys.readouterr().err
     (tmp_path / "text.h5").write_text("no HDF5")
-    assert main(["inspect", str(tmp_path / "text.h5")]) == 1
+    assert main(["inspect", str(tmp_path / "text.h5")]) == 2
     assert "not an HDF5 file" in capsys.readouterr().err
 
 
@@ -238,3 +238,25 @@ def test_names_that_are_not_utf8(tmp_path, capsys):
         h5py.h5g.create(file.id, b"bad\xff")
         file[b"bad\xff/x"] = np.zeros(3)
     assert list(inspect(path, capsys)["datasets"]) == ["bad\\xff/x"]
+
+
+def test_one_damaged_object_hides_no_other(tmp_path, capsys):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        for number in range(3):
+            file[f"group_{number}/x"] = np.arange(5)
+        file["y"] = np.arange(3)
+    with h5py.File(path) as file:
+        places = [h5py.h5o.get_info(file[name].id).addr for name in ("group_1", "group_2/x")]
+    content = bytearray(path.read_bytes())
+    for place in places:
+        content[place : place + 16] = b"\xff" * 16
+    path.write_bytes(content)
+    assert main(["inspect", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["datasets"]) == ["group_0/x", "y"]
+    assert list(found["damaged"]) == ["group_1", "group_2/x"]
+    assert found["h5repack"] is None
+    assert main(["inspect", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("group_0/x", "group_1", "group_2/x"))

@@ -31,6 +31,10 @@ class Group:
 
     rank: int
     size: int
+    is_elastic = False
+
+    def agree(self, *details):
+        """Agree with nobody."""
 
     @property
     def layout(self):

@@ -1,10 +1,12 @@
 """Elements kept in memory: each made once on a node, the same at any number of ranks."""
 
+import h5py
 import numpy as np
 import pytest
 
 import mpistrat as ms
 from mpistrat.data import ArraySpec, Dataset
+from mpistrat.data.hdf5 import chunk_cache
 from mpistrat.errors import EpochError
 
 NUM = 37
@@ -148,3 +150,17 @@ def test_errors_of_an_element_are_not_kept():
         list(data)
     fails.clear()
     assert [int(x) for x in data] == list(range(5))
+
+
+def test_what_only_reading_needs_is_given_back_once_all_is_kept(tmp_path):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["plain"] = np.arange(3_000_000).reshape(3000, 1000)
+        file.create_dataset("x", data=file["plain"][()], chunks=(100, 1000), compression="lzf")
+    for name in ("plain", "x"):
+        source = ms.data.Dataset.from_hdf5(tmp_path / "data.h5", name)
+        kept = source.cache("64 MiB").shuffle(0)
+        for _ in range(2):
+            rows = np.concatenate([batch[:, 0] for batch in kept.batch(64)])
+            assert sorted(rows.tolist()) == list(range(0, 3_000_000, 1000))
+            assert not source._pipeline.source._mappings
+            assert not chunk_cache._buffers._idle

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +71,80 @@ def windows(elements, size, stride, dilation):
 
 # Each: its name, what it does to a data set, and to a list; ``None`` where a draw decides.
 COUNTS, SIZES = st.integers(0, 5), st.integers(1, 3)
+
+
+def in_batches(elements, size, drop_remainder=False):
+    batches = [elements[n : n + size] for n in range(0, len(elements), size)]
+    return batches[:-1] if drop_remainder and batches and len(batches[-1]) < size else batches
+
+
+# What stands between batch and unbatch: its name, and what it does to a list of batches.
+OF_BATCHES = st.one_of(
+    COUNTS.map(lambda n: ("take", lambda d: d.take(n), lambda b: b[:n])),
+    SIZES.map(lambda n: ("skip", lambda d: d.skip(n), lambda b: b[n:])),
+    SIZES.map(lambda n: ("shard", lambda d: d.shard(n, 0), lambda b: b[::n])),
+    st.just(("repeat", lambda d: d.repeat(2), lambda b: b + b)),
+    st.just(("prefetch", lambda d: d.prefetch(2), lambda b: b)),
+    st.just(("map", lambda d: d.map(bumped), lambda b: [list(map(plain_bumped, e)) for e in b])),
+    COUNTS.map(lambda n: ("shuffle", lambda d: d.shuffle(n), None)),
+    st.lists(st.integers(-2, 1), max_size=4).map(
+        lambda i: ("select", lambda d: d.select(i), lambda b: [b[k] for k in i])
+    ),
+    st.tuples(SIZES, COUNTS).map(
+        lambda p: (
+            "batches of batches",
+            lambda d: d.batch(p[0]).take(p[1]).unbatch(),
+            lambda b: b[: p[0] * p[1]],
+        )
+    ),
+)
+BATCHES = {
+    "batch": lambda d, size: d.batch(size),
+    "whole": lambda d, size: d.batch(size, drop_remainder=True),
+    "padded": lambda d, size: d.padded_batch(size),
+    "ragged": lambda d, size: d.ragged_batch(size),
+}
+
+
+def taken_apart(options):
+    """Return the step that batches, rearranges the batches and takes them apart."""
+    kind, size, steps = options
+    inner = [step[0] for step in steps]
+    name = " ".join(["unbatch", *({"select", "shuffle", "map"} & set(inner))])
+
+    def fitting(elements):
+        """Yield the steps that can be taken, each with the batches after it."""
+        batches = in_batches(elements, size, kind == "whole")
+        for each, apply, model in steps:
+            if each == "select" and len(batches) < 2:
+                continue
+            if each == "batches of batches" and (
+                "map" in inner or "shuffle" in inner or len(set(map(len, batches))) > 1
+            ):
+                continue
+            batches = batches if model is None else model(batches)
+            yield apply, batches
+
+    def apply(dataset):
+        elements = elements_of(dataset)
+        dataset = BATCHES[kind](dataset, size)
+        for each, _ in fitting(elements):
+            dataset = each(dataset)
+        return dataset.unbatch()
+
+    def model(elements):
+        batches = in_batches(elements, size, kind == "whole")
+        for _, after in fitting(elements):
+            batches = after
+        return list(itertools.chain.from_iterable(batches))
+
+    return name, apply, None if "shuffle" in inner else model
+
+
+TAKEN_APART = st.tuples(
+    st.sampled_from(list(BATCHES)), st.integers(2, 6), st.lists(OF_BATCHES, max_size=3)
+).map(taken_apart)
+
 STEPS = st.one_of(
     COUNTS.map(lambda n: ("take", lambda d: d.take(4 * n), lambda e: e[: 4 * n])),
     COUNTS.map(lambda n: ("skip", lambda d: d.skip(n), lambda e: e[n:])),
@@ -109,12 +184,31 @@ STEPS = st.one_of(
         )
     ),
 )
-DEPTH = st.lists(STEPS, max_size=5)
+
+
+def repeated(*element):
+    """Return an array of 0 to 3 rows for an element."""
+    return np.full(total(*element) % 4, total(*element))
+
+
+def plain_rows(elements):
+    return [total(e) for e in elements for _ in range(total(e) % 4)]
+
+
+ROWS = st.sampled_from(
+    [
+        ("rows", lambda d: d.map(repeated).unbatch(), plain_rows),
+        ("rows", lambda d: d.flat_map(repeated, num_parallel_calls=2), plain_rows),
+    ]
+)
+DEPTH = st.lists(st.one_of(STEPS, TAKEN_APART, ROWS), max_size=5)
 
 
 def fits(name, source, names, elements):
     """Return whether a step can be taken, and its model compares."""
-    if name in ("select", "sample") and source == "generator":
+    if source == "generator" and (name == "sample" or "select" in name):
+        return False
+    if name.startswith("unbatch") and "window" in names:
         return False
     if name == "window":  # of tuples is a tuple of windows, which another test compares
         return not {"zip", "enumerate"} & set(names)
@@ -132,7 +226,9 @@ def compose(source, steps, pass_number):
             following = apply(dataset)
             found = elements_of(following, pass_number)
         except ValueError:  # where other steps before it leave no fixed set of elements
-            if name != "filter" or not {"shuffle", "repeat", "sample"} & set(names):
+            are_drawn = {"shuffle", "repeat", "sample"} & set(names)
+            is_undefined = name in ("filter", "rows") and are_drawn
+            if not (is_undefined or any("unbatch" in n and "shuffle" in n for n in names)):
                 raise
             continue
         names.append(name)
@@ -143,8 +239,10 @@ def compose(source, steps, pass_number):
         elif name == "repeat":
             assert len(found) == 2 * len(expected), names
         else:
-            others = set(map(plain_bumped, expected)) if name == "mix" else set()
-            assert set(found) <= set(expected) | others, names
+            others = set(expected)
+            for _ in range(3 if name == "mix" or "map" in name else 0):
+                others |= set(map(plain_bumped, others))
+            assert set(found) <= others, names
         assert elements_of(following, pass_number) == found
         dataset, expected = following, found
     return dataset, expected
@@ -170,7 +268,8 @@ def test_elements_are_those_of_the_model(source, steps, pass_number):
 @settings(max_examples=40, deadline=None)
 @given(DEPTH, st.integers(0, 1))
 def test_generators_have_the_elements_of_rows(steps, pass_number):
-    steps = [step for step in steps if step[0] not in ("select", "sample", "filter")]
+    steps = [step for step in steps if step[0] not in ("sample", "filter", "rows")]
+    steps = [step for step in steps if "select" not in step[0]]
     _, of_rows = compose("rows", steps, pass_number)
     _, streamed = compose("generator", steps, pass_number)
     assert streamed == of_rows
@@ -195,3 +294,58 @@ def test_global_batches_are_the_same_at_any_number_of_ranks(source, steps, batch
         assert global_batches(batched, size, number) == expected
         start = len(expected) * size // 5
         assert global_batches(batched, size, number, start) == expected[start:]
+
+
+@given(st.integers(0, 3), st.integers(2, 6), st.sampled_from(list(BATCHES)), st.integers(0, 2))
+def test_batches_that_were_shuffled_stay_together(seed, size, kind, number):
+    dataset = BATCHES[kind](Dataset.range(LENGTH), size).shuffle(seed).unbatch()
+    found = elements_of(dataset, number)
+    batches = in_batches(list(range(LENGTH)), size, kind == "whole")
+    assert dataset.cardinality() == len(found) == sum(map(len, batches))
+    while found:
+        batch = next(b for b in batches if b[0] == found[0])
+        assert found[: len(batch)] == batch
+        batches.remove(batch)
+        found = found[len(batch) :]
+    assert not batches
+
+
+def test_what_is_left_of_shuffled_batches_may_differ_in_length():
+    dataset = Dataset.range(LENGTH).batch(5).shuffle(0).take(2).unbatch()
+    assert dataset.cardinality() == -2
+    assert {len(elements_of(dataset, number)) for number in range(20)} == {8, 10}
+    for combine in (
+        lambda: list(Dataset.zip((dataset, dataset))),
+        lambda: list(dataset.concatenate(dataset)),
+        lambda: list(dataset.enumerate()),
+        lambda: list(dataset.window(2)),
+    ):
+        with pytest.raises(ValueError, match="different number of elements in each pass"):
+            combine()
+    whole = Dataset.range(LENGTH).batch(5, drop_remainder=True).shuffle(0).take(2).unbatch()
+    assert whole.cardinality() == len(list(whole.enumerate())) == 10
+
+
+def test_batches_that_were_enumerated_are_not_taken_apart():
+    for dataset in (Dataset.range(9).batch(2), Dataset.range(9).batch(2).shuffle(0)):
+        with pytest.raises(ValueError, match="Call enumerate after unbatch, or before batch"):
+            dataset.enumerate().unbatch()
+    numbered = Dataset.range(9).enumerate().batch(2).take(3).unbatch()
+    assert [plain(e) for e in numbered] == [(n, n) for n in range(6)]
+
+
+@pytest.mark.parametrize("source", ["rows", "chunks", "nothing"])
+def test_a_shuffle_of_nothing_gives_nothing(source):
+    data = SOURCES[source]
+    for empty in (
+        data.take(0),
+        data.skip(LENGTH),
+        data.shard(LENGTH + 1, LENGTH),
+        data.filter(lambda x: False),
+        data.select([]),
+        data.batch(5).take(0).unbatch(),
+    ):
+        for shuffled in (empty.shuffle(0), empty.shuffle(0).repeat(2), empty.shuffle(0, window=3)):
+            assert shuffled.cardinality() == len(list(shuffled)) == 0
+            for size in (1, 3):
+                assert global_batches(shuffled.batch(2), size) == []

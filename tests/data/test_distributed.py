@@ -235,6 +235,86 @@ def test_an_error_while_reading_closes_what_the_others_wait_in(strategy, rank, s
         assert strategy.reduce("sum", 1) == size
 
 
+def bad_at(number):
+    """Return data sets of 7 examples, of which the one with this number cannot be made."""
+
+    def stumble(x):
+        if np.any(np.asarray(x) == number):
+            raise KeyError("bad one")
+        return x
+
+    class Source:
+        def __len__(self):
+            return 7
+
+        def read(self, numbers):
+            return stumble(numbers)
+
+    class Rows:
+        def __len__(self):
+            return 7
+
+        def __getitem__(self, n):
+            if n == number:
+                raise KeyError("bad one")
+            return np.arange(3)
+
+    data = ms.data.Dataset
+    spec = ms.data.ArraySpec((), np.int64)
+    mapped = data.range(7).map(stumble)
+    return {
+        "map": lambda size: mapped.batch(size),
+        "map in threads": lambda size: data.range(7).map(stumble, num_parallel_calls=2).batch(size),
+        "map of batches": lambda size: data.range(7).batch(size).map(stumble),
+        "source": lambda size: data.from_source(Source()).batch(size),
+        "elements": lambda size: data.from_source(Rows()).ragged_batch(size),
+        "generator": lambda size: data.from_generator(lambda: map(stumble, range(7)), spec).batch(
+            size
+        ),
+        "shuffle": lambda size: mapped.shuffle(0).batch(size),
+        "zip": lambda size: data.zip((mapped, data.range(9))).batch(size),
+        "concatenate": lambda size: mapped.concatenate(data.range(2)).batch(size),
+        "window": lambda size: mapped.window(2).batch(size),
+        "cache": lambda size: mapped.cache("1 MiB").batch(size),
+        "unbatch": lambda size: mapped.batch(2).shuffle(0).unbatch().batch(size),
+        "batches of batches": lambda size: mapped.batch(1).batch(size),
+        "padded": lambda size: mapped.padded_batch(size),
+        "prefetch": lambda size: mapped.batch(size).prefetch(2),
+        "repeat": lambda size: mapped.repeat(2).batch(size),
+        "select": lambda size: mapped.select(range(7)).batch(size),
+        "enumerate": lambda size: mapped.enumerate().batch(size),
+    }
+
+
+@pytest.mark.parametrize("case", bad_at(0))
+@pytest.mark.parametrize(("number", "batch_size"), [(1, 2), (6, 2), (6, 6), (4, 3)])
+def test_an_error_in_a_batch_reaches_ranks_without_rows_of_it(
+    strategy, rank, size, case, number, batch_size
+):
+    # No rank does a collective in the loop, and none may end it without an error.
+    batches = strategy.experimental_distribute_dataset(bad_at(number)[case](batch_size))
+    with pytest.raises((KeyError, EpochMismatchError, DataError), match="bad one"):
+        for _ in batches:
+            pass
+    assert ms.MPIStrategy(device="cpu").reduce("sum", 1) == size
+
+
+@pytest.mark.parametrize("guilty", [0, -1])
+def test_an_error_reaches_ranks_whose_own_data_have_ended(strategy, rank, size, guilty):
+    def dataset_fn(context):
+        is_guilty = rank == guilty % size
+        numbers = ms.data.Dataset.range(9 if is_guilty else 2)
+        return numbers.map(lambda x: {x: x for x in range(8)}[int(x)]).batch(2)
+
+    batches = strategy.distribute_datasets_from_function(dataset_fn)
+    seen = []
+    with pytest.raises((KeyError, EpochMismatchError), match="KeyError|8"):
+        for batch in batches:
+            seen.append(len(localize(batch)))
+    assert seen == ([2] * 4 if rank == guilty % size else [2] + [0] * 4)
+    assert ms.MPIStrategy(device="cpu").reduce("sum", 1) == size
+
+
 def test_ranks_without_an_example_to_map(strategy, rank, size):
     def dataset_fn(context):
         numbers = ms.data.Dataset.range(3 if rank == size - 1 else 0)

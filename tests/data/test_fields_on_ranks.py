@@ -283,3 +283,70 @@ def test_a_file_that_may_no_longer_be_read_is_named_in_the_pass(strategy, path):
     os.chmod(path, 0)
     with as_nobody(), pytest.raises(DataError, match=r"data\.h5 cannot be read: permission denied"):
         list(rows.batch(3))
+
+
+@pytest.mark.parametrize("kind", ["gzip", "plain", "text", "own"])
+def test_many_files_are_opened_by_rank_0_for_all(
+    strategy, rank, size, mpi_tmp_path, tmp_path, monkeypatch, kind
+):
+    folder = tmp_path if kind == "own" else mpi_tmp_path  # each rank its own copies, or one
+    if kind == "own" or rank == 0:
+        for number in range(12):
+            with h5py.File(folder / f"part-{number:02}.h5", "w") as file:
+                rows = np.arange(number + 1) + 100.0 * number
+                if kind == "text":
+                    file["x"] = [str(int(row)) for row in rows]
+                else:
+                    gzip = {"chunks": (4,), "compression": "gzip", "maxshape": (None,)}
+                    options = {} if kind == "plain" else gzip
+                    file.create_dataset("x", data=rows, **options)
+    strategy.gather(np.zeros(1), axis=0)  # the files are there
+    opened = []
+    begin = h5py.File.__init__
+
+    def noting(self, name, *args, **kwargs):
+        opened.extend([name] if isinstance(name, str | os.PathLike) else [])
+        begin(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(h5py.File, "__init__", noting)
+    dataset = ms.data.Dataset.from_hdf5(str(folder / "part-*.h5"), "x")
+    batches = strategy.experimental_distribute_dataset(dataset.shuffle(0).batch(5))
+    assert len(opened) == (12 if rank == 0 or kind == "own" else 1)
+    seen = [int(x) for batch in batches for x in np.asarray(batch)]
+    expected = sorted(100 * n + k for n in range(12) for k in range(n + 1))
+    gathered = strategy.gather(ms.PerReplica(np.array(seen, np.int64)), axis=0)
+    assert sorted(np.asarray(gathered).tolist()) == expected
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_rows_of_matches(strategy, rank, size, mpi_tmp_path, is_mapped):
+    lengths = [3, 0, 4, 1, 6, 2, 5]
+    path = mpi_tmp_path / "frames.h5"
+    if rank == 0:
+        with h5py.File(path, "w") as file:
+            first = 0
+            for number, length in enumerate(lengths):
+                file[f"run_{number}/x"] = np.arange(first, first + length)
+                first += length
+    strategy.gather(np.zeros(1), axis=0)  # the file is there
+    calls = []
+
+    def noting(x):
+        calls.append(len(x))
+        return x
+
+    rows = ms.data.Dataset.from_hdf5(path, "run_*/x")
+    rows = (rows.map(noting) if is_mapped else rows).unbatch()
+    batches = strategy.experimental_distribute_dataset(rows.shuffle(1).batch(4))
+    assert batches.cardinality() == -(-sum(lengths) // 4)
+    share = -(-len(lengths) // size)
+    assert len(calls) <= (share + 2 if is_mapped else 0)  # and one for the spec
+    alone = [batch.tolist() for batch in rows.shuffle(1).batch(4)]
+    for mine, whole in zip(batches, alone, strict=True):
+        assert strategy.gather(mine, axis=0).tolist() == whole
+    assert sorted(x for batch in alone for x in batch) == list(range(sum(lengths)))
+    if size > 1:  # maps that count differently are told apart
+        other = ms.data.Dataset.range(2).map(lambda n: np.zeros(1 + (rank == 0))).unbatch()
+        distributed = strategy.experimental_distribute_dataset(other.batch(2))
+        with pytest.raises((DataError, ms.errors.EpochError)):
+            list(distributed)

@@ -29,18 +29,20 @@ from mpistrat.data.hdf5.located import (
     num_rows_of,
     readable_names,
 )
+from mpistrat.data.hdf5.shared_catalog import layouts_from_json, layouts_to_json
+from mpistrat.data.hdf5.stored_types import Form
 from mpistrat.errors import DataError
 from mpistrat.system.callsite import users_stacklevel
 
 __all__ = [
     "Catalog",
     "FileEntry",
-    "KnownListings",
+    "Known",
     "read_catalog",
 ]
 
-KnownListings = Mapping[str, Sequence[Any]]
-"""Listings of each file by the text of their field, as `Catalog.listings` gives them."""
+Known = Mapping[str, Any]
+"""What another rank knows of the files, as `Catalog.known` gives it."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,51 @@ class Catalog:
             return _ROWS_OF_TEXT if not matches else 1
         return file.layouts[sizes.index((widest_rows, True))].rows_per_chunk
 
+    def row_lengths(self) -> np.ndarray | None:
+        """Return the common length of the arrays of each example; ``None`` if they do not tell."""
+        found: list[np.ndarray] = []
+        for output in self.outputs:
+            length = output.spec.shape[0] if output.spec.shape else None
+            if length is not None:
+                found.append(np.full(self.offsets[-1], length))
+                continue
+            single = None if output.single is None else self.singles[output.single]
+            if single is None or single.kind is not Kind.MATCHES or output.leaf.form is Form.RAGGED:
+                return None
+            text = single.field._text
+            found.append(np.concatenate([f.listings[text].shapes[:, 0] for f in self.files]))
+        for output, other in zip(self.outputs, found, strict=True):
+            wrong = np.flatnonzero(other != found[0])
+            if len(wrong):
+                number = int(wrong[0])
+                raise DataError(
+                    f"The arrays of example {number} have the lengths {int(found[0][number])} and "
+                    f"{int(other[number])} (the latter of {output.spec}), but unbatch needs one. "
+                    "Name fields that belong together with fields=(...)."
+                )
+        return found[0]
+
     @property
-    def listings(self) -> dict[str, list[Any]]:
-        """The listings of all files, as JSON values, by the text of their field."""
+    def known(self) -> Known:
+        """What other ranks need not find out for themselves, as JSON values."""
+        return {"listings": self._listings, "files": self._files}
+
+    @property
+    def _files(self) -> list[Any]:
+        """Of each file that differs from the first one only in length, what else is known of it."""
+        have_rows = all(single.kind is Kind.ROWS for single in self.singles)
+        if self.is_live or not have_rows or any(each.is_matches for each in self.columns):
+            return []
+        first, found = self.files[0], []
+        for file in self.files:
+            others = [[path, *stamp] for path, stamp in file.stamps.items() if path != file.path]
+            layouts = layouts_to_json(file.layouts, first.layouts)
+            found.append([list(file.stamp), file.num_rows, others, layouts])
+        return found
+
+    @property
+    def _listings(self) -> dict[str, list[Any]]:
+        """The listings of all files, by the text of their field."""
         found: dict[str, list[Any]] = {}
         for file in self.files:
             for text, listing in file.listings.items():
@@ -168,7 +212,7 @@ def _stamp_of(path: str, is_live: bool) -> tuple[int, ...]:
 
 
 def read_catalog(
-    patterns: Sequence[str], fields: Any, known: KnownListings | None = None, is_live: bool = False
+    patterns: Sequence[str], fields: Any, known: Known | None = None, is_live: bool = False
 ) -> Catalog:
     """Return what the files of paths and glob patterns contain; each is opened once."""
     paths = _resolve_paths(patterns)
@@ -177,14 +221,25 @@ def read_catalog(
     located: list[list[Located]] = []
     columns: list[Column] = []
     files: list[FileEntry] = []
+    known_files = (known or {}).get("files", ())
+    known_files = known_files if len(known_files) == len(paths) else [None] * len(paths)
     for number, path in enumerate(paths):
+        entry = _known_entry(path, known_files[number], files[0]) if files else None
+        if entry is not None:
+            located.append(located[0])
+            files.append(entry)
+            continue
         with opened_for_reading(path, is_live) as file, _naming(path):
             # Before anything is read, so that a change from here on is noticed.
             stamp = _stamp_of(path, is_live)
             if not files and fields is None:
                 names, structure = _top_level_fields(file, path)
+            opened: dict[str, Any] = {}
             found = [
-                locate(file, path, each, fields is None, _known(known, number, each, file, stamp))
+                locate(
+                    *(file, path, each, fields is None),
+                    *(_known(known, number, each, file, stamp), opened),
+                )
                 for each in names
             ]
             located.append(found)
@@ -192,8 +247,10 @@ def read_catalog(
                 columns = row_columns(found)
             _check_same(located[0], found, paths[0], path)
             layouts = tuple(
-                layout_of(file[c.path], path, c.axis, c.dtype, is_live) for c in columns
+                layout_of(opened.get(c.path) or file[c.path], path, c.axis, c.dtype, is_live)
+                for c in columns
             )
+            opened.clear()
         listings = {e.field._text: e.listing for e in found if e.listing is not None}
         others = sorted({other for each in found for other in each.others})
         stamps = {path: stamp} | {other: _stamp_of(other, is_live) for other in others}
@@ -265,11 +322,26 @@ def _top_level_fields(file: Any, path: str) -> tuple[list[Field], nests.Structur
     return list(map(Field, given)), structure
 
 
+def _known_entry(path: str, values: Any, first: FileEntry) -> FileEntry | None:
+    """Return the entry of a file that another rank has opened, if it is the same file here."""
+    if values is None or values[3] is None:
+        return None
+    stamp, num_rows, others, layouts = values
+    stamps = {path: tuple(stamp)} | {other: tuple(of_other) for other, *of_other in others}
+    try:
+        if any(_stamp_of(each, False) != stamp for each, stamp in stamps.items()):
+            return None  # such as this rank's own copy
+    except OSError:
+        return None  # opening it says what is wrong
+    found = layouts_from_json(layouts, first.layouts)
+    return None if found is None else FileEntry(path, num_rows, found, {}, stamps)
+
+
 def _known(
-    known: KnownListings | None, number: int, field: Field, file: Any, stamp: tuple[int, ...]
+    known: Known | None, number: int, field: Field, file: Any, stamp: tuple[int, ...]
 ) -> Listing | None:
     """Return the listing that another rank has made of its copy of a file, if there is one."""
-    of_files = (known or {}).get(field._text)
+    of_files = (known or {}).get("listings", {}).get(field._text)
     if of_files is None or number >= len(of_files):
         return None
     own, values = of_files[number]

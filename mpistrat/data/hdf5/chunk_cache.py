@@ -17,7 +17,7 @@ import numpy as np
 from mpistrat.data.hdf5.chunk_plan import ChunkPlan
 from mpistrat.native import native_library
 
-__all__ = ["ChunkBuffers", "ChunkCache", "RowCache"]
+__all__ = ["ChunkBuffers", "ChunkCache", "RowCache", "release_idle_buffers"]
 
 ChunkBuffers = Sequence[tuple[int, np.ndarray]]
 """Numbers of chunks, and the rows that each is decoded into."""
@@ -310,9 +310,20 @@ class _BufferPool:
             while sum(each.nbytes for each in self._idle) > _MAX_IDLE_BYTES:
                 self._idle.pop(0)
 
+    def clear(self) -> None:
+        """Give idle memory back to the system."""
+        with self._lock:
+            self._idle.clear()
+
 
 _MAX_IDLE_BYTES = 2**27
 _MAX_EXCESS = 4
 """A buffer may be up to this many times larger than requested."""
+
+
+def release_idle_buffers() -> None:
+    """Give back the memory that closed caches have kept for the next ones."""
+    _buffers.clear()
+
 
 _buffers = _BufferPool()

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from mpistrat import hdf5
 from mpistrat.data.hdf5.catalog import Catalog, FileEntry
 from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
 from mpistrat.data.hdf5.live_files import close_file, open_file
+from mpistrat.data.hdf5.storage import FilteredChunks
 from mpistrat.data.hdf5.stored_types import assign, dtype_of
 from mpistrat.errors import DataError
 from mpistrat.native import native_library
@@ -28,9 +29,11 @@ __all__ = ["OpenFiles", "StoredRows"]
 
 _T = TypeVar("_T")
 
-_MAX_OPEN_FILES = 64
-_SHARE_OF_LIMIT = 4
-"""At most every fourth of the files that the process may open."""
+_MAX_OPEN_FILES, _MAX_MAPPED_FILES = 256, 4096
+"""An open file takes HDF5 0.6 MiB of memory, and a mapped one none."""
+
+_SHARE_OF_LIMIT = 2
+"""The readers of a process open at most half of the files that it may open."""
 
 _LARGE_ROW_BYTES = 2**20
 """Rows of at least that size are read to their place, which takes h5py longer to prepare."""
@@ -48,7 +51,6 @@ class OpenFiles:
         self._catalog = catalog
         self._mappings = {} if mappings is None else mappings
         """The bytes of files by number, which the readers of a source share."""
-        self._limit = max(1, min(_MAX_OPEN_FILES, hdf5.max_open_files() // _SHARE_OF_LIMIT))
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
         self._checked_at: dict[int, float] = {}
         self.lock = threading.Lock()
@@ -66,6 +68,16 @@ class OpenFiles:
                 raise DataError(_changed(self._catalog.files[file].path)) from None
             access = opened.fields[field] = FieldAccess(dataset, column.axis, column.dtype)
         return access
+
+    def fetch(self, file: int, field: int, start: int) -> StoredRows | None:
+        """Return the chunks that begin with row `start`, still encoded; hold `lock` meanwhile.
+
+        ``None`` where only h5py can decode them.
+        """
+        chunks = self._catalog.files[file].layouts[field].chunks
+        if isinstance(chunks, FilteredChunks):
+            return StoredRows.of_chunk(chunks, *chunks.read(self.descriptor(file), start))
+        return self.field(file, field).fetch(start)
 
     def file(self, file: int) -> Any:
         """Return an open file for HDF5; hold `lock` meanwhile."""
@@ -95,7 +107,7 @@ class OpenFiles:
         self._opened(file)
         found = self._mappings.get(file)
         if found is None:
-            while len(self._mappings) >= _MAX_OPEN_FILES:
+            while len(self._mappings) >= _MAX_MAPPED_FILES:
                 self._mappings.pop(next(iter(self._mappings)))
             descriptor = self.descriptor(file)
             num_bytes = os.fstat(descriptor).st_size
@@ -105,6 +117,11 @@ class OpenFiles:
                 return None
             self._mappings[file] = found
         return found
+
+    def forget_mappings(self) -> None:
+        """Unmap files, whose pages count as memory of the process."""
+        with self.lock:
+            self._mappings.clear()
 
     def check(self, file: int) -> None:
         """Check, in any thread and not too often, that a file has not changed."""
@@ -119,7 +136,7 @@ class OpenFiles:
             self._checked_at.pop(number, None)  # what is opened now may be another file
         self.check(number)
         if opened is None:
-            while len(self._open) >= self._limit:
+            while self._open and _num_open.total >= _limit():
                 self._close_oldest()
             opened = self._open[number] = _OpenFile(self._catalog.files[number])
         self._open.move_to_end(number)
@@ -129,7 +146,9 @@ class OpenFiles:
         """Return what `open_it` opens, if need be after closing all others but the newest."""
         while True:
             try:
-                return open_it()
+                opened = open_it()
+                _num_open.add(1)
+                return opened
             except (OSError, DataError) as error:
                 reason = getattr(error.__cause__ or error, "errno", None)
                 if reason not in (errno.EMFILE, errno.ENFILE) or len(self._open) < 2:
@@ -146,6 +165,26 @@ class OpenFiles:
                 self._close_oldest()
 
 
+def _limit() -> int:
+    return max(1, min(_MAX_OPEN_FILES, hdf5.max_open_files() // _SHARE_OF_LIMIT))
+
+
+class _Count:
+    """How many files all readers of the process have open."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._lock = threading.Lock()
+
+    def add(self, number: int) -> None:
+        """Count files that were opened or, with -1, closed."""
+        with self._lock:
+            self.total += number
+
+
+_num_open = _Count()
+
+
 class _OpenFile:
     """A file that is open, for HDF5 or without it or both."""
 
@@ -159,8 +198,10 @@ class _OpenFile:
         if self.file is not None:
             self.fields.clear()
             close_file(self._entry.path, self.file, self._entry.is_live)
+            _num_open.add(-1)
         if self.descriptor is not None:
             os.close(self.descriptor)
+            _num_open.add(-1)
 
 
 def _check_unchanged(entry: FileEntry) -> None:
@@ -205,6 +246,7 @@ class FieldAccess:
             and hdf5.is_stored_as(dataset.id, self._dtype)
             and hdf5.filters_edge_chunks(dataset)
         )
+        self._may_be_left = not hdf5.fills_unwritten(dataset)
         filters = hdf5.filters_of(dataset)
         row_bytes = math.prod(_others(self._shape, axis)) * self._dtype.itemsize
         self._is_large = row_bytes >= _LARGE_ROW_BYTES
@@ -238,12 +280,15 @@ class FieldAccess:
         if not rows.size:
             return
         is_direct = self._is_large and not self._axis and self._dtype == rows.dtype
+        # HDF5 leaves elements as they are that were never written and have no fill value.
         if self._memory_type is not None or (is_direct and self._dtype.kind in "iuf"):
             # Only the members that `rows` has are copied, and each once.
             place, axis = np.zeros(rows.ndim, np.intp), self._axis
             place[axis] = start
             shape = (*rows.shape[1 : axis + 1], len(rows), *rows.shape[axis + 1 :])
-            elements = np.empty(shape, rows.dtype) if axis else rows
+            elements = np.zeros(shape, rows.dtype) if axis else rows
+            if not axis and self._may_be_left:
+                rows.reshape(-1).view(np.uint8).fill(0)
             space = self._identifier.get_space()
             space.select_hyperslab(tuple(place.tolist()), shape)
             target = hdf5.h5py().h5s.create_simple(shape)
@@ -284,8 +329,14 @@ class StoredRows:
     """As stored, foreign byte order too."""
     chunk_shape: tuple[int, ...]
     axis: int
-    chunks: list[tuple[_Region, int, bytes]]
+    chunks: Sequence[tuple[_Region, int, bytes]]
     """Of each which region of the rows it fills, the filter mask and the content."""
+
+    @classmethod
+    def of_chunk(cls, chunks: FilteredChunks, filter_mask: int, content: bytes) -> StoredRows:
+        """Return whole rows, which lie in one chunk."""
+        of_rows = [((slice(None),), filter_mask, content)]
+        return cls(chunks.decoder, chunks.dtype, chunks.chunk_shape, 0, of_rows)
 
     def decode(self, rows: np.ndarray) -> None:
         """Fill `rows`; ``ValueError`` where a chunk is damaged."""

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from mpistrat.data.hdf5.listing import Listing
-from mpistrat.data.hdf5.storage import CompressedChunks, Storage, find_chunks, find_contiguous
+from mpistrat.data.hdf5.storage import (
+    Chunks,
+    CompressedChunks,
+    Storage,
+    find_chunks,
+    find_contiguous,
+)
 from mpistrat.data.hdf5.stored_types import Form, Leaf, dtype_of
 from mpistrat.data.spec import ArraySpec
 from mpistrat.native import native_library
@@ -40,8 +46,8 @@ class ColumnLayout:
     """Whether HDF5 must decode a whole chunk to give one row of it."""
     storage: Storage | None
     """Where the rows lie, if nothing has to be decoded."""
-    compressed: CompressedChunks | None
-    """Where the chunks lie, if compiled code can decode them."""
+    chunks: Chunks | None
+    """Where the chunks lie, if they can be decoded without HDF5."""
     decoded_row_bytes: int = 0
     """Size of one row with the members of compound rows that are not kept, where it is decoded."""
 
@@ -58,11 +64,13 @@ def layout_of(dataset: Any, path: str, axis: int, dtype: np.dtype, is_live: bool
     # The places of what is being written may change.
     has_places = not axis and not is_live
     if dataset.chunks:
-        storage, compressed = find_chunks(dataset, path) if has_places else (None, None)
-        if dtype != dtype_of(dataset):  # compiled code fills whole rows
-            compressed = None
+        found = find_chunks(dataset, path) if has_places else None
+        storage = found if isinstance(found, Storage) else None
+        chunks = None if isinstance(found, Storage) else found
+        if dtype != dtype_of(dataset) and isinstance(chunks, CompressedChunks):
+            chunks = None  # compiled code fills whole rows
         decoded_bytes = row_bytes // max(dtype.itemsize, 1) * dataset.dtype.itemsize
-        return ColumnLayout(spec, dataset.chunks[axis], True, storage, compressed, decoded_bytes)
+        return ColumnLayout(spec, dataset.chunks[axis], True, storage, chunks, decoded_bytes)
     length = dataset.shape[axis]
     share = length * row_bytes // _BLOCKS_PER_FILE
     block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)

@@ -17,7 +17,7 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.data.hdf5.fields import Field, parts_of
 from mpistrat.data.hdf5.filters import install_filter, missing_filters
-from mpistrat.data.hdf5.linked_files import other_files
+from mpistrat.data.hdf5.linked_files import LinkedFiles
 from mpistrat.data.hdf5.patterns import (
     DanglingLink,
     encoded,
@@ -115,7 +115,12 @@ _NUM_TRIED = 16
 def list_matches(file: Any, path: str, field: Field) -> Listing:
     """Return the matches of a field with ``*`` in an open file."""
     parts = parts_of(field.path)
-    lister = _Lister(file, path, field)
+    with LinkedFiles(path) as linked:
+        return _list_matches(_Lister(file, path, field, linked), parts)
+
+
+def _list_matches(lister: _Lister, parts: list[str]) -> Listing:
+    file, field = lister.file, lister.field
     # What follows the last * may be a path within compound rows, which the first match shows.
     last = max(number for number, part in enumerate(parts) if "*" in part)
     try:
@@ -143,19 +148,17 @@ def list_matches(file: Any, path: str, field: Field) -> Listing:
 class _Lister:
     """Looks at each match, and collects what a listing holds."""
 
-    def __init__(self, file: Any, path: str, field: Field) -> None:
+    def __init__(self, file: Any, path: str, field: Field, linked: LinkedFiles) -> None:
         h5py = hdf5.h5py()
         self._h5d, self._h5a, self._h5f = h5py.h5d, h5py.h5a, h5py.h5f
         self._own_name = self._h5f.get_name(file.id)
-        self._path = path
-        self._field = field
+        self.file, self.field, self._linked = file, field, linked
         self._attribute = None if field.attribute is None else encoded(field.attribute)
         self.where = f"The field {field._text} of {path}"
         self.members: tuple[str, ...] = ()
         self.names: list[str] = []
         self._shapes: list[tuple[int, ...]] = []
         self._offsets: list[int] = []
-        self._files: set[str] = set()
         self._type: Any = None
         self._dtype: np.dtype | None = None
         self._is_plain = False
@@ -189,7 +192,7 @@ class _Lister:
         if link_leads_nowhere(group, path):
             raise DanglingLink(path)
         if object_at(group, path) is not None:
-            raise DataError(f"{self.where}: {path!r} has no attribute {self._field.attribute!r}.")
+            raise DataError(f"{self.where}: {path!r} has no attribute {self.field.attribute!r}.")
 
     def _otherwise(self, group: Any, name: str, rest: list[str], path: str) -> Any:
         """Return the compound data set that a match leads into, ``None`` where it is no match."""
@@ -225,7 +228,9 @@ class _Lister:
         offset = -1
         if self._attribute is None:
             is_plain = is_same and self._is_plain
-            offset = self._place(found, space) if is_plain else self._look_closer(found)
+            offset = self._place(found, name, space) if is_plain else self._look_closer(found, name)
+        elif self._h5f.get_name(found) != self._own_name:
+            self._add_links(name)
         self.names.append(name)
         self._shapes.append(shape)
         self._offsets.append(offset)
@@ -253,14 +258,18 @@ class _Lister:
                 f"of dtype {_named(came)}, but all must have one dtype."
             )
 
-    def _place(self, found: Any, space: Any) -> int:
+    def _add_links(self, name: str) -> None:
+        path = matches_path(parts_of(self.field.path), name.split("/"))
+        self._linked.add_links(self.file, path)
+
+    def _place(self, found: Any, name: str, space: Any) -> int:
         """Return where the elements of a data set begin in the file; -1 if not in one piece."""
         is_here = self._h5f.get_name(found) == self._own_name
         num_bytes = space.get_simple_extent_npoints() * self._itemsize
         offset = hdf5.offset_of_block(found, num_bytes) if is_here else None
-        return self._look_closer(found) if offset is None else offset
+        return self._look_closer(found, name) if offset is None else offset
 
-    def _look_closer(self, found: Any) -> int:
+    def _look_closer(self, found: Any, name: str) -> int:
         """Note the other files with data of a data set; -1 says that its place is not known."""
         properties = found.get_create_plist()
         dataset = hdf5.h5py().Dataset(found)
@@ -272,7 +281,8 @@ class _Lister:
         is_here = self._h5f.get_name(found) == self._own_name
         is_virtual = properties.get_layout() == self._h5d.VIRTUAL
         if not is_here or is_virtual or properties.get_external_count():
-            self._files.update(other_files(dataset, self._path))
+            self._add_links(name)
+            self._linked.add(dataset)
         return -1
 
     def listing(self, parts: Sequence[str]) -> Listing:
@@ -288,7 +298,7 @@ class _Lister:
             shapes,
             np.array(offsets, np.int64),
             self._width,
-            tuple(sorted(self._files)),
+            tuple(self._linked.paths),
         )
 
 

@@ -77,19 +77,28 @@ class Located:
 
 
 def locate(
-    file: Any, path: str, field: Field, is_literal: bool = False, listing: Listing | None = None
+    file: Any,
+    path: str,
+    field: Field,
+    is_literal: bool = False,
+    listing: Listing | None = None,
+    opened: dict[str, Any] | None = None,
 ) -> Located:
     """Return a field of an open file.
 
     A literal one is the name of a data set, of which members that cannot be read are left out. A
-    `listing` that is known need not be made.
+    `listing` that is known need not be made. A dataset that was opened is put into `opened`.
     """
     if field._is_pattern and not is_literal:
         return _locate_matches(file, path, field, listing or list_matches(file, path, field))
     if field.attribute is not None:
         return _locate_constant(file, path, field)
     dataset, members = (file[field.path], ()) if is_literal else _find(file, path, field)
-    others = other_files(dataset, path)
+    names = parts_of(field.path)
+    place = "/".join(names[: len(names) - len(members)])
+    if opened is not None:
+        opened[place] = dataset
+    others = other_files(file, place, path, dataset)
     warn_of_files_elsewhere(dataset.name, path, others)
     if not dataset.shape:
         raise _unreadable(
@@ -115,7 +124,7 @@ def locate(
     return Located(
         field,
         Kind.ROWS,
-        "/".join(parts_of(field.path)[: len(parts_of(field.path)) - len(members)]),
+        place,
         dtype,
         leaves,
         shape,
@@ -173,7 +182,9 @@ def _locate_constant(file: Any, path: str, field: Field) -> Located:
     # The length of its data set counts where no other field has one.
     length = own_shape[0] if own_shape else None
     place = "/".join(parts_of(field.path)) or "/"
-    return Located(field, Kind.CONSTANT, place, dtype, leaves, shape, length)
+    others = other_files(file, field.path, path)
+    warn_of_files_elsewhere(field.path, path, others)
+    return Located(field, Kind.CONSTANT, place, dtype, leaves, shape, length, others=tuple(others))
 
 
 def get_object(file: Any, path: str) -> Any:

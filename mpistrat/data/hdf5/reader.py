@@ -15,27 +15,25 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.data.hdf5.catalog import Catalog
-from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache
+from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache, release_idle_buffers
 from mpistrat.data.hdf5.chunk_plan import plan_fields
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
 from mpistrat.data.hdf5.placed_rows import PlacedLeaf, RowCopies, is_placed
 from mpistrat.data.hdf5.read_ahead import DecodingThreads, ExpectedRows, is_run
 from mpistrat.data.hdf5.single_examples import Allocate, SingleReader, leaf_of
+from mpistrat.data.hdf5.storage import CompressedChunks
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
 from mpistrat.system.threads import clean_up
 
 __all__ = ["Hdf5Reader"]
 
-_READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
-"""What h5py raises."""
+_READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)  # those of h5py
 
 _TINY_CHUNK_BYTES = 2**14
-"""Chunks of at most that size are decoded where they are announced: most of the time is Python's,
-which threads do not shorten, and handing them over takes longer."""
-
-_AHEAD_BYTES = 2**23
-"""Of rows whose place in the file is known, the disk is asked for so many ahead."""
+"""Such chunks are decoded where they are announced: handing them to a thread takes longer."""
+_FIRST = np.zeros((), np.intp)  # the number of the only file
+_AHEAD_BYTES = 2**23  # of rows with known places, which the disk is asked for
 
 _Columns = dict[int, tuple[np.ndarray, np.ndarray]]
 """By field the chunk of each row, and the rows."""
@@ -44,10 +42,9 @@ _Columns = dict[int, tuple[np.ndarray, np.ndarray]]
 class Hdf5Reader:
     """Reads examples by their numbers, in any order."""
 
-    # Whole chunks are decoded, by threads and outside of HDF5 where their filters are known, in
-    # the order in which they are announced to `expect`. Runs of rows without chunks are read by
-    # slices. The readers of a source share caches of small fields. While a batch is used, another
-    # thread copies the rows of the next one.
+    # Threads decode whole chunks, outside of HDF5 if their filters are known, in the order in which
+    # they are announced to `expect`. Runs of rows without chunks are read by slices. The readers of
+    # a source share caches of small fields. While a batch is used, a thread copies the next one.
 
     def __init__(
         self,
@@ -58,16 +55,14 @@ class Hdf5Reader:
         mappings: dict[int, np.ndarray] | None = None,
         single_caches: dict[int, dict[int, Any]] | None = None,
     ) -> None:
-        self._catalog = catalog
-        self._empty = empty
+        self._catalog, self._empty = catalog, empty
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
         self._files = OpenFiles(catalog, mappings)
         self._threads = DecodingThreads()
         # Runs of rows take less time to copy than to hand over.
         self._num_helpers = self._threads.count - 1 if window_rows else 0
-        self._pid = os.getpid()
-        self._plans = plan_fields(catalog, window_rows)
+        self._pid, self._plans = os.getpid(), plan_fields(catalog, window_rows)
         specs = [layout.spec for layout in catalog.files[0].layouts]
         self._specs = [(spec._known_shape, spec.dtype) for spec in specs]
         caches = {} if single_caches is None else single_caches
@@ -81,8 +76,8 @@ class Hdf5Reader:
             for field in self._filled
             if any(file.layouts[field].is_chunked for file in catalog.files)
         ]
-        self._cached = [field for field in self._filled if self._plans[field].is_cached]
         self._row_caches = row_caches
+        self._cached = [field for field in self._filled if self._plans[field].is_cached]
         others = [field for field in self._filled if field not in self._cached]
         placed = [field for field in others if is_placed(catalog, field)]
         # Of compound rows each member that is needed is copied from its place.
@@ -126,8 +121,7 @@ class Hdf5Reader:
         """Return the examples `block`, as a nest of arrays of shape ``(len(block), *shape)``."""
         self._check_process()
         numbers = np.asarray(block, np.int64)
-        columns: dict[int, np.ndarray] = {}
-        leaves: dict[int, np.ndarray] = {}
+        columns, leaves = dict[int, np.ndarray](), dict[int, np.ndarray]()
         if len(numbers):
             if self._sliced and is_run(numbers):
                 columns = self._slices(int(numbers[0]), int(numbers[-1]) + 1)
@@ -192,8 +186,7 @@ class Hdf5Reader:
         outputs: dict[int, np.ndarray],
     ) -> None:
         """Add the small fields to `outputs`, provided that their files are unchanged."""
-        for file in np.unique(files).tolist() if files.ndim else (0,):
-            self._files.check(file)
+        self._check_files(files)
         for field in self._cached:
             shape, dtype = self._specs[field]
             cache = self._row_caches.get(field)
@@ -268,16 +261,14 @@ class Hdf5Reader:
     def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the file of each example, or of all, and their rows there."""
         if len(self._starts) == 2:
-            return np.zeros((), np.intp), numbers
+            return _FIRST, numbers
         files = np.searchsorted(self._offsets, numbers, "right") - 1
         return files, numbers - self._offsets[files]
 
     def _slices(self, first: int, end: int) -> dict[int, np.ndarray]:
         """Return the rows [first, end) of the fields that are read by slices."""
-        outputs = {}
-        for field in self._sliced:
-            shape, dtype = self._specs[field]
-            outputs[field] = self._empty((end - first, *shape), dtype)
+        shapes = {field: self._specs[field] for field in self._sliced}
+        outputs = {f: self._empty((end - first, *s), dtype) for f, (s, dtype) in shapes.items()}
         start = first
         while start < end:
             file = bisect.bisect_right(self._starts, start) - 1
@@ -335,14 +326,14 @@ class Hdf5Reader:
     ) -> int:
         """Have compiled code decode the first chunks, those of one file; return how many it did."""
         file = row_ranges[0][0]
-        compressed = self._catalog.files[file].layouts[field].compressed
-        if compressed is None:
+        chunks = self._catalog.files[file].layouts[field].chunks
+        if not isinstance(chunks, CompressedChunks):
             return 0
         with self._files.lock:
             mapped = self._files.mapping(file)
         of_file = itertools.takewhile(lambda row_range: row_range[0] == file, row_ranges)
         starts = [start for _, start, _ in of_file]
-        return 0 if mapped is None else compressed.decode(mapped, starts, slots[: len(starts)])
+        return 0 if mapped is None else chunks.decode(mapped, starts, slots[: len(starts)])
 
     def _fetch(self, field: int, row_ranges: list[tuple[int, int, int]]) -> list[StoredRows | None]:
         """Return chunks as they are stored; ``None`` for those that h5py has to decode."""
@@ -353,7 +344,7 @@ class Hdf5Reader:
                     stored.append(None)
                     continue
                 try:
-                    stored.append(self._files.field(file, field).fetch(start))
+                    stored.append(self._files.fetch(file, field, start))
                 except DataError:
                     raise
                 except _READ_ERRORS as reason:
@@ -370,21 +361,36 @@ class Hdf5Reader:
         except DataError:
             raise
         except _READ_ERRORS as reason:
-            raise self._catalog.read_error(
-                reason, file, field, start, start + len(rows)
-            ) from reason
+            stop = start + len(rows)
+            raise self._catalog.read_error(reason, file, field, start, stop) from reason
+
+    def check(self, block: Block) -> None:
+        """Raise where the rows `block`, which were read, may not be used any more."""
+        self._check_process()
+        self._check_files(self._locate(block)[0])
+
+    def _check_files(self, files: np.ndarray) -> None:
+        for file in np.unique(files).tolist() if files.ndim else (0,):
+            self._files.check(file)
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if (pid := os.getpid()) != self._pid:
             raise DataError(
-                f"The iterator was begun in process {self._pid} and is used in {os.getpid()}: "
-                "its threads and files do not outlive a fork. Begin a new one there with iter(...)."
+                f"The iterator was begun in process {self._pid} and is used in {pid}: its threads "
+                "and files do not outlive a fork. Begin a new one there with iter(...)."
             )
 
     def close(self) -> None:
         """End the threads, close the files and forget the chunks."""
         if os.getpid() == self._pid:
             clean_up(self._release)
+
+    def trim(self, is_last: bool) -> None:
+        """Give back pages of files, and after the last pass what a further one would use."""
+        self._files.forget_mappings()
+        if is_last:
+            self._row_caches.clear()
+            release_idle_buffers()
 
     def _release(self) -> None:
         self._begun = None

@@ -35,6 +35,8 @@ _VALUE_OVERHEAD_BYTES = 120
 class SingleReader:
     """Reads one field by HDF5, example by example."""
 
+    # HDF5 reads to zeroed memory, as it leaves elements as they are that were never written.
+
     def __init__(
         self, catalog: Catalog, number: int, files: OpenFiles, cache: dict[int, Any]
     ) -> None:
@@ -159,7 +161,7 @@ class SingleReader:
         if self._single.field.attribute is not None:
             return self._attribute(root, path, tuple(shape.tolist()))
         found = self._h5d.open(root, path)
-        value = np.empty(self._unchanged(found.shape, shape.tolist()), self._single.dtype)
+        value = np.zeros(self._unchanged(found.shape, shape.tolist()), self._single.dtype)
         if value.size:
             found.read(self._h5s.ALL, self._h5s.ALL, value, self._memory_type)
         return value
@@ -169,7 +171,7 @@ class SingleReader:
     ) -> Any:
         name = encoded(self._single.field.attribute or "")
         found = self._h5a.open(node, name, obj_name=path or b".")
-        value = np.empty(self._unchanged(found.shape, shape), self._single.dtype)
+        value = np.zeros(self._unchanged(found.shape, shape), self._single.dtype)
         if value.size:
             found.read(value, self._memory_type)
         return value
@@ -196,7 +198,7 @@ class SingleReader:
             space.select_hyperslab((first,), (count,))
         else:
             space.select_elements(ascending.astype(np.uint64)[:, None])
-        values = np.empty(count, self._single.dtype)
+        values = np.zeros(count, self._single.dtype)
         dataset.read(self._h5s.create_simple((count,)), space, values, self._memory_type)
         back = np.empty(count, np.intp)
         back[order] = np.arange(count)
@@ -209,7 +211,7 @@ class SingleReader:
         start = (*[0] * axis, row, *[0] * (len(shape) - axis - 1))
         space = dataset.get_space()
         space.select_hyperslab(start, count)
-        values = np.empty(count, self._single.dtype)
+        values = np.zeros(count, self._single.dtype)
         if values.size:
             dataset.read(self._h5s.create_simple(count), space, values, self._memory_type)
         return values.reshape(shape[:axis] + shape[axis + 1 :])

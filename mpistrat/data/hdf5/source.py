@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -13,7 +14,7 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.hdf5.catalog import Catalog, KnownListings, read_catalog
+from mpistrat.data.hdf5.catalog import Catalog, Known, read_catalog
 from mpistrat.data.hdf5.chunk_cache import RowCache
 from mpistrat.data.hdf5.fields import Field, as_field
 from mpistrat.data.hdf5.reader import Hdf5Reader
@@ -56,8 +57,8 @@ class Hdf5Source(PlainSource):
         self._fields = fields
         self.is_live = is_live
         """Whether the files are being written, by SWMR."""
-        self._known: KnownListings | None = None
-        """Listings that rank 0 has made."""
+        self._known: Known | None = None
+        """What rank 0 has found in the files."""
         self._row_caches: dict[int, RowCache] = {}
         self._mappings: dict[int, np.ndarray] = {}
         self._single_caches: dict[int, dict[int, Any]] = {}
@@ -108,8 +109,13 @@ class Hdf5Source(PlainSource):
         given = nests.flatten(self._fields)[0] if self._fields is not None else []
         return any(as_field(each)._is_pattern for each in given)
 
-    def learn_listings(self, known: KnownListings) -> None:
-        """Take the listings of another rank, unless the files were looked at here."""
+    @property
+    def may_be_shared(self) -> bool:
+        """Whether rank 0 looks at the files for all ranks: at many, or at many groups."""
+        return self.has_patterns or len(self._patterns) > 1 or glob.has_magic(self._patterns[0])
+
+    def learn(self, known: Known) -> None:
+        """Take what another rank knows of the files, unless they were looked at here."""
         self._known = known
 
     def anew(self) -> Hdf5Source:
@@ -152,6 +158,10 @@ class Hdf5Source(PlainSource):
     def file_starts(self) -> np.ndarray:
         """The numbers of the first rows of all files but the first."""
         return self.catalog.offsets[1:-1]
+
+    def row_lengths(self) -> np.ndarray | None:
+        """Return the common length of the arrays of each example, if the files tell it."""
+        return self.catalog.row_lengths()
 
     @cached_property
     def layout(self) -> ChunkLayout | None:
@@ -229,12 +239,12 @@ def _sources(pipeline: Pipeline) -> Iterator[Hdf5Source]:
 
 
 def describe_files(pipeline: Pipeline) -> list[Any]:
-    """Return what the ranks compare before they share a listing, as JSON values. Local."""
+    """Return what the ranks compare before they share a catalog, as JSON values. Local."""
     # Other ranks of a program may have other files or have looked at them already.
     return [
-        [repr(source), source.is_live, source.has_patterns and not source.is_read]
+        [repr(source), source.is_live, source.may_be_shared and not source.is_read]
         for source in _sources(pipeline)
-        if source.is_live or source.has_patterns
+        if source.is_live or source.may_be_shared
     ]
 
 
@@ -254,14 +264,14 @@ def agree_on_files(
     if isinstance(source, Hdf5Source) and source.is_live:
         # What was seen before may be less than there is now.
         pipeline = dataclasses.replace(pipeline, source=source.anew())
-    sources = [each for each in _sources(pipeline) if each.is_live or each.has_patterns]
+    sources = [each for each in _sources(pipeline) if each.is_live or each.may_be_shared]
     for number, each in enumerate(sources):
         is_new = each.is_live and each is pipeline.source
         lacks = [(is_new and each.has_patterns) or entries[number][2] for entries in of_ranks]
         if any(lacks):
-            known = collectives.on_root(lambda each=each: each.catalog.listings, kind)  # type: ignore[misc]
+            known = collectives.on_root(lambda each=each: each.catalog.known, kind)  # type: ignore[misc]
             if not each.is_read:
-                each.learn_listings(known)
+                each.learn(known)
         if each.is_live:
             lengths = collectives.on_all(
                 lambda each=each: [file.num_rows for file in each.catalog.files],  # type: ignore[misc]

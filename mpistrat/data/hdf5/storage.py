@@ -12,11 +12,19 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
+from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
 from mpistrat.data.hdf5.plugins import Codec, find_codec
 from mpistrat.data.hdf5.stored_types import dtype_of
 from mpistrat.native import native_library
 
-__all__ = ["CompressedChunks", "Storage", "find_chunks", "find_contiguous"]
+__all__ = [
+    "Chunks",
+    "CompressedChunks",
+    "FilteredChunks",
+    "Storage",
+    "find_chunks",
+    "find_contiguous",
+]
 
 
 @dataclass(frozen=True)
@@ -110,11 +118,43 @@ class CompressedChunks:
         return done
 
 
+@dataclass(frozen=True)
+class FilteredChunks:
+    """Chunks of whole rows behind other filters, which Python decodes once they are read."""
+
+    places: np.ndarray
+    """As those of `CompressedChunks`."""
+    dtype: np.dtype
+    """As stored, foreign byte order too."""
+    chunk_shape: tuple[int, ...]
+    filters: tuple[tuple[int, tuple[int, ...]], ...]
+    """Number and client data of each, as they were applied."""
+
+    @cached_property
+    def decoder(self) -> ChunkDecoder:
+        """What decodes a chunk."""
+        decoder = make_decoder(self.filters)
+        if decoder is None:
+            raise RuntimeError("only HDF5 knows the filters of these chunks")
+        return decoder
+
+    def read(self, descriptor: int, start: int) -> tuple[int, bytes]:
+        """Return the filter mask and the content of the chunk that begins with row `start`."""
+        offset, size, mask = self.places[start // self.chunk_shape[0]].tolist()
+        content = os.pread(descriptor, size, offset)
+        if len(content) != size:
+            raise OSError("the file has become shorter")
+        return mask, content
+
+
+Chunks = CompressedChunks | FilteredChunks
+"""Chunks whose places are known."""
+
+
 def find_contiguous(dataset: Any, path: str) -> Storage | None:
     """Return the storage of a data set in the file `path`; ``None`` where rows lie otherwise."""
-    # An external link leads to a data set of another file.
-    is_here = os.path.samefile(dataset.file.filename, path)
     dtype = dtype_of(dataset)
+    is_here = hdf5.is_in_file(dataset, path)
     offset = hdf5.contiguous_offset(dataset, dtype) if is_here else None
     if offset is None:
         return None
@@ -122,26 +162,39 @@ def find_contiguous(dataset: Any, path: str) -> Storage | None:
     return Storage(np.array([offset]), max(len(dataset), 1), dtype, row_bytes)
 
 
-def find_chunks(dataset: Any, path: str) -> tuple[Storage | None, CompressedChunks | None]:
-    """Return where chunks of whole rows lie: unchanged by filters, or changed by a known one."""
+def find_chunks(dataset: Any, path: str) -> Storage | Chunks | None:
+    """Return where chunks of whole rows lie; ``None`` if only HDF5 knows."""
     filters = hdf5.filters_of(dataset)
+    if dataset.chunks[1:] != dataset.shape[1:]:
+        return None
     codec = find_codec(filters[0][0]) if len(filters) == 1 else None
-    if dataset.chunks[1:] != dataset.shape[1:] or (filters and codec is None):
-        return None, None
-    if not os.path.samefile(dataset.file.filename, path):
-        return None, None
+    if codec is None and filters and make_decoder(filters) is None:
+        return None
+    if not hdf5.is_in_file(dataset, path):
+        return None
     dtype = dtype_of(dataset)
     if not hdf5.is_stored_as(dataset.id, dtype):
-        return None, None
+        return None
+    num_chunks = -(-len(dataset) // dataset.chunks[0])
+    if filters and codec is None and num_chunks > _MAX_FILTERED_CHUNKS:
+        return None
     found = hdf5.places_of_chunks(dataset)
     if found is None:
-        return None, None
+        return None
     places = np.array(found, np.int64).reshape(-1, 3)
     rows_per_chunk = dataset.chunks[0]
-    if codec is None:
+    if not filters:
         starts = np.ascontiguousarray(places[:, 0])
         row_bytes = dataset.nbytes // max(len(dataset), 1)
-        return Storage(starts, rows_per_chunk, dtype, row_bytes), None
-    if native_library() is None or not (dtype.isnative and hdf5.filters_edge_chunks(dataset)):
-        return None, None
-    return None, CompressedChunks(places, rows_per_chunk, codec)
+        return Storage(starts, rows_per_chunk, dtype, row_bytes)
+    if not hdf5.filters_edge_chunks(dataset):
+        return None
+    if codec is not None and native_library() is not None and dtype.isnative:
+        return CompressedChunks(places, rows_per_chunk, codec)
+    if make_decoder(filters) is None:
+        return None
+    return FilteredChunks(places, dtype, dataset.chunks, tuple(filters))
+
+
+_MAX_FILTERED_CHUNKS = 2**16
+"""To list more of them, HDF5 needs longer than it needs to read a few."""

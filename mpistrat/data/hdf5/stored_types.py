@@ -192,8 +192,9 @@ def value_of(value: Any, leaf: Leaf) -> Any:
         return value
     if leaf.form is Form.RAGGED:
         row = value[()] if isinstance(value, np.ndarray) and value.dtype == object else value
-        # HDF5 gives no array for a row that was never written.
-        return np.zeros(0, leaf.dtype) if row is None else np.asarray(row, leaf.dtype).reshape(-1)
+        # A row that was never written is no array, but what the memory held before: None or zero.
+        is_written = isinstance(row, np.ndarray | bytes)
+        return np.asarray(row, leaf.dtype).reshape(-1) if is_written else np.zeros(0, leaf.dtype)
     if isinstance(value, np.ndarray):
         texts = [_decoded(each) for each in value.reshape(-1).tolist()]
         return np.array(texts, np.str_).reshape(value.shape)

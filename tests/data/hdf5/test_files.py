@@ -198,3 +198,86 @@ def test_damage_where_hdf5_keeps_names_is_an_error_that_names_the_file(tmp_path,
     for field in ("g/*/x", "g/*/x/y", "g/4/x"):
         with pytest.raises(DataError, match=r"data\.h5"):
             Dataset.from_hdf5(path, field).cardinality()
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Return a list that grows with the path of each file that h5py opens."""
+    paths = []
+    begin = h5py.File.__init__
+
+    def noting(self, name, *args, **kwargs):
+        if isinstance(name, str | bytes | os.PathLike):
+            paths.append(os.fspath(name))
+        begin(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(h5py.File, "__init__", noting)
+    return paths
+
+
+def many_files(folder, count, **options):
+    for number in range(count):
+        with h5py.File(folder / f"part-{number:03}.h5", "w") as file:
+            data = np.full((6, 5), number) + np.arange(6)[:, None] / 10
+            file.create_dataset("x", data=data, **options)
+    return str(folder / "part-*.h5")
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunks": (1, 5), "compression": "gzip"},
+        {"chunks": (1, 2), "compression": "gzip", "shuffle": True},
+        {"chunks": (2, 5)},
+        {"chunks": (2, 2), "compression": "lzf", "fletcher32": True},
+        {},
+    ],
+    ids=str,
+)
+def test_a_shuffled_pass_opens_each_of_many_files_about_once(tmp_path, opened, options):
+    pattern = many_files(tmp_path, 100, **options)
+    opened.clear()
+    dataset = Dataset.from_hdf5(pattern, "x").shuffle(0)
+    assert dataset.cardinality() == 600
+    assert len(opened) == 100
+    for number in range(2):
+        opened.clear()
+        rows = np.concatenate(list(dataset.batch(7)))
+        assert sorted((rows[:, 0] * 10).round().astype(int).tolist()) == sorted(
+            10 * n + k for n in range(100) for k in range(6)
+        )
+        assert len(opened) <= 200, number
+
+
+def test_the_number_of_open_files_follows_the_limit_of_the_process(tmp_path, monkeypatch, opened):
+    # Chunks that do not hold whole rows are read by HDF5.
+    pattern = many_files(tmp_path, 40, chunks=(1, 2), compression="gzip")
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+    most = []
+    for limit in (20, 1000):
+        monkeypatch.setattr(files.hdf5, "max_open_files", lambda limit=limit: limit)
+        opened.clear()
+        dataset = Dataset.from_hdf5(pattern, "x").shuffle(0)
+        before, seen = files._num_open.total, 0
+        for _ in dataset.batch(4):
+            seen = max(seen, files._num_open.total - before)
+        most.append((seen, len(opened)))
+        assert files._num_open.total == before
+    (few, with_few), (many, with_many) = most
+    assert few == 10
+    assert many == 40
+    assert with_many == 80 < with_few
+
+
+def test_two_readers_share_the_limit(tmp_path, monkeypatch):
+    pattern = many_files(tmp_path, 30, chunks=(1, 2), compression="gzip")
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+    monkeypatch.setattr(files.hdf5, "max_open_files", lambda: 16)
+    data = Dataset.from_hdf5(pattern, "x")
+    pairs = Dataset.zip((data.shuffle(0), data.shuffle(1)))
+    before, seen = files._num_open.total, 0
+    for _ in pairs.batch(4):
+        seen = max(seen, files._num_open.total)
+    assert seen <= 9
+    assert files._num_open.total == before

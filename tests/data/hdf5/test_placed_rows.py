@@ -276,3 +276,44 @@ def test_a_mapping_needs_no_descriptor(tmp_path):
     os.close(handle)
     assert bytes(mapped[:6]) == b"abcabc"
     assert not mapped.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"chunks": (8, 3)}, {"chunks": (8, 3), "compression": "lzf"}]
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_small_batches_that_are_read_together_are_batches_of_their_own(tmp_path, options, size):
+    values = np.arange(900).reshape(300, 3)
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file.create_dataset("x", data=values, **options)
+        file["label"] = np.arange(300)
+    dataset = Dataset.from_hdf5(tmp_path / "data.h5", ("x", "label"))
+    for each in (dataset, dataset.shuffle(0), dataset.skip(7), dataset.repeat(2)):
+        for batch_size in (1, 4, 7):
+            passes = [
+                list(each.batch(batch_size)._pipeline.elements(0, 0, size, rank))
+                for rank in range(size)
+            ]
+            for batch in zip(*passes, strict=True):
+                rows = np.concatenate([x for x, _ in batch])
+                labels = np.concatenate([label for _, label in batch])
+                assert (rows == values[labels]).all()
+                for x, label in batch:  # what a program writes to one batch is in no other
+                    x[...] = -1
+                    label[...] = -1
+
+
+def test_an_error_in_small_batches_comes_with_its_batch(tmp_path):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        data = np.arange(90).reshape(30, 3)
+        file.create_dataset("x", data=data, chunks=(2, 3), compression="gzip", fletcher32=True)
+        chunk = file["x"].id.get_chunk_info(5)
+    raw = bytearray(path.read_bytes())
+    raw[chunk.byte_offset + 3] ^= 0xFF
+    path.write_bytes(raw)
+    seen = []
+    with pytest.raises(DataError, match="Rows 10 to 11"):
+        for batch in Dataset.from_hdf5(path, "x").batch(2):
+            seen.append(batch)
+    assert len(seen) in (0, 5)  # chunks of several batches may be decoded together
