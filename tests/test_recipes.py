@@ -27,6 +27,7 @@ OPTIONAL = {
     Requirement(line).name: Requirement(line)
     for extra in ("compression", "cuda12x", "torch")
     for line in PROJECT["optional-dependencies"][extra]
+    if not line.startswith("nvidia-")  # which other packagers have with CuPy
 }
 BUILD = [
     Requirement(line)

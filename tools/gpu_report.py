@@ -30,6 +30,12 @@ from mpistrat.mpi.mpiexec import mpiexec
 ROOT = Path(__file__).resolve().parents[1]
 FORM = "https://github.com/mpistrat/mpistrat/issues/new?template=gpu-report.yml"
 PACKAGES = ("mpistrat", "numpy", "mpi4py", "h5py", "cupy-cuda12x", "cupy-cuda13x", "torch")
+GPU_TESTS = (
+    "tests/gpu",
+    "tests/comm/test_gpu_reducers.py",
+    "tests/data/test_transfer.py",
+    "tests/cuda_awareness/test_cuda_agreement.py",
+)
 MAX_LINES = 200
 """Of the output of one part; the beginning is left out."""
 
@@ -75,13 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("gpu-report.md"), help="(%(default)s)")
     parser.add_argument("--ranks", type=int, help="default: one for each GPU, at least 2")
-    parser.add_argument("--quick", action="store_true", help="small benchmarks")
+    parser.add_argument("--quick", action="store_true", help="few samples")
+    parser.add_argument("--figures", type=Path, default=Path(), help="folder of speed-N.json")
     arguments = parser.parse_args(argv)
     gpus = find_gpus()
     ranks = arguments.ranks or max(2, len(gpus))
     page = [heading(gpus)]
     failed = []
-    for part in parts(ranks, arguments.quick):
+    for part in parts(ranks, arguments.quick, arguments.figures.resolve()):
         if part.needs_gpu and not gpus:
             page.append(f"## {part.title}\n\nNot tried: there is no GPU.\n")
             continue
@@ -118,8 +125,8 @@ def read_gpus(table: str) -> list[Gpu]:
     return [Gpu(*row) for row in rows if len(row) == 3]
 
 
-def parts(ranks: int, is_quick: bool) -> list[Part]:
-    """Return what is tried, in this order."""
+def parts(ranks: int, is_quick: bool, figures: Path) -> list[Part]:
+    """Return what is tried, in this order; figures of speed go to that folder."""
     python = sys.executable
     on_ranks = [*mpiexec(ranks), python]
     pytest = [
@@ -132,11 +139,12 @@ def parts(ranks: int, is_quick: bool) -> list[Part]:
         "-p",
         "no:cacheprovider",
         "--timeout=120",
+        *GPU_TESTS,
     ]
-    bench = [*on_ranks, "-m", "mpistrat", "bench"]
-    samples = ["--samples", "3" if is_quick else "15"]
-    sizes = ["--sizes", "8", "65536"] + ([] if is_quick else ["1048576", "67108864"])
-    found = [
+    samples = ["--samples", "3" if is_quick else "9"]
+    speed = [str(ROOT / "tools" / "gpu_speed.py"), *samples, "--output"]
+    bench = [*on_ranks, "-m", "mpistrat", "bench", "allreduce", "--sizes", "8", "65536", *samples]
+    return [
         Part("Doctor", [*on_ranks, "-m", "mpistrat", "doctor"], 300),
         Part("Topology", ["nvidia-smi", "topo", "-m"], 60, needs_gpu=True),
         Part(
@@ -144,20 +152,29 @@ def parts(ranks: int, is_quick: bool) -> list[Part]:
         ),
         Part("Smoke test, 1 rank", [python, "-m", "mpistrat.testing", "smoke"], 180),
         Part(f"Smoke test, {ranks} ranks", [*on_ranks, "-m", "mpistrat.testing", "smoke"], 300),
-        Part("Tests, 1 rank", [python, *pytest], 1800, True),
-        Part(f"Tests, {ranks} ranks", [*on_ranks, *pytest], 1800, True),
-        Part("allreduce", [*bench, "allreduce", *sizes, *samples], 1800),
+        Part("Tests, 1 rank", [python, *pytest], 150, True),
+        Part("Tests, 4 ranks", [*mpiexec(4), python, *pytest, "tests/gpu"], 150, True),
+        Part(f"Tests, {ranks} ranks", [*on_ranks, *pytest], 150, True),
+        Part("Speed, 1 rank", [python, *speed, str(figures / "speed-1.json")], 200, True),
+        Part(
+            f"Speed, {ranks} ranks",
+            [*on_ranks, *speed, str(figures / f"speed-{ranks}.json")],
+            200,
+            True,
+        ),
+        Part("allreduce on the host", bench, 300),
     ]
-    if not is_quick:
-        for what in ("gradients", "overlap", "step", "optimizers"):
-            found.append(Part(what, [*bench, what, *samples], 1800))
-    return found
 
 
 def run(part: Part) -> Outcome:
     """Run a part to its end, or to its time limit."""
     # Ranks may share a GPU here, and cores: the page says how many there are.
-    variables = os.environ | {"MPISTRAT_OVERSUBSCRIBE": "on", "NO_COLOR": "1", "COLUMNS": "110"}
+    variables = os.environ | {
+        "MPISTRAT_OVERSUBSCRIBE": "on",
+        "MPISTRAT_SHARE_GPUS": "on",
+        "NO_COLOR": "1",
+        "COLUMNS": "110",
+    }
     variables.setdefault("OMP_NUM_THREADS", "1")
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:

@@ -6,6 +6,7 @@ Candidates take turns, and each figure is a median. Part of ``make gpu-report``.
 """
 
 import argparse
+import functools
 import json
 import shutil
 import statistics
@@ -57,13 +58,14 @@ def reductions(strategy: Any, settle: Any, count: int) -> list[dict[str, Any]]:
             options = ms.CommunicationOptions(implementation=kinds[name])
 
             def step() -> None:
-                ms.get_replica_context().all_reduce("sum", array, options)
+                replica: Any = ms.get_replica_context()
+                replica.all_reduce("sum", array, options)
 
             return lambda: strategy.run(step)
 
-        candidates = {
+        candidates: dict[str, Callable[[], object]] = {
             "staged": by("STAGED"),
-            "mpi_host": lambda host=host, target=target: MPI.COMM_WORLD.Allreduce(host, target),
+            "mpi_host": functools.partial(MPI.COMM_WORLD.Allreduce, host, target),
         }
         if has_nccl:
             candidates["nccl"] = by("NCCL")
@@ -108,11 +110,12 @@ def optimizer_steps(settle: Any, count: int) -> list[dict[str, Any]]:
             pairs = list(zip(gradients, variables, strict=True))
             with strategy.scope():
                 candidates: dict[str, Callable[[], object]] = {
-                    "cross_replica": lambda o=optimizer, p=pairs: o.apply_gradients(p)
+                    "cross_replica": functools.partial(optimizer.apply_gradients, pairs)
                 }
                 ours = medians(candidates, count, settle)
-            in_run = {
-                "in_run": lambda o=optimizer, p=pairs: strategy.run(lambda: o.apply_gradients(p))
+            step = functools.partial(optimizer.apply_gradients, pairs)
+            in_run: dict[str, Callable[[], object]] = {
+                "in_run": functools.partial(strategy.run, step)
             }
             if torch is not None:
                 for mode in ("fused", "foreach"):
@@ -187,15 +190,15 @@ def copies(strategy: Any, settle: Any, count: int) -> Times:
 
 def checkpoints(strategy: Any, settle: Any, folder: Path, count: int) -> Times:
     """Time a checkpoint of 512 MiB of device memory, and of host memory."""
-    times = {}
+    times: Times = {}
     for device, other in (("gpu", strategy), ("cpu", ms.MPIStrategy(device="cpu"))):
         with other.scope():
             weight = ms.Variable(np.zeros(2**27, np.float32), name=f"w-{device}")
         checkpoint = ms.Checkpoint(weight=weight)
         path = folder / f"{device}.h5"
         candidates: dict[str, Callable[[], object]] = {
-            f"write_from_{device}": lambda c=checkpoint, p=path: c.write(p),
-            f"read_to_{device}": lambda c=checkpoint, p=path: c.restore(p),
+            f"write_from_{device}": functools.partial(checkpoint.write, path),
+            f"read_to_{device}": functools.partial(checkpoint.restore, path),
         }
         times |= medians(candidates, count, settle)
     return times

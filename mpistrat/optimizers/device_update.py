@@ -28,8 +28,8 @@ class _Storage:
     conversions: str = "#define WIDE(number) (number)\n#define NARROW(number) (number)\n"
 
 
-# The halves by their bits: CuPy has no arithmetic of bfloat16, and CUDA's header of float16 is not
-# in the wheel. Both round to nearest even, as NumPy and ml_dtypes do.
+# The halves by their bits, for which no header of CUDA is needed: it is not in CuPy's wheel. Both
+# round to nearest even, as NumPy and ml_dtypes do.
 _BITS = """\
 typedef union { unsigned bits; float number; } Bits;
 #define WIDE(number) wide(number)

@@ -41,7 +41,7 @@ class PyMpistrat(PythonPackage):
         depends_on("py-threadpoolctl@3.5:")
         depends_on("py-xxhash@3.0:")
         depends_on("py-hdf5plugin@5.0:", when="+compression")
-        depends_on("py-cupy@13.3:", when="+cuda")
+        depends_on("py-cupy@14:", when="+cuda")
         depends_on("py-torch@2.7:", when="+torch")
 
     def setup_build_environment(self, env: EnvironmentModifications) -> None:

@@ -63,4 +63,4 @@ def test_without_a_gpu_the_host_is_tried_and_it_is_said(tmp_path):
     assert "smoke: all is well on 2 ranks" in page
     for title in ("Topology", "MPI and GPU memory", "Tests, 1 rank", "Tests, 2 ranks"):
         assert f"## {title}\n\nNot tried: there is no GPU.\n" in page
-    assert "## allreduce: ok" in page
+    assert "## allreduce on the host: ok" in page
