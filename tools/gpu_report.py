@@ -57,6 +57,8 @@ class Part:
     command: Sequence[str]
     limit_s: float
     needs_gpu: bool = False
+    is_question: bool = False
+    """Whether its exit code is an answer, and no failure: most MPI libraries take no GPU memory."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = run(part)
         print(f"  {outcome.verdict}, {outcome.seconds:.0f} s", flush=True)
         page.append(section(part, outcome))
-        if outcome.code != 0:
+        if outcome.code != 0 and not part.is_question:
             failed.append(part.title)
     result = f"{len(failed)} part(s) failed: {', '.join(failed)}" if failed else "All parts passed"
     page.insert(1, f"**{result}.**\n")
@@ -148,7 +150,11 @@ def parts(ranks: int, is_quick: bool, figures: Path) -> list[Part]:
         Part("Doctor", [*on_ranks, "-m", "mpistrat", "doctor"], 300),
         Part("Topology", ["nvidia-smi", "topo", "-m"], 60, needs_gpu=True),
         Part(
-            "MPI and GPU memory", [*mpiexec(2), python, "-m", "mpistrat.cuda_awareness"], 300, True
+            "MPI and GPU memory",
+            [*mpiexec(2), python, "-m", "mpistrat.cuda_awareness", "--limit", "25"],
+            60,
+            needs_gpu=True,
+            is_question=True,
         ),
         Part("Smoke test, 1 rank", [python, "-m", "mpistrat.testing", "smoke"], 180),
         Part(f"Smoke test, {ranks} ranks", [*on_ranks, "-m", "mpistrat.testing", "smoke"], 300),
