@@ -60,8 +60,9 @@ def page(found: Sequence[Mapping[str, Any]], machine: str) -> str:
         lines.append(_row(row["optimizer"], row["layout"], *map(readable_time, cells), ratio))
     lines += [
         "",
-        "In one array Adam is as fast as PyTorch's fused kernel. Python takes 20 to 40 us for each",
-        "array of a step, so a model of many small arrays takes 2 to 7 times as long.",
+        "One large array takes 1.0 to 1.9 times as long as with PyTorch's fused kernel, and varies",
+        "from run to run. Python takes 20 to 60 us for each array of a step, so a model of many",
+        "small arrays takes 2 to 8 times as long.",
         "",
         "## Copies, batches, checkpoints",
         "",

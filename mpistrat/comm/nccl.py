@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,6 +22,7 @@ __all__ = ["Link", "NcclLink", "NcclReducer"]
 
 _NUMBERS = ("i1", "u1", "i4", "u4", "i8", "u8", "f4", "f8")
 _TRIED_LENGTH = 1000
+_CONNECT_LIMIT_S = 120.0
 
 
 class Link(Protocol):
@@ -28,6 +31,9 @@ class Link(Protocol):
     # The functions returned are called once; then the device, not the host, waits for the end.
 
     size: int
+
+    def waits_since(self) -> float | None:
+        """Return when the oldest reduction that has not ended was begun, by the monotonic clock."""
 
     def all_reduce(self, op: ReduceOp, source: Array, target: Array) -> Callable[[], object]:
         """Begin to write the reduction of `source` to `target`, which may be the same array."""
@@ -48,13 +54,22 @@ class NcclLink:
         unique = comm.bcast(own)
         if isinstance(unique, str):
             return f"rank 0: {unique}"
-        link = _attempt(lambda: cls._try(device, unique, comm.size, comm.rank))
-        failures = comm.allgather(link if isinstance(link, str) else None)
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                return f"rank {rank}: {failure}"
+        # ncclCommInitRank waits for all ranks: none may enter it unless all can.
+        unready = _attempt(lambda: cls._prepare(device))
+        why_not = _first_failure(comm.allgather(unready))
+        if why_not:
+            return why_not
+        link = _within(_CONNECT_LIMIT_S, lambda: cls._try(device, unique, comm.size, comm.rank))
+        why_not = _first_failure(comm.allgather(link if isinstance(link, str) else None))
+        if why_not:
+            return why_not
         connected: NcclLink = link
         return connected
+
+    @staticmethod
+    def _prepare(device: Device) -> None:
+        nccl_library()
+        device.namespace()
 
     @classmethod
     def _try(cls, device: Device, unique: tuple[int, ...], size: int, rank: int) -> NcclLink:
@@ -74,7 +89,14 @@ class NcclLink:
         self._library = nccl_library()
         with device.current():
             self._stream = Stream.new()
-        self._under_way: list[tuple[Any, Array, Array]] = []
+        self._under_way: list[tuple[Any, float, Array, Array]] = []
+
+    def waits_since(self) -> float | None:
+        """Return when the oldest reduction that has not ended was begun. Called by any thread."""
+        for done, began_s, *_ in list(self._under_way):
+            if not done.done:
+                return began_s
+        return None
 
     def all_reduce(self, op: ReduceOp, source: Array, target: Array) -> Callable[[], object]:
         """Begin to reduce `source` into `target`. **Collective**."""
@@ -98,7 +120,7 @@ class NcclLink:
             done = stream.record()
         # CuPy would use the memory again at once, where the user has dropped the handle.
         self._under_way = [entry for entry in self._under_way if not entry[0].done]
-        self._under_way.append((done, source, target))
+        self._under_way.append((done, time.monotonic(), source, target))
 
         def end() -> None:
             with self._device.current():
@@ -147,6 +169,22 @@ def _as_real(array: Array) -> Array:
     """Return the numbers of `array` as a 1-d view, complex ones as two."""
     flat = array.reshape(-1)
     return flat.view(np.dtype(f"f{flat.itemsize // 2}")) if flat.dtype.kind == "c" else flat
+
+
+def _first_failure(failures: Sequence[str | None]) -> str:
+    """Return who has failed first and why, of the text of each rank; empty if none has."""
+    named = (f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
+    return next(named, "")
+
+
+def _within(limit_s: float, function: Callable[[], Any]) -> Any:
+    """Return what `_attempt` does, or a text where it takes longer than the limit."""
+    # NCCL waits for ever where a rank fails inside. The thread is left behind then.
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(_attempt(function)), daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return found[0] if found else f"NCCL did not connect the ranks within {limit_s:g} s"
 
 
 def _attempt(function: Callable[[], Any]) -> Any:

@@ -1,8 +1,8 @@
 """Watchdog: thread that ends the job where a stopped rank holds up data.
 
-Ranks that have agreed wait for each other's data without a limit, inside the MPI library or in
-shared memory, where nothing can be raised. That may rightly take long. After the time limit of an
-agreement the watchdog asks the other ranks, and ends the job if one is suspended or does not
+Ranks that have agreed wait for each other's data without a limit, inside the MPI library, in shared
+memory or on a device, where nothing can be raised. That may rightly take long. After the time limit
+of an agreement the watchdog asks the other ranks, and ends the job if one is suspended or does not
 answer.
 """
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import EpochTimeoutError
@@ -19,11 +21,18 @@ from mpistrat.failures import logs
 from mpistrat.failures.flight_dumps import on_channel_failure
 from mpistrat.system.callsite import site_of_thread
 
-__all__ = ["start_watchdog", "stop_watchdog"]
+__all__ = ["start_watchdog", "stop_watchdog", "watch_device"]
 
 _LONGEST_TICK_S = 5.0
 _TICKS = 4
 """How often to look within the time limit."""
+
+
+class DeviceWork(Protocol):
+    """Collectives that devices have begun."""
+
+    def waits_since(self) -> float | None:
+        """Return when the oldest of them was begun, by the monotonic clock; ``None`` if none."""
 
 
 @dataclass
@@ -34,16 +43,24 @@ class _Watched:
     limit_s: float
     number: int = -1
     since_s: float = 0.0
+    device: DeviceWork | None = None
 
     def look(self) -> None:
         """End the job if the same data has been awaited for longer than the limit."""
         number, now = self.channel.ledger.sequence, time.monotonic()
+        if self._device_waits():
+            _end_if_stopped(self.channel, self.limit_s, self._device_waits)
         if not self.channel.is_moving_data():
             self.number = -1
         elif self.number != number:
             self.number, self.since_s = number, now
         elif now - self.since_s > self.limit_s:
-            _end_if_stopped(self.channel, self.limit_s)
+            _end_if_stopped(self.channel, self.limit_s, self.channel.is_moving_data)
+
+    def _device_waits(self) -> bool:
+        """Return whether the device has waited for other devices for longer than the limit."""
+        since_s = None if self.device is None else self.device.waits_since()
+        return since_s is not None and time.monotonic() - since_s > self.limit_s
 
 
 class _Watchdog:
@@ -67,6 +84,13 @@ def start_watchdog(channel: Channel) -> None:
         threading.Thread(target=_watch, name="mpistrat-watchdog", daemon=True).start()
 
 
+def watch_device(channel: Channel, device: DeviceWork) -> None:
+    """Watch the collectives that the devices of `channel` do among each other, too."""
+    for each in _watchdog.watched:
+        if each.channel is channel:
+            each.device = device
+
+
 def stop_watchdog(channel: Channel) -> None:
     """Watch the data of `channel` no longer."""
     _watchdog.watched = [each for each in _watchdog.watched if each.channel is not channel]
@@ -80,7 +104,7 @@ def _watch() -> None:
             each.look()
 
 
-def _end_if_stopped(channel: Channel, limit_s: float) -> None:
+def _end_if_stopped(channel: Channel, limit_s: float, waits: Callable[[], bool]) -> None:
     """End this process if the data that it awaits will never arrive."""
     if channel.peers is None:
         return
@@ -88,7 +112,7 @@ def _end_if_stopped(channel: Channel, limit_s: float) -> None:
     if not table:
         return
     channel.peers.wait_for_work()  # rank 0 may be finishing a file
-    if not channel.is_moving_data():
+    if not waits():
         return
     site = site_of_thread(channel.thread)
     error = EpochTimeoutError(f"The data awaited at {site} did not come in {limit_s:g} s:\n{table}")

@@ -18,6 +18,7 @@ from mpistrat.comm.selection import check_options
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.connect import open_channel
 from mpistrat.failures.losses import explained_losses
+from mpistrat.failures.watchdog import watch_device
 from mpistrat.layout import Layout, SharedLayout
 from mpistrat.mpi.world import (
     World,
@@ -240,6 +241,8 @@ class MPIStrategy(Strategy):
             if offer is None:
                 check_options(options, DeviceCapabilities(Device("cpu")))
         capabilities = _open_devices(channel, world, offer, chosen)
+        if capabilities.link is not None:
+            watch_device(channel, capabilities.link)
         if capabilities.some_have_devices:
             with AllOrNone(channel, kind):
                 check_options(options, capabilities)

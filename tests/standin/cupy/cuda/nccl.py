@@ -59,6 +59,7 @@ class NcclCommunicator:
     def _queue(self, work, stream):
         if self._is_aborted:
             raise NcclError("NCCL_ERROR_INVALID_USAGE: the communicator was aborted")
+        work.waits_for_others = True
         _streams[stream].add(work)
 
     def _arrays(self, sendbuf, recvbuf, count, datatype):
