@@ -10,7 +10,6 @@ import pytest
 import mpistrat as ms
 from mpistrat.cuda import count_gpus
 
-
 _ANYWHERE = ("test_real_cupy.py", "test_stopped_ranks.py")
 
 
