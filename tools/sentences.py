@@ -23,9 +23,8 @@ CODE = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for code within a sentence, so that no phrase reaches across it."""
 
 LIMITS = {
-    "all pages: words": 35_100,
     "README.md: lines": 120,
-    "docs/architecture.md: words": 1_200,
+    "docs/architecture.md: words": 1_250,
 }
 """The largest value of each length. Words are what white space separates, code included."""
 
@@ -129,7 +128,6 @@ def pages(root: Path = ROOT) -> list[Path]:
 def lengths(root: Path = ROOT) -> dict[str, int]:
     """Return what `LIMITS` limits."""
     return {
-        "all pages: words": sum(len(page.read_text().split()) for page in pages(root)),
         "README.md: lines": len((root / "README.md").read_text().splitlines()),
         "docs/architecture.md: words": len((root / "docs" / "architecture.md").read_text().split()),
     }
