@@ -10,7 +10,6 @@ from mpistrat.comm import messages as messages_module
 from mpistrat.comm import mpi_transport
 from mpistrat.comm.messages import Messenger
 
-
 LANES = (1, 2, 3)
 SIZES = (0, 1, 2047, 2048, 2049, 10**6)
 """Bytes, around the limit up to which payloads travel in the header."""

@@ -174,6 +174,56 @@ def test_the_chief(tmp_path, monkeypatch):
     assert not left_over(tmp_path)
 
 
+EXIT = (
+    PROGRAM.partition("def push(")[0]
+    + """
+def end(how):
+    if how == "exit":
+        sys.exit(3)
+    if how == "raise":
+        raise SystemExit(3)
+    if how == "error":
+        raise KeyError("too bad")
+    if how == "close":
+        strategy.close()
+        sys.exit(3)
+    if how == "caught":
+        try:
+            sys.exit(3)
+        except SystemExit:
+            pass
+def main():
+    coordinator = ms.coordinator.ClusterCoordinator(strategy)
+    values = [coordinator.schedule(work, (number,)) for number in range(20, 40)]
+    coordinator.join()
+    assert coordinator.fetch(values) == list(range(20, 40))
+    end(sys.argv[4])
+if strategy.cluster_resolver.task_type == "chief":
+    main()
+else:
+    strategy.serve()
+"""
+)
+CODES = {"exit": 3, "raise": 3, "error": 1, "close": 3, "caught": 0}
+
+
+@pytest.mark.quick("exit")
+@pytest.mark.parametrize("how", CODES)
+def test_the_exit_code_is_that_of_the_chief(tmp_path, monkeypatch, how):
+    """Run more often by ``MPISTRAT_REPEATS=20``, by hand."""
+    repeats = int(os.environ.get("MPISTRAT_REPEATS", "1"))
+    monkeypatch.delenv("MPISTRAT_REPEATS", raising=False)
+    for number in range(repeats):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        arguments = "0", "[2]", "in a closure", how
+        done = start(folder, monkeypatch, 3, *arguments, program=EXIT).finish(40)
+        assert done.returncode == CODES[how], (number, done.stdout, done.stderr)
+        assert "is lost" in done.stderr
+        assert done.stderr.count("Traceback") == int(how == "error"), done.stderr
+        assert not left_over(folder)
+
+
 ITERATORS = (
     PROGRAM.partition("def work(")[0]
     + """
