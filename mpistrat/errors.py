@@ -23,6 +23,7 @@ __all__ = [
     "ReplicaDriftError",
     "ReplicaLostError",
     "UnavailableError",
+    "WorkerLostError",
 ]
 
 
@@ -95,6 +96,10 @@ class UnavailableError(MpistratError, ConnectionError):
     """A rank that the call needs is lost: a server with its variables, or every worker."""
 
     _is_reported_elsewhere: bool = False
+
+
+class WorkerLostError(MpistratError, RuntimeError):
+    """Two workers died while they ran a closure, which is therefore not run again."""
 
 
 class CancelledError(MpistratError):

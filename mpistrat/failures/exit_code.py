@@ -120,8 +120,7 @@ def _end() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     code, library = _known.code(), native_library()
-    if code is None and library is not None and finalize_within(_FINALIZE_S):
-        # Only Python knows the code. It looks whether MPI is over before it would end MPI.
-        if library.leave_at_exit():
-            return
-    os._exit(1 if code is None else code)
+    # Only Python knows the code, and before it would end MPI it looks whether that has been done.
+    is_left = code is None and library is not None and finalize_within(_FINALIZE_S)
+    if not (is_left and library.leave_at_exit()):
+        os._exit(1 if code is None else code)
