@@ -158,7 +158,7 @@ SURFACE = {
     """,
     # Closures
     ms.coordinator.ClusterCoordinator: """
-        create_per_worker_dataset done fetch join schedule strategy
+        create_per_worker_dataset done fetch join map schedule strategy
     """,
     ms.coordinator.PerWorkerValues: "get_next",
     ms.coordinator.RemoteValue: "fetch get",

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from mpistrat.strategies.server_extended import ServerExtended
 
 __all__ = [
-    "FAILED",
     "Closure",
     "Outcome",
     "Travels",
@@ -42,7 +41,7 @@ __all__ = [
     "unpack",
 ]
 
-DONE, FAILED = 0, 1
+_DONE, _FAILED = 0, 1
 """The kinds of an outcome."""
 
 
@@ -93,7 +92,7 @@ class Closure:
         """Return whether it has raised an error, or killed its workers."""
         outcome = self.outcome
         if isinstance(outcome, Outcome):
-            return outcome.kind == FAILED
+            return outcome.kind == _FAILED
         return isinstance(outcome, WorkerLostError)
 
     def error(self) -> Exception:
@@ -235,9 +234,9 @@ def _site_of(error: BaseException, body: Any) -> str:
 
 def _outcome_of_result(extended: ServerExtended, result: Any) -> Outcome:
     if result is None:
-        return Outcome(DONE, b"", ())
+        return Outcome(_DONE, b"", ())
     try:
-        return Outcome(DONE, *split_object(localize(result), _substitutes(extended)))
+        return Outcome(_DONE, *split_object(localize(result), _substitutes(extended)))
     except Exception as error:
         raise TypeError(
             f"The result of a closure, of type {type(result).__name__}, cannot be pickled: "
@@ -262,12 +261,12 @@ def _outcome_of_error(
             data, buffers = split_object(given, _nothing)
             copied, _ = join_object(data, buffers, _same)
             if type(copied) is type(error):
-                return Outcome(FAILED, data, buffers)
+                return Outcome(_FAILED, data, buffers)
         except Exception:
             continue
     replaced = _in_words(error)
     _add_note(replaced, note)
-    return Outcome(FAILED, *split_object((replaced, None), _nothing))
+    return Outcome(_FAILED, *split_object((replaced, None), _nothing))
 
 
 def _add_note(error: BaseException, note: str) -> None:
