@@ -49,6 +49,10 @@ class EpochMismatchError(EpochError):
     """The ranks met in different collectives, or in one with other arguments."""
 
 
+class _ShapeMismatchError(EpochMismatchError, ValueError):
+    """The arrays of the ranks do not fit each other, which all ranks know before they move."""
+
+
 class EpochTimeoutError(EpochError, TimeoutError):
     """Some ranks did not come within the time given."""
 
