@@ -246,7 +246,7 @@ class ReplicaContext(GroupCollectives):
 class ShardGroup(GroupCollectives):
     """The ranks of one replica, as `ReplicaContext.shards`.
 
-    It has the collectives of `ReplicaContext`, but for `merge_call`, with the same rules; a
+    It has the collectives of `ReplicaContext`, except `merge_call`, with the same rules; a
     "replica" is then a rank of this one, and its number `index`. The group has its own
     sequence: its order among collectives of the replicas is not compared. The loss is the sum of
     the losses of its ranks, so one that all of them compute alike is divided by `count`.

@@ -92,15 +92,15 @@ def instance_of_mark(content: dict[str, Any], items: Any) -> Any:
     found = _find(name) if isinstance(name, str) else None
     if found in _DICTS and isinstance(items, dict):
         return found(items)
-    kind: type = found if isinstance(found, type) else type(None)
+    kind: Any = found if isinstance(found, type) else type(None)
     if isinstance(fields, list) and isinstance(items, tuple):
         if issubclass(kind, tuple) and list(getattr(kind, "_fields", ())) == fields:
             return kind._make(items)
         _warn(name, "a named tuple with the same fields")
         short = name.rpartition(":")[2].rpartition(".")[2]
-        return collections.namedtuple(short, fields)(*items)  # type: ignore[misc]
+        return collections.namedtuple(short, fields)(*items)
     if isinstance(items, bool | int | float | str):
-        if issubclass(kind, enum.Enum):
+        if issubclass(kind, enum.Enum) and items in {each.value for each in kind}:
             return kind(items)
         _warn(name, f"its value, {items!r}")
         return items
@@ -110,7 +110,7 @@ def instance_of_mark(content: dict[str, Any], items: Any) -> Any:
 def _warn(name: str, what: str) -> None:
     warnings.warn(
         f"The checkpoint has a value of the class {name.replace(':', '.')}, which this program has "
-        f"not imported, or has with other fields. It is restored as {what}. Import the class first "
+        f"not imported, or has with different fields or values. It is restored as {what}. Import the class first "
         "to get it back.",
         UserWarning,
         stacklevel=2,

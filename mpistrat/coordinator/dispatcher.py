@@ -255,7 +255,7 @@ class Dispatcher:
         _logger.warning("closure %r has failed too: %s: %s", closure, type(error).__name__, text)
 
     def cancel(self, why: str, spares_independent: bool = False) -> None:
-        """Cancel all closures that wait, perhaps but for those that are independent of errors."""
+        """Cancel all closures that wait, perhaps except those that are independent of errors."""
         queue, self._queue = self._queue, deque()
         for closure in queue:
             if spares_independent and closure.is_independent:
