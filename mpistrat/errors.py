@@ -23,6 +23,7 @@ __all__ = [
     "ReplicaDriftError",
     "ReplicaLostError",
     "UnavailableError",
+    "WorkerLostError",
 ]
 
 
@@ -46,6 +47,10 @@ class EpochError(MpistratError, RuntimeError):
 
 class EpochMismatchError(EpochError):
     """The ranks met in different collectives, or in one with other arguments."""
+
+
+class _ShapeMismatchError(EpochMismatchError, ValueError):
+    """The arrays of the ranks do not fit each other, which all ranks know before they move."""
 
 
 class EpochTimeoutError(EpochError, TimeoutError):
@@ -95,6 +100,10 @@ class UnavailableError(MpistratError, ConnectionError):
     """A rank that the call needs is lost: a server with its variables, or every worker."""
 
     _is_reported_elsewhere: bool = False
+
+
+class WorkerLostError(MpistratError, RuntimeError):
+    """Two workers died while they ran a closure, which is therefore not run again."""
 
 
 class CancelledError(MpistratError):

@@ -246,7 +246,7 @@ class ReplicaContext(GroupCollectives):
 class ShardGroup(GroupCollectives):
     """The ranks of one replica, as `ReplicaContext.shards`.
 
-    It has the collectives of `ReplicaContext` that reduce and move arrays, with the same rules; a
+    It has the collectives of `ReplicaContext`, except `merge_call`, with the same rules; a
     "replica" is then a rank of this one, and its number `index`. The group has its own
     sequence: its order among collectives of the replicas is not compared. The loss is the sum of
     the losses of its ranks, so one that all of them compute alike is divided by `count`.
@@ -276,6 +276,42 @@ class ShardGroup(GroupCollectives):
         """How many ranks the replica has. Local."""
         self._replica._check()
         return self._replica._layout.ranks_per_replica
+
+    def barrier(self) -> None:
+        """Return when every rank of this replica has made this call. **Collective** over them."""
+        barrier(self._group())
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Return a copy of an object on every rank of this replica. **Collective** over them.
+
+        Parameters
+        ----------
+        obj : object
+            That of the rank whose `index` is `root` is sent, as pickle.
+        root : int
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `root` is not an integer or out of range, or the object cannot be pickled.
+        EpochError
+            If the ranks disagree.
+        """
+        return broadcast_object(self._group(), "broadcast_object", obj, root)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return copies of the objects of all ranks of this replica, by `index`.
+
+        **Collective** over them.
+
+        Raises
+        ------
+        TypeError
+            If the object cannot be pickled.
+        EpochError
+            If the ranks disagree.
+        """
+        return gather_objects(self._group(), "all_gather_object", obj)
 
     def _group(self) -> Collectives:
         self._replica._check()

@@ -52,8 +52,8 @@ SURFACE = {
         scatter shards shift start_all_reduce strategy
     """,
     ShardGroup: """
-        all_gather all_reduce all_to_all broadcast count index reduce_scatter scan scatter shift
-        start_all_reduce
+        all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object count
+        index reduce_scatter scan scatter shift start_all_reduce
     """,
     ms.MultiStepContext: """
         last_step_outputs non_tensor_outputs set_last_step_output set_non_tensor_output
@@ -158,7 +158,7 @@ SURFACE = {
     """,
     # Closures
     ms.coordinator.ClusterCoordinator: """
-        create_per_worker_dataset done fetch join schedule strategy
+        create_per_worker_dataset done fetch join map schedule strategy
     """,
     ms.coordinator.PerWorkerValues: "get_next",
     ms.coordinator.RemoteValue: "fetch get",

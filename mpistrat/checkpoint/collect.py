@@ -17,6 +17,7 @@ from mpistrat.arrays import Array, host_view
 from mpistrat.checkpoint.deferred import check_nothing_waits
 from mpistrat.checkpoint.digests import digest_of_array, digest_of_text
 from mpistrat.checkpoint.format import Header, is_storable
+from mpistrat.checkpoint.json_marks import marked
 from mpistrat.checkpoint.object_graph import Tree, split_object, walk
 from mpistrat.checkpoint.ownership import Writers, writes_here
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
@@ -25,7 +26,7 @@ from mpistrat.checkpoint.replica_state import (
     assign_replicas,
     gather_states,
 )
-from mpistrat.checkpoint.state_json import SplitState, has_marks, marked, split_state
+from mpistrat.checkpoint.state_json import SplitState, split_state
 from mpistrat.checkpoint.tensors import Box, TensorArray, TensorState
 from mpistrat.checkpoint.writer import (
     BufferLifetime,
@@ -167,9 +168,7 @@ class StateCollector:
             items: list[Item] = []
             with self.collectives.common_outcome(self._what, name):
                 if join is not None:
-                    keeps_types = any(has_marks(rest) for rest, _ in own)
-                    state = split_state(join(), name, keeps_types=keeps_types)
-                    items += self._items_of_state(name, state)
+                    items += self._items_of_state(name, split_state(join(), name))
             yield from items
 
     def _keeps_parts(self, variable: Variable) -> bool:

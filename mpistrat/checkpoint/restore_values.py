@@ -24,6 +24,7 @@ import numpy as np
 from mpistrat.arrays import pieces
 from mpistrat.checkpoint.deferred import Shape, shapes_as_json, shapes_from_json
 from mpistrat.checkpoint.digests import check_digest
+from mpistrat.checkpoint.json_marks import marked, unmarked
 from mpistrat.checkpoint.ranks import WorkDivision, divide_work, this_worker
 from mpistrat.checkpoint.raw_io import (
     BYTES_PER_PIECE,
@@ -47,7 +48,6 @@ from mpistrat.checkpoint.shards import (
     read_box,
     read_own,
 )
-from mpistrat.checkpoint.state_json import marked, unmarked
 from mpistrat.checkpoint.tensors import Box, LoadedShard
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError

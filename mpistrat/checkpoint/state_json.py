@@ -1,118 +1,45 @@
 """State dicts as JSON text and arrays: split for a file, and joined again.
 
 Arrays leave the JSON, which keeps a ``null`` in their place only where the path alone could
-not tell the place: inside lists, and under keys that are empty or contain ``/``. What JSON has no
-form for is a `Mark`: in the text a dict of one key that begins with ``$``.
+not tell the place: inside lists, and under keys that are empty or contain ``/``. A value that JSON
+has no form for becomes a `Mark`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import adopted, host_copy, is_array, is_foreign
-from mpistrat.checkpoint.format import FORMAT_VERSION, OLD_VERSION, check_path, is_storable
+from mpistrat.checkpoint.exact_types import exact_mark, instance_of_mark, value_of_numpy_mark
+from mpistrat.checkpoint.format import check_path, is_storable
+from mpistrat.checkpoint.json_marks import (
+    CLASS,
+    KEYS,
+    NUMPY,
+    SAME,
+    SCALAR,
+    TENSOR,
+    TUPLE,
+    Mark,
+    marked,
+)
 from mpistrat.checkpoint.tensors import TensorArray, holds_tensors, tensor_library
 from mpistrat.pytorch import is_tensor
 
 __all__ = [
     "SplitState",
-    "dump_json",
-    "has_marks",
     "join_state",
     "json_part",
-    "load_json",
-    "marked",
     "plain_state",
     "split_state",
     "tensor_mark",
     "tied_paths",
-    "unmarked",
     "value_paths",
 ]
-
-_FLOAT = "$float"
-_DICT = "$dict"
-_KEYS = "$keys"
-_SAME = "$same"
-_TENSOR = "$tensor"
-_TUPLE = "$tuple"
-_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_MARKS = {
-    OLD_VERSION: {_FLOAT, _DICT},
-    FORMAT_VERSION: {_FLOAT, _DICT, _KEYS, _SAME, _TENSOR, _TUPLE},
-}
-"""By version of the format."""
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A value that JSON has no form for."""
-
-    name: str
-    content: Any
-    """Of ``$tuple`` the items, of ``$keys`` the pairs of keys and values of a dict, of ``$tensor``
-    the dtype, of ``$same`` the path of the tensor that it is tied to."""
-
-
-def dump_json(value: Any) -> str:
-    """Return `value` as JSON text that any parser reads."""
-    return json.dumps(marked(value), allow_nan=False)
-
-
-def load_json(text: bytes, version: int = FORMAT_VERSION) -> Any:
-    """Return the value that `dump_json` was given; ValueError for other texts."""
-    return unmarked(json.loads(text), version)
-
-
-def marked(value: Any) -> Any:
-    """Return `value` as JSON values, with marks for the others."""
-    if isinstance(value, Mark):
-        return {value.name: marked(value.content)}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: str(float(value))}
-    if isinstance(value, list):
-        return [marked(item) for item in value]
-    if isinstance(value, dict):
-        items = {key: marked(item) for key, item in value.items()}
-        return {_DICT: items} if _is_mark(value, FORMAT_VERSION) else items
-    return value
-
-
-def unmarked(value: Any, version: int = FORMAT_VERSION) -> Any:
-    """Return the value of which `marked` made `value`; of its marks those of a `version` count."""
-    if isinstance(value, list):
-        return [unmarked(item, version) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if not _is_mark(value, version):
-        return {key: unmarked(item, version) for key, item in value.items()}
-    ((mark, content),) = value.items()
-    if mark == _DICT and isinstance(content, dict):
-        return {key: unmarked(item, version) for key, item in content.items()}
-    if mark == _FLOAT and content in _NUMBERS:
-        return _NUMBERS[content]
-    if mark in (_SAME, _TENSOR) and isinstance(content, str):
-        return Mark(mark, content)
-    if mark == _TUPLE and isinstance(content, list):
-        return Mark(mark, unmarked(content, version))
-    if mark == _KEYS and isinstance(content, list) and all(map(_is_pair, content)):
-        return Mark(mark, unmarked(content, version))
-    raise ValueError(f"{json.dumps(value)} is no number and no dict")
-
-
-def _is_mark(value: dict[str, Any], version: int) -> bool:
-    return len(value) == 1 and next(iter(value)) in _MARKS[version]
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2
-
 
 SplitState = tuple[dict[str, Any] | Mark, dict[str, "np.ndarray | TensorArray"]]
 """The JSON part of a state, and its arrays by path below the owner."""
@@ -120,18 +47,18 @@ SplitState = tuple[dict[str, Any] | Mark, dict[str, "np.ndarray | TensorArray"]]
 _ABSENT = object()
 
 
-def split_state(state: object, owner: str, keeps_types: bool = False) -> SplitState:
+def split_state(state: object, owner: str, is_of_tensors: bool = False) -> SplitState:
     """Return the JSON part of `state`, and its arrays by path below the owner.
 
-    Where it `keeps_types` or has tensors, tuples and the types of keys come back as they were;
-    otherwise tuples become lists, and keys must be strings.
+    Tuples and the types of keys come back as they were. So do all other types, or `TypeError` is
+    raised, unless the state `is_of_tensors`, or has any: those hold ordered dicts, for example.
     """
     if not isinstance(state, dict):
         raise TypeError(
             f"state_dict() of {owner!r} must return a dict, not {type(state).__name__}."
         )
-    splitter = _Splitter(owner, keeps_types or holds_tensors(state))
-    rest = splitter.rest_of_dict(state, "", plain=True)
+    splitter = _Splitter(owner, is_exact=not (is_of_tensors or holds_tensors(state)))
+    rest = splitter.rest(state, "", plain=True)
     for path in splitter.nones & splitter.arrays.keys():
         raise ValueError(
             f"state_dict() of {owner!r} has two entries with the path {path!r}. Use keys "
@@ -142,12 +69,12 @@ def split_state(state: object, owner: str, keeps_types: bool = False) -> SplitSt
 
 def tensor_mark(dtype: str) -> Mark:
     """Return what stands in the JSON part of a state for a tensor of `dtype`."""
-    return Mark(_TENSOR, dtype)
+    return Mark(TENSOR, dtype)
 
 
 def json_part(value: object, owner: str, path: str) -> Any:
     """Return what `split_state` makes of a part of a state that has no arrays, or TypeError."""
-    splitter = _Splitter(owner, keeps_types=True)
+    splitter = _Splitter(owner, is_exact=False)
     rest = splitter.rest(value, path, plain=False)
     for name in splitter.arrays:
         raise TypeError(
@@ -160,9 +87,10 @@ def json_part(value: object, owner: str, path: str) -> Any:
 class _Splitter:
     """The walk through one state, which collects its arrays."""
 
-    def __init__(self, owner: str, keeps_types: bool) -> None:
+    def __init__(self, owner: str, is_exact: bool) -> None:
         self.owner = owner
-        self.keeps_types = keeps_types
+        self.is_exact = is_exact
+        """Whether subclasses of JSON's types come back as they were, or are refused."""
         self.arrays: dict[str, np.ndarray | TensorArray] = {}
         self.nones: set[str] = set()
         """The paths of the state's own ``None``."""
@@ -177,18 +105,25 @@ class _Splitter:
         if value is None:
             self.nones.add(path)
             return value
+        if self.is_exact:
+            where = f"state_dict() of {self.owner!r} holds a {type(value).__name__} at {path!r}"
+            mark = exact_mark(value, where, lambda items: self.rest(items, path, False))
+            if mark is not None:
+                return mark
         if isinstance(value, bool | int | float | str):
             return value
         if is_foreign(value):
             value = adopted(f"state_dict() of {self.owner!r} at {path!r}", value)
         if is_array(value):
             self.take(value, path)
+            if self.is_exact and isinstance(value, np.generic):
+                return Mark(SCALAR, str(value.dtype))
             return _ABSENT if plain else None
         if is_tensor(value):
             return self.take_tensor(value, path)
         if isinstance(value, list | tuple):
             items = [self.rest(item, _below(path, i), False) for i, item in enumerate(value)]
-            return Mark(_TUPLE, items) if self.keeps_types and isinstance(value, tuple) else items
+            return Mark(TUPLE, items) if isinstance(value, tuple) else items
         if isinstance(value, dict):
             return self.rest_of_dict(value, path, plain)
         raise TypeError(
@@ -198,27 +133,30 @@ class _Splitter:
         )
 
     def rest_of_dict(self, value: dict[Any, Any], path: str, plain: bool) -> Any:
-        if self.keeps_types and not all(isinstance(key, str) for key in value):
+        if not all(type(key) is str if self.is_exact else isinstance(key, str) for key in value):
             pairs = [
                 [self.rest_of_key(key, path), self.rest(item, _below(path, key), False)]
                 for key, item in value.items()
             ]
-            return Mark(_KEYS, pairs)
+            return Mark(KEYS, pairs)
         rest = {}
         for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError(
-                    f"state_dict() of {self.owner!r} has the key {key!r} at {path or '/'!r}, but "
-                    "JSON keys are strings. Convert it with str()."
-                )
             left = self.rest(item, _below(path, key), plain and key != "" and "/" not in key)
             if left is not _ABSENT:
                 rest[key] = left
         return rest
 
     def rest_of_key(self, key: Any, path: str) -> Any:
+        if self.is_exact:
+            where = (
+                f"state_dict() of {self.owner!r} has the key {key!r} at {path or '/'!r}, a "
+                f"{type(key).__name__}"
+            )
+            mark = exact_mark(key, where, lambda items: self.rest_of_key(items, path))
+            if mark is not None:
+                return mark
         if isinstance(key, tuple):
-            return Mark(_TUPLE, [self.rest_of_key(each, path) for each in key])
+            return Mark(TUPLE, [self.rest_of_key(each, path) for each in key])
         if key is None or isinstance(key, bool | int | float | str):
             return key
         raise TypeError(
@@ -232,6 +170,12 @@ class _Splitter:
             raise TypeError(
                 f"state_dict() of {self.owner!r} holds a masked array at {path!r}, whose mask a "
                 "checkpoint would lose. Give its .data and its .mask."
+            )
+        if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
+            raise TypeError(
+                f"state_dict() of {self.owner!r} holds a {type(value).__name__} at {path!r}, a "
+                "subclass of NumPy's array, which a checkpoint would lose. Convert it with "
+                "numpy.asarray() in state_dict(), and back in load_state_dict()."
             )
         array = host_copy(value)
         if not is_storable(array.dtype):
@@ -250,9 +194,9 @@ class _Splitter:
         identity = library.identity(value)
         tied_to = path if identity is None else self._tensors.setdefault(identity, path)
         if tied_to != path:
-            return Mark(_SAME, tied_to)
+            return Mark(SAME, tied_to)
         self.add(array, path)
-        return Mark(_TENSOR, array.tensor_dtype)
+        return Mark(TENSOR, array.tensor_dtype)
 
     def add(self, array: np.ndarray | TensorArray, path: str) -> None:
         check_path(path)
@@ -270,11 +214,6 @@ def _below(path: str, name: object) -> str:
     return "/".join((path, text)) if path else text  # the text of a name that is an enum
 
 
-def has_marks(rest: Any) -> bool:
-    """Return whether the JSON part of a state keeps types that JSON has not."""
-    return any(True for _ in _marks(rest, ""))
-
-
 def _marks(value: Any, path: str) -> Iterator[tuple[str, Mark]]:
     """Yield each mark in `value`, with its path."""
     if isinstance(value, Mark):
@@ -289,16 +228,22 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from value.items()
     elif isinstance(value, list):
         yield from enumerate(value)
-    elif isinstance(value, Mark) and value.name == _TUPLE:
+    elif isinstance(value, Mark) and value.name == TUPLE:
         yield from enumerate(value.content)
-    elif isinstance(value, Mark) and value.name == _KEYS:
+    elif isinstance(value, Mark) and value.name == KEYS:
         yield from ((_key(key), item) for key, item in value.content)
+    elif isinstance(value, Mark) and value.name == CLASS:
+        yield from _items(value.content["items"])
 
 
 def _key(value: Any) -> Any:
     """Return the key of a dict of which `rest_of_key` made `value`."""
-    if isinstance(value, Mark) and value.name == _TUPLE:
+    if isinstance(value, Mark) and value.name == TUPLE:
         return tuple(map(_key, value.content))
+    if isinstance(value, Mark) and value.name == NUMPY:
+        return value_of_numpy_mark(value.content)
+    if isinstance(value, Mark) and value.name == CLASS:
+        return instance_of_mark(value.content, _key(value.content["items"]))
     if isinstance(value, Mark | list | dict):
         raise ValueError(f"{json.dumps(marked(value))} is no key of a dict")
     return value
@@ -334,7 +279,7 @@ def _make_tensors(rest: Any, left: dict[str, Any], are_blank: bool) -> dict[str,
     tensors: dict[str, Any] = {}
     make: Callable[[np.ndarray, str], Any] | None = None
     for path, mark in _marks(rest, ""):
-        if mark.name == _TENSOR:
+        if mark.name == TENSOR:
             if path not in left:
                 raise ValueError(f"there is no array for the tensor {path!r}")
             if make is None:
@@ -354,32 +299,44 @@ class _Joiner:
     def join(self, value: Any, path: str) -> Any:
         if value is None and path in self._arrays:
             return self._arrays.pop(path)
-        if isinstance(value, Mark) and value.name in (_TENSOR, _SAME):
-            of = path if value.name == _TENSOR else value.content
+        if isinstance(value, Mark) and value.name in (TENSOR, SAME):
+            of = path if value.name == TENSOR else value.content
             if of not in self._tensors:
                 raise ValueError(f"{path!r} is tied to {of!r}, which is no tensor")
             return self._tensors[of]
+        if isinstance(value, Mark) and value.name == SCALAR:
+            if path not in self._arrays:
+                raise ValueError(f"there is no array for the scalar {path!r}")
+            return self._arrays.pop(path)[()]
+        if isinstance(value, Mark) and value.name == NUMPY:
+            return value_of_numpy_mark(value.content)
+        if isinstance(value, Mark) and value.name == CLASS:
+            return instance_of_mark(value.content, self.join(value.content["items"], path))
         joined = {key: self.join(item, _below(path, key)) for key, item in _items(value)}
         if isinstance(value, list):
             return list(joined.values())
-        if isinstance(value, Mark) and value.name == _TUPLE:
+        if isinstance(value, Mark) and value.name == TUPLE:
             return tuple(joined.values())
         return joined if isinstance(value, dict | Mark) else value
 
 
 def plain_state(rest: Any) -> Any:
     """Return the JSON part of a state for people: without tensors, with texts as keys."""
-    if isinstance(rest, Mark) and rest.name == _SAME:
+    if isinstance(rest, Mark) and rest.name == SAME:
         return f"same as {rest.content}"
+    if isinstance(rest, Mark) and rest.name == NUMPY:
+        return rest.content[1]
+    if isinstance(rest, Mark) and rest.name == CLASS:
+        return plain_state(rest.content["items"])
     items = {str(key): plain_state(item) for key, item in _items(rest) if not _is_tensors(item)}
-    if isinstance(rest, list) or (isinstance(rest, Mark) and rest.name == _TUPLE):
+    if isinstance(rest, list) or (isinstance(rest, Mark) and rest.name == TUPLE):
         return list(items.values())
     return items if isinstance(rest, dict | Mark) else rest
 
 
 def _is_tensors(rest: Any) -> bool:
     """Return whether there are tensors in a part of a state, and nothing else."""
-    if isinstance(rest, Mark) and rest.name == _TENSOR:
+    if isinstance(rest, Mark) and rest.name in (TENSOR, SCALAR):
         return True
     items = [item for _, item in _items(rest)]
     return bool(items) and all(map(_is_tensors, items))
@@ -387,13 +344,15 @@ def _is_tensors(rest: Any) -> bool:
 
 def tied_paths(rest: Any) -> dict[str, str]:
     """Return the paths of tied tensors in the JSON part of a state, with those of their values."""
-    return {path: mark.content for path, mark in _marks(rest, "") if mark.name == _SAME}
+    return {path: mark.content for path, mark in _marks(rest, "") if mark.name == SAME}
 
 
 def value_paths(rest: Any, path: str = "") -> Iterator[str]:
     """Yield the paths of what is no tensor in the JSON part of a state."""
-    if isinstance(rest, dict | list) or (isinstance(rest, Mark) and rest.name in (_TUPLE, _KEYS)):
+    if isinstance(rest, Mark) and rest.name == CLASS:
+        yield from value_paths(rest.content["items"], path)
+    elif isinstance(rest, dict | list) or (isinstance(rest, Mark) and rest.name in (TUPLE, KEYS)):
         for name, item in _items(rest):
             yield from value_paths(item, _below(path, name))
-    elif not isinstance(rest, Mark):
+    elif not isinstance(rest, Mark) or rest.name == NUMPY:
         yield path

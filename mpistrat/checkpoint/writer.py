@@ -18,6 +18,7 @@ from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view, is_on_host
 from mpistrat.checkpoint.digests import ArrayDigest, digest_of_array, digest_of_text
 from mpistrat.checkpoint.format import DIGESTS, REPLICAS, STATE, VARIABLES, Header
+from mpistrat.checkpoint.json_marks import dump_json
 from mpistrat.checkpoint.nodes import Groups, write_attribute, write_values
 from mpistrat.checkpoint.ownership import WRITERS, Writers
 from mpistrat.checkpoint.raw_io import (
@@ -28,7 +29,6 @@ from mpistrat.checkpoint.raw_io import (
     pieces_on_host,
     write_at,
 )
-from mpistrat.checkpoint.state_json import dump_json
 from mpistrat.checkpoint.tensors import TensorArray
 from mpistrat.errors import CheckpointError
 

@@ -17,11 +17,12 @@ from mpistrat.arguments import as_bool, as_integer
 from mpistrat.arrays import Array, host_copy_to_send, host_view, is_number, native
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.prepared import dtype_name
-from mpistrat.comm.pack_plan import GatherPlan
 from mpistrat.comm.packing import placed_like
 from mpistrat.comm.wire import is_floating, named_dtype
+from mpistrat.errors import _ShapeMismatchError
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import consecutive, part_lengths
+from mpistrat.system.text import rank_list, ranks_by_value
 
 __all__ = ["AllToAll", "Broadcast", "Move", "Scatter", "Shift", "axis_of", "described"]
 
@@ -135,6 +136,29 @@ class _Route:
         return np.concatenate(pieces, axis=self.concat_axis)
 
 
+def _check_other_axes(call: CollectiveCall, shapes: Sequence[tuple[int, ...]], axis: int) -> None:
+    """Refuse arrays of the ranks that differ along other axes than `axis`, naming all ranks."""
+    others = [(len(shape), *shape[:axis], *shape[axis + 1 :]) for shape in shapes]
+    if len(set(others)) == 1:
+        return
+    channel = call.channel
+    noun = channel.place().partition(" ")[0]  # a rank, or one of several replicas of a rank
+    lines = [
+        f"  {rank_list(channel.names(ranks)).replace('rank', noun, 1)}: {shape}"
+        for shape, ranks in ranks_by_value(enumerate(shapes)).items()
+    ]
+    raise _ShapeMismatchError(
+        "\n".join(
+            [
+                f"{call.kind}: the shapes of the {noun}s may differ along concat_axis {axis} only:",
+                *lines,
+                "Bring arrays of the same length along each other axis, or choose another "
+                "concat_axis.",
+            ]
+        )
+    )
+
+
 def _along(axis: int, part: slice) -> tuple[slice, ...]:
     """Return the index of `part` of an axis."""
     return (*(slice(None),) * axis, part)
@@ -190,7 +214,7 @@ class AllToAll(Move):
             shapes_of_ranks = call.channel.exchange([np.shape(array) for array in arrays])
         shapes_of_leaves = [list(map(tuple, each)) for each in zip(*shapes_of_ranks, strict=True)]
         for shapes, (_, concat) in zip(shapes_of_leaves, axes, strict=True):
-            GatherPlan(shapes, concat).check(call.kind, call.channel.place)
+            _check_other_axes(call, shapes, concat)
         rank, size = call.channel.rank, call.channel.size
         for array, shapes, (split, concat) in zip(arrays, shapes_of_leaves, axes, strict=True):
             incoming = [

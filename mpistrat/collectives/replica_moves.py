@@ -151,7 +151,10 @@ class ReplicaMoves(ABC):
         Raises
         ------
         ValueError, TypeError
-            On every replica, for a value that is 0-d, an axis out of range or other shapes.
+            On every replica, for a value that is 0-d or an axis out of range.
+        EpochMismatchError
+            On every replica, if shapes differ along other axes than `concat_axis`: it names the
+            replicas and their shapes, and is a `ValueError` too.
         EpochError
             If the replicas disagree.
         """

@@ -19,13 +19,14 @@ from mpi4py import MPI
 from mpistrat.comm.mpi_transport import in_parts
 from mpistrat.comm.pool import Pool
 from mpistrat.mpi.survival import is_loss
+from mpistrat.mpi.world import largest_tag
 
 __all__ = ["BackOff", "Message", "Messenger", "Sending"]
 
 _ANY = MPI.ANY_SOURCE
 
-_HEAD = struct.Struct("<iiqq")
-"""Kind, number of buffers, number of the request, bytes of the body."""
+_HEAD = struct.Struct("<iiiqq")
+"""Kind, number of buffers, tag of the payloads, number of the request, bytes of the body."""
 _LENGTH = struct.Struct("<q")
 
 _INLINE_BYTES = 2048
@@ -117,7 +118,10 @@ class Messenger:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._headers = comm.Dup()
         self._payloads = comm.Dup()
-        """Of their own, so that no probe for headers finds them."""
+        """A separate communicator, so that no probe for headers finds them."""
+        self._next_tags = [0] * comm.size
+        """The tag of the next message with payloads to each rank."""
+        self._num_tags = largest_tag() + 1
         self.rank, self.size = comm.rank, comm.size
         self.lost: set[int] = set()
         self.on_loss: Callable[[list[int]], object] | None = None
@@ -145,10 +149,11 @@ class Messenger:
             length, body = -1, b""  # the last buffer is the body
         else:
             length = len(body)
-        parts: list[Any] = [_HEAD.pack(kind, len(flat), number, length)]
+        is_inline = sum(each.size for each in flat) <= _INLINE_BYTES
+        tag = 0 if is_inline else self._take_tag(destination)
+        parts: list[Any] = [_HEAD.pack(kind, len(flat), tag, number, length)]
         parts += [_LENGTH.pack(each.size) for each in flat]
         parts.append(body)
-        is_inline = sum(each.size for each in flat) <= _INLINE_BYTES
         if is_inline:
             parts += [each.tobytes() for each in flat]
         header = b"".join(parts)
@@ -160,7 +165,7 @@ class Messenger:
             if not is_inline:
                 for each in flat:
                     for part in in_parts(each):
-                        sending.requests.append(self._payloads.Isend(part, destination))
+                        sending.requests.append(self._payloads.Isend(part, destination, tag))
             if not is_inline:
                 _hurry(sending.is_done)
             if not sending.is_done():
@@ -171,8 +176,19 @@ class Messenger:
             return Sending(destination, [], [])
         return sending
 
+    def _take_tag(self, destination: int) -> int:
+        """Return the tag by which the receiver of a header finds the payloads of that message."""
+        # A receiver may ask for one lane only, and so read the headers of a rank in a different
+        # order than they were sent in. Without a tag, each would get the payloads of the other.
+        tag = self._next_tags[destination]
+        self._next_tags[destination] = (tag + 1) % self._num_tags
+        return tag
+
     def poll(self, source: int = _ANY, lane: int = MPI.ANY_TAG) -> Message | None:
-        """Return a message that has come, if there is one, and make progress with all others."""
+        """Return a message that has arrived, if there is one, and make progress with all others.
+
+        Messages of one rank on one lane are returned in the order in which they were sent.
+        """
         try:
             if self._sending:
                 self._sending = [each for each in self._sending if not each.is_done()]
@@ -196,7 +212,7 @@ class Messenger:
         self, source: int, lane: int, header: memoryview, asked: int, lane_asked: int
     ) -> Message | None:
         """Return the message of a header, or ``None`` while its buffers are coming."""
-        kind, count, number, length = _HEAD.unpack_from(header)
+        kind, count, tag, number, length = _HEAD.unpack_from(header)
         at = _HEAD.size + count * _LENGTH.size
         sizes = [size for (size,) in _LENGTH.iter_unpack(header[_HEAD.size : at])]
         body = header[at : at + max(length, 0)]
@@ -206,26 +222,34 @@ class Messenger:
             for size in sizes:
                 message.buffers.append(np.frombuffer(bytearray(header[at : at + size]), np.uint8))
                 at += size
-            return _complete(message, length)
-        requests = []
-        for size in sizes:
-            buffer = self._pool.take((size,), _BYTE)
-            message.buffers.append(buffer)
-            requests += [self._payloads.Irecv(part, source) for part in in_parts(buffer)]
-        _hurry(lambda: MPI.Request.Testall(requests))
+            if not self._arriving:
+                return _complete(message, length)
+            self._arriving.append(_Arriving(_complete(message, length), []))
+            return self._arrived(asked, lane_asked)  # one that was sent before goes first
+        requests: list[MPI.Request] = []
+        buffers = [self._pool.take((size,), _BYTE) for size in sizes]
+        message.buffers += buffers
+        # Noted before the first receive: where the sender is lost, its memory must stay.
         self._arriving.append(_Arriving(_complete(message, length), requests))
+        for buffer in buffers:
+            requests += [self._payloads.Irecv(part, source, tag) for part in in_parts(buffer)]
+        _hurry(lambda: MPI.Request.Testall(requests))
         return self._arrived(asked, lane_asked)
 
     def _arrived(self, source: int, lane: int) -> Message | None:
-        """Return the first message that is whole by now, of those that are asked for."""
-        for each in self._arriving:
+        """Return the first complete message of those that are asked for."""
+        earlier = set()
+        for i, each in enumerate(self._arriving):
             message = each.message
             if each.requests and MPI.Request.Testall(each.requests):
                 each.requests = []
             is_asked = source in (_ANY, message.source) and lane in (MPI.ANY_TAG, message.lane)
-            if is_asked and not each.requests:
-                self._arriving.remove(each)
+            line = message.source, message.lane
+            if is_asked and not each.requests and line not in earlier:
+                del self._arriving[i]
                 return message
+            if each.requests:
+                earlier.add(line)
         return None
 
     def _note(self, error: MPI.Exception) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.coordinator.closures import Closure, Travels, name_of_function
+from mpistrat.coordinator.closures import Closure, Travels
 from mpistrat.coordinator.dispatcher import Dispatcher
+from mpistrat.coordinator.functions import name_of_function
 from mpistrat.coordinator.per_worker import PerWorkerDataset
 from mpistrat.coordinator.serving import dispatcher_of
 from mpistrat.errors import ContextError, MpistratError
@@ -63,6 +64,13 @@ class RemoteValue(Travels):
             self._value = _as_value(value)
             self._is_read = True
         return self._value
+
+    def _fetch_or_error(self) -> Any:
+        """Return the result, or the error in its place."""
+        try:
+            return self.fetch()
+        except Exception as error:
+            return error.with_traceback(None)
 
     def get(self) -> Any:
         """Return `fetch()`. Local: on the chief."""
@@ -205,6 +213,65 @@ class ClusterCoordinator:
                 f"schedule: kwargs must be a dict of the keyword arguments, not {kwargs!r}."
             )
         return RemoteValue(dispatcher, dispatcher.schedule(fn, args, kwargs or {}))
+
+    def map(self, fn: Callable[..., Any], items: Iterable[Any], errors: str = "raise") -> list[Any]:
+        """Have workers call ``fn(item)`` for each item, and return the results. Local.
+
+        Parameters
+        ----------
+        fn : callable
+            Defined at module level. It is called with one argument.
+        items : iterable
+            The arguments. They travel like those of `schedule`.
+        errors : str
+            ``"raise"`` raises the first error of a call, and cancels the closures that wait.
+            ``"return"`` returns every result, and an exception in the place of each that is
+            missing: the error of the call, `WorkerLostError` if two workers have died while they
+            ran it, `CancelledError` if it could not run, for example because every worker is lost,
+            or the error of an item or a result that cannot be pickled. An error cancels no call.
+
+        Returns
+        -------
+        list
+            The results in the order of the items.
+
+        Raises
+        ------
+        ValueError
+            For another word in `errors`.
+        TypeError
+            If `fn` has no name by which workers find it; with ``"raise"`` also if an item cannot be
+            pickled.
+        UnavailableError
+            If a server, or every worker, was lost before; with ``"raise"`` also if it is lost now.
+        Exception
+            The error of a closure before; with ``"raise"`` also the first one of a call.
+
+        Examples
+        --------
+        >>> import math
+        >>> servers = ms.ParameterServerStrategy()
+        >>> if servers.cluster_resolver.task_type == "chief":
+        ...     coordinator = ms.coordinator.ClusterCoordinator(servers)
+        ...     roots = coordinator.map(math.sqrt, [4.0, -1.0, 9.0], errors="return")
+        ...     print(roots[0], type(roots[1]).__name__, roots[2])
+        ...     servers.close()
+        ... else:
+        ...     servers.serve()
+        2.0 ValueError 3.0
+        """
+        dispatcher = self._ready("map")
+        if errors not in ("raise", "return"):
+            raise ValueError(f'map: errors must be "raise" or "return", not {errors!r}.')
+        dispatcher.raise_failure()
+        if errors == "return":
+            closures = [dispatcher.schedule_independent(fn, item) for item in items]
+            return [RemoteValue(dispatcher, each)._fetch_or_error() for each in closures]
+        values = [self.schedule(fn, (item,)) for item in items]
+        for value in values:
+            dispatcher.wait_for(value._closure)
+        dispatcher.raise_failure()  # what has failed first, which has cancelled the others
+        return [value.fetch() for value in values]
 
     def join(self) -> None:
         """Wait until every closure is done, and raise the first error since the last one. Local."""

@@ -9,18 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.coordinator.closures import (
-    FAILED,
     Closure,
-    FunctionName,
     Outcome,
-    error_of,
-    name_of_function,
     pack_arguments,
     run_closure,
     unpack,
 )
+from mpistrat.coordinator.descriptions import describe_call
+from mpistrat.coordinator.functions import FunctionName, name_of_function
 from mpistrat.coordinator.per_worker import WorkerData
-from mpistrat.errors import CancelledError, UnavailableError
+from mpistrat.coordinator.workers import Worker
+from mpistrat.errors import CancelledError, UnavailableError, WorkerLostError
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.text import text_of
 from mpistrat.variables.parameter_client import Lane
@@ -36,36 +35,13 @@ _logger = logging.getLogger("mpistrat")
 _MAX_WAITING = 2**18
 """Closures that wait; `schedule` blocks while there are so many."""
 
-_IN_FLIGHT = 2
-"""Closures at a worker, so that it has the next one when it has done one."""
-
-_SHORT_NS = 50_000_000
-"""How long closures may take for a second one to be sent along. It would wait behind a long one
-while another worker has nothing to do."""
+_MAX_KILLED = 2
+"""Workers that a closure may kill before it fails."""
 
 _AT_ONCE = 256
 """Messages that are looked at in one turn."""
 
 _LOOK_S = 0.5
-
-
-class _Worker:
-    """What the chief knows of one worker."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.closures: deque[Closure] = deque()
-        """Those that it has, in the order in which it runs them."""
-        self.num_sent = 0
-        self.mean_ns = float(_SHORT_NS)
-        """How long its closures take, at least about."""
-        self.is_reported = False
-        """Whether the closure that it runs was reported for taking long."""
-
-    def has_room(self) -> bool:
-        """Return whether it is to get a closure."""
-        room = _IN_FLIGHT if self.mean_ns < _SHORT_NS else 1
-        return len(self.closures) < room
 
 
 class Dispatcher:
@@ -76,7 +52,7 @@ class Dispatcher:
         self._messages = extended._messages
         self._queue: deque[Closure] = deque()
         self._running: dict[int, Closure] = {}
-        self._workers = {rank: _Worker(rank) for rank in extended._workers}
+        self._workers = {rank: Worker(rank) for rank in extended._workers}
         self._alone = self._workers.pop(0, None) is not None
         """Whether this rank is the only worker."""
         self._number = 0
@@ -89,7 +65,9 @@ class Dispatcher:
         self.data = WorkerData(extended)
         self.ended: set[int] = set()
         """The ranks that have said that they are done."""
-        self._messages.on_loss = self._note_losses
+        self._new_losses: list[int] = []
+        """Ranks that are lost, and may have sent results before."""
+        self._messages.on_loss = self._new_losses.extend
         extended._pump = self.pump
 
     # What the program asks for
@@ -97,13 +75,44 @@ class Dispatcher:
     def schedule(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Closure:
         """Queue a call, and return it."""
         self.raise_failure()
+        closure = self._new(fn)
+        closure.body, closure.buffers = pack_arguments(
+            self._extended, self._name_of(fn), args, kwargs
+        )
+        self._wait_for_room()
+        self.raise_failure()
+        return self._queued(closure)
+
+    def schedule_independent(self, fn: Any, item: Any) -> Closure:
+        """Queue a call whose error is for its own result only, and return it.
+
+        An error that keeps it from being queued becomes its outcome.
+        """
+        closure = self._new(fn, is_independent=True)
+        try:
+            closure.body, closure.buffers = pack_arguments(
+                self._extended, self._name_of(fn), (item,), {}
+            )
+        except (TypeError, ValueError) as error:
+            closure.end(error)
+            return closure
+        self._wait_for_room()
+        known = self._extended._unavailable
+        if known is not None:
+            closure.end(CancelledError(f"The closure {closure!r} was not run: {known}"))
+            return closure
+        return self._queued(closure)
+
+    def _new(self, fn: Any, is_independent: bool = False) -> Closure:
         name = self._name_of(fn)
-        body, buffers = pack_arguments(self._extended, name, args, kwargs)
-        closure = Closure(self._number, name.path, body, buffers, self._generation)
         self._number += 1
+        return Closure(self._number - 1, name.path, self._generation, is_independent)
+
+    def _wait_for_room(self) -> None:
         if len(self._queue) >= _MAX_WAITING:
             self._wait(lambda: len(self._queue) < _MAX_WAITING)
-            self.raise_failure()
+
+    def _queued(self, closure: Closure) -> Closure:
         self._queue.append(closure)
         if self._alone:
             self._run_here()
@@ -138,10 +147,8 @@ class Dispatcher:
         """Return what a closure has returned, or raise its error."""
         outcome = closure.outcome
         assert outcome is not None
-        if not isinstance(outcome, Outcome):
-            raise type(outcome)(*outcome.args)
-        if outcome.kind == FAILED:
-            raise error_of(outcome)
+        if not isinstance(outcome, Outcome) or closure.has_failed():
+            raise closure.error()
         try:
             return unpack(self._extended, None, outcome.body, outcome.buffers)
         except Exception as error:  # objects raise what they like
@@ -157,8 +164,7 @@ class Dispatcher:
         failed, self._failed = self._failed, None
         if failed is not None:
             self._generation += 1
-            assert isinstance(failed.outcome, Outcome)
-            raise error_of(failed.outcome)
+            raise failed.error()
 
     def check_available(self) -> None:
         """Raise where nothing can run any more."""
@@ -185,17 +191,28 @@ class Dispatcher:
             return False
         self._is_pumping = True
         try:
-            num_taken = 0
-            while num_taken < _AT_ONCE:
-                message = self._messages.poll()
-                if message is None:
-                    break
-                num_taken += 1
-                self._take(message)
+            num_taken = self._take_all()
             self._dispatch()
         finally:
             self._is_pumping = False
         return num_taken > 0
+
+    def _take_all(self) -> int:
+        """Take the messages that have arrived, and return how many there were."""
+        num_taken, is_drained = 0, False
+        while num_taken < _AT_ONCE and not is_drained:
+            num_lost = len(self._new_losses)
+            message = self._messages.poll()
+            if message is not None:
+                num_taken += 1
+                self._take(message)
+            else:  # a rank whose loss this call has noticed may have sent results before
+                is_drained = len(self._new_losses) == num_lost
+        if is_drained and self._new_losses:
+            lost = tuple(self._new_losses)
+            self._new_losses.clear()
+            self._note_losses(lost)
+        return num_taken
 
     def _take(self, message: Message) -> None:
         if message.lane == Lane.REQUEST:
@@ -221,24 +238,30 @@ class Dispatcher:
         self._end(closure, Outcome(message.kind, message.body, message.buffers))
         self._send_to(worker)
 
-    def _end(self, closure: Closure, outcome: Outcome) -> None:
+    def _end(self, closure: Closure, outcome: Outcome | Exception) -> None:
         closure.end(outcome)
-        if outcome.kind != FAILED:
+        if closure.is_independent or not closure.has_failed():
             return
         if self._failed is None and closure.generation == self._generation:
             self._failed = closure
-            self.cancel("another closure has failed before.")
+            self.cancel(
+                "another closure has failed before. Schedule it again, once the error of that one "
+                "has been raised.",
+                spares_independent=True,
+            )
             return
-        error = error_of(outcome)
-        _logger.warning(
-            "closure %r has failed too: %s: %s", closure, type(error).__name__, text_of(error)
-        )
+        error = closure.error()
+        text = "\n".join([text_of(error), *getattr(error, "__notes__", ())])
+        _logger.warning("closure %r has failed too: %s: %s", closure, type(error).__name__, text)
 
-    def cancel(self, why: str) -> None:
-        """Cancel all closures that wait."""
+    def cancel(self, why: str, spares_independent: bool = False) -> None:
+        """Cancel all closures that wait, perhaps except those that are independent of errors."""
         queue, self._queue = self._queue, deque()
         for closure in queue:
-            closure.end(CancelledError(f"The closure {closure!r} was not run: {why}"))
+            if spares_independent and closure.is_independent:
+                self._queue.append(closure)
+            else:
+                closure.end(CancelledError(f"The closure {closure!r} was not run: {why}"))
 
     def _dispatch(self) -> None:
         if not self._queue:
@@ -248,9 +271,9 @@ class Dispatcher:
             if not self._queue:
                 return
 
-    def _send_to(self, worker: _Worker) -> None:
+    def _send_to(self, worker: Worker) -> None:
         """Send closures to a worker while it has room."""
-        while self._queue and worker.has_room():
+        while self._queue and worker.has_room(self._queue[0]):
             closure = self._queue.popleft()
             if not worker.closures:
                 closure.since_ns = time.monotonic_ns()
@@ -281,19 +304,38 @@ class Dispatcher:
                 self._become_unavailable(self._extended._describe_loss(rank))
                 continue
             closures = list(worker.closures)
+            if closures:
+                closures[0].killed += (name,)
+            ran = "; ".join(map(self._described, closures)) or "no closure"
+            again = ": again on another worker" if closures else ""
+            _logger.warning("The %s is lost. It ran %s%s.", name, ran, again)
             for closure in reversed(closures):
                 del self._running[closure.number]
                 closure.rank = None
-                self._queue.appendleft(closure)
-            ran = ", ".join(map(repr, closures)) or "no closure"
-            again = ": again on another worker" if closures else ""
-            _logger.warning("The %s is lost. It ran %s%s.", name, ran, again)
+                if len(closure.killed) < _MAX_KILLED:
+                    self._queue.appendleft(closure)
+                else:
+                    self._end(closure, self._error_of_killer(closure))
         if not self._workers and not self._alone and self._extended._unavailable is None:
             self._become_unavailable(
                 UnavailableError(
                     "Every worker is lost, so no closure can run. Start the job again."
                 )
             )
+
+    def _error_of_killer(self, closure: Closure) -> WorkerLostError:
+        """Return the error of a closure that is not run again, as it would kill the next worker."""
+        return WorkerLostError(
+            f"The closure {self._described(closure)}, was running on each of "
+            f"{len(closure.killed)} workers when they died: {', '.join(closure.killed)}. It is not "
+            "run on another one. Perhaps it needs more memory than a worker has, or crashes in "
+            "compiled code: run it by itself to see."
+        )
+
+    def _described(self, closure: Closure) -> str:
+        """Return which closure it is, and what it calls."""
+        call = describe_call(self._extended, closure.body, closure.buffers)
+        return f"{closure!r}, called as {call}"
 
     def _become_unavailable(self, error: UnavailableError) -> None:
         self._extended._unavailable = error
@@ -320,8 +362,8 @@ class Dispatcher:
             if ran_s > limit_s:
                 worker.is_reported = True
                 _logger.warning(
-                    "The closure %r has run for %.0f s on the %s, which is %s.",
-                    *(closure, ran_s, self._extended._name_of_rank(worker.rank)),
+                    "The closure %s, has run for %.0f s on the %s, which is %s.",
+                    *(self._described(closure), ran_s, self._extended._name_of_rank(worker.rank)),
                     self._extended._whereabouts(worker.rank),
                 )
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import context
-from mpistrat.coordinator.closures import FunctionName, Travels, find_function
+from mpistrat.coordinator.closures import Travels
+from mpistrat.coordinator.functions import FunctionName, find_function
 from mpistrat.errors import ClosureInputError, ContextError, OutOfRangeError
 from mpistrat.values import localize
 

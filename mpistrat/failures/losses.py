@@ -9,12 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.departures import Departure
 from mpistrat.errors import EpochError
 from mpistrat.failures import logs
+from mpistrat.failures.exit_code import bound_end_of_mpi, end_without_mpi, note_exit_code
 from mpistrat.failures.process_state import process
 from mpistrat.mpi.survival import (
     FLAG,
@@ -25,8 +26,6 @@ from mpistrat.mpi.survival import (
     why_not_tolerant,
 )
 from mpistrat.mpi.world import failed_world_ranks, world_ranks
-from mpistrat.native import native_library
-from mpistrat.system import exit_hooks
 from mpistrat.system.text import rank_list
 
 if TYPE_CHECKING:
@@ -51,8 +50,6 @@ _logger = logging.getLogger("mpistrat")
 
 _PRINT_S = 0.3
 """For a launcher to read the last line."""
-_END_S = 5.0
-"""For MPI to end, which waits for the other ranks."""
 
 
 def has_proven_tolerance(comm: MPI.Intracomm) -> bool:
@@ -77,21 +74,14 @@ def leave_out(channel: Channel, lost: Collection[int]) -> None:
     process.has_left = True
     logs.flush()
     _logger.info("The job ends without %s.", rank_list(sorted(lost)))
-    _ExitCode.keep()
+    end_without_mpi()
 
 
 def outlive_losses() -> None:
     """Have this process end as its program does, also where ranks are lost at its end."""
     process.outlives_losses = True
-    process.when_all_have_ended = _bound_end
-    _ExitCode.note()
-
-
-def _bound_end() -> None:
-    # A rank that is killed in MPI_Finalize of Open MPI may keep the others there for ever.
-    library = native_library()
-    if library is not None:
-        library.end_within(int(_END_S * 1000), _ExitCode.code)
+    process.when_all_have_ended = bound_end_of_mpi
+    note_exit_code()
 
 
 def find_lost(channel: Channel) -> bool:
@@ -111,7 +101,7 @@ def leave_lost(channel: Channel) -> None:
         process.channels.remove(channel)
     ranks = channel.transport.world_ranks
     process.lost.update(ranks[rank] for rank in channel.departures.lost())
-    _ExitCode.keep()
+    end_without_mpi()
 
 
 @contextlib.contextmanager
@@ -134,7 +124,7 @@ def _end_alone(comm: MPI.Intracomm) -> None:
     """Have this process end by itself where it has no strategy: the end of MPI would crash."""
     if not process.channels and (lost := failed_ranks_soon(comm)):
         process.lost.update(world_ranks(comm)[rank] for rank in lost)
-        _ExitCode.keep()
+        end_without_mpi()
 
 
 def loss_error(comm: MPI.Intracomm, ranks: Sequence[int], what: str) -> EpochError:
@@ -151,7 +141,7 @@ def note_lost() -> None:
     process.lost.update(failed_world_ranks())
     leave_replaced()
     if process.lost:  # the end of MPI may wait for them, also where they were in no channel
-        _ExitCode.keep()
+        end_without_mpi()
 
 
 def leave_replaced() -> None:
@@ -165,7 +155,7 @@ def leave_replaced() -> None:
     kept = [each for each in channels if not _is_replaced(each, channels)]
     if len(kept) < len(channels):
         process.channels = kept
-        _ExitCode.keep()
+        end_without_mpi()
 
 
 def _is_replaced(channel: Channel, channels: Sequence[Channel]) -> bool:
@@ -189,47 +179,6 @@ def _has_newer(channel: Channel, channels: Sequence[Channel]) -> bool:
         each.closed is None and members - process.lost <= set(each.transport.world_ranks)
         for each in newer
     )
-
-
-class _ExitCode:
-    """The exit code of this process, which ends itself."""
-
-    code = 0
-    _exit: Any = None
-    _is_kept = False
-
-    @classmethod
-    def note(cls) -> None:
-        """Note the code that the program gives."""
-        if cls._exit is None:
-            cls._exit = sys.exit
-            sys.exit = cls._note
-            exit_hooks.at(exit_hooks.Phase.FAILED, cls._note_failure)
-
-    @classmethod
-    def keep(cls) -> None:
-        """End the process with the code that the program gives, at its end."""
-        cls.note()
-        if not cls._is_kept:
-            cls._is_kept = True
-            exit_hooks.at(exit_hooks.Phase.AFTER_LAST_ROUND, cls._end)
-
-    @classmethod
-    def _note(cls, status: Any = None, /) -> NoReturn:
-        cls.code = status if isinstance(status, int) else int(status is not None)
-        cls._exit(status)
-        raise AssertionError  # sys.exit has raised
-
-    @classmethod
-    def _note_failure(cls, failure: exit_hooks.Failure) -> None:
-        cls.code = 1
-
-    @classmethod
-    def _end(cls) -> None:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(cls.code & 0xFF)
 
 
 def leave_without(lost: int, what: str, is_first: bool) -> None:

@@ -18,6 +18,7 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Status
 from mpistrat.errors import EpochError, LaunchError
 from mpistrat.failures import logs, losses
+from mpistrat.failures.exit_code import note_exit_code
 from mpistrat.failures.logs import print_line
 from mpistrat.failures.process_state import process
 from mpistrat.failures.report import describe_failure, format_failure, print_failures
@@ -62,6 +63,7 @@ def register_channel(channel: Channel, is_over: Callable[[], bool], world_size: 
     """Have this process take part in the last rounds of `channel` when it ends."""
     if not process.channels:
         process.is_over, process.world_size = is_over, world_size
+        note_exit_code(only_if_tolerant=True)
     process.channels.append(channel)
 
 

@@ -42,7 +42,7 @@ class Launcher:
     has_only_pmix: bool = False
     """Whether a library can find the other tasks by PMIx and by nothing else."""
     is_inherited: bool = False
-    """Whether the variables are those of a parent process, whose connection is not open here."""
+    """Whether a rank started this process, which has its variables but not its connection."""
 
     @property
     def title(self) -> str:
@@ -52,9 +52,10 @@ class Launcher:
     def remedy(self, library: str) -> str:
         """Return how to start tasks so that those of the MPI library `library` find each other."""
         if self.is_inherited:
+            unset = _UNSET_PMIX if self.has_only_pmix else _UNSET_PMI
             return (
-                "Start this process without them: env -u PMI_FD -u PMI_RANK -u PMI_SIZE "
-                "-u SLURM_STEP_ID. mpistrat.testing.run_on_ranks does so."
+                f"Start this process without them: env {unset}. mpistrat.testing.run_on_ranks does "
+                "so."
             )
         if self.name == "slurm":
             flag, family = srun_flag(library)
@@ -72,6 +73,9 @@ class Launcher:
             )
         return f"Start the job with the mpiexec of this library, {library}."
 
+
+_UNSET_PMI = "-u PMI_FD -u PMI_RANK -u PMI_SIZE -u SLURM_STEP_ID"
+_UNSET_PMIX = "-u PMIX_NAMESPACE -u PMIX_RANK -u OMPI_COMM_WORLD_SIZE -u SLURM_STEP_ID"
 
 _TITLES = {
     "slurm": "Slurm",
@@ -159,7 +163,7 @@ def find_launcher(variables: Mapping[str, str] | None = None) -> Launcher:
                 _number(variables, marks.local_task),
                 variables.get("SLURM_MPI_TYPE") if marks.name == "slurm" else None,
                 "PMIX_NAMESPACE" in variables and "PMI_FD" not in variables,
-                "PMI_FD" in variables and not _is_connected(variables),
+                _is_inherited(variables),
             )
     return Launcher("none", 1, node_name)
 
@@ -228,6 +232,37 @@ def _parent_program() -> str:
         return Path(f"/proc/{os.getppid()}/comm").read_text().strip()
     except OSError:
         return ""
+
+
+def _is_inherited(variables: Mapping[str, str]) -> bool:
+    """Return whether the variables of a rank are those of a process that has started this one."""
+    if "PMI_FD" in variables:
+        return not _is_connected(variables)
+    if "PMIX_NAMESPACE" not in variables:
+        return False
+    # PMIx accepts a second process of the same name, which then waits for ranks that do not come.
+    pid, own = os.getppid(), _pmix_name(variables)
+    while pid > 1:
+        try:
+            entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+            pairs = (entry.partition("=") for entry in entries.split("\0"))
+            if _pmix_name({name: value for name, _, value in pairs}) != own:
+                return False
+            # A script that only starts the rank has the variables too, but no MPI library.
+            if _MPI_LIBRARY.search(Path(f"/proc/{pid}/maps").read_text(errors="replace")):
+                return True
+            status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+            pid = int(status.rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return False
+    return False
+
+
+def _pmix_name(variables: Mapping[str, str]) -> tuple[str | None, str | None]:
+    return variables.get("PMIX_NAMESPACE"), variables.get("PMIX_RANK")
+
+
+_MPI_LIBRARY = re.compile(r"/libmpi[^/]*\.so")
 
 
 def _is_connected(variables: Mapping[str, str]) -> bool:

@@ -7,8 +7,10 @@ mpi4py has the functions everywhere, as stand-ins where the library has nothing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -24,6 +26,7 @@ __all__ = [
     "failed_ranks",
     "failed_ranks_now",
     "failed_ranks_soon",
+    "finalize_within",
     "has_failed",
     "is_loss",
     "is_revoked",
@@ -157,3 +160,19 @@ def revoked_on_loss(comm: MPI.Comm) -> Iterator[None]:
         if lost_ranks(comm, error) is not None:
             revoke(comm)
         raise
+
+
+def finalize_within(limit_s: float) -> bool:
+    """End MPI, which may wait for dead ranks forever, and return whether MPI says that it has.
+
+    Local. After `limit_s` a thread is left to wait.
+    """
+    from mpi4py import MPI
+
+    # mpi4py's own function keeps Python's lock, and everything would wait with it.
+    with contextlib.suppress(OSError, AttributeError):
+        function = ctypes.CDLL(MPI.__file__).MPI_Finalize
+        thread = threading.Thread(target=function, name="mpistrat-finalize", daemon=True)
+        thread.start()
+        thread.join(limit_s)
+    return bool(MPI.Is_finalized())

@@ -151,14 +151,15 @@ def is_started() -> bool:
 
 def _start(launcher: Launcher) -> None:
     """Start MPI, or raise `LaunchError` where it has no connection to the launcher."""
-    # MPICH would end the process inside MPI_Init, so the library is loaded and asked first.
+    # MPICH would end the process inside MPI_Init, and Open MPI would wait there, so the library is
+    # loaded and asked first.
     if launcher.is_inherited:
         load_library()
-        if library_version().startswith("MPICH"):
+        if launcher.has_only_pmix or library_version().startswith("MPICH"):
             raise LaunchError(
                 f"This process is none of the {launcher.num_tasks} task(s) that {launcher.title} "
-                "started, but has inherited the variables of one, without its connection. "
-                f"{launcher.remedy('')}"
+                "started, but has inherited the variables of one, without its connection. It was "
+                f"probably started by a rank. {launcher.remedy('')}"
             )
     if launcher.has_only_pmix:
         file = load_library()

@@ -5,6 +5,8 @@
 #include "native.h"
 
 #include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -42,4 +44,26 @@ PyObject *mpistrat_end_within(PyObject *module, PyObject *const *args, Py_ssize_
     if (!is_registered)
         is_registered = Py_AtExit(begin) == 0;
     Py_RETURN_NONE;
+}
+
+#ifdef __GLIBC__
+static void leave(int status, void *unused)
+{
+    (void)unused;
+    fflush(NULL);
+    _exit(status);
+}
+#endif
+
+/* leave_at_exit(): once Python has ended, end the process with the exit code of the program, without
+   the exit functions of libraries, which may wait for a thread that hangs. Return whether that is
+   possible. */
+PyObject *mpistrat_leave_at_exit(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    (void)module, (void)args, (void)num_args;
+#ifdef __GLIBC__
+    return PyBool_FromLong(on_exit(leave, NULL) == 0); /* what comes last is called first */
+#else
+    Py_RETURN_FALSE;
+#endif
 }

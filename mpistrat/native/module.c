@@ -38,6 +38,7 @@ static PyMethodDef functions[] = {
     FAST("park", mpistrat_park),
     FAST("has_taken", mpistrat_has_taken),
     FAST("end_within", mpistrat_end_within),
+    FAST("leave_at_exit", mpistrat_leave_at_exit),
     {"describe", mpistrat_describe, METH_O, NULL},
     {"address", mpistrat_address, METH_O, NULL},
     {"addresses", mpistrat_addresses, METH_O, NULL},

@@ -61,6 +61,6 @@ fast_function mpistrat_make_turn, mpistrat_hand_over, mpistrat_park,
     mpistrat_has_taken;
 
 /* ending.c */
-fast_function mpistrat_end_within;
+fast_function mpistrat_end_within, mpistrat_leave_at_exit;
 
 #endif

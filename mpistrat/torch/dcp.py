@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from mpistrat.checkpoint.json_marks import dump_json
 from mpistrat.checkpoint.ranks import checked_path, this_worker
 from mpistrat.checkpoint.shards import Room, digests_in_file, write_box
-from mpistrat.checkpoint.state_json import dump_json, json_part
+from mpistrat.checkpoint.state_json import json_part
 from mpistrat.checkpoint.tensors import Box
 from mpistrat.checkpoint.writer import explaining
 from mpistrat.errors import CheckpointError

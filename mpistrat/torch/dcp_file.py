@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mpistrat.checkpoint.format import Header, check_path
+from mpistrat.checkpoint.json_marks import load_json
 from mpistrat.checkpoint.object_graph import check_disjoint
 from mpistrat.checkpoint.ranks import Worker, divide_work, share_out
 from mpistrat.checkpoint.shards import Room, Written, sign
-from mpistrat.checkpoint.state_json import load_json, tensor_mark
+from mpistrat.checkpoint.state_json import tensor_mark
 from mpistrat.checkpoint.tensors import world_strategy
 from mpistrat.checkpoint.writer import (
     CheckpointWriter,

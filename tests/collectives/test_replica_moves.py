@@ -7,6 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.errors import EpochMismatchError
+from mpistrat.system.text import rank_list
 
 OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 DTYPES = ("i1", "u8", "i4", "f2", "f4", "f8", "c16")
@@ -354,9 +355,22 @@ def test_a_root_must_give_something(strategy, size):
             run(strategy, lambda ctx: ctx.scatter(None))
 
 
-def test_lengths_that_differ_elsewhere_are_an_error_on_every_rank(strategy, rank, size):
+OTHER_AXES = {
+    (0, 0): ((4, 2), (4, 3)),
+    (0, 1): ((4, 2), (5, 2)),
+    (1, 0): ((3, 2), (3, 2, 4)),
+}
+"""Shapes of even and odd ranks that do not fit, by `split_axis` and `concat_axis`."""
+
+
+@pytest.mark.parametrize("error", [ms.errors.CollectiveMismatchError, ValueError])
+@pytest.mark.parametrize("axes", OTHER_AXES, ids=str)
+def test_shapes_that_differ_elsewhere_are_a_mismatch(strategy, rank, size, axes, error):
     if size == 1:
         pytest.skip("one rank has nobody to differ from")
-    with pytest.raises(ValueError, match="all_to_all"):
-        run(strategy, lambda ctx: ctx.all_to_all(np.ones((4, 2 + rank)), 0, 0))
+    shapes = OTHER_AXES[axes]
+    with pytest.raises(error, match=f"along concat_axis {axes[1]} only") as caught:
+        run(strategy, lambda ctx: ctx.all_to_all(np.ones(shapes[rank % 2]), *axes))
+    for odd, shape in enumerate(shapes):
+        assert f"{rank_list(range(odd, size, 2))}: {shape}\n" in str(caught.value)
     assert run(strategy, lambda ctx: ctx.all_reduce("sum", 1.0)) == size

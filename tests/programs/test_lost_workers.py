@@ -174,6 +174,109 @@ def test_the_chief(tmp_path, monkeypatch):
     assert not left_over(tmp_path)
 
 
+EXIT = (
+    PROGRAM.partition("def push(")[0]
+    + """
+def end(how):
+    if how == "exit":
+        sys.exit(3)
+    if how == "raise":
+        raise SystemExit(3)
+    if how == "error":
+        raise KeyError("too bad")
+    if how == "close":
+        strategy.close()
+        sys.exit(3)
+    if how == "caught":
+        try:
+            sys.exit(3)
+        except SystemExit:
+            pass
+def main():
+    coordinator = ms.coordinator.ClusterCoordinator(strategy)
+    values = [coordinator.schedule(work, (number,)) for number in range(20, 40)]
+    coordinator.join()
+    assert coordinator.fetch(values) == list(range(20, 40))
+    end(sys.argv[4])
+if strategy.cluster_resolver.task_type == "chief":
+    main()
+else:
+    strategy.serve()
+"""
+)
+CODES = {"exit": 3, "raise": 3, "error": 1, "close": 3, "caught": 0}
+
+
+@pytest.mark.quick("exit")
+@pytest.mark.parametrize("how", CODES)
+def test_the_exit_code_is_that_of_the_chief(tmp_path, monkeypatch, how):
+    """Run more often by ``MPISTRAT_REPEATS=20``, by hand."""
+    repeats = int(os.environ.get("MPISTRAT_REPEATS", "1"))
+    monkeypatch.delenv("MPISTRAT_REPEATS", raising=False)
+    for number in range(repeats):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        arguments = "0", "[2]", "in a closure", how
+        done = start(folder, monkeypatch, 3, *arguments, program=EXIT).finish(40)
+        assert done.returncode == CODES[how], (number, done.stdout, done.stderr)
+        assert "is lost" in done.stderr
+        assert done.stderr.count("Traceback") == int(how == "error"), done.stderr
+        assert not left_over(folder)
+
+
+KILLER = (
+    PROGRAM.partition("def work(")[0]
+    + """
+def work(number):
+    time.sleep(0.02)
+    if number == 7:
+        die()
+    counter.assign_add(1, read_value=False)
+    return number
+if strategy.cluster_resolver.task_type != "chief":
+    strategy.serve()
+    sys.exit()
+coordinator = ms.coordinator.ClusterCoordinator(strategy)
+if moment == "map":
+    results = coordinator.map(work, range(30), errors="return")
+    error = results[7]
+    assert isinstance(error, ms.errors.WorkerLostError), error
+    assert [n for n, each in enumerate(results) if isinstance(each, int) and each == n] == [
+        n for n in range(30) if n != 7
+    ], results
+    coordinator.join()
+    assert coordinator.schedule(work, (1,)).fetch() == 1
+else:
+    values = [coordinator.schedule(work, (number,)) for number in range(30)]
+    try:
+        coordinator.join()
+    except ms.errors.WorkerLostError as raised:
+        error = raised
+    for number, value in enumerate(values):
+        try:
+            assert value.fetch() == number
+        except ms.errors.WorkerLostError:
+            assert number == 7
+        except ms.errors.CancelledError as cancelled:
+            assert "Schedule it again" in str(cancelled)
+print("error:", error)
+"""
+)
+
+
+@pytest.mark.quick("map")
+@pytest.mark.parametrize("how", ["map", "join"])
+def test_a_closure_that_kills_its_workers_fails(tmp_path, monkeypatch, how):
+    done = start(tmp_path, monkeypatch, 5, "1", "[]", how, program=KILLER).finish(40)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [each for each in done.stdout.splitlines() if each.startswith("error:")]
+    assert "work #7, called as work(7), was running on each of 2 workers" in line
+    text = ours(done.stderr)
+    assert text.count("is lost") == 2, text
+    assert text.count("work #7, called as work(7)") == 2, text
+    assert not left_over(tmp_path)
+
+
 ITERATORS = (
     PROGRAM.partition("def work(")[0]
     + """
@@ -216,19 +319,36 @@ def test_iterators_of_a_lost_worker_are_gone(tmp_path, monkeypatch):
 
 
 CAMPAIGN = (
-    PROGRAM.partition('print("tolerant:"')[0]
+    PROGRAM.partition('print("tolerant:"')[0].replace(
+        "rank = strategy.rank",
+        """    table = ms.Variable(np.full(3000, 7.0), name="table")
+rank = strategy.rank
+def add(number, argument):
+    read = table.value()
+    assert (read == 7).all() and (argument == number).all(), (number, read[0], argument[0])
+    return work(number), argument""",
+        1,
+    )
     + """
 count, in_push = 300, set(range(10, 300, 25))
+def scheduled(number):
+    if number in in_push:
+        return coordinator.schedule(push, (number,))
+    argument = np.full((256, 257, 3000)[number % 3], float(number))
+    return coordinator.schedule(add, (number, argument))
+def number_of(value):
+    if isinstance(value, int):
+        return value
+    number, argument = value
+    assert (argument == number).all(), number
+    return number
 values = []
 print("tolerant", flush=True)
 try:
     coordinator = ms.coordinator.ClusterCoordinator(strategy)
-    values = [
-        coordinator.schedule(push if number in in_push else work, (number,))
-        for number in range(count)
-    ]
+    values = [scheduled(number) for number in range(count)]
     coordinator.join()
-    assert coordinator.fetch(values) == list(range(count))
+    assert list(map(number_of, coordinator.fetch(values))) == list(range(count))
     last = large.numpy()
     assert (last == last[0]).all() and int(last[0]) in in_push
     print("total", int(counter.numpy()) + len(in_push))
@@ -236,10 +356,14 @@ try:
 except ms.errors.UnavailableError as error:
     for number, value in enumerate(values):
         try:
-            assert value.fetch() == number
-        except (ms.errors.CancelledError, ms.errors.UnavailableError):
+            assert number_of(value.fetch()) == number
+        except (
+            ms.errors.CancelledError, ms.errors.UnavailableError, ms.errors.WorkerLostError
+        ):
             continue
     print("unavailable:", error, flush=True)
+except ms.errors.WorkerLostError as error:
+    print("unlucky:", error, flush=True)
 """
 )
 
@@ -275,7 +399,8 @@ def test_kills_at_random_moments(tmp_path, monkeypatch):
         what = (number, num_ps, victims, done.returncode, done.stdout, done.stderr)
         assert not left_over(folder), what
         assert "AssertionError" not in done.stderr, what
-        ending = next((e for e in ("joined", "unavailable") if e in done.stdout), "ended")
+        endings = ("joined", "unavailable", "unlucky")
+        ending = next((e for e in endings if e in done.stdout), "ended")
         role = "chief" if 0 in victims else "ps" if num_ps and 1 in victims else "worker"
         seen[f"{role}: {ending}"] += 1
         if "joined" in done.stdout:
@@ -284,6 +409,9 @@ def test_kills_at_random_moments(tmp_path, monkeypatch):
         elif "unavailable" in done.stdout:
             # The server, or every worker.
             assert (num_ps, victims) in ((1, [1]), (1, [2, 3])), what
+        elif "unlucky" in done.stdout:
+            # The same closure was running on both when they were killed.
+            assert len(victims) == 2, what
         else:
             assert victims == [0], what
             assert done.returncode != 0, what
