@@ -33,7 +33,7 @@ class Call:
 
     # Where the check raises on this rank, it brings a refusal to the round in place of a call. If
     # all ranks refuse, each raises its own error and the strategy stays usable; if only some do,
-    # the others raise an `EpochMismatchError` that names them.
+    # the others raise a `CollectiveMismatchError` that names them.
 
     _place: Place = None
     """The line of the user's code, once this has begun."""
@@ -176,7 +176,7 @@ class Call:
         entry.agreed_ns = monotonic_ns()
         entry.state = _AGREED
 
-    def disagreement(self, signature: tuple[Any, ...]) -> errors.EpochError:
+    def disagreement(self, signature: tuple[Any, ...]) -> errors.CollectiveError:
         """Return the error to raise where the ranks do not agree on it. **Collective**."""
         channel = self.channel
         report = channel.report(self.format_signature(*signature[3:]), call_site())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from mpistrat.errors import EpochError, EpochMismatchError
+from mpistrat.errors import CollectiveError, CollectiveMismatchError
 from mpistrat.system.text import rank_list
 
 __all__ = [
@@ -119,20 +119,20 @@ _CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
 
 def disagreement_error(
     reports: Sequence[dict[str, Any]], rank: int, ranks: Sequence[int] | None = None
-) -> EpochError:
+) -> CollectiveError:
     """Return the error of `rank` for the `Channel.report` of each rank, called as in `ranks`."""
     names = range(len(reports)) if ranks is None else ranks
     by_name = dict(zip(names, reports, strict=True))
     guilty = [each for each, report in by_name.items() if report["cause"]]
     ended = [each for each, report in by_name.items() if report["ended"]]
     table = _describe_disagreement(by_name)
-    error: EpochError
+    error: CollectiveError
     if ended:
-        error = EpochError(
+        error = CollectiveError(
             f"{rank_list(ended)} ended, so this collective can never complete:\n{table}"
         )
     else:
-        error = EpochMismatchError(
+        error = CollectiveMismatchError(
             f"The ranks disagree:\n{table}\n"
             "Every rank must make the same collective calls in the same order, with the same "
             "op, dtype, shape, structure and name."

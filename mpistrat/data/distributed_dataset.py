@@ -19,7 +19,7 @@ from mpistrat.data.iterators import ElementIterator, Position
 from mpistrat.data.pipeline import Pipeline, Prepare
 from mpistrat.data.spec import empty_batch, open_batch
 from mpistrat.data.transfer import transfer_to
-from mpistrat.errors import DataError, EpochError
+from mpistrat.errors import CollectiveError, DataError
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
@@ -36,7 +36,7 @@ class DistributedDataset:
 
     Where an element cannot be made on one rank, because its part of a file is damaged or a
     function given to `Dataset.map` raises, that rank gets the error and the others an
-    `EpochMismatchError` that names it, at their next collective.
+    `CollectiveMismatchError` that names it, at their next collective.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ class DistributedDataset:
                         yield nests.map_nest(per_replica_of, next(elements))
                     except StopIteration:
                         return
-                    except EpochError:
+                    except CollectiveError:
                         raise
                     except Exception as error:
                         self._report(error)

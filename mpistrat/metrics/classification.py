@@ -104,7 +104,7 @@ class Precision(_BinaryCounts):
     ------
     TypeError, ValueError
         If a parameter has another form.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter.
 
     Examples
@@ -132,7 +132,7 @@ class Recall(_BinaryCounts):
     ------
     TypeError, ValueError
         If a parameter has another form.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter.
 
     Examples
@@ -172,7 +172,7 @@ class F1(SumsByUpdate):
     ------
     TypeError, ValueError
         If a parameter has another form.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter.
 
     Examples

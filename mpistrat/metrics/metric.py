@@ -115,7 +115,7 @@ class Metric(Trackable, abc.ABC, Generic[_Result], metaclass=context.MadeInScope
             In a context of another strategy than the metric's.
         ValueError
             If the metric gets its sums by its first update, and has had none.
-        EpochError
+        CollectiveError
             If the ranks disagree.
         """
         if not self._sums:

@@ -2,7 +2,7 @@
 
 A strategy works on a private duplicate of the user's communicator, so that messages of the user
 cannot match ours. All strategies on one communicator share the duplicate and with it one sequence
-of collectives. After an `EpochError` the next strategy gets a fresh one.
+of collectives. After a `CollectiveError` the next strategy gets a fresh one.
 """
 
 from __future__ import annotations

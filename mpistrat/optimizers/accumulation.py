@@ -117,7 +117,7 @@ class GradientAccumulator(Trackable):
         If a variable belongs to another strategy.
     NotImplementedError
         Under `ParameterServerStrategy`.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on the variables.
 
     Examples
@@ -270,7 +270,7 @@ class GradientAccumulator(Trackable):
             If nothing has been added.
         ContextError
             In a context of another strategy.
-        EpochMismatchError
+        CollectiveMismatchError
             If the ranks disagree on the number of calls of `add`, or on which variables got a
             gradient.
         """
@@ -327,7 +327,7 @@ class GradientAccumulator(Trackable):
             If `optimizer` is none.
         ContextError
             If `optimizer` belongs to another strategy, or in a context of another strategy.
-        EpochMismatchError
+        CollectiveMismatchError
             If the ranks disagree on the number of calls of `add`, or on which variables got a
             gradient.
         """

@@ -48,7 +48,7 @@ class LossScale(Trackable, metaclass=context.MadeInScope):
         If `growth_interval` is no integer, or another parameter no number.
     ValueError
         For a value out of range.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter.
 
     Examples

@@ -80,7 +80,7 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         If a parameter has another type.
     ValueError
         For a value out of range.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter. A program may set one between two steps; the next
         step checks it again.
 
@@ -206,7 +206,7 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
             If `IndexedSlices` have an index out of range.
         ContextError
             If a variable, or the optimizer, belongs to another strategy.
-        EpochError
+        CollectiveError
             If the ranks disagree, for example about which gradient is ``None``.
         """
         frame = context.current()

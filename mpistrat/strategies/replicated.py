@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import context, nests
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.errors import EpochError
+from mpistrat.errors import CollectiveError
 from mpistrat.layout import Layout
 from mpistrat.options import (
     CommunicationOptions,
@@ -251,7 +251,7 @@ class ReplicatedExtended(StrategyExtended):
 def _note_replica(error: BaseException, note: str) -> None:
     """Have tracebacks of `error` end with a `note`, if it does not name the replicas itself."""
     notes = getattr(error, "__notes__", [])
-    if not isinstance(error, EpochError) and note not in notes:
+    if not isinstance(error, CollectiveError) and note not in notes:
         vars(error)["__notes__"] = [*notes, note]  # Python 3.10 has no add_note
 
 

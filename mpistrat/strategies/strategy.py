@@ -64,7 +64,8 @@ class Strategy(LogicalDevices, ClusterMember):
 
         **Collective**. Strategies on one communicator share these, and the last one frees them.
         What needs the strategy afterwards raises `RuntimeError`; mirrored variables can still be
-        read. After an `EpochError` the end of the program frees them. A second call does nothing.
+        read. After a `CollectiveError` the end of the program frees them. A second call does
+        nothing.
         """
         self._extended._close()
 
@@ -202,7 +203,7 @@ class Strategy(LogicalDevices, ClusterMember):
             Inside a replica function.
         ValueError, TypeError
             For a bad argument, or SUM or PROD of a mirrored value.
-        EpochError
+        CollectiveError
             If the ranks disagree.
         """
         return self._extended._reduce(reduce_op, value, axis)

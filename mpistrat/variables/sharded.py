@@ -139,7 +139,7 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
         IndexError
             For a number below 0 or past the end, on every rank if all have one: the strategy stays
             usable then.
-        EpochMismatchError
+        CollectiveMismatchError
             If only other ranks have one.
         """
         with self._collectives.call("lookup", self.name) as call:

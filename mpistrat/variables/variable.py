@@ -89,7 +89,7 @@ class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
     ValueError
         For `synchronization` NONE, an unknown mode, MEAN on a dtype that is not floating, or a
         value that is no numeric array.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on name, shape, dtype or modes.
 
     Examples

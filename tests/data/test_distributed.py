@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.errors import DataError, EpochMismatchError
+from mpistrat.errors import CollectiveMismatchError, DataError
 from mpistrat.values import PerReplica, localize
 
 
@@ -109,7 +109,7 @@ def test_bad_arguments_on_one_rank(rank, size, call):
     strategy = ms.MPIStrategy(device="cpu")
     dataset = ms.data.Dataset.range(4).batch(2)
     is_bad = rank == size - 1
-    expected = TypeError if is_bad else EpochMismatchError
+    expected = TypeError if is_bad else CollectiveMismatchError
     with pytest.raises(expected, match="Dataset|InputContext|refused"):
         if call == "experimental_distribute_dataset":
             strategy.experimental_distribute_dataset([1, 2] if is_bad else dataset)
@@ -193,7 +193,7 @@ def test_an_error_in_the_data_of_one_rank_reaches_the_others(strategy, rank, siz
             count, ms.data.ArraySpec((), np.int64)
         ).batch(1)
     )
-    with pytest.raises(KeyError if rank == size - 1 else EpochMismatchError, match="no more"):
+    with pytest.raises(KeyError if rank == size - 1 else CollectiveMismatchError, match="no more"):
         list(batches)
 
 
@@ -227,7 +227,7 @@ def test_an_error_while_reading_closes_what_the_others_wait_in(strategy, rank, s
         # Each rank iterates over everything, so that every rank meets what it stumbles over.
         dataset = dataset.with_options(auto_shard_policy=OFF)
     batches = strategy.experimental_distribute_dataset(dataset)
-    with pytest.raises(KeyError if is_guilty else EpochMismatchError, match="no more"):
+    with pytest.raises(KeyError if is_guilty else CollectiveMismatchError, match="no more"):
         for batch in batches:
             strategy.reduce("sum", batch, axis=0)
         strategy.reduce("sum", 1)

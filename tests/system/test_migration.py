@@ -56,8 +56,10 @@ def test_other_names_are_missing_as_in_any_module(module):
 
 def test_aliases_are_the_same_things():
     assert ms.optimizers.AdamW is ms.optimizers.Adam
-    assert ms.errors.CollectiveMismatchError is ms.errors.EpochMismatchError
-    assert ms.errors.CollectiveTimeoutError is ms.errors.EpochTimeoutError
+    assert ms.errors.EpochError is ms.errors.CollectiveError
+    assert ms.errors.EpochMismatchError is ms.errors.CollectiveMismatchError
+    assert ms.errors.EpochTimeoutError is ms.errors.CollectiveTimeoutError
+    assert ms.errors.CollectiveError.__name__ == "CollectiveError"
     assert issubclass(ms.errors.CollectiveTimeoutError, TimeoutError)
     variable = ms.Variable(np.ones(2))
     ms.optimizers.AdamW(0.5, weight_decay=0.1).apply_gradients([(np.ones(2), variable)])
