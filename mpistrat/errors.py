@@ -22,7 +22,9 @@ __all__ = [
     "MpistratError",
     "OutOfRangeError",
     "ReplicaDriftError",
+    "ReplicaDriftWarning",
     "ReplicaLostError",
+    "ScopeWarning",
     "UnavailableError",
 ]
 
@@ -69,6 +71,18 @@ class ReplicaDriftError(CollectiveError):
     Unlike after other errors of collectives, the strategy stays usable: the ranks do agree on what
     they call, and may repair the variable or restore a checkpoint.
     """
+
+
+class ScopeWarning(UserWarning):
+    """A line of a program of several replicas that probably lacks a scope or `Strategy.run`.
+
+    Also the category of other slips that may give a wrong number. Each is given once per place in
+    the program, and says what to write instead.
+    """
+
+
+class ReplicaDriftWarning(ScopeWarning):
+    """A checkpoint was saved of variables whose replicas differ where they should be equal."""
 
 
 class LaunchError(MpistratError, RuntimeError):

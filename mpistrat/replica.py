@@ -18,7 +18,7 @@ from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, T, localize, per_replica
 
-__all__ = ["ReplicaContext"]
+__all__ = ["ReplicaContext", "ShardGroup"]
 
 
 class ReplicaContext(GroupCollectives):

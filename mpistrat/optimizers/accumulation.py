@@ -14,6 +14,7 @@ from mpistrat.arrays import namespace_of, place
 from mpistrat.optimizers.gradients import (
     check_gradients,
     check_owners,
+    check_scope,
     check_variables,
     listed,
     owner_among,
@@ -225,6 +226,7 @@ class GradientAccumulator(Trackable):
 
     def _check_adds_here(self, kind: str) -> None:
         """Refuse an `add` that would be no replica's own. Collective where it refuses."""
+        check_scope(f"The {type(self).__name__}", self._sums[0])
         owner = self._owner
         where = context.mode_for(owner, f"The {type(self).__name__}")
         if where is context.Kind.CROSS_REPLICA and not owner.extended._is_default:
@@ -280,6 +282,7 @@ class GradientAccumulator(Trackable):
         return found
 
     def _as_unit(self, method: str, work: Callable[[], Any], writes: bool = False) -> Any:
+        check_scope(f"The {type(self).__name__}", self._sums[0])
         what = f"{type(self).__name__}.{method}"
         return self._owner.extended._collectives.as_unit(what, work, writes)
 
@@ -287,10 +290,7 @@ class GradientAccumulator(Trackable):
         """Return the reduced sums for `method`, once `check` has accepted its arguments."""
         return self._owner.extended._on_replicas(lambda: self._reduced_here(method, check))
 
-    def _reduced_here(
-        self, method: str, check: Callable[[str], None]
-    ) -> list[tuple[Any, Variable]]:
-        """Do `_reduced` as one replica."""
+    def _reduced_here(self, method: str, check: Callable[[str], None]) -> list[tuple[Any, Any]]:
         kind = f"{type(self).__name__}.{method}"
         context.mode_for(self._owner, f"The {type(self).__name__}")
         with self._owner.extended._replicas.call(kind) as call:

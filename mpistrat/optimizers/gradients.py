@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat import nests
+from mpistrat import context, nests
 from mpistrat.arguments import as_array, span_outside
 from mpistrat.arrays import Array, address_of, host_view, is_on_host, namespace_of, place
 from mpistrat.collectives.collectives import CollectiveCall
@@ -27,6 +27,7 @@ __all__ = [
     "agree_on_gradients",
     "check_gradients",
     "check_owners",
+    "check_scope",
     "check_variables",
     "coalesced",
     "listed",
@@ -80,14 +81,21 @@ def split_pairs(kind: str, grads_and_vars: Iterable[Any]) -> tuple[list[Any], li
 
 
 def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> None:
-    """Make sure that no variable belongs to another strategy than `strategy`."""
+    """Make sure that no variable belongs to another strategy than `strategy`, or to one rank."""
     for variable in variables:
+        check_scope(f"{kind}: the variable {variable.name!r}", variable)
         if variable.strategy not in (None, strategy):
             raise ContextError(
                 f"{kind}: the variable {variable.name!r} belongs to {variable.strategy!r}, but "
                 f"the step is one of {strategy!r}. Different strategies cannot be mixed: use the "
                 "optimizer and its variables in the scope that they were made in."
             )
+
+
+def check_scope(what: str, variable: Variable) -> None:
+    """Refuse `what` inside `run` of several replicas, if its `variable` belongs to one rank."""
+    if variable.strategy is None:
+        context.require_scope_of_several(what)
 
 
 def check_gradients(

@@ -159,6 +159,11 @@ class LossScale(Trackable, metaclass=context.MadeInScope):
         """Its variables. Local."""
         return (self._scale, self._num_good, self._num_skipped)
 
+    def _of_strategy(self) -> list[Variable]:
+        """Return its variables if it was created in a scope. Local."""
+        # Outside of one it is as right: all ranks change it alike, by sums that are equal.
+        return [each for each in self._variables if each.strategy is not None]
+
     def __repr__(self) -> str:
         """Return the parameters, by which ranks compare it. Local."""
         return (

@@ -19,6 +19,7 @@ from mpistrat.optimizers.gradients import (
     agree_on_gradients,
     check_gradients,
     check_owners,
+    check_scope,
     listed,
     owner_among,
     split_pairs,
@@ -198,8 +199,8 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         Raises
         ------
         ValueError
-            If the list is empty or holds no gradient, a shape does not fit, or a gradient is a
-            `PerReplica` where nothing is summed.
+            If the list is empty or holds no gradient, a shape does not fit, a gradient that is not
+            summed is a `PerReplica`, or the optimizer or a variable is from outside of the scope.
         TypeError
             If a dtype does not fit, or a variable has no floating dtype.
         IndexError
@@ -253,7 +254,7 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
     ) -> Callable[[], None]:
         """Return what takes the step, once the ranks agree on it. **Collective**."""
         if self.loss_scale is not None:  # a program may have set another one since the last step
-            check_owners(call.kind, strategy, self.loss_scale._variables)
+            check_owners(call.kind, strategy, self.loss_scale._of_strategy())
         variables: Sequence[Variable]
         if known is None:
             gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
@@ -269,7 +270,6 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         if known is not None:
             if known.parameters != parameters:
                 known.prepare(call, gradients, parameters)
-            # They are read in this step alone.
             settled = known.reduction.all_reduce(call, gradients, lends=True)
         elif summed:
             late = summed_in_parts(call, self, gradients, variables)
@@ -289,6 +289,7 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
     ) -> tuple[list[Any], list[Variable]]:
         """Return the gradients, checked, and their variables."""
         gradients, variables = split_pairs(kind, pairs)
+        check_scope(f"The optimizer {self!r}", self.iterations)
         check_owners(kind, strategy, [*variables, self.iterations])
         gradients = check_gradients(kind, gradients, variables, summed)
         each = zip(gradients, variables, strict=True)
@@ -363,7 +364,6 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         }
 
     def _checkpoint_dependents(self) -> list[Dependent]:
-        """Return the slots, those that other ranks have made too."""
         if self.iterations._is_remote:
             self._learn_slots()
         return super()._checkpoint_dependents()

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpistrat import context
 from mpistrat.agreement.call import AllOrNone
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.arrays import Device
@@ -160,6 +161,7 @@ class MPIStrategy(Strategy):
             job.open(self, comm, num_replicas, self._connect)
         else:
             self._connect(communicator(comm))
+        context.note_open(self)
 
     def _connect(self, comm: MPI.Intracomm) -> None:
         """Connect this rank to the others of `comm`. **Collective**."""

@@ -1,0 +1,33 @@
+"""Warnings that are given once per place in the user's program."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import CodeType
+
+from mpistrat.errors import ScopeWarning
+from mpistrat.system.callsite import call_site, users_place, users_stacklevel
+
+__all__ = ["forget_given", "warn_once"]
+
+_given: set[tuple[str, CodeType | None, int]] = set()
+"""The messages that were given, each with the user's instruction that it is about."""
+
+
+def warn_once(message: str, category: type[ScopeWarning] = ScopeWarning) -> None:
+    """Warn at the user's line that called this package, the first time that it gets there."""
+    # Not left to the filters of `warnings`: under "always" a training loop would warn at each step.
+    place = users_place(sys._getframe(1))
+    key = (message, *(place or (None, 0)))
+    if key in _given:
+        return
+    # The line stands in the text too, as the filename of a warning may be a file of this package
+    # where the program's line is on another thread.
+    warnings.warn(f"{call_site()}: {message}", category, stacklevel=users_stacklevel())
+    _given.add(key)  # not where the warning has become an error
+
+
+def forget_given() -> None:
+    """Give each warning again, as in a new process. For tests."""
+    _given.clear()
