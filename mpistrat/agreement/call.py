@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from mpistrat import errors
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.departures import Overlap
-from mpistrat.agreement.ledger import Outcome, Status
+from mpistrat.agreement.ledger import Outcome, Status, compared_values
 from mpistrat.system.callsite import Place, call_site, failure_site, users_place
 from mpistrat.system.text import format_detail, text_of
 from mpistrat.tracing.flight_recorder import FlightEntry, State
@@ -230,6 +230,13 @@ class Call:
         # Not a detail: a signature that stays equal is digested only once.
         self._extra = self.number_of(number)
         self._extra_text = text
+
+    def include_values(self, arrays: Iterable[Any]) -> None:
+        """Add the values of host arrays to the next agreement: see `include`."""
+        if self.channel.size > 1 and self.channel.checks:
+            digest, text = compared_values(arrays)
+            self._extra ^= digest
+            self._extra_text = f"{self._extra_text} {text}".lstrip()
 
     def format_signature(self, *details: object) -> str:
         """Return the call as error messages show it."""

@@ -16,6 +16,7 @@ from mpistrat.optimizers.gradients import (
     check_owners,
     check_scope,
     check_variables,
+    known_equal,
     listed,
     owner_among,
     split_pairs,
@@ -301,7 +302,6 @@ class GradientAccumulator(Trackable):
                     f"{kind}: no gradient has been added since the last step (num_added is "
                     f"{self.num_added}). Call add for each micro-batch first."
                 )
-            # Not part of the signature: it changes with each call, and a digest takes time.
             call.include(self.num_added, f"after {self.num_added} calls of add")
             pairs = zip(self._sums, counts, strict=True)
             sums = [total._storage if count else None for total, count in pairs]
@@ -350,7 +350,8 @@ class GradientAccumulator(Trackable):
         missing = [variable.name for gradient, variable in pairs if gradient is None]
         # The optimizer would warn again about the variables without a gradient.
         present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
-        optimizer.apply_gradients(present, skip_gradients_aggregation=True)
+        with known_equal():
+            optimizer.apply_gradients(present, skip_gradients_aggregation=True)
         self._reset()
         return missing
 

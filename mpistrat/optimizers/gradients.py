@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from mpistrat.options import ReduceOp
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
 from mpistrat.variables.scatter import split_into_rounds
+from mpistrat.variables.writes import on_host
 
 __all__ = [
     "agree_on_gradients",
@@ -30,6 +33,7 @@ __all__ = [
     "check_scope",
     "check_variables",
     "coalesced",
+    "known_equal",
     "listed",
     "owner_among",
     "prepare_sum",
@@ -248,11 +252,38 @@ def agree_on_gradients(
     parameters: str,
 ) -> list[Any]:
     """Return gradients that are the same on all replicas already. **Collective**."""
-    # The names of variables, which gradients are None or sparse, and `parameters` must agree.
+    # The names of variables, which gradients are None or sparse, and `parameters` must agree. So
+    # must the values in cross-replica context; in replica context the program has reduced them.
     leaves, structure = nests.flatten(_named(gradients, variables))
     sparse = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices))
+    frame = context.current()
+    is_replica = frame is not None and frame.kind is context.Kind.REPLICA
+    if not is_replica and not _are_equal.get():
+        call.include_values(on_host(_arrays_of(leaves)))
     call.agree("gradients as they are", nests.signature(structure), sparse, parameters)
     return gradients
+
+
+_are_equal: ContextVar[bool] = ContextVar("_are_equal", default=False)
+
+
+@contextmanager
+def known_equal() -> Iterator[None]:
+    """Do not compare gradients within the ``with`` block: a reduction has made them equal."""
+    token = _are_equal.set(True)
+    try:
+        yield
+    finally:
+        _are_equal.reset(token)
+
+
+def _arrays_of(leaves: Iterable[Any]) -> Iterator[Array]:
+    for leaf in leaves:
+        if isinstance(leaf, IndexedSlices):
+            yield leaf.indices
+            yield leaf.values
+        else:
+            yield leaf
 
 
 def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict[str, Any]]:

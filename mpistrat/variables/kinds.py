@@ -52,6 +52,7 @@ class WrittenTogether(Variable):
                 )
             checked = write.checked(self._target, value)
             own = self._apart(self._own(checked))
+            call.include_values(write.host_arrays(checked))
             call.agree("one value", write.signature(checked))
         return own
 
@@ -133,7 +134,9 @@ class SyncOnReadVariable(Variable, kind="on_read"):
                     f"{write.how} of the SyncOnRead variable {self.name!r} under SUM has no "
                     "meaning in cross-replica context: call it inside strategy.run, or use assign."
                 )
-            share = self._share(write.checked(self._target, value))
+            checked = write.checked(self._target, value)
+            share = self._share(checked)
+            call.include_values(write.host_arrays(checked))
             call.agree("one value", write.signature(share))
         write.apply(self._storage, share)
 
