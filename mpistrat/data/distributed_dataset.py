@@ -20,6 +20,8 @@ from mpistrat.data.pipeline import Pipeline, Prepare
 from mpistrat.data.spec import empty_batch, open_batch
 from mpistrat.data.transfer import transfer_to
 from mpistrat.errors import CollectiveError, DataError
+from mpistrat.system.empty_parts import note_part
+from mpistrat.system.warn_once import warn_once
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
@@ -81,22 +83,44 @@ class DistributedDataset:
         return self._rank_dataset.length
 
     def __iter__(self) -> ElementIterator:
-        pass_number, start, on_step = self._position.begin()
+        pass_number, start, on_step = self._position.begin(self._warn_of_nothing)
         elements = self._elements(pass_number, start)
         return ElementIterator(elements, on_step, self._check_context, of=self)
 
     def __repr__(self) -> str:
         return f"<DistributedDataset {self._rank_dataset}{self._position}>"
 
+    def _warn_of_nothing(self) -> None:
+        if self._collectives.layout.num_replicas > 1:
+            warn_once(
+                f"{self!r} has no batch at all, so a loop over it does nothing. Is the dataset or "
+                "the result of a filter empty, or does it have fewer examples than a batch and "
+                "drop_remainder=True? Use a smaller batch or drop_remainder=False.",
+                key="no batch",
+            )
+
     def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements of a pass on the device, each array as a `PerReplica`."""
+        layout = self._collectives.layout
+        replica, has_others = layout.replica_id, layout.num_replicas > 1
+        numbers = itertools.count(start)
+        is_empty = False
 
         def per_replica_of(leaf: Any) -> Any:
+            nonlocal is_empty
             if type(leaf) is not np.ndarray:  # else it is in place already, which is common
                 leaf = transfer.end(leaf)
                 if not values.is_value(leaf):
                     return leaf
+            is_empty = np.shape(leaf)[:1] == (0,)
             return values.PerReplica(leaf)
+
+        def noted(element: Any) -> Any:
+            number = next(numbers)
+            if has_others:
+                place = self._collectives.channel.place
+                note_part(replica, f"{place()} in batch {number}" if is_empty else None)
+            return element
 
         with contextlib.closing(transfer_to(self._device)) as transfer:
             elements = self._rank_dataset.elements(pass_number, start, transfer.begin)
@@ -104,7 +128,7 @@ class DistributedDataset:
                 while True:
                     try:
                         # No name for the element, which would keep it in memory until the next.
-                        yield nests.map_nest(per_replica_of, next(elements))
+                        yield noted(nests.map_nest(per_replica_of, next(elements)))
                     except StopIteration:
                         return
                     except CollectiveError:

@@ -18,6 +18,7 @@ from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, host_copy, host_view, is_on_host, namespace_of
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.strategies import get_strategy
+from mpistrat.system import empty_parts
 from mpistrat.system.units import on_undo
 from mpistrat.trackable import Trackable
 from mpistrat.values import DistributedValues, local_component
@@ -94,6 +95,10 @@ class Metric(Trackable, abc.ABC, Generic[_Result], metaclass=context.MadeInScope
         frame = context.current()
         is_replica = frame is not None and frame.kind is context.Kind.REPLICA
         here = frame.strategy if frame is not None and is_replica else None
+        if here is not None and empty_parts.of_replicas:
+            sums = zip(self._sums, numbers, strict=True)
+            named = ((f"{what} of the metric {self.name!r}", number) for what, number in sums)
+            empty_parts.warn_of_nan(here.extended._layout.replica_id, named)
         for variable, number in zip(self._sums.values(), numbers, strict=True):
             if variable.strategy is here and not variable._is_remote:
                 # What assign_add comes to, many times in a step.

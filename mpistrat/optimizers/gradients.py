@@ -21,6 +21,7 @@ from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.comm.wire import is_floating
 from mpistrat.errors import ContextError
 from mpistrat.options import ReduceOp
+from mpistrat.system import empty_parts
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
 from mpistrat.variables.scatter import split_into_rounds
@@ -41,6 +42,7 @@ __all__ = [
     "split_pairs",
     "sum_over_replicas",
     "variables_in",
+    "warn_of_nan",
 ]
 
 
@@ -110,10 +112,23 @@ def check_gradients(
     if all(gradient is None for gradient in gradients):
         names = [variable.name for variable in variables]
         raise ValueError(f"{kind}: every gradient is None (variables {names}).")
-    return [
+    checked = [
         None if gradient is None else _checked(kind, gradient, variable, summed)
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
+    if empty_parts.of_replicas:
+        warn_of_nan(checked, variables)
+    return checked
+
+
+def warn_of_nan(gradients: Iterable[Any], variables: Iterable[Variable]) -> None:
+    """Warn if an empty part of a batch has made a gradient NaN on the replica that runs here."""
+    frame = context.current()
+    if frame is not None:
+        named = zip(variables, gradients, strict=True)
+        arrays = ((v.name, g.values if isinstance(g, IndexedSlices) else g) for v, g in named)
+        replica = frame.strategy.extended._layout.replica_id
+        empty_parts.warn_of_nan(replica, ((f"the gradient of {n!r}", g) for n, g in arrays))
 
 
 def check_variables(kind: str, variables: Any) -> None:

@@ -25,6 +25,7 @@ from mpistrat.optimizers.gradients import (
     split_pairs,
     sum_over_replicas,
     variables_in,
+    warn_of_nan,
 )
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.remote_step import apply_remotely, find_slots, slot_makers, take_step
@@ -39,6 +40,7 @@ from mpistrat.optimizers.update import Rule, Target, UpdateAll
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
+from mpistrat.system import empty_parts
 from mpistrat.system.text import brief
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
@@ -233,11 +235,9 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         if summed:
             prepared, counter = self._prepared, self.iterations
             known, gradients = prepared.find(replicas.channel, strategy, counter, pairs)
-            if (
-                known is not None
-                and known.joint is not None
-                and take_together(self, known, gradients)
-            ):
+            if known and empty_parts.of_replicas:
+                warn_of_nan(gradients, known.variables)
+            if known and known.joint and take_together(self, known, gradients):
                 return
         with replicas.call(f"{type(self).__name__}.apply_gradients") as call:
             step = self._agreed_step(call, strategy, pairs, summed, known, gradients)

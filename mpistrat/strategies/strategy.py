@@ -18,6 +18,8 @@ from mpistrat.strategies.cluster import ClusterMember
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import InputIterator
 from mpistrat.strategies.logical_devices import LogicalDevices
+from mpistrat.strategies.reductions import warn_of_empty_parts
+from mpistrat.system import empty_parts
 from mpistrat.values import DistributedValues, Number, PerReplica, T
 from mpistrat.variables import Variable
 
@@ -206,6 +208,8 @@ class Strategy(LogicalDevices, ClusterMember):
         CollectiveError
             If the ranks disagree.
         """
+        if empty_parts.of_replicas:
+            warn_of_empty_parts(self._extended.local_replica_ids, value)
         return self._extended._reduce(reduce_op, value, axis)
 
     def gather(
