@@ -235,7 +235,7 @@ def after_napoleon(app, what, name, obj, options, lines):
 
 
 def short_name(app, env, node, contnode):
-    """Resolve `EpochError` in a module whose namespace has no such name."""
+    """Resolve `CollectiveError` in a module whose namespace has no such name."""
     target = node.get("reftarget", "")
     if node.get("refdomain") != "py" or not target:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import threading
+import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
@@ -16,6 +17,7 @@ from mpistrat import nests
 from mpistrat.errors import ContextError
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
+from mpistrat.user_warnings.once import warn_once
 from mpistrat.values import PerReplica, mirror, unwrap_mirrored
 
 if TYPE_CHECKING:
@@ -30,9 +32,15 @@ __all__ = [
     "current",
     "entered",
     "mode_for",
+    "note_open",
+    "open_strategies",
+    "register_world",
     "require_cross_replica",
+    "require_scope_of_several",
     "result_in_update_context",
     "set_base",
+    "strategy_of_world",
+    "warn_of_own_write",
 ]
 
 S = TypeVar("S")
@@ -77,6 +85,78 @@ _stack = _Stack()
 def current() -> Frame | None:
     """Return the innermost frame of this thread, ``None`` in the default context."""
     return _stack.frames[-1] if _stack.frames else _stack.base
+
+
+_opened: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The strategies over MPI that this process has made."""
+
+
+def note_open(strategy: Strategy) -> None:
+    """Have `open_strategies` return `strategy` until it is closed or dropped."""
+    _opened.add(strategy)
+
+
+def open_strategies() -> list[Strategy]:
+    """Return the open strategies of this process whose replicas are several ranks, or on one."""
+    return [
+        each
+        for each in list(_opened)
+        if (each.size > 1 or each.num_replicas_in_sync > 1)
+        and not each.extended._is_remote
+        and not each.extended._collectives.is_closed
+    ]
+
+
+_makers: list[Callable[[], Strategy]] = []
+
+
+def register_world(make: Callable[[], Strategy]) -> None:
+    """Have `strategy_of_world` return what `make` returns."""
+    _makers.append(make)
+
+
+@functools.cache
+def strategy_of_world() -> Strategy:
+    """Return a strategy over all ranks of the job that no program sees. **Collective** at first.
+
+    By it ranks compare what no strategy of the program owns.
+    """
+    strategy = _makers[0]()
+    _opened.discard(strategy)
+    return strategy
+
+
+def one_of_several() -> Frame | None:
+    """Return the frame of the replica that runs here, in its merge_fn too, if it is not alone."""
+    for frame in reversed(_stack.frames):
+        if frame.kind is Kind.REPLICA:
+            return frame if frame.strategy.num_replicas_in_sync > 1 else None
+    return None
+
+
+def require_scope_of_several(what: str) -> None:
+    """Refuse `what`, which was created outside every scope, inside `run` of several replicas."""
+    frame = one_of_several()
+    if frame is not None:
+        raise ValueError(
+            f"{what} was created outside of strategy.scope(), so it belongs to one rank, but it is "
+            f"used inside strategy.run of {frame.strategy!r}, where each of "
+            f"{frame.strategy.num_replicas_in_sync} replicas would go its own way. Create it in "
+            'the scope: "with strategy.scope():".'
+        )
+
+
+def warn_of_own_write(how: str, name: str) -> None:
+    """Warn if a replica that is not alone writes, by `how`, to a variable of its rank only."""
+    frames = _stack.frames
+    if not frames or frames[-1].kind is Kind.UPDATE or one_of_several() is None:
+        return
+    warn_once(
+        f"{how} of the variable {name!r} inside strategy.run changes it on this rank only, because "
+        "it was created outside of strategy.scope(): the ranks may come to hold different values. "
+        "Create it in the scope if all replicas share it; if it is a counter of this rank, ignore "
+        "mpistrat.errors.ScopeWarning here."
+    )
 
 
 class _Entered:
@@ -198,6 +278,10 @@ def mode_for(strategy: Strategy, what: str) -> Kind:
 
 _TWINS = {
     "gather": "all_gather",
+    "all_gather": "all_gather",
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "scatter": "scatter",
     "barrier": "barrier",
     "broadcast_object": "broadcast_object",
     "gather_objects": "all_gather_object",

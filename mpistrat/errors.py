@@ -10,6 +10,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatchError",
     "ClosureInputError",
+    "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "ContextError",
@@ -21,7 +22,9 @@ __all__ = [
     "MpistratError",
     "OutOfRangeError",
     "ReplicaDriftError",
+    "ReplicaDriftWarning",
     "ReplicaLostError",
+    "ScopeWarning",
     "UnavailableError",
     "WorkerLostError",
 ]
@@ -35,7 +38,7 @@ class ContextError(MpistratError, RuntimeError):
     """A call in the wrong context, or strategies that are mixed or nested."""
 
 
-class EpochError(MpistratError, RuntimeError):
+class CollectiveError(MpistratError, RuntimeError):
     """The ranks disagree, or a rank left while others wait for it."""
 
     _caused_elsewhere: bool = False
@@ -45,32 +48,46 @@ class EpochError(MpistratError, RuntimeError):
     """
 
 
-class EpochMismatchError(EpochError):
+class CollectiveMismatchError(CollectiveError):
     """The ranks met in different collectives, or in one with other arguments."""
 
 
-class _ShapeMismatchError(EpochMismatchError, ValueError):
+class _ShapeMismatchError(CollectiveMismatchError, ValueError):
     """The arrays of the ranks do not fit each other, which all ranks know before they move."""
 
 
-class EpochTimeoutError(EpochError, TimeoutError):
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """Some ranks did not come within the time given."""
 
 
-CollectiveMismatchError = EpochMismatchError
-CollectiveTimeoutError = EpochTimeoutError
+# The names of mpistrat's first programs.
+EpochError = CollectiveError
+EpochMismatchError = CollectiveMismatchError
+EpochTimeoutError = CollectiveTimeoutError
 
 
-class ReplicaLostError(EpochError):
+class ReplicaLostError(CollectiveError):
     """State of replicas was lost with their ranks, so an elastic strategy cannot continue."""
 
 
-class ReplicaDriftError(EpochError):
+class ReplicaDriftError(CollectiveError):
     """The replicas of a variable differ where they should be equal.
 
-    Unlike after other epoch errors, the strategy stays usable: the ranks do agree on what they
-    call, and may repair the variable or restore a checkpoint.
+    Unlike after other errors of collectives, the strategy stays usable: the ranks do agree on what
+    they call, and may repair the variable or restore a checkpoint.
     """
+
+
+class ScopeWarning(UserWarning):
+    """A line of a program of several replicas that probably lacks a scope or `Strategy.run`.
+
+    Also the category of other slips that may give a wrong number. Each is given once per place in
+    the program, and says what to write instead.
+    """
+
+
+class ReplicaDriftWarning(ScopeWarning):
+    """A checkpoint was saved of variables whose replicas differ where they should be equal."""
 
 
 class LaunchError(MpistratError, RuntimeError):

@@ -61,7 +61,7 @@ def all_reduce_pullback(reduce_op: ReduceOpLike, value: Any, result: Any, gradie
         Outside `Strategy.run`.
     ValueError
         If the nests differ in structure, or shapes do not fit.
-    EpochError
+    CollectiveError
         If the replicas disagree.
 
     Examples
@@ -113,7 +113,7 @@ def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
         Outside `Strategy.run`.
     ValueError
         If the nests differ in structure, or shapes do not fit.
-    EpochError
+    CollectiveError
         If the replicas disagree.
 
     Examples

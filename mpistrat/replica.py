@@ -18,7 +18,7 @@ from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, T, localize, per_replica
 
-__all__ = ["ReplicaContext"]
+__all__ = ["ReplicaContext", "ShardGroup"]
 
 
 class ReplicaContext(GroupCollectives):
@@ -294,7 +294,7 @@ class ShardGroup(GroupCollectives):
         ------
         TypeError, ValueError
             If `root` is not an integer or out of range, or the object cannot be pickled.
-        EpochError
+        CollectiveError
             If the ranks disagree.
         """
         return broadcast_object(self._group(), "broadcast_object", obj, root)
@@ -308,7 +308,7 @@ class ShardGroup(GroupCollectives):
         ------
         TypeError
             If the object cannot be pickled.
-        EpochError
+        CollectiveError
             If the ranks disagree.
         """
         return gather_objects(self._group(), "all_gather_object", obj)

@@ -26,6 +26,7 @@ from mpistrat.arrays import (
 from mpistrat.cuda import ForNumPy
 from mpistrat.pytorch import is_tensor
 from mpistrat.ragged import Ragged
+from mpistrat.system.refused_operators import RefusedOperators
 from mpistrat.system.text import brief
 
 __all__ = [
@@ -100,11 +101,12 @@ class DistributedValues(Generic[T_co]):
         return f"{type(self).__name__}({brief(self._component)})"
 
 
-class PerReplica(DistributedValues[T_co]):
+class PerReplica(RefusedOperators, DistributedValues[T_co]):
     """A value that differs from replica to replica, such as each one's part of a batch.
 
-    It has no operators, because a result outside `Strategy.run` would be that of this rank
-    alone. `numpy.asarray` gives this rank's component.
+    It has no operators and no attributes of arrays, because outside `Strategy.run` a result would
+    hold for this rank only. All of them raise `TypeError` (attributes `AttributeError`).
+    `numpy.asarray` returns this rank's component.
 
     Examples
     --------
@@ -120,9 +122,6 @@ class PerReplica(DistributedValues[T_co]):
     _num_here: ClassVar[ContextVar[int]] = ContextVar("_num_here", default=1)
     """How many replicas the rank has of the one that runs here."""
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        raise TypeError(self._why_no_array(f"numpy.{ufunc.__name__}"))
-
     def _own(self) -> Any:
         expected = self._num_here.get()
         if expected != 1:
@@ -135,9 +134,10 @@ class PerReplica(DistributedValues[T_co]):
     def _why_no_array(self, what: str) -> str:
         """Return the message of an error: `what` was called outside of `Strategy.run`."""
         return (
-            f"{what} takes an array here, but was given a PerReplica: forgot strategy.run? A "
-            "function given to strategy.run(fn, args=(value,)) gets this replica's component; "
-            "numpy.asarray(value) is that too."
+            f"{what} was given a PerReplica: forgot strategy.run? A PerReplica has one part per "
+            "replica. Use strategy.reduce(op, value) to combine the parts, "
+            "strategy.run(fn, args=(value,)) to compute with each, or numpy.asarray(value) for "
+            "this rank's part."
         )
 
 

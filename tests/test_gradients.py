@@ -93,7 +93,7 @@ def test_default_context_and_bad_arguments(strategy, size):
     ids=["op", "structure"],
 )
 def test_replicas_that_differ_are_noticed(strategy, others, common, guilty):
-    with pytest.raises(ms.errors.EpochMismatchError, match="all_reduce_pullback"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="all_reduce_pullback"):
         strategy.run(lambda: (common if others else guilty)(ms.gradients.all_reduce_pullback))
 
 

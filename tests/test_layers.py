@@ -20,7 +20,7 @@ PACKAGES = {
     "ml_dtypes": {"comm/wire.py"},
     "optree": {"nests.py"},
     "torch": {"pytorch.py", "torch/"},
-    "xxhash": {"checkpoint/digests.py"},
+    "xxhash": {"system/digests.py"},
 }
 NAMES = {
     "os.environ": {"settings.py"},

@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from mpistrat import errors
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.departures import Overlap
-from mpistrat.agreement.ledger import Outcome, Status
+from mpistrat.agreement.ledger import Outcome, Status, compared_values
 from mpistrat.system.callsite import Place, call_site, failure_site, users_place
 from mpistrat.system.text import format_detail, text_of
 from mpistrat.tracing.flight_recorder import FlightEntry, State
@@ -33,7 +33,7 @@ class Call:
 
     # Where the check raises on this rank, it brings a refusal to the round in place of a call. If
     # all ranks refuse, each raises its own error and the strategy stays usable; if only some do,
-    # the others raise an `EpochMismatchError` that names them.
+    # the others raise a `CollectiveMismatchError` that names them.
 
     _place: Place = None
     """The line of the user's code, once this has begun."""
@@ -178,7 +178,7 @@ class Call:
         entry.agreed_ns = monotonic_ns()
         entry.state = _AGREED
 
-    def disagreement(self, signature: tuple[Any, ...]) -> errors.EpochError:
+    def disagreement(self, signature: tuple[Any, ...]) -> errors.CollectiveError:
         """Return the error to raise where the ranks do not agree on it. **Collective**."""
         channel = self.channel
         report = channel.report(self.format_signature(*signature[3:]), call_site())
@@ -232,6 +232,13 @@ class Call:
         # Not a detail: a signature that stays equal is digested only once.
         self._extra = self.number_of(number)
         self._extra_text = text
+
+    def include_values(self, arrays: Iterable[Any]) -> None:
+        """Add the values of host arrays to the next agreement: see `include`."""
+        if self.channel.size > 1 and self.channel.checks:
+            digest, text = compared_values(arrays)
+            self._extra ^= digest
+            self._extra_text = f"{self._extra_text} {text}".lstrip()
 
     def format_signature(self, *details: object) -> str:
         """Return the call as error messages show it."""

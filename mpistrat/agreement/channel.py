@@ -32,7 +32,7 @@ from mpistrat.agreement.departures import (
 from mpistrat.agreement.ledger import Ledger, Outcome, Status, call_name
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
-from mpistrat.errors import ContextError, EpochError
+from mpistrat.errors import CollectiveError, ContextError
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import call_site
 from mpistrat.tracing.flight_recorder import FlightRecord
@@ -97,7 +97,7 @@ class Channel(ClosableChannel):
         """Called with the number of each collective, from 1, before this rank comes to it."""
         self.on_received: Callable[[Any], None] | None = None
         """Called with each array that a collective has returned, which it may write to."""
-        self.on_failure: Callable[[EpochError], object] | None = None
+        self.on_failure: Callable[[CollectiveError], object] | None = None
         """Called with `closed`, whenever a collective has ended with it."""
         self.peers: Peers | None = None
         """The other ranks on the side channel, where there is one."""
@@ -285,7 +285,7 @@ class Channel(ClosableChannel):
         site = call_site()
         departure = Departure("gave up", f"waited {waited_s:g} s in {what} at {site}", waited_s)
 
-        def error(who: str, table: str) -> EpochError | None:
+        def error(who: str, table: str) -> CollectiveError | None:
             if not who and self._departed:
                 return None  # this rank came late itself, after the others had given up
             who = who or "Some ranks"  # all have come just now
@@ -296,7 +296,7 @@ class Channel(ClosableChannel):
     def _leave(
         self,
         departure: Departure,
-        error: Callable[[str, str], EpochError | None],
+        error: Callable[[str, str], CollectiveError | None],
         site: str = "",
         is_last: bool = False,
     ) -> None:

@@ -17,7 +17,7 @@ from mpistrat.agreement.departures import (
 from mpistrat.agreement.ledger import Ledger, disagreement_error
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
-from mpistrat.errors import EpochError
+from mpistrat.errors import CollectiveError
 from mpistrat.system.callsite import call_site
 
 __all__ = ["ClosableChannel"]
@@ -67,7 +67,7 @@ class ClosableChannel:
             own, self.departures.unreported = self.departures.unreported, None
             if own is not None and self.peers is not None:
                 self.peers.report_departure(own, at_once=False)
-            if not isinstance(self.closed, EpochError):  # freed
+            if not isinstance(self.closed, CollectiveError):  # freed
                 raise type(self.closed)(str(self.closed)) from None
             raise repeated_error(self.closed, self.closed_by, owner) from None
 
@@ -78,7 +78,7 @@ class ClosableChannel:
         self.check_open()
 
     def explain_loss(self, error: BaseException | None) -> None:
-        """Close the channel and raise an `EpochError`, if a wait has failed by a rank's death."""
+        """Close the channel and raise `CollectiveError` if a wait failed by a rank's death."""
         ranks = self.transport.lost_ranks(error)
         if ranks is None:
             return
@@ -92,7 +92,7 @@ class ClosableChannel:
         if self.closed is None:
             self.stuck_at = call_site()
             where = f"{self.inside or 'a collective'} at {self.stuck_at}"
-            self.closed = self.departures.error(where) or EpochError(
+            self.closed = self.departures.error(where) or CollectiveError(
                 f"A rank has left {where} on {self.place()}, because another one has died."
             )
         self.check_open()
@@ -106,11 +106,11 @@ class ClosableChannel:
     def leave_alone(self, what: str, reported: str) -> None:
         """Close the channel, and have waiting ranks learn what is `reported`, if anything."""
         self.stuck_at = call_site()
-        self.closed = EpochError(f"{what} on {self.place()}.")
+        self.closed = CollectiveError(f"{what} on {self.place()}.")
         if self.peers is not None and reported:
             self.peers.report_departure(Departure("left", reported))
 
-    def disagreement(self, reports: Sequence[dict[str, Any]]) -> EpochError:
+    def disagreement(self, reports: Sequence[dict[str, Any]]) -> CollectiveError:
         """Close the channel, and return the error to raise for the `reports` of all ranks."""
         # After each round with `Outcome.MIXED`, every rank makes exactly one `exchange` of its
         # report, whatever it was about to do, so that they always meet.
@@ -119,7 +119,7 @@ class ClosableChannel:
 
     def note_end(self, owner: int) -> None:
         """Call `on_failure` if the agreement of the ranks has ended, in a call of `owner`."""
-        if isinstance(self.closed, EpochError):
+        if isinstance(self.closed, CollectiveError):
             self.closed_by = owner if self.closed_by is None else self.closed_by
             if self.on_failure is not None:
                 self.on_failure(self.closed)
@@ -136,7 +136,7 @@ class ClosableChannel:
         _logger.error("%s. %s", what, remedy)
         # Reported by the next collective: a destructor may run where nothing can be sent.
         self.departures.unreported = Departure("left", what)
-        self.closed = EpochError(f"{what} on {self.place()}. {remedy}")
+        self.closed = CollectiveError(f"{what} on {self.place()}. {remedy}")
 
     def close_in_fork(self) -> None:
         """Let this process, which is a fork of a rank, make no collectives."""
@@ -153,7 +153,7 @@ class ClosableChannel:
             if channel.peers is not None and not channel.ended_beside:
                 channel.peers.report_failure()
 
-    def close_beside(self, error: EpochError) -> None:
+    def close_beside(self, error: CollectiveError) -> None:
         """Close the channel, as another one of these ranks has ended with `error`."""
         if self.closed is None:
             self.closed, self.ended_beside = error, True

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from mpistrat.errors import ContextError, EpochError, EpochTimeoutError
+from mpistrat.errors import CollectiveError, CollectiveTimeoutError, ContextError
 from mpistrat.system.text import rank_list, ranks_by_value
 
 __all__ = [
@@ -120,7 +120,7 @@ class Departures:
                 del self.found[rank]
         return comes
 
-    def error(self, where: str) -> EpochError | None:
+    def error(self, where: str) -> CollectiveError | None:
         """Return the error of this rank, which is `where`, if another one has left."""
         with self._lock:
             found = {self._name(rank): each for rank, each in self.found.items()}
@@ -152,7 +152,7 @@ _CAUSES = {"ended": False, "gave up": False, "left": True, "failed": True}
 """Whether another rank reports the cause, by what a rank did. One that is waited for is a cause."""
 
 
-def departure_error(departures: Mapping[int, Departure], where: str) -> EpochError:
+def departure_error(departures: Mapping[int, Departure], where: str) -> CollectiveError:
     """Return the error of a rank that is `where`, for the `departures` of other ranks."""
     first = next(iter(departures.values()))
     alike = [rank for rank, each in departures.items() if each.act == first.act]
@@ -160,9 +160,9 @@ def departure_error(departures: Mapping[int, Departure], where: str) -> EpochErr
     table = "\n".join(f"  {rank_list(ranks)}: {what}" for what, ranks in groups.items())
     text = f"{rank_list(alike)} {first.act}, so {where} can never complete:\n{table}"
     if first.waited_s is None:
-        error = EpochError(text)
+        error = CollectiveError(text)
     else:
-        error = EpochTimeoutError(
+        error = CollectiveTimeoutError(
             f"{text}\nThis rank came too late. Make a new strategy on every rank, or raise "
             "timeout_seconds if it is only slow."
         )
@@ -172,9 +172,9 @@ def departure_error(departures: Mapping[int, Departure], where: str) -> EpochErr
 
 def timeout_error(
     who: str, table: str, what: str, site: str, waited_s: float, place: str
-) -> EpochTimeoutError:
+) -> CollectiveTimeoutError:
     """Return the error of a rank that has waited for `who`; `table` says where all ranks are."""
-    return EpochTimeoutError(
+    return CollectiveTimeoutError(
         f"{who} did not come to {what} at {site} within the timeout of {waited_s:g} s, as "
         f"{place} did:\n{table}\n"
         "This call is collective: every rank must make it. Look for a rank that skips it, or raise "
@@ -182,15 +182,17 @@ def timeout_error(
     )
 
 
-def fork_error(rank: int, size: int) -> EpochError:
+def fork_error(rank: int, size: int) -> CollectiveError:
     """Return the error of a process that was forked from `rank`."""
-    return EpochError(
+    return CollectiveError(
         f"This process is a fork of rank {rank} of {size}, and no rank itself. Make collective "
         "calls in the process that it was forked from."
     )
 
 
-def repeated_error(closed: EpochError, closed_by: int | None, owner: int | None) -> EpochError:
+def repeated_error(
+    closed: CollectiveError, closed_by: int | None, owner: int | None
+) -> CollectiveError:
     """Return the error that closed a channel in a call of `closed_by`, for a call of `owner`."""
     text = str(closed)
     if None not in (closed_by, owner) and closed_by != owner:

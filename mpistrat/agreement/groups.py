@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Ledger
 from mpistrat.comm.transport import Transport
-from mpistrat.errors import EpochError
+from mpistrat.errors import CollectiveError
 
 __all__ = ["GroupChannel"]
 
@@ -36,7 +36,7 @@ class GroupChannel(Channel):
     def note_end(self, owner: int) -> None:
         """Close what belongs together, if the agreement has ended in a call of `owner`."""
         super().note_end(owner)
-        if isinstance(self.closed, EpochError):
+        if isinstance(self.closed, CollectiveError):
             for channel in (self.parent, *self.parent.groups.values()):
                 channel.close_beside(self.closed)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import enum
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from mpistrat.errors import EpochError, EpochMismatchError
+import numpy as np
+
+from mpistrat.errors import CollectiveError, CollectiveMismatchError
+from mpistrat.system.digests import digest_of_values, mixed_digest
 from mpistrat.system.text import rank_list
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "Signature",
     "Status",
     "call_name",
+    "compared_values",
     "digest_of",
     "disagreement_error",
 ]
@@ -113,26 +117,38 @@ class Ledger:
         return (base + self.sequence * SPREAD[0] + self._mixed[1]) & _MASK
 
 
+def compared_values(arrays: Iterable[np.ndarray]) -> tuple[int, str]:
+    """Return 64 bits that stand for the values of arrays, and what error messages say of them."""
+    listed = list(arrays)
+    if not listed:
+        return 0, ""
+    digest = mixed_digest([digest_of_values(array) for array in listed])
+    if len(listed) == 1 and listed[0].size == 1:
+        return digest, f"with the value {listed[0].item()}"
+    return digest, f"with values of digest {digest:016x}"
+
+
+_VALUES = re.compile(r"with (the value \S+|values of digest [0-9a-f]{16})")
 _COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures")
 _CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
 
 
 def disagreement_error(
     reports: Sequence[dict[str, Any]], rank: int, ranks: Sequence[int] | None = None
-) -> EpochError:
+) -> CollectiveError:
     """Return the error of `rank` for the `Channel.report` of each rank, called as in `ranks`."""
     names = range(len(reports)) if ranks is None else ranks
     by_name = dict(zip(names, reports, strict=True))
     guilty = [each for each, report in by_name.items() if report["cause"]]
     ended = [each for each, report in by_name.items() if report["ended"]]
     table = _describe_disagreement(by_name)
-    error: EpochError
+    error: CollectiveError
     if ended:
-        error = EpochError(
+        error = CollectiveError(
             f"{rank_list(ended)} ended, so this collective can never complete:\n{table}"
         )
     else:
-        error = EpochMismatchError(
+        error = CollectiveMismatchError(
             f"The ranks disagree:\n{table}\n"
             "Every rank must make the same collective calls in the same order, with the same "
             "op, dtype, shape, structure and name."
@@ -156,6 +172,13 @@ def _describe_disagreement(reports: Mapping[int, dict[str, Any]]) -> str:
 
 def _remedy(reports: Mapping[int, dict[str, Any]]) -> list[str]:
     """Return a line about a call that only some ranks make, as under ``if rank == 0``."""
+    calls_without_values = {_VALUES.sub("", report["what"]) for report in reports.values()}
+    if len(calls_without_values) == 1 and any(_VALUES.search(r["what"]) for r in reports.values()):
+        return [
+            "The values differ from rank to rank, but outside of strategy.run all ranks pass one "
+            "value for all replicas: forgot strategy.run? Or combine the values first: "
+            'strategy.reduce("mean", value), strategy.broadcast(value).'
+        ]
     places: dict[str, list[int]] = {}
     calls: dict[str, list[int]] = {}
     for rank, report in reports.items():

@@ -10,7 +10,7 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Outcome, Signature, Status, digest_of, disagreement_error
 from mpistrat.comm.replica_reducer import Meetings
 from mpistrat.comm.replica_transport import ReplicaTransport
-from mpistrat.errors import EpochError
+from mpistrat.errors import CollectiveError
 from mpistrat.system.callsite import users_place
 from mpistrat.system.text import format_detail
 from mpistrat.tracing.flight_recorder import State
@@ -78,7 +78,7 @@ class ReplicaChannel(Channel):
         vote = _Vote(status, digest_of(signature) ^ extra, signature, timeout_s, extra)
         try:
             outcome: Outcome = self._meet("agreement", vote, self._vote_as_rank)
-        except EpochError:
+        except CollectiveError:
             if status is Status.CALL:
                 raise
             outcome = Outcome.MIXED  # this replica has its own error to raise
@@ -172,13 +172,13 @@ class ReplicaChannel(Channel):
         ]
         return [found] * len(reports)
 
-    def disagreement(self, reports: Sequence[dict[str, Any]]) -> EpochError:
+    def disagreement(self, reports: Sequence[dict[str, Any]]) -> CollectiveError:
         """Close the channel of the ranks, and return the error to raise for their reports."""
         if self.closed is None:
             error = disagreement_error(self._ranks.reports, self._ranks.rank)
             self.closed = error
         known = self.closed
-        assert isinstance(known, EpochError)
+        assert isinstance(known, CollectiveError)
         error = type(known)(str(known))
         error._caused_elsewhere = known._caused_elsewhere
         return error
@@ -228,7 +228,7 @@ def _replica_list(replicas: Sequence[int]) -> str:
 
 def describe_apart(
     ranks: Channel, returned: Sequence[int], waiting: Sequence[tuple[int, str, Any, str]]
-) -> EpochError:
+) -> CollectiveError:
     """Close `ranks`, and return the error for replicas of this rank that do not meet.
 
     **Collective**. `waiting` are replicas with what they wait in, what they give there and where.

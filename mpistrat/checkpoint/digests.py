@@ -13,8 +13,8 @@ import re
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import xxhash
 
+from mpistrat.system.digests import xxh3_128, xxh3_128_hexdigest
 from mpistrat.system.text import rank_spans
 
 __all__ = [
@@ -74,7 +74,7 @@ class PagedHash:
     def __init__(self) -> None:
         self._pages: list[bytes] = []
         """The digests of the pages that are complete."""
-        self._page = xxhash.xxh3_128()
+        self._page = xxh3_128()
         self._left = PAGE_BYTES
         """The bytes that the current page lacks."""
 
@@ -91,7 +91,7 @@ class PagedHash:
 
     def _close_page(self) -> None:
         self._pages.append(self._page.digest())
-        self._page = xxhash.xxh3_128()
+        self._page = xxh3_128()
         self._left = PAGE_BYTES
 
     def result(self) -> ArrayDigest:
@@ -128,12 +128,12 @@ def digest_of_text(text: bytes, like: str = "") -> str:
     """Return the digest of a text in UTF-8, however long it is: texts have no pages."""
     if like.startswith(_OLD):
         return _OLD + hashlib.sha256(text).hexdigest()
-    return _WHOLE + xxhash.xxh3_128_hexdigest(text)
+    return _WHOLE + xxh3_128_hexdigest(text)
 
 
 def digest_of_pages(pages: bytes) -> str:
     """Return the digest of values from those of their pages, one after the other."""
-    return _PAGED + xxhash.xxh3_128_hexdigest(pages)
+    return _PAGED + xxh3_128_hexdigest(pages)
 
 
 def digest_of_page_digests(pages: bytes) -> ArrayDigest:

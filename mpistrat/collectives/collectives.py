@@ -269,7 +269,7 @@ class Collectives(RunsUnits):
         if self.is_closed:
             return
         channel = self.channel
-        # After an `EpochError` nothing can be agreed, and the ranks part when the program ends.
+        # After a `CollectiveError` nothing can be agreed, and the ranks part when the program ends.
         if channel.closed is None:
             with self.call(self.name_of_close) as call:
                 for action in self.on_close.values():

@@ -85,7 +85,7 @@ class GroupCollectives(ReplicaMoves):
             If this replica context is not the current one.
         ValueError, TypeError
             For a bad argument, such as an `out` that the result does not fit.
-        EpochError
+        CollectiveError
             If the replicas disagree.
         """
         return all_reduce(self._group(), reduce_op, value, options, out)
@@ -134,7 +134,7 @@ class GroupCollectives(ReplicaMoves):
 
         Raises
         ------
-        ContextError, ValueError, TypeError, EpochError, NotImplementedError
+        ContextError, ValueError, TypeError, CollectiveError, NotImplementedError
             As `all_reduce`, the last for tensors with ``requires_grad``.
         """
         group = self._group()

@@ -121,7 +121,7 @@ class ReplicaMoves(ABC):
         ------
         ValueError, TypeError
             On every replica, for a value that is 0-d or an axis out of range.
-        EpochError
+        CollectiveError
             If the replicas disagree.
         """
         return self._move(
@@ -152,10 +152,10 @@ class ReplicaMoves(ABC):
         ------
         ValueError, TypeError
             On every replica, for a value that is 0-d or an axis out of range.
-        EpochMismatchError
+        CollectiveMismatchError
             On every replica, if shapes differ along other axes than `concat_axis`: it names the
             replicas and their shapes, and is a `ValueError` too.
-        EpochError
+        CollectiveError
             If the replicas disagree.
         """
         return self._move(
@@ -181,7 +181,7 @@ class ReplicaMoves(ABC):
         ------
         TypeError, ValueError
             If `root` is no integer or out of range, or its value is ``None``.
-        EpochError
+        CollectiveError
             If the replicas disagree.
         """
         return self._move("broadcast", value, options, lambda size: Broadcast.parse(root, size))
@@ -202,7 +202,7 @@ class ReplicaMoves(ABC):
 
         Raises
         ------
-        TypeError, ValueError, EpochError
+        TypeError, ValueError, CollectiveError
             As `broadcast`; and if a value is 0-d.
         """
         return self._move("scatter", value, options, lambda size: Scatter.parse(root, size))
@@ -234,7 +234,7 @@ class ReplicaMoves(ABC):
         ------
         TypeError
             On every replica, if an argument is of another kind.
-        EpochError
+        CollectiveError
             If the replicas disagree.
         """
         return self._move("shift", value, options, lambda _: Shift.parse(offset, periodic, fill))
@@ -264,7 +264,7 @@ class ReplicaMoves(ABC):
         ------
         ValueError, TypeError
             On every replica, for MEAN, or a dtype that the reduction does not know.
-        EpochError
+        CollectiveError
             If the replicas disagree.
         """
         return self._move("scan", value, options, lambda _: Scan.parse(reduce_op, exclusive))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat.coordinator.closures import run_closure
 from mpistrat.coordinator.dispatcher import Dispatcher
 from mpistrat.coordinator.per_worker import WorkerData
-from mpistrat.errors import EpochError
+from mpistrat.errors import CollectiveError
 from mpistrat.failures import losses
 from mpistrat.strategies.server_extended import load_roles_by
 from mpistrat.variables.parameter_client import Lane
@@ -127,7 +127,7 @@ def _raise_failure(extended: ServerExtended, lost: Sequence[int]) -> NoReturn:
     """Leave because the chief has failed, which reports that itself."""
     if lost:
         losses.leave_out(extended._group.channel, lost)
-    error = EpochError("The chief has failed, so there is nothing more to do here.")
+    error = CollectiveError("The chief has failed, so there is nothing more to do here.")
     error._caused_elsewhere = True
     error._is_reported_elsewhere = True  # type: ignore[attr-defined]
     raise error

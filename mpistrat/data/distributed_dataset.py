@@ -19,7 +19,9 @@ from mpistrat.data.iterators import ElementIterator, Position
 from mpistrat.data.pipeline import Pipeline, Prepare
 from mpistrat.data.spec import empty_batch, open_batch
 from mpistrat.data.transfer import transfer_to
-from mpistrat.errors import DataError, EpochError
+from mpistrat.errors import CollectiveError, DataError
+from mpistrat.user_warnings.empty_parts import note_part
+from mpistrat.user_warnings.once import warn_once
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
@@ -39,9 +41,9 @@ class DistributedDataset:
     Iterating again starts the next pass; passes are counted from 0, broken-off ones too.
 
     Where an element cannot be made on one rank, because its part of a file is damaged or a
-    function given to `Dataset.map` raises, that rank gets the error and the others an
-    `EpochMismatchError` that names it, at their next collective, which is the end of the pass at
-    the latest.
+    function given to `Dataset.map` raises, that rank gets the error and the others a
+    `CollectiveMismatchError` that names it, at their next collective, which is the end of the pass
+    at the latest.
 
     Parameters
     ----------
@@ -86,22 +88,45 @@ class DistributedDataset:
         return self._rank_dataset.length
 
     def __iter__(self) -> ElementIterator:
-        pass_number, start, on_step = self._position.begin()
+        pass_number, start, on_step = self._position.begin(self._warn_of_nothing)
         elements = self._elements(pass_number, start)
         return ElementIterator(elements, on_step, self._check_context, of=self)
 
     def __repr__(self) -> str:
         return f"<DistributedDataset {self._rank_dataset}{self._position}>"
 
+    def _warn_of_nothing(self) -> None:
+        if self._collectives.layout.num_replicas > 1:
+            warn_once(
+                f"{self!r} has no batch at all, so a loop over it does nothing. Is the dataset or "
+                "the result of a filter empty, or does it have fewer examples than a batch and "
+                "drop_remainder=True? Use a smaller batch or drop_remainder=False.",
+                key="no batch",
+            )
+
     def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements of a pass on the device, each array as a `PerReplica`."""
+        layout = self._collectives.layout
+        replica, has_others = layout.replica_id, layout.num_replicas > 1
+        numbers = itertools.count(start)
+        is_empty = False
 
         def per_replica_of(leaf: Any) -> Any:
+            nonlocal is_empty
             if type(leaf) is not np.ndarray:  # else it is in place already, which is common
                 leaf = transfer.end(leaf)
                 if not values.is_value(leaf):
                     return leaf
+            shape = getattr(leaf, "shape", None)  # which a Ragged lacks
+            is_empty = not len(leaf) if shape is None else shape[:1] == (0,)
             return values.PerReplica(leaf)
+
+        def noted(element: Any) -> Any:
+            number = next(numbers)
+            if has_others:
+                place = self._collectives.channel.place
+                note_part(replica, f"{place()} in batch {number}" if is_empty else None)
+            return element
 
         with contextlib.closing(transfer_to(self._device)) as transfer:
             elements = self._rank_dataset.elements(pass_number, start, transfer.begin)
@@ -109,10 +134,10 @@ class DistributedDataset:
                 while True:
                     try:
                         # No name for the element, which would keep it in memory until the next.
-                        yield nests.map_nest(per_replica_of, next(elements))
+                        yield noted(nests.map_nest(per_replica_of, next(elements)))
                     except StopIteration:
                         break
-                    except EpochError:
+                    except CollectiveError:
                         raise
                     except Exception as error:
                         self._report(error)

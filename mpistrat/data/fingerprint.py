@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.data.pipeline import Pipeline, numbered_steps
+from mpistrat.data.sources import ArraySource
 from mpistrat.data.spec import describe
 from mpistrat.data.transforms import Prefetch
 from mpistrat.errors import DataError
@@ -24,7 +25,7 @@ __all__ = ["check_same", "digest", "order_digest", "position_layout"]
 
 def _fingerprint(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
     """Return all that must be the same on all ranks, one thing an entry."""
-    # What arrays, files and generators contain, and what functions do, is not compared.
+    # What files and generators contain, and what functions do, is not compared.
     spec = pipeline.source.element_spec
     return [
         pipeline.source.kind,
@@ -33,6 +34,15 @@ def _fingerprint(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
         *pipeline.source_entries,
         *numbered_steps(e for e in pipeline.transformations if not isinstance(e, Prefetch)),
     ]
+
+
+def _contents(pipeline: Pipeline) -> Iterator[str]:
+    """Yield what stands for the contents of each source in memory."""
+    source = pipeline.source
+    if isinstance(source, ArraySource):
+        yield f"from_arrays of contents with digest {source.digest():016x}"
+    for child in getattr(source, "children", getattr(source, "streamed", ())):
+        yield from _contents(child)
 
 
 def order_digest(pipeline: Pipeline) -> str:
@@ -62,6 +72,8 @@ def check_same(
     """Make sure that all ranks have the same data set. **Collective**."""
     with collectives.all_or_none(kind):
         entries = _fingerprint(pipeline, policy)
+        if collectives.size > 1:
+            entries += _contents(pipeline)
     # Only digests travel unless they differ.
     if len(set(collectives.gather_json(digest(entries), kind))) == 1:
         return
@@ -69,11 +81,12 @@ def check_same(
     first = min(collectives.gather_json(_num_equal(entries, expected), kind))
     entry = entries[first] if first < len(entries) else "no more steps"
     shown = _by_rank(collectives.gather_json(entry, kind))
-    raise DataError(
-        f"{kind}: all ranks must bring the same data set, but {shown}. Make it in the same way on "
-        "every rank, from the same seed; for data of each rank's own use "
-        "distribute_datasets_from_function."
-    )
+    with collectives.common_outcome(kind):  # so that replicas of one rank raise it together
+        raise DataError(
+            f"{kind}: all ranks must bring the same data set, but {shown}. Make it in the same way "
+            "on every rank, from the same seed; for data of each rank's own use "
+            "distribute_datasets_from_function."
+        )
 
 
 def _num_equal(entries: Sequence[str], expected: Sequence[str]) -> int:

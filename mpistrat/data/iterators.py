@@ -25,8 +25,13 @@ class Position:
         self._is_resuming = True
         self._latest: object = None
 
-    def begin(self) -> tuple[int, int, Callable[[bool], None]]:
-        """Return the pass, how many elements to skip, and what to call after each element."""
+    def begin(
+        self, on_empty: Callable[[], None] | None = None
+    ) -> tuple[int, int, Callable[[bool], None]]:
+        """Return the pass, how many elements to skip, and what to call after each element.
+
+        `on_empty` is called at the end of a pass that has no element.
+        """
         if not self._is_resuming:
             self._pass, self._num_handed_out = self._pass + 1, 0
         self._is_resuming = False
@@ -39,6 +44,8 @@ class Position:
             if has_element:
                 self._num_handed_out += 1
             else:
+                if not self._num_handed_out and on_empty is not None:
+                    on_empty()
                 self._pass, self._num_handed_out = self._pass + 1, 0
                 self._is_resuming = True
                 self._latest = None

@@ -26,6 +26,7 @@ from mpistrat.data.order import (
 from mpistrat.data.random import PassStream
 from mpistrat.data.spec import ArraySpec, fitted, object_column
 from mpistrat.errors import DataError
+from mpistrat.system.digests import digest_of_values, mixed_digest
 from mpistrat.system.text import array_type
 
 __all__ = ["ArraySource", "CountSource", "GeneratorSource", "RangeSource"]
@@ -137,6 +138,10 @@ class ArraySource(_InMemory):
 
     def __repr__(self) -> str:
         return f"from_arrays({', '.join(map(array_type, self._arrays))})"
+
+    def digest(self) -> int:
+        """Return 64 bits that stand for the values of all arrays."""
+        return mixed_digest([digest_of_values(array) for array in self._arrays])
 
     def only(self, fields: tuple[Any, ...]) -> ArraySource | None:
         """Return the source of tuples of some fields."""

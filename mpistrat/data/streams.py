@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import UNKNOWN, Block, PassKey, PlainSource, Source, skip_items
+from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassStream
 from mpistrat.data.sources import GeneratorSource
 from mpistrat.data.views import View
@@ -41,6 +42,11 @@ class Stream(PlainSource):
 
     def __repr__(self) -> str:
         return repr(self._view)
+
+    @property
+    def streamed(self) -> tuple[Pipeline, ...]:
+        """The data sets whose elements it combines."""
+        return self._view.children
 
     @property
     def order_entries(self) -> list[str]:

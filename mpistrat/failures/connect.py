@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.groups import GroupChannel
 from mpistrat.comm.transport import SoloTransport
-from mpistrat.errors import EpochTimeoutError
+from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.flight_dumps import on_channel_failure, on_end_of_job
 from mpistrat.failures.logs import forward_over, stop_over, take_lines
@@ -50,14 +50,14 @@ _logger = logging.getLogger("mpistrat")
 
 
 def open_channel(comm: MPI.Intracomm, timeout_s: float | None, is_elastic: bool = False) -> Channel:
-    """Return the channel of `comm`, a fresh one after an `EpochError`. **Collective**."""
+    """Return the channel of `comm`, a fresh one after a `CollectiveError`. **Collective**."""
 
     def make() -> Channel:
         rendezvous = Rendezvous(comm, opens=True, is_elastic=is_elastic)
         if rendezvous.has_fewer:
             raise loss_error(comm, rendezvous.lost_ranks() or [], "MPIStrategy()")
         if not _wait(rendezvous, timeout_s, _log_wait):
-            raise EpochTimeoutError(
+            raise CollectiveTimeoutError(
                 f"Some ranks did not come to MPIStrategy() within {timeout_s:g} s on rank "
                 f"{comm.rank} of {comm.size}. Every rank of the communicator must make it."
             )

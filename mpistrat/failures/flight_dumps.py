@@ -159,7 +159,7 @@ def _dump_failure(reason: str) -> None:
 
 
 def _on_uncaught(failure: exit_hooks.Failure) -> None:
-    # After an `EpochError` there is a record from that moment already.
+    # After a `CollectiveError` there is a record from that moment already.
     if not _dumps.has_failed:
         kind, error, trace = failure
         _dump_failure(f"{kind.__name__} at {failure_site(trace)}: {text_of(error)}".split("\n")[0])

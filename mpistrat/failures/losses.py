@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.departures import Departure
-from mpistrat.errors import EpochError
+from mpistrat.errors import CollectiveError
 from mpistrat.failures import logs
 from mpistrat.failures.exit_code import bound_end_of_mpi, end_without_mpi, note_exit_code
 from mpistrat.failures.process_state import process
@@ -106,7 +106,7 @@ def leave_lost(channel: Channel) -> None:
 
 @contextlib.contextmanager
 def explained_losses(comm: MPI.Intracomm, what: str) -> Iterator[None]:
-    """Raise an `EpochError` where a rank of `comm` dies during `what`, on all that are left."""
+    """Raise a `CollectiveError` where a rank of `comm` dies during `what`, on all that are left."""
     try:
         yield
     except Exception as error:  # also of data that a dead rank has not sent
@@ -115,7 +115,7 @@ def explained_losses(comm: MPI.Intracomm, what: str) -> Iterator[None]:
             raise
         revoke(comm)  # others may wait for this rank elsewhere
         _end_alone(comm)
-        if isinstance(error, EpochError):
+        if isinstance(error, CollectiveError):
             raise
         raise loss_error(comm, ranks, what) from None
 
@@ -127,10 +127,10 @@ def _end_alone(comm: MPI.Intracomm) -> None:
         end_without_mpi()
 
 
-def loss_error(comm: MPI.Intracomm, ranks: Sequence[int], what: str) -> EpochError:
+def loss_error(comm: MPI.Intracomm, ranks: Sequence[int], what: str) -> CollectiveError:
     """Return the error for the lost `ranks` of `comm`, which are unknown where there are none."""
     who = rank_list(ranks) if ranks else "a rank"
-    return EpochError(
+    return CollectiveError(
         f"{who} of {comm.size} died, so {what} can never complete on rank {comm.rank}. "
         "comm.Shrink() returns a communicator of the ranks that are left."
     )
@@ -161,7 +161,9 @@ def leave_replaced() -> None:
 def _is_replaced(channel: Channel, channels: Sequence[Channel]) -> bool:
     """Return whether the ranks of `channel` but those that are lost have a newer one."""
     members = set(channel.transport.world_ranks)
-    if not process.lost or not (members & process.lost or isinstance(channel.closed, EpochError)):
+    if not process.lost or not (
+        members & process.lost or isinstance(channel.closed, CollectiveError)
+    ):
         return False
     return _has_newer(channel, channels)
 

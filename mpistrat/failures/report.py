@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from mpistrat.errors import EpochError, MpistratError
+from mpistrat.errors import CollectiveError, MpistratError
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import CodeOwner, code_owners
 from mpistrat.system.text import rank_list, text_of
@@ -39,7 +39,9 @@ def describe_failure(
     origin = _origin(error, closed)
     name, reason = type(origin).__name__, text_of(origin)
     # Two ranks fail alike if they disagree about the same, or fail at the same place.
-    same = re.sub(r"rank \d+ of", "rank of", reason) if isinstance(origin, EpochError) else site
+    same = (
+        re.sub(r"rank \d+ of", "rank of", reason) if isinstance(origin, CollectiveError) else site
+    )
     facts = {
         "failed": True,
         "cause": not getattr(origin, "_caused_elsewhere", False),
@@ -65,10 +67,12 @@ def describe_failure(
 
 def _origin(error: BaseException, closed: Sequence[BaseException | None]) -> BaseException:
     """Return the error of `closed` that `error` quotes, as C++ code does that it passes through."""
-    if isinstance(error, EpochError):
+    if isinstance(error, CollectiveError):
         return error
     text = text_of(error)
-    wrapped = (each for each in closed if isinstance(each, EpochError) and text_of(each) in text)
+    wrapped = (
+        each for each in closed if isinstance(each, CollectiveError) and text_of(each) in text
+    )
     return next(wrapped, error)
 
 

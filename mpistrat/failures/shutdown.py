@@ -16,7 +16,7 @@ from typing import Any
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Status
-from mpistrat.errors import EpochError, LaunchError
+from mpistrat.errors import CollectiveError, LaunchError
 from mpistrat.failures import logs, losses
 from mpistrat.failures.exit_code import note_exit_code
 from mpistrat.failures.logs import print_line
@@ -101,7 +101,7 @@ def _report(failure: exit_hooks.Failure) -> bool:
     if not process.channels and process.can_communicate() and process.open_last_channel is not None:
         try:
             process.open_last_channel(_grace_s(), True)
-        except EpochError:
+        except CollectiveError:
             exit_hooks.show(failure, format_failure(*failure))
             sys.stderr.flush()
             time.sleep(_PRINT_S)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.errors import EpochTimeoutError
+from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.failures import logs
 from mpistrat.failures.flight_dumps import on_channel_failure
 from mpistrat.system.callsite import site_of_thread
@@ -115,7 +115,9 @@ def _end_if_stopped(channel: Channel, limit_s: float, waits: Callable[[], bool])
     if not waits():
         return
     site = site_of_thread(channel.thread)
-    error = EpochTimeoutError(f"The data awaited at {site} did not come in {limit_s:g} s:\n{table}")
+    error = CollectiveTimeoutError(
+        f"The data awaited at {site} did not come in {limit_s:g} s:\n{table}"
+    )
     on_channel_failure(error)
-    logs.print_last(f"EpochTimeoutError: {error}")
+    logs.print_last(f"CollectiveTimeoutError: {error}")
     os._exit(1)

@@ -102,7 +102,7 @@ class BatchNorm(Trackable, metaclass=context.MadeInScope):
     ------
     ValueError, TypeError
         For an argument out of range or of another type.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on an argument.
 
     Examples
@@ -185,7 +185,7 @@ class BatchNorm(Trackable, metaclass=context.MadeInScope):
             If `x` is no array of a floating dtype.
         ContextError
             In training, outside a function given to `Strategy.run`.
-        EpochError
+        CollectiveError
             Where it is collective and the ranks disagree.
         """
         if not training:
@@ -250,7 +250,7 @@ class BatchNorm(Trackable, metaclass=context.MadeInScope):
             If the shape of `gradient_y` does not fit.
         TypeError
             If it is no array of a floating dtype, or `saved` is not from `forward`.
-        ContextError, EpochError
+        ContextError, CollectiveError
             As `forward`, where it is collective.
         """
         of_averages = isinstance(saved, Normalization) and saved.count is None

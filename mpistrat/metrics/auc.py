@@ -50,7 +50,7 @@ class AUC(Metric[np.float64]):
     ------
     TypeError, ValueError
         If a parameter has another form.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter.
 
     Examples

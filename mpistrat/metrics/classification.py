@@ -107,7 +107,7 @@ class Precision(_BinaryCounts):
     ------
     TypeError, ValueError
         If a parameter has another form.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter.
 
     Examples
@@ -135,7 +135,7 @@ class Recall(_BinaryCounts):
     ------
     TypeError, ValueError
         If a parameter has another form.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter.
 
     Examples
@@ -175,7 +175,7 @@ class F1(SumsByUpdate):
     ------
     TypeError, ValueError
         If a parameter has another form.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter.
 
     Examples

@@ -76,7 +76,7 @@ class ConfusionMatrix(_PairCounts[np.ndarray]):
     ------
     TypeError, ValueError
         If `num_classes` is no integer of at least 1.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on `num_classes`.
 
     Examples
@@ -137,7 +137,7 @@ class MeanIoU(_PairCounts[np.float64]):
     ------
     TypeError, ValueError
         If a parameter has another form.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter.
 
     Examples

@@ -20,6 +20,7 @@ from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronizat
 from mpistrat.strategies import get_strategy
 from mpistrat.system.units import on_undo
 from mpistrat.trackable import Trackable
+from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, local_component
 from mpistrat.variables import Variable
 
@@ -67,6 +68,12 @@ class Metric(Trackable, abc.ABC, Generic[_Result], metaclass=context.MadeInScope
         super().__init__()
         self.name = type(self).__name__.lower() if name is None else name
         self._sums: dict[str, Variable] = {}
+        self._is_plain = not get_strategy().extended._distributes_variables
+        """Whether it was created outside every scope, and is about one process."""
+
+    def _check_scope(self) -> None:
+        if self._is_plain:
+            context.require_scope_of_several(f"The metric {self.name!r}")
 
     def _make_sum(self, what: str, shape: tuple[int, ...] = ()) -> Variable:
         variable = Variable(
@@ -83,9 +90,15 @@ class Metric(Trackable, abc.ABC, Generic[_Result], metaclass=context.MadeInScope
 
     def _add(self, *numbers: Any) -> None:
         """Add a number or array to each sum, in the order in which they were made."""
+        if self._is_plain:
+            self._check_scope()
         frame = context.current()
         is_replica = frame is not None and frame.kind is context.Kind.REPLICA
         here = frame.strategy if frame is not None and is_replica else None
+        if here is not None and empty_parts.of_replicas:
+            sums = zip(self._sums, numbers, strict=True)
+            named = ((f"{what} of the metric {self.name!r}", number) for what, number in sums)
+            empty_parts.warn_of_nan(here.extended._layout.replica_id, named)
         for variable, number in zip(self._sums.values(), numbers, strict=True):
             if variable.strategy is here and not variable._is_remote:
                 # What assign_add comes to, many times in a step.
@@ -114,10 +127,12 @@ class Metric(Trackable, abc.ABC, Generic[_Result], metaclass=context.MadeInScope
         ContextError
             In a context of another strategy than the metric's.
         ValueError
-            If the metric gets its sums by its first update, and has had none.
-        EpochError
+            If the metric gets its sums by its first update, and has had none; or inside
+            `Strategy.run` of several replicas, if it was created outside of the scope.
+        CollectiveError
             If the ranks disagree.
         """
+        self._check_scope()
         if not self._sums:
             raise ValueError(
                 f"The metric {self.name!r} has no result before its first update_state."
@@ -149,6 +164,7 @@ class Metric(Trackable, abc.ABC, Generic[_Result], metaclass=context.MadeInScope
         **Collective** in cross-replica context and outside every scope; local inside
         `Strategy.run`.
         """
+        self._check_scope()
         for variable in self._sums.values():
             variable.assign(np.zeros(variable.shape, variable.dtype), read_value=False)
 
@@ -166,6 +182,7 @@ class SumsByUpdate(Metric[Any]):
 
     def _add_computed(self, compute: Callable[[], Mapping[str, Any]]) -> None:
         """Add the sums that `compute` returns by name; **Collective** the first time."""
+        self._check_scope()
         kind = f"{type(self).__name__.lstrip('_')}.update_state"
         if self._sums:
             sums = compute()

@@ -196,7 +196,7 @@ class TopKAccuracy(RunningMean):
         If `k` is no integer.
     ValueError
         If `k` is below 1.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on `k`.
 
     Examples

@@ -2,7 +2,7 @@
 
 A strategy works on a private duplicate of the user's communicator, so that messages of the user
 cannot match ours. All strategies on one communicator share the duplicate and with it one sequence
-of collectives. After an `EpochError` the next strategy gets a fresh one.
+of collectives. After a `CollectiveError` the next strategy gets a fresh one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.errors import LaunchError
-from mpistrat.mpi.launcher import Launcher, find_launcher, is_one_of_several
+from mpistrat.mpi.launcher import Launcher, check_torchrun, find_launcher, is_one_of_several
 from mpistrat.mpi.mpiexec import mpiexec_program
 from mpistrat.mpi.survival import failed_ranks
 from mpistrat.system.cpu import cores_of_mask, mask_of_cores, own_cores
@@ -93,6 +93,7 @@ def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
         )
     _check_launch(launcher)
     if comm is None:
+        check_torchrun(MPI.COMM_WORLD.size)
         return MPI.COMM_WORLD
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(

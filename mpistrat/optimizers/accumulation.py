@@ -14,7 +14,9 @@ from mpistrat.arrays import namespace_of, place
 from mpistrat.optimizers.gradients import (
     check_gradients,
     check_owners,
+    check_scope,
     check_variables,
+    known_equal,
     listed,
     owner_among,
     split_pairs,
@@ -117,7 +119,7 @@ class GradientAccumulator(Trackable):
         If a variable belongs to another strategy.
     NotImplementedError
         Under `ParameterServerStrategy`.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on the variables.
 
     Examples
@@ -225,6 +227,7 @@ class GradientAccumulator(Trackable):
 
     def _check_adds_here(self, kind: str) -> None:
         """Refuse an `add` that would be no replica's own. Collective where it refuses."""
+        check_scope(f"The {type(self).__name__}", self._sums[0])
         owner = self._owner
         where = context.mode_for(owner, f"The {type(self).__name__}")
         if where is context.Kind.CROSS_REPLICA and not owner.extended._is_default:
@@ -270,7 +273,7 @@ class GradientAccumulator(Trackable):
             If nothing has been added.
         ContextError
             In a context of another strategy.
-        EpochMismatchError
+        CollectiveMismatchError
             If the ranks disagree on the number of calls of `add`, or on which variables got a
             gradient.
         """
@@ -280,6 +283,7 @@ class GradientAccumulator(Trackable):
         return found
 
     def _as_unit(self, method: str, work: Callable[[], Any], writes: bool = False) -> Any:
+        check_scope(f"The {type(self).__name__}", self._sums[0])
         what = f"{type(self).__name__}.{method}"
         return self._owner.extended._collectives.as_unit(what, work, writes)
 
@@ -287,10 +291,7 @@ class GradientAccumulator(Trackable):
         """Return the reduced sums for `method`, once `check` has accepted its arguments."""
         return self._owner.extended._on_replicas(lambda: self._reduced_here(method, check))
 
-    def _reduced_here(
-        self, method: str, check: Callable[[str], None]
-    ) -> list[tuple[Any, Variable]]:
-        """Do `_reduced` as one replica."""
+    def _reduced_here(self, method: str, check: Callable[[str], None]) -> list[tuple[Any, Any]]:
         kind = f"{type(self).__name__}.{method}"
         context.mode_for(self._owner, f"The {type(self).__name__}")
         with self._owner.extended._replicas.call(kind) as call:
@@ -301,7 +302,6 @@ class GradientAccumulator(Trackable):
                     f"{kind}: no gradient has been added since the last step (num_added is "
                     f"{self.num_added}). Call add for each micro-batch first."
                 )
-            # Not part of the signature: it changes with each call, and a digest takes time.
             call.include(self.num_added, f"after {self.num_added} calls of add")
             pairs = zip(self._sums, counts, strict=True)
             sums = [total._storage if count else None for total, count in pairs]
@@ -327,7 +327,7 @@ class GradientAccumulator(Trackable):
             If `optimizer` is none.
         ContextError
             If `optimizer` belongs to another strategy, or in a context of another strategy.
-        EpochMismatchError
+        CollectiveMismatchError
             If the ranks disagree on the number of calls of `add`, or on which variables got a
             gradient.
         """
@@ -350,7 +350,8 @@ class GradientAccumulator(Trackable):
         missing = [variable.name for gradient, variable in pairs if gradient is None]
         # The optimizer would warn again about the variables without a gradient.
         present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
-        optimizer.apply_gradients(present, skip_gradients_aggregation=True)
+        with known_equal():
+            optimizer.apply_gradients(present, skip_gradients_aggregation=True)
         self._reset()
         return missing
 

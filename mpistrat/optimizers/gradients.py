@@ -5,12 +5,14 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
-from mpistrat import nests
+from mpistrat import context, nests
 from mpistrat.arguments import as_array, span_outside
 from mpistrat.arrays import Array, address_of, host_view, is_on_host, namespace_of, place
 from mpistrat.collectives.collectives import CollectiveCall
@@ -19,16 +21,20 @@ from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.comm.wire import is_floating
 from mpistrat.errors import ContextError
 from mpistrat.options import ReduceOp
+from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
 from mpistrat.variables.scatter import split_into_rounds
+from mpistrat.variables.writes import on_host
 
 __all__ = [
     "agree_on_gradients",
     "check_gradients",
     "check_owners",
+    "check_scope",
     "check_variables",
     "coalesced",
+    "known_equal",
     "listed",
     "owner_among",
     "prepare_sum",
@@ -36,6 +42,7 @@ __all__ = [
     "split_pairs",
     "sum_over_replicas",
     "variables_in",
+    "warn_of_nan",
 ]
 
 
@@ -80,14 +87,21 @@ def split_pairs(kind: str, grads_and_vars: Iterable[Any]) -> tuple[list[Any], li
 
 
 def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> None:
-    """Make sure that no variable belongs to another strategy than `strategy`."""
+    """Make sure that no variable belongs to another strategy than `strategy`, or to one rank."""
     for variable in variables:
+        check_scope(f"{kind}: the variable {variable.name!r}", variable)
         if variable.strategy not in (None, strategy):
             raise ContextError(
                 f"{kind}: the variable {variable.name!r} belongs to {variable.strategy!r}, but "
                 f"the step is one of {strategy!r}. Different strategies cannot be mixed: use the "
                 "optimizer and its variables in the scope that they were made in."
             )
+
+
+def check_scope(what: str, variable: Variable) -> None:
+    """Refuse `what` inside `run` of several replicas, if its `variable` belongs to one rank."""
+    if variable.strategy is None:
+        context.require_scope_of_several(what)
 
 
 def check_gradients(
@@ -98,10 +112,23 @@ def check_gradients(
     if all(gradient is None for gradient in gradients):
         names = [variable.name for variable in variables]
         raise ValueError(f"{kind}: every gradient is None (variables {names}).")
-    return [
+    checked = [
         None if gradient is None else _checked(kind, gradient, variable, summed)
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
+    if empty_parts.of_replicas:
+        warn_of_nan(checked, variables)
+    return checked
+
+
+def warn_of_nan(gradients: Iterable[Any], variables: Iterable[Variable]) -> None:
+    """Warn if an empty part of a batch has made a gradient NaN on the replica that runs here."""
+    frame = context.current()
+    if frame is not None:
+        named = zip(variables, gradients, strict=True)
+        arrays = ((v.name, g.values if isinstance(g, IndexedSlices) else g) for v, g in named)
+        replica = frame.strategy.extended._layout.replica_id
+        empty_parts.warn_of_nan(replica, ((f"the gradient of {n!r}", g) for n, g in arrays))
 
 
 def check_variables(kind: str, variables: Any) -> None:
@@ -240,11 +267,38 @@ def agree_on_gradients(
     parameters: str,
 ) -> list[Any]:
     """Return gradients that are the same on all replicas already. **Collective**."""
-    # The names of variables, which gradients are None or sparse, and `parameters` must agree.
+    # The names of variables, which gradients are None or sparse, and `parameters` must agree. So
+    # must the values in cross-replica context; in replica context the program has reduced them.
     leaves, structure = nests.flatten(_named(gradients, variables))
     sparse = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices))
+    frame = context.current()
+    is_replica = frame is not None and frame.kind is context.Kind.REPLICA
+    if not is_replica and not _are_equal.get():
+        call.include_values(on_host(_arrays_of(leaves)))
     call.agree("gradients as they are", nests.signature(structure), sparse, parameters)
     return gradients
+
+
+_are_equal: ContextVar[bool] = ContextVar("_are_equal", default=False)
+
+
+@contextmanager
+def known_equal() -> Iterator[None]:
+    """Do not compare gradients within the ``with`` block: a reduction has made them equal."""
+    token = _are_equal.set(True)
+    try:
+        yield
+    finally:
+        _are_equal.reset(token)
+
+
+def _arrays_of(leaves: Iterable[Any]) -> Iterator[Array]:
+    for leaf in leaves:
+        if isinstance(leaf, IndexedSlices):
+            yield leaf.indices
+            yield leaf.values
+        else:
+            yield leaf
 
 
 def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict[str, Any]]:

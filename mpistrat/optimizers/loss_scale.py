@@ -48,7 +48,7 @@ class LossScale(Trackable, metaclass=context.MadeInScope):
         If `growth_interval` is no integer, or another parameter no number.
     ValueError
         For a value out of range.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter.
 
     Examples
@@ -158,6 +158,11 @@ class LossScale(Trackable, metaclass=context.MadeInScope):
     def _variables(self) -> tuple[Variable, ...]:
         """Its variables. Local."""
         return (self._scale, self._num_good, self._num_skipped)
+
+    def _of_strategy(self) -> list[Variable]:
+        """Return its variables if it was created in a scope. Local."""
+        # Outside of one it is as right: all ranks change it alike, by sums that are equal.
+        return [each for each in self._variables if each.strategy is not None]
 
     def __repr__(self) -> str:
         """Return the parameters, by which ranks compare it. Local."""

@@ -95,7 +95,7 @@ class ExponentialMovingAverage(Trackable, metaclass=context.MadeInScope):
             If a variable belongs to another strategy.
         NotImplementedError
             For variables of a `ParameterServerStrategy`.
-        EpochMismatchError
+        CollectiveMismatchError
             If the ranks disagree on the variables or the decay.
         """
         variables = listed(var_list)

@@ -25,12 +25,15 @@ from mpistrat.optimizers.gradients import (
     agree_on_gradients,
     check_gradients,
     check_owners,
+    check_scope,
     listed,
     owner_among,
     split_pairs,
     sum_over_replicas,
     variables_in,
+    warn_of_nan,
 )
+from mpistrat.optimizers.hints import HintedOptimizer
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.remote_step import apply_remotely, find_slots, slot_makers, take_step
 from mpistrat.optimizers.slots import (
@@ -44,8 +47,10 @@ from mpistrat.optimizers.update import Rule, Target
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
+from mpistrat.system.hints import Hinted
 from mpistrat.system.text import brief
 from mpistrat.trackable import Dependent, Trackable
+from mpistrat.user_warnings import empty_parts
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.parameter_store import ParameterStore, Request
@@ -53,7 +58,7 @@ from mpistrat.variables.parameter_store import ParameterStore, Request
 __all__ = ["Optimizer"]
 
 
-class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
+class Optimizer(Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
     """Base of optimizers.
 
     **Collective** in a strategy's scope, because it makes the variable `iterations`.
@@ -86,7 +91,7 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         If a parameter has another type.
     ValueError
         For a value out of range.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on a parameter. A program may set one between two steps; the next
         step checks it again.
 
@@ -204,15 +209,15 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         Raises
         ------
         ValueError
-            If the list is empty or holds no gradient, a shape does not fit, or a gradient is a
-            `PerReplica` where nothing is summed.
+            If the list is empty or holds no gradient, a shape does not fit, a gradient that is not
+            summed is a `PerReplica`, or the optimizer or a variable is from outside of the scope.
         TypeError
             If a dtype does not fit, or a variable has no floating dtype.
         IndexError
             If `IndexedSlices` have an index out of range.
         ContextError
             If a variable, or the optimizer, belongs to another strategy.
-        EpochError
+        CollectiveError
             If the ranks disagree, for example about which gradient is ``None``.
         """
         frame = context.current()
@@ -238,6 +243,8 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         if summed:
             prepared, counter = self._prepared, self.iterations
             known, gradients = prepared.find(replicas.channel, strategy, counter, pairs)
+            if known is not None and empty_parts.of_replicas:
+                warn_of_nan(gradients, known.variables)
             if known is not None and take_together(self, known, gradients):
                 return
         with replicas.call(f"{type(self).__name__}.apply_gradients") as call:
@@ -255,7 +262,7 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
     ) -> Callable[[], None]:
         """Return what takes the step, once the ranks agree on it. **Collective**."""
         if self.loss_scale is not None:  # a program may have set another one since the last step
-            check_owners(call.kind, strategy, self.loss_scale._variables)
+            check_owners(call.kind, strategy, self.loss_scale._of_strategy())
         parameters = self._agreed_parameters()
         has_changed = known is not None and known.parameters != parameters
         if known and has_changed and is_divided(self, known.variables):
@@ -271,7 +278,6 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         if known is not None:
             if has_changed:
                 known.prepare(call, gradients, parameters)
-            # They are read in this step alone.
             settled = known.reduction.all_reduce(call, gradients, lends=True)
         elif summed:
             late = summed_in_parts(call, self, gradients, variables)
@@ -290,6 +296,7 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
     ) -> tuple[list[Any], list[Variable]]:
         """Return the gradients, checked, and their variables."""
         gradients, variables = split_pairs(kind, pairs)
+        check_scope(f"The optimizer {self!r}", self.iterations)
         check_owners(kind, strategy, [*variables, self.iterations])
         gradients = check_gradients(kind, gradients, variables, summed)
         each = zip(gradients, variables, strict=True)
@@ -300,14 +307,12 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
 
     def _agreed_parameters(self) -> str:
         """Return the parameters except the rate, as the ranks compare them, checked."""
-        # A program may have set them since the last step.
         values = self._parameters_of(self)
         known, formatted = self._checked
         if len(values) == len(known) and all(map(operator.is_, values, known)):
             return formatted
         self._check_parameters()
         formatted = ", ".join(self._format_parameters(self._constant_parameters))
-        # The values that cannot change behind their names need no check again.
         self._checked = (values if all(map(is_constant, values)) else ()), formatted
         return formatted
 
@@ -358,7 +363,6 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
         }
 
     def _checkpoint_dependents(self) -> list[Dependent]:
-        """Return the slots, those that other ranks have made too."""
         if self.iterations._is_remote:
             self._learn_slots()
         return super()._checkpoint_dependents()

@@ -100,7 +100,7 @@ class ClusterMember:
         ------
         TypeError
             If `root` is no integer; and on `root`, if the object cannot be pickled. The others
-            then get an `EpochMismatchError` that names it.
+            then get a `CollectiveMismatchError` that names it.
         ValueError
             If there is no rank `root`.
         ContextError
@@ -119,8 +119,8 @@ class ClusterMember:
         Raises
         ------
         TypeError
-            On a rank whose object cannot be pickled. The others then get an `EpochMismatchError`
-            that names it.
+            On a rank whose object cannot be pickled. The others then get a
+            `CollectiveMismatchError` that names it.
         ContextError
             Inside a replica function: use `ReplicaContext.all_gather_object` there.
         """

@@ -79,6 +79,7 @@ class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
 
     _is_default = False
     _distributes_variables = True
+    _context_class: type[ReplicaContext] = ReplicaContext
     _container: Any
 
     def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
@@ -143,7 +144,7 @@ class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
         local_args = [localize(each) for each in args]
         local_kwargs = {name: localize(kwargs[name]) for name in kwargs}
         # Not `with ReplicaContext(...)`, which would check once more what was checked above.
-        replica = ReplicaContext(self._container)
+        replica = self._context_class(self._container)
         frame = context.Frame(context.Kind.REPLICA, self._container, replica)
         with context.entered(frame), span("run", "run"):
             try:

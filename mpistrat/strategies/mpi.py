@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpistrat import context
 from mpistrat.agreement.call import AllOrNone
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.arrays import Device
@@ -30,6 +31,7 @@ from mpistrat.mpi.world import (
 )
 from mpistrat.native import HOW_TO_COMPILE, missing_libraries
 from mpistrat.options import CommunicationOptions
+from mpistrat.partitioners import RanksPartitioner
 from mpistrat.settings import Settings, settings
 from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.devices import (
@@ -68,9 +70,10 @@ class MPIStrategy(Strategy):
         means ``"gpu"``.
     communication_options : CommunicationOptions, optional
         For every collective that is given no others.
-    variable_partitioner : callable, optional
+    variable_partitioner : callable or "ranks", optional
         Called with shape and dtype of each mirrored variable that has axes, as those of
-        `mpistrat.partitioners`. Where it wants several parts, an `ms.ShardedVariable` is made.
+        `mpistrat.partitioners`. If it wants several parts, an `ms.ShardedVariable` is created.
+        ``"ranks"`` cuts the first axis into one part per rank.
     ranks_per_replica : int
         How many consecutive ranks compute one replica together: model parallelism. It divides the
         number of ranks, and rank = replica x `ranks_per_replica` + shard. See
@@ -112,14 +115,24 @@ class MPIStrategy(Strategy):
 
     Each rank gets its part of each batch:
 
-    >>> batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(8).batch(4))
+    >>> batches = strategy.distribute_dataset(ms.data.Dataset.range(8).batch(4))
     >>> [int(strategy.reduce("sum", batch, axis=0)) for batch in batches]
     [6, 22]
     >>> def dataset_fn(context):
     ...     return ms.data.Dataset.range(8).batch(context.get_per_replica_batch_size(8))
     >>> batches = strategy.distribute_datasets_from_function(dataset_fn)
-    >>> strategy.experimental_distribute_values_from_function(lambda context: np.ones(2))
-    PerReplica(array([1., 1.]))
+    >>> ones = strategy.distribute_values_from_function(lambda context: np.ones(2))
+    >>> ones, strategy.local_results(ones)
+    (PerReplica(array([1., 1.])), (array([1., 1.]),))
+
+    Collectives outside of `run` take this rank's value:
+
+    >>> bool((strategy.all_reduce("mean", ones) == strategy.broadcast(ones)).all())
+    True
+    >>> len(strategy.all_gather(ones, axis=0)) == 2 * strategy.size
+    True
+    >>> part = strategy.scatter(np.arange(4.0))
+    >>> strategy.assert_replicas_agree(weight)
     >>> strategy.experimental_make_numpy_dataset(np.zeros((5, 2))).cardinality()
     5
 
@@ -141,7 +154,7 @@ class MPIStrategy(Strategy):
         comm: MPI.Intracomm | None = None,
         device: str = "auto",
         communication_options: CommunicationOptions | None = None,
-        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | str | None = None,
         ranks_per_replica: int = 1,
         num_replicas: int | None = None,
         elastic: bool = False,
@@ -161,6 +174,7 @@ class MPIStrategy(Strategy):
             job.open(self, comm, num_replicas, self._connect)
         else:
             self._connect(communicator(comm))
+        context.note_open(self)
 
     def _connect(self, comm: MPI.Intracomm) -> None:
         """Connect this rank to the others of `comm`. **Collective**."""
@@ -181,7 +195,7 @@ class MPIStrategy(Strategy):
         comm: MPI.Intracomm,
         device: str,
         communication_options: CommunicationOptions | None,
-        variable_partitioner: Callable[..., Sequence[int]] | None,
+        variable_partitioner: Callable[..., Sequence[int]] | str | None,
         ranks_per_replica: int,
         num_replicas: int | None,
         elastic: bool,
@@ -196,11 +210,7 @@ class MPIStrategy(Strategy):
                 raise TypeError(
                     f"communication_options must be CommunicationOptions, not {options!r}."
                 )
-            if variable_partitioner is not None and not callable(variable_partitioner):
-                raise TypeError(
-                    "variable_partitioner must be callable, as those of mpistrat.partitioners are, "
-                    f"not {variable_partitioner!r}."
-                )
+            variable_partitioner = _as_partitioner(variable_partitioner, comm.size)
             layout = Layout.divided(
                 comm.size, comm.rank, as_integer("ranks_per_replica", ranks_per_replica)
             )
@@ -309,6 +319,22 @@ class MPIStrategy(Strategy):
         )
 
 
+def _as_partitioner(
+    given: Callable[..., Sequence[int]] | str | None, num_ranks: int
+) -> Callable[..., Sequence[int]] | None:
+    """Return the function that an argument ``variable_partitioner`` means, or raise."""
+    if given == "ranks":
+        return RanksPartitioner(num_ranks)
+    if isinstance(given, str):
+        raise ValueError(f'variable_partitioner is {given!r}, but the only name is "ranks".')
+    if given is not None and not callable(given):
+        raise TypeError(
+            'variable_partitioner must be "ranks" or callable, as those of mpistrat.partitioners '
+            f"are, not {given!r}."
+        )
+    return given
+
+
 def _check_is_alone(layout: Layout, variable_partitioner: object) -> None:
     """Refuse what divides anything over ranks, beside ``num_replicas=``."""
     if layout.ranks_per_replica > 1 or variable_partitioner is not None:
@@ -362,3 +388,6 @@ def _opening_limit_s(options: object) -> float | None:
         return settings().timeout_s
     except ValueError:
         return Settings().timeout_s
+
+
+context.register_world(lambda: MPIStrategy(device="cpu"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import context, nests
@@ -23,11 +23,12 @@ from mpistrat.options import (
     ReduceOpLike,
     ValueContext,
 )
-from mpistrat.replica import ReplicaContext
+from mpistrat.replica import ReplicaContext, ShardGroup
 from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.reductions import parse_place
 from mpistrat.strategies.strategy import Strategy
+from mpistrat.user_warnings.once import warn_once
 from mpistrat.values import PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 
@@ -37,11 +38,87 @@ if TYPE_CHECKING:
 __all__ = ["OneDeviceStrategy", "default_replica_context", "default_strategy"]
 
 
+class DefaultReplicaContext(ReplicaContext):
+    """The replica context outside every scope, where values of other strategies may stray.
+
+    Its collectives warn where `strategy.run` was probably forgotten.
+    """
+
+    # Only here, because each look into the value would make the calls inside of `run` slower.
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None, out: Any = None) -> Any:
+        """Reduce `value` over one replica."""
+        _refuse_per_replica("all_reduce", value)
+        return super().all_reduce(reduce_op, value, options, out)
+
+    def start_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Begin `all_reduce`."""
+        _refuse_per_replica("start_all_reduce", value)
+        return super().start_all_reduce(reduce_op, value, options)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Concatenate `value` over one replica."""
+        _refuse_per_replica("all_gather", value)
+        return super().all_gather(value, axis, options)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `merge_fn` with the default strategy."""
+        _warn_of_one_replica()
+        return super().merge_call(merge_fn, args, kwargs)
+
+    def barrier(self) -> None:
+        """Return at once."""
+        _warn_of_one_replica()
+        super().barrier()
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Return a copy of `obj`."""
+        _warn_of_one_replica()
+        return super().broadcast_object(obj, root)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return a copy of `obj` in a list."""
+        _warn_of_one_replica()
+        return super().all_gather_object(obj)
+
+    def _group(self) -> Collectives:
+        _warn_of_one_replica()
+        return super()._group()
+
+    @property
+    def shards(self) -> ShardGroup:
+        """The one rank that computes this replica."""
+        _warn_of_one_replica()
+        return super().shards
+
+
+def _warn_of_one_replica() -> None:
+    for strategy in context.open_strategies()[:1]:
+        warn_once(
+            "this collective of the default replica context has one replica, this process, while "
+            f"{strategy!r} with its {strategy.num_replicas_in_sync} replicas is open: forgot "
+            "strategy.run? Call it in a function given to strategy.run(fn, args=...), or outside "
+            "of one use strategy.reduce(op, value) or strategy.gather(value, axis)."
+        )
+
+
+def _refuse_per_replica(kind: str, value: Any) -> None:
+    for leaf in nests.flatten(value)[0]:
+        if isinstance(leaf, PerReplica):
+            raise TypeError(leaf._why_no_array(kind))
+
+
 class DefaultExtended(StrategyExtended):
     """Leaves values, variables and data sets as they are."""
 
     _is_default = True
     _distributes_variables = False
+    _context_class = DefaultReplicaContext
 
     def __init__(self) -> None:
         super().__init__(Collectives.solo(Device("cpu")))
@@ -134,33 +211,6 @@ class DefaultStrategy(Strategy):
 
     def __repr__(self) -> str:
         return "<the default strategy>"
-
-
-class DefaultReplicaContext(ReplicaContext):
-    """The replica context outside every scope, where values of other strategies may stray."""
-
-    # Only here, because each look into the value would make the calls inside of `run` slower.
-
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None, out: Any = None) -> Any:
-        """Reduce `value` over one replica."""
-        _refuse_per_replica("all_reduce", value)
-        return super().all_reduce(reduce_op, value, options, out)
-
-    def start_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Begin `all_reduce`."""
-        _refuse_per_replica("start_all_reduce", value)
-        return super().start_all_reduce(reduce_op, value, options)
-
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Concatenate `value` over one replica."""
-        _refuse_per_replica("all_gather", value)
-        return super().all_gather(value, axis, options)
-
-
-def _refuse_per_replica(kind: str, value: Any) -> None:
-    for leaf in nests.flatten(value)[0]:
-        if isinstance(leaf, PerReplica):
-            raise TypeError(leaf._why_no_array(kind))
 
 
 @functools.lru_cache(maxsize=1)

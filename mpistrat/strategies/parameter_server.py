@@ -142,7 +142,7 @@ class ParameterServerStrategy(MPIStrategy):
             On the chief, inside a closure, or inside a scope.
         RuntimeError
             If the strategy is closed.
-        EpochError
+        CollectiveError
             If the chief has failed; it reports that.
         """
         self._server_extended._serve()

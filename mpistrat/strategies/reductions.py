@@ -18,6 +18,7 @@ from mpistrat.collectives.nested import all_reduce_nest, leaf_arrays, reduce_ove
 from mpistrat.comm.wire import result_dtype, wire_dtype
 from mpistrat.layout import Layout
 from mpistrat.options import ReduceOp, ReduceOpLike
+from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, localize, mirror
 from mpistrat.variables import MirroredVariable, ShardedVariable, Variable
 
@@ -29,6 +30,7 @@ __all__ = [
     "parse_place",
     "reduce_pairs",
     "reduce_to_host",
+    "warn_of_empty_parts",
     "with_whole_values",
 ]
 
@@ -54,6 +56,14 @@ class Place:
     """Number of the device among those of its kind."""
     is_own: bool = False
     """Whether it is ``"gpu"``, without a number: the GPU of the rank itself."""
+
+
+def warn_of_empty_parts(replicas: Sequence[int], value: Any) -> None:
+    """Warn if an empty part of a batch has made a `value` to be reduced NaN on a replica here."""
+    for leaf in nests.flatten(value)[0]:
+        parts = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+        for replica, part in zip(replicas, parts, strict=False):
+            empty_parts.warn_of_nan(replica, [("the value given to reduce", part)])
 
 
 def parse_place(text: str, num_tasks: int) -> Place:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import context, nests
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.errors import EpochError
+from mpistrat.errors import CollectiveError
 from mpistrat.layout import Layout
 from mpistrat.options import (
     CommunicationOptions,
@@ -160,6 +160,13 @@ class ReplicatedExtended(StrategyExtended):
             call.agree("components")
         return own
 
+    def _with_components(self, kind: str, value: Any, function: Callable[[Any], Any]) -> list[Any]:
+        own = self._checked(kind, value)
+        return self._group.each(lambda: function(nests.map_nest(own, value)))
+
+    def _joined(self, of_replicas: Sequence[Any]) -> Any:
+        return merged_results(self._group, of_replicas)
+
     def _gather(self, value: Any, axis: int) -> Any:
         context.require_cross_replica(self._container, "gather")
         own = self._checked("gather", value)
@@ -251,7 +258,7 @@ class ReplicatedExtended(StrategyExtended):
 def _note_replica(error: BaseException, note: str) -> None:
     """Have tracebacks of `error` end with a `note`, if it does not name the replicas itself."""
     notes = getattr(error, "__notes__", [])
-    if not isinstance(error, EpochError) and note not in notes:
+    if not isinstance(error, CollectiveError) and note not in notes:
         vars(error)["__notes__"] = [*notes, note]  # Python 3.10 has no add_note
 
 

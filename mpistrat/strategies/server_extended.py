@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mpistrat import context
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.errors import ContextError, EpochError, UnavailableError
+from mpistrat.errors import CollectiveError, ContextError, UnavailableError
 from mpistrat.failures import losses
 from mpistrat.mpi.survival import FLAG
 from mpistrat.mpi.world import World
@@ -326,5 +326,5 @@ def _end_all() -> None:
         if each._group.size == 1 or each._group.channel.closed is not None:
             continue
         # Another rank may have left without a word to the chief: its own report says so.
-        with contextlib.suppress(EpochError):
+        with contextlib.suppress(CollectiveError):
             each._close()

@@ -110,7 +110,7 @@ _REPORTER = pytest.StashKey[_DeadlockReporter]()
 def strategy() -> MPIStrategy:
     """A strategy over all ranks. **Collective**.
 
-    It is usable again where the test before has ended in an `EpochError` on all ranks.
+    It is usable again where the test before has ended in a `CollectiveError` on all ranks.
     """
     return MPIStrategy()
 

@@ -25,7 +25,7 @@ from mpistrat.checkpoint import Checkpoint
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.cuda import count_gpus
 from mpistrat.data import Dataset
-from mpistrat.errors import EpochMismatchError, LaunchError
+from mpistrat.errors import CollectiveMismatchError, LaunchError
 from mpistrat.mpi.world import library_version
 from mpistrat.native import missing_libraries
 from mpistrat.optimizers import SGD
@@ -179,7 +179,7 @@ def _disagreement(job: _Job) -> str:
 
     try:
         job.strategy.run(step)
-    except EpochMismatchError:
+    except CollectiveMismatchError:
         return "ranks with different shapes got an error"
     raise AssertionError("ranks with different shapes did not get an error")
 

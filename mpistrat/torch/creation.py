@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from mpistrat.errors import EpochTimeoutError, LaunchError
+from mpistrat.errors import CollectiveTimeoutError, LaunchError
 from mpistrat.mpi.world import thread_level
 from mpistrat.system.text import rank_list
 from mpistrat.torch.group import Group, MpiProcessGroup
@@ -216,7 +216,7 @@ def _wait_for_members(opts: Any, ranks: list[int]) -> None:
     while not opts.store.check(keys):
         if time.monotonic() - began > limit_s:
             missing = [ranks[rank] for rank, key in enumerate(keys) if not opts.store.check([key])]
-            raise EpochTimeoutError(
+            raise CollectiveTimeoutError(
                 f"{rank_list(missing)} did not come to make the process group {opts.group_id!r} "
                 f"within the timeout of {limit_s:g} s, on rank {ranks[own]}. Every member must "
                 "call new_group, in the same order."

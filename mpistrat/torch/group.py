@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.errors import EpochError
+from mpistrat.errors import CollectiveError
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.system.exit_hooks import Phase, at
 from mpistrat.torch.launching import Options
@@ -96,7 +96,7 @@ class Group(Operations, Messages):
         self._queue.close()
         try:
             self._strategy.close()
-        except EpochError as error:
+        except CollectiveError as error:
             # The group is over in any case, and ranks may leave a program without destroying it.
             _logger.info("destroy_process_group of %s: %s", self._name, error)
             return

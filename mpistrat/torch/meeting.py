@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from mpistrat.errors import EpochTimeoutError
+from mpistrat.errors import CollectiveTimeoutError
 
 __all__ = ["Meeting"]
 
@@ -66,7 +66,7 @@ class Stage:
             if store.add(f"{self._key}/failed", 0):
                 return False
             if time.monotonic() - began > limit.total_seconds():
-                raise EpochTimeoutError(
+                raise CollectiveTimeoutError(
                     f"Not all of {self._num_ranks} ranks came to {self._key} within "
                     f"{limit.total_seconds():g} s. Look for a rank that writes very slowly."
                 )

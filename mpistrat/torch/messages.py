@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.errors import EpochTimeoutError
+from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.mpi.world import largest_tag
 from mpistrat.system.callsite import format_place, users_place
 from mpistrat.torch.arguments import check_is_of_ranks, check_writable
@@ -117,7 +117,7 @@ class MessageWork(dist.Work):
                 self._channel.check_complete(f"{self._kind} at {format_place(self._place)}")
             self._channel.check_open()
             if limit_s is not None and waited_s > limit_s:
-                raise EpochTimeoutError(
+                raise CollectiveTimeoutError(
                     f"{self._subject()} was not done within the timeout of {limit_s:g} s. The "
                     "other rank must make the matching call, with the same tag and group."
                 )

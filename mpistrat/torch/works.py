@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.errors import EpochTimeoutError
+from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.system.callsite import Place, format_place, on_behalf_of
 
 __all__ = ["GroupQueue", "GroupWork"]
@@ -74,12 +74,12 @@ class GroupWork(dist.Work):
         self._complete_future()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when it is done, or raise its error; after `timeout` an `EpochTimeoutError`."""
+        """Return when it is done, or raise its error; `CollectiveTimeoutError` after `timeout`."""
         self._is_asked = True
         if not self._is_done:
             seconds = -1.0 if timeout is None else timeout.total_seconds()
             if not self._running.acquire(timeout=seconds if seconds > 0 else -1):
-                raise EpochTimeoutError(
+                raise CollectiveTimeoutError(
                     f"{self._kind} was not done before the timeout of wait({seconds:g} s). It is "
                     "still under way."
                 )

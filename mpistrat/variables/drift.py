@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, host_view, native
+from mpistrat.arrays import Array, host_view
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.errors import ReplicaDriftError
 from mpistrat.options import ReduceOp
+from mpistrat.system.digests import digest_of_values
 from mpistrat.system.text import rank_list, ranks_by_value
 from mpistrat.trackable import Reach, Trackable, has_attributes, walk_objects
 from mpistrat.variables.kinds import SyncOnReadVariable
@@ -100,19 +100,7 @@ def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -
 
 def digest_of(array: Array) -> int:
     """Return 64 bits that are equal for equal bytes of the values."""
-    digest = blake2b(_value_bytes(host_view(array)).data, digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
-def _value_bytes(array: np.ndarray) -> np.ndarray:
-    """Return the bytes of `array` that hold its values."""
-    flat = native(array).reshape(-1)
-    if flat.dtype.char not in "gG" or np.finfo(np.longdouble).nmant != 63:
-        return np.ascontiguousarray(flat).view(np.uint8)
-    # x86 keeps a long double in 10 of its 16 bytes. What the others hold is left to chance.
-    reals = np.ascontiguousarray(flat).view(np.longdouble)
-    raw = reals.view(np.uint8).reshape(reals.size, reals.itemsize)
-    return np.ascontiguousarray(raw[:, :10])
+    return digest_of_values(host_view(array))
 
 
 def _drift(

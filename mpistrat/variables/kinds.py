@@ -10,11 +10,19 @@ from mpistrat import context
 from mpistrat.arrays import Array, namespace_of, pieces
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.options import ReduceOp, VariableAggregation
+from mpistrat.user_warnings import empty_parts
 from mpistrat.values import PerReplica
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
 __all__ = ["MirroredVariable", "SyncOnReadVariable", "WrittenTogether"]
+
+
+def warn_of_nan(variable: Variable, write: Write, checked: Any) -> None:
+    """Warn if the replica that runs writes a NaN because its part of a batch is empty."""
+    if empty_parts.of_replicas:
+        named = [(f"{write.how} of {variable.name!r}", each) for each in write.host_arrays(checked)]
+        empty_parts.warn_of_nan(variable.strategy.extended._layout.replica_id, named)
 
 
 class WrittenTogether(Variable):
@@ -52,6 +60,7 @@ class WrittenTogether(Variable):
                 )
             checked = write.checked(self._target, value)
             own = self._apart(self._own(checked))
+            call.include_values(write.host_arrays(checked))
             call.agree("one value", write.signature(checked))
         return own
 
@@ -64,7 +73,9 @@ class WrittenTogether(Variable):
                     "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or write in "
                     "cross-replica context (merge_call)."
                 )
-            return self._merge(call, write, self._apart(write.checked(self._target, value)))
+            checked = write.checked(self._target, value)
+            warn_of_nan(self, write, checked)
+            return self._merge(call, write, self._apart(checked))
 
     def _apart(self, value: Any) -> Any:
         """Return a checked `value` in memory that no other rank writes to."""
@@ -118,7 +129,9 @@ class SyncOnReadVariable(Variable, kind="on_read"):
     def _write_in_context(self, write: Write, value: Any) -> None:
         if self._kind() is not context.Kind.CROSS_REPLICA:
             self._check_is_dense(write)
-            self._write_locally(write, value)
+            checked = write.checked(self._target, value)
+            warn_of_nan(self, write, checked)
+            write.apply(self._storage, checked)
             return
         with self._collectives_of_writes.call(f"Variable.{write.how}", self.name) as call:
             self._check_is_dense(write)
@@ -133,7 +146,9 @@ class SyncOnReadVariable(Variable, kind="on_read"):
                     f"{write.how} of the SyncOnRead variable {self.name!r} under SUM has no "
                     "meaning in cross-replica context: call it inside strategy.run, or use assign."
                 )
-            share = self._share(write.checked(self._target, value))
+            checked = write.checked(self._target, value)
+            share = self._share(checked)
+            call.include_values(write.host_arrays(checked))
             call.agree("one value", write.signature(share))
         write.apply(self._storage, share)
 

@@ -16,7 +16,7 @@ from mpistrat.arrays import Array, host_view, namespace_of
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.options import VariableAggregation
 from mpistrat.values import DistributedValues, IndexedSlices
-from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic
+from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic, on_host
 
 __all__ = ["SLICE_WRITES", "RowWrites", "SliceWrite", "split_into_rounds"]
 
@@ -88,6 +88,10 @@ class SliceWrite:
     def signature(self, value: IndexedSlices) -> tuple[Any, ...]:
         """Return dtype and shape of the rows."""
         return (str(value.values.dtype), tuple(value.values.shape))
+
+    def host_arrays(self, value: IndexedSlices) -> list[np.ndarray]:
+        """Return row numbers and rows, as far as they lie in host memory."""
+        return on_host([value.indices, value.values])
 
     def contribution(self, call: CollectiveCall, target: Target, value: IndexedSlices) -> Any:
         """Return what this replica adds to the slices of all, by `target.aggregation`."""

@@ -29,6 +29,7 @@ from mpistrat.variables.routing import (
     send_rows,
 )
 from mpistrat.variables.scatter import SliceWrite
+from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
 __all__ = ["ShardedVariable", "rows_named_by"]
@@ -57,6 +58,7 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
     True
     >>> table[1:, 0]
     array([3., 5.])
+    >>> table.assign_part(table.part.copy())
     >>> bool((table.value() == table.numpy()).all()), table.read_value().sum()
     (True, np.float64(21.0))
     >>> sharded.close()
@@ -139,7 +141,7 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
         IndexError
             For a number below 0 or past the end, on every rank if all have one: the strategy stays
             usable then.
-        EpochMismatchError
+        CollectiveMismatchError
             If only other ranks have one.
         """
         with self._collectives.call("lookup", self.name) as call:
@@ -237,6 +239,28 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
         )
         slices = IndexedSlices(place(values, self._target.device), indices)
         return self._own(slices)
+
+    def assign_part(self, rows: npt.ArrayLike) -> None:
+        """Write this rank's rows, as `part` has them. **Local**.
+
+        Parameters
+        ----------
+        rows : array of shape ``(len(row_range), *shape[1:])``
+            On a rank without rows its length is 0.
+
+        Raises
+        ------
+        ValueError
+            For another shape.
+        TypeError
+            If `rows` cannot be cast to the variable's dtype within its kind.
+        """
+        ASSIGN.apply(self._storage, ASSIGN.checked(self._target_of_part, rows))
+
+    def _zeros(self, name: str, dtype: np.dtype) -> Variable:
+        zeros = InitialValue.zeros(self.shape, dtype, self._num_parts)
+        zeros.is_always_cut = True
+        return Variable(zeros, trainable=False, name=name)
 
     def _write_locally(self, write: Write, value: Any) -> None:
         """Write in update context: a value of this rank's rows, or of all of them."""

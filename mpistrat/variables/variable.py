@@ -89,7 +89,7 @@ class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
     ValueError
         For `synchronization` NONE, an unknown mode, MEAN on a dtype that is not floating, or a
         value that is no numeric array.
-    EpochMismatchError
+    CollectiveMismatchError
         If the ranks disagree on name, shape, dtype or modes.
 
     Examples
@@ -319,9 +319,9 @@ class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
     def assign(self, value: Value, read_value: bool = True) -> Array | None:
         """Write `value` in place. No broadcasting: the shapes must be equal.
 
-        What that means depends on the kind of variable, the context and `aggregation`
-        (see the guide's page on variables). **Collective** for mirrored variables but in the
-        update context, and for SyncOnRead ones in cross-replica context.
+        What that means depends on the kind of variable, the context and `aggregation`: see the
+        guide's page on variables, also for what is compared. **Collective** for mirrored variables
+        but in update context, and for SyncOnRead ones in cross-replica context.
 
         Returns
         -------
@@ -332,6 +332,8 @@ class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
         ------
         ValueError
             For another shape, or where the kind of variable forbids the write in this context.
+        CollectiveMismatchError
+            In cross-replica context, if the values differ from rank to rank.
         TypeError
             If `value` cannot be cast to the variable's dtype within its kind, or for arithmetic
             on bools.
@@ -352,11 +354,10 @@ class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
         return self._written() if read_value else None
 
     def _written(self) -> Any:
-        """Return what a write returns."""
         return self.value()
 
     def _write_in_context(self, write: Write, value: Any) -> None:
-        """Do the write that the current context calls for."""
+        context.warn_of_own_write(write.how, self._name)  # a variable of this rank
         self._write_locally(write, value)
 
     def _write_locally(self, write: Write, value: Any) -> None:
@@ -391,8 +392,7 @@ class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        # Without __new__, which would choose the kind by the context of the copy.
-        twin = object.__new__(type(self))
+        twin = object.__new__(type(self))  # __new__ would choose the kind by the context
         vars(twin).update(vars(self))
         twin._storage = self._storage.copy()
         register_storage(twin._storage, twin)

@@ -26,12 +26,12 @@ def all_reduce(strategy, op, value):
     ids=["op", "dtype", "shape", "structure", "kind", "axis", "number of runs"],
 )
 def test_disagreement_names_ranks_and_lines(strategy, others, size, common, guilty):
-    with pytest.raises(ms.errors.EpochMismatchError) as caught:
+    with pytest.raises(ms.errors.CollectiveMismatchError) as caught:
         (common if others else guilty)(strategy)
     text = str(caught.value)
     assert f"rank {size - 1}:" in text
     assert "test_channel.py:" in text
-    with pytest.raises(ms.errors.EpochError, match="disagree"):
+    with pytest.raises(ms.errors.CollectiveError, match="disagree"):
         strategy.reduce("sum", 1)
     assert ms.MPIStrategy().reduce("sum", 1) == size
 
@@ -39,7 +39,7 @@ def test_disagreement_names_ranks_and_lines(strategy, others, size, common, guil
 def test_one_bad_argument_is_the_builtin_error_there_and_a_mismatch_elsewhere(
     strategy, others, size
 ):
-    expected = ms.errors.EpochMismatchError if others else ValueError
+    expected = ms.errors.CollectiveMismatchError if others else ValueError
     with pytest.raises(expected) as caught:
         strategy.reduce("sum" if others else "foo", 1)
     if others:
@@ -58,7 +58,7 @@ def test_an_exception_caught_on_one_rank_is_an_error_at_the_next_collective(stra
     else:
         with pytest.raises(ZeroDivisionError):
             strategy.run(fn)
-    with pytest.raises(ms.errors.EpochError, match="ZeroDivisionError at test_channel.py"):
+    with pytest.raises(ms.errors.CollectiveError, match="ZeroDivisionError at test_channel.py"):
         strategy.reduce("sum", 1)
 
 
@@ -109,7 +109,7 @@ def test_a_strategy_over_some_ranks(rank, size):
 def test_two_strategies_in_another_order_are_noticed(strategy, others):
     second = ms.MPIStrategy()
     first, then = (strategy, second) if others else (second, strategy)
-    with pytest.raises(ms.errors.EpochMismatchError, match=r"\(strategy \d+\)"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=r"\(strategy \d+\)"):
         first.reduce("sum", 1)
         then.reduce("sum", 1)
 
@@ -117,11 +117,11 @@ def test_two_strategies_in_another_order_are_noticed(strategy, others):
 def test_an_error_of_one_strategy_closes_the_others_which_name_it(strategy, others, size):
     second = ms.MPIStrategy(device="cpu")
     own, other = (each.extended._collectives.number for each in (strategy, second))
-    with pytest.raises(ms.errors.EpochMismatchError, match=r"^The ranks disagree"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=r"^The ranks disagree"):
         strategy.reduce("sum" if others else "max", 1)
-    with pytest.raises(ms.errors.EpochMismatchError, match=r"^The ranks disagree"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=r"^The ranks disagree"):
         strategy.reduce("sum", 1)
-    with pytest.raises(ms.errors.EpochMismatchError) as caught:
+    with pytest.raises(ms.errors.CollectiveMismatchError) as caught:
         second.reduce("sum", 1)
     text = str(caught.value)
     assert text.startswith(f"Strategy {other} is closed, because strategy {own} is")
@@ -133,19 +133,19 @@ def test_an_error_of_a_strategy_leaves_those_on_other_communicators_open(strateg
     from mpi4py import MPI
 
     second = ms.MPIStrategy(MPI.COMM_WORLD.Dup(), device="cpu")
-    with pytest.raises(ms.errors.EpochMismatchError):
+    with pytest.raises(ms.errors.CollectiveMismatchError):
         strategy.reduce("sum" if others else "max", 1)
     assert second.reduce("sum", 1) == size
 
 
 @pytest.mark.parametrize("op", ["mean", "max"])
 def test_another_axis_is_noticed(strategy, others, op):
-    with pytest.raises(ms.errors.EpochMismatchError, match="axis"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="axis"):
         strategy.reduce(op, np.ones((2, 2)), axis=0 if others else 1)
 
 
 def test_axis_none_and_an_axis_are_different(strategy, others):
-    with pytest.raises(ms.errors.EpochMismatchError):
+    with pytest.raises(ms.errors.CollectiveMismatchError):
         strategy.reduce("max", np.ones(()) if others else np.ones(2), axis=None if others else 0)
 
 

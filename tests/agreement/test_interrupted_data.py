@@ -24,7 +24,7 @@ if rank == last:
         print(error)
     try:
         strategy.reduce("sum", 1)
-    except ms.errors.EpochError as error:
+    except ms.errors.CollectiveError as error:
         print(error)
 else:
     {call}

@@ -30,7 +30,7 @@ if rank == last:
     wait_for_others()
 try:
     tell(strategy.reduce("sum", np.full(LENGTH, rank + 1.0))[0])
-except ms.errors.EpochTimeoutError as error:
+except ms.errors.CollectiveTimeoutError as error:
     tell(str(error).split("\\n")[0])
 """
 RECOVERED = """
@@ -107,7 +107,7 @@ try:
     strategy.reduce("sum", np.ones(LENGTH))
 except InterruptedError:
     time.sleep(4)
-except ms.errors.EpochError as error:
+except ms.errors.CollectiveError as error:
     tell("".join(str(error).split("\\n")[:2]))
 """
     lines, stderr = run(tmp_path, program, 3, 10)
@@ -141,9 +141,9 @@ except ZeroDivisionError:
     wait_for_others()
     try:
         strategy.reduce("sum", np.ones(LENGTH))
-    except ms.errors.EpochError as error:
+    except ms.errors.CollectiveError as error:
         tell(str(error).split("\\n")[0])
-except ms.errors.EpochError as error:
+except ms.errors.CollectiveError as error:
     tell("".join(str(error).split("\\n")[:2]))
 strategy = ms.MPIStrategy()
 assert strategy.reduce("sum", np.ones(LENGTH))[0] == size

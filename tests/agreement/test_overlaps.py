@@ -71,7 +71,7 @@ def test_on_one_rank_it_is_an_error_on_all(strategy, others, size, way, length):
     ones = np.ones(length)
     if others:
         strategy.reduce("sum", ones)
-        with pytest.raises(ms.errors.EpochMismatchError) as caught:
+        with pytest.raises(ms.errors.CollectiveMismatchError) as caught:
             strategy.reduce("sum", ones)
         assert f"rank {size - 1}: reduce was called" in str(caught.value)
         assert "at test_overlaps.py:" in str(caught.value)
@@ -80,7 +80,7 @@ def test_on_one_rank_it_is_an_error_on_all(strategy, others, size, way, length):
         with pytest.raises(ms.errors.ContextError, match="reduce was called") as caught:
             strategy.reduce("sum", ones)
         assert seen == [str(caught.value)]
-    with pytest.raises(ms.errors.EpochMismatchError, match="was called"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="was called"):
         strategy.reduce("sum", ones)
     assert ms.MPIStrategy(device="cpu").reduce("sum", 1) == size
 
@@ -96,7 +96,7 @@ def test_on_all_ranks_it_leaves_the_strategy_usable(strategy, size, way):
 
 def test_work_that_fails_on_all_if_on_any_is_a_collective_at_its_end(strategy, others, size):
     collectives = strategy.extended._collectives
-    expected = ms.errors.EpochMismatchError if others else ms.errors.ContextError
+    expected = ms.errors.CollectiveMismatchError if others else ms.errors.ContextError
     with pytest.raises(expected, match="reduce was called inside of work"):
         with collectives.all_or_none("work"):
             if not others:
@@ -138,8 +138,8 @@ for _ in range(3):
     except ms.errors.MpistratError as error:
         caught.append(type(error).__name__)
         assert "reduce was called inside of reduce" in str(error)
-own = "ContextError" if rank == 0 else "EpochMismatchError"
-assert caught[0] == own and caught[1:] == ["EpochMismatchError"] * (1 + (rank == 0)), caught
+own = "ContextError" if rank == 0 else "CollectiveMismatchError"
+assert caught[0] == own and caught[1:] == ["CollectiveMismatchError"] * (1 + (rank == 0)), caught
 print("told")
 """
     )

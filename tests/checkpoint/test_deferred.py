@@ -278,5 +278,5 @@ def test_ranks_may_name_their_objects_in_another_order(strategy, mpi_tmp_path):
     assert [pair[name].values[0] for name in "ab"] == [1, 2]
     if size > 1:
         mine = pair if rank == 0 else {"a": pair["a"]}
-        with pytest.raises(ms.errors.EpochMismatchError):
+        with pytest.raises(ms.errors.CollectiveMismatchError):
             ms.Checkpoint(**mine).restore(path)

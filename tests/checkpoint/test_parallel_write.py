@@ -194,6 +194,6 @@ def test_bad_switches_are_refused_on_every_rank(world, mpi_tmp_path):
     with pytest.raises(ValueError, match="not with both"):
         ms.CheckpointManager(checkpoint, mpi_tmp_path, asynchronous=True, parallel=True)
     if size > 1:
-        with pytest.raises(ms.errors.EpochMismatchError, match="Checkpoint.write"):
+        with pytest.raises(ms.errors.CollectiveMismatchError, match="Checkpoint.write"):
             checkpoint.write(mpi_tmp_path / "run.h5", parallel=rank == 0)
     assert os.listdir(mpi_tmp_path) == []

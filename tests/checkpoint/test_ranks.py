@@ -264,7 +264,9 @@ def test_an_argument_that_is_bad_on_one_rank_is_an_error_on_all(strategy, mpi_tm
         "manager": lambda: ms.CheckpointManager(checkpoint, path),
         "save": lambda: manager.save(step="one" if bad else 1),
     }
-    error, words = (TypeError, "not ") if bad else (ms.errors.EpochMismatchError, "rank 1.*Type")
+    error, words = (
+        (TypeError, "not ") if bad else (ms.errors.CollectiveMismatchError, "rank 1.*Type")
+    )
     with strategy.scope(), pytest.raises(error, match=f"(?s){words}"):
         calls[what]()
 

@@ -74,7 +74,7 @@ def test_backward_passes_of_different_calls_are_kept_apart(strategy, others):
         first, second = replica.all_reduce("sum", x), replica.all_reduce("sum", z)
         (first if others else second).sum().backward()
 
-    with pytest.raises(ms.errors.EpochMismatchError, match="gradient of all_reduce"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="gradient of all_reduce"):
         strategy.run(fn)
 
 

@@ -207,7 +207,7 @@ def test_empty_arrays_and_numbers(all_reduce, rank, size):
 
 def test_options_that_differ_are_a_mismatch(strategy, others):
     options = ms.CommunicationOptions(deterministic=bool(others))
-    with pytest.raises(ms.errors.EpochMismatchError, match="with deterministic=True"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="with deterministic=True"):
         strategy.extended.reduce_to("sum", np.ones(3), "cpu:0", options)
 
 

@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(strategy, value, out, error, 
 def test_repeated_calls_that_disagree(strategy, others, length):
     for _ in range(REPEATS):
         all_reduce(strategy, "sum", np.ones(length))
-    with pytest.raises(ms.errors.EpochMismatchError, match=rf"\({length},\)") as info:
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=rf"\({length},\)") as info:
         all_reduce(strategy, "sum", np.ones(length if others else length + 1))
     assert f"({length + 1},)" in str(info.value)
     assert "test_out.py" in str(info.value)

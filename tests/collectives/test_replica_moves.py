@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.errors import EpochMismatchError
+from mpistrat.errors import CollectiveMismatchError
 from mpistrat.system.text import rank_list
 
 OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
@@ -319,7 +319,7 @@ DIFFER = {
 
 @pytest.mark.parametrize("name", DIFFER)
 def test_ranks_that_differ_get_an_error(strategy, rank, size, others, name):
-    with pytest.raises(EpochMismatchError) as caught:
+    with pytest.raises(CollectiveMismatchError) as caught:
         run(strategy, lambda ctx: DIFFER[name](ctx, not others))
     text = str(caught.value)
     assert f"rank {size - 1}: " in text
@@ -340,12 +340,12 @@ BAD_ON_ONE = {
 @pytest.mark.parametrize("name", BAD_ON_ONE)
 def test_what_is_bad_on_one_rank_is_an_error_on_all(strategy, size, others, name):
     call, error = BAD_ON_ONE[name]
-    with pytest.raises(EpochMismatchError if others else error) as caught:
+    with pytest.raises(CollectiveMismatchError if others else error) as caught:
         run(strategy, lambda ctx: call(ctx, not others))
     if others:
         assert f"rank {size - 1}: " in str(caught.value)
         assert f"refused its arguments ({error.__name__}" in str(caught.value)
-    with pytest.raises(EpochMismatchError):  # even if that rank has caught its own
+    with pytest.raises(CollectiveMismatchError):  # even if that rank has caught its own
         run(strategy, lambda ctx: ctx.all_reduce("sum", 1.0))
 
 

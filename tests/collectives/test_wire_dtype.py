@@ -222,7 +222,7 @@ def test_variables_and_metrics_do_not_lose_a_bit(on_wire, rank, size):
 
 def test_options_that_differ_are_a_mismatch(strategy, others):
     options = ms.CommunicationOptions(wire_dtype="float16" if others else "bfloat16")
-    with pytest.raises(ms.errors.EpochMismatchError, match="with wire_dtype=float16"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="with wire_dtype=float16"):
         strategy.extended.reduce_to("sum", np.ones(3), "cpu:0", options)
 
 

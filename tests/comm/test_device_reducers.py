@@ -210,7 +210,7 @@ def test_the_log_says_what_was_chosen_and_why(strategy, caplog, way, reducer, wh
 def test_ranks_whose_arrays_lie_elsewhere_are_named(strategy, others):
     collectives = with_ways(strategy, "staged")
     array = np.ones(3)
-    with pytest.raises(ms.errors.EpochMismatchError, match="in device memory"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="in device memory"):
         reduced(collectives, Op.SUM, [array if others else to_device(array)])
 
 

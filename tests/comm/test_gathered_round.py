@@ -8,7 +8,7 @@ import mpistrat as ms
 from mpistrat.comm import mpi_transport
 from mpistrat.comm.ops import combine
 from mpistrat.comm.rounds import mpi_round
-from mpistrat.errors import EpochMismatchError
+from mpistrat.errors import CollectiveMismatchError
 from mpistrat.options import ReduceOp
 from tests.helpers import result_of
 
@@ -92,7 +92,7 @@ def test_ranks_that_disagree_all_raise(apart, rank, num_calls):
     array = np.full(2, rank)
     for _ in range(num_calls):
         reduce(strategy, "sum", array)
-    with pytest.raises(EpochMismatchError, match=r"MAX(.|\n)*SUM|SUM(.|\n)*MAX"):
+    with pytest.raises(CollectiveMismatchError, match=r"MAX(.|\n)*SUM|SUM(.|\n)*MAX"):
         reduce(strategy, "sum" if rank else "max", array)
 
 

@@ -7,7 +7,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.data import ArraySpec, Dataset
 from mpistrat.data.hdf5 import chunk_cache
-from mpistrat.errors import EpochError
+from mpistrat.errors import CollectiveError
 
 NUM = 37
 
@@ -117,7 +117,7 @@ def test_more_than_fits(strategy, size):
     with pytest.raises(MemoryError, match="100 elements"):
         next(iter(known))
     unknown = Dataset.range(100).map(lambda x: np.zeros(10)).cache(4096)
-    expected = MemoryError if size == 1 else (MemoryError, EpochError)
+    expected = MemoryError if size == 1 else (MemoryError, CollectiveError)
     with pytest.raises(expected, match="element|MemoryError"):
         for batch in strategy.experimental_distribute_dataset(unknown.batch(4)):
             strategy.gather(batch, axis=0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpistrat.data import Dataset
-from mpistrat.errors import DataError, EpochError
+from mpistrat.errors import CollectiveError, DataError
 
 NUM = 41
 BROKEN = {0, 7, 8, 23, 40}
@@ -51,7 +51,7 @@ def test_nothing_is_logged_where_all_is_well(caplog):
 
 def test_later_errors_are_raised(strategy, size):
     data = Dataset.range(NUM).ignore_errors().map(decode).batch(2)
-    with pytest.raises((OSError, DataError, EpochError)):
+    with pytest.raises((OSError, DataError, CollectiveError)):
         for batch in strategy.experimental_distribute_dataset(data.skip(3)):
             strategy.gather(batch, axis=0)
 

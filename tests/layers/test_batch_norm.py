@@ -287,13 +287,13 @@ def test_tensors_are_refused():
 
 def test_one_rank_with_a_bad_shape(strategy, others):
     layer = make(strategy, synchronized=True)
-    expected = ms.errors.EpochMismatchError if others else ValueError
+    expected = ms.errors.CollectiveMismatchError if others else ValueError
     with pytest.raises(expected, match="4"):
         strategy.run(layer.forward, args=(np.ones((3, 5 if others else 4)),))
 
 
 def test_ranks_that_disagree_on_a_parameter(strategy, others):
-    with strategy.scope(), pytest.raises(ms.errors.EpochMismatchError, match="momentum"):
+    with strategy.scope(), pytest.raises(ms.errors.CollectiveMismatchError, match="momentum"):
         ms.layers.BatchNorm(5, momentum=0.9 if others else 0.99)
 
 
@@ -333,7 +333,7 @@ def test_bad_examples_of_one_rank_at_inference_are_an_error_on_all(strategy, oth
         layer = ms.layers.BatchNorm(2)
     with pytest.raises(Exception, match=r"BatchNorm\.forward") as error:
         layer.forward(np.ones((3, 2 if others else 5)), training=False)
-    assert isinstance(error.value, ms.errors.EpochMismatchError if others else ValueError)
+    assert isinstance(error.value, ms.errors.CollectiveMismatchError if others else ValueError)
 
 
 @pytest.mark.fast

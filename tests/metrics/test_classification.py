@@ -215,7 +215,7 @@ def test_what_classification_metrics_refuse(strategy):
 
 
 def test_ranks_that_disagree_on_a_parameter(strategy, others):
-    with strategy.scope(), pytest.raises(ms.errors.EpochMismatchError, match="thresholds="):
+    with strategy.scope(), pytest.raises(ms.errors.CollectiveMismatchError, match="thresholds="):
         ms.metrics.Recall(thresholds=0.5 if others else 0.6)
 
 
@@ -279,5 +279,5 @@ def test_sums_that_change_or_are_none(strategy):
 def test_ranks_whose_sums_differ(strategy, others):
     with strategy.scope():
         metric = ms.metrics.from_sums(lambda x: x, np.sum)
-    with pytest.raises(ms.errors.EpochMismatchError, match="from_sums"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="from_sums"):
         strategy.run(lambda: metric.update_state(np.ones(2 if others else 3)))

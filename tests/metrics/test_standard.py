@@ -235,7 +235,7 @@ def test_what_top_k_refuses(strategy):
 
 
 def test_ranks_that_disagree_on_k(strategy, rank, others):
-    with strategy.scope(), pytest.raises(ms.errors.EpochMismatchError, match="k="):
+    with strategy.scope(), pytest.raises(ms.errors.CollectiveMismatchError, match="k="):
         ms.metrics.TopKAccuracy(k=2 if others else 3)
 
 
@@ -264,5 +264,5 @@ def test_a_result_in_the_context_of_another_strategy(strategy):
 def test_ranks_that_ask_different_metrics(strategy, others):
     with strategy.scope():
         mean, other = ms.metrics.Mean(name="loss"), ms.metrics.Mean(name="test_loss")
-    with pytest.raises(ms.errors.EpochMismatchError, match=r"Mean\.result of 'loss'"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=r"Mean\.result of 'loss'"):
         (mean if others else other).result()

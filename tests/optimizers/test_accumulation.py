@@ -259,7 +259,7 @@ def test_a_bad_gradient_changes_nothing(strategy, rank, size):
     assert accumulator.grads_and_vars()[0][0].tolist() == [size] * 3
 
 
-def test_wrong_contexts(strategy):
+def test_wrong_contexts(strategy, size):
     with strategy.scope():
         weight = ms.Variable(np.zeros(2))
         accumulator = ms.optimizers.GradientAccumulator([weight])
@@ -276,7 +276,8 @@ def test_wrong_contexts(strategy):
         other.run(lambda: accumulator.add([(np.ones(2), weight)]))
     plain = ms.Variable(np.zeros(2))
     outside = ms.optimizers.GradientAccumulator([plain])
-    with pytest.raises(ms.errors.ContextError, match="GradientAccumulator belongs to"):
+    expected = ValueError if size > 1 else ms.errors.ContextError
+    with pytest.raises(expected, match="GradientAccumulator (belongs to|was created outside)"):
         strategy.run(lambda: outside.add([(np.ones(2), plain)]))
     strategy.run(lambda: accumulator.add([(np.ones(2), weight)]))
     with pytest.raises(ms.errors.ContextError, match="'iterations' belongs to"):
@@ -311,7 +312,7 @@ def test_replicas_that_have_not_added_alike_are_reported(strategy, others, extra
         accumulator.apply(optimizer)
 
     words = "after 1 calls of add.*after 2 calls of add" if extra else "bias"
-    with pytest.raises(ms.errors.EpochMismatchError, match=f"(?s){words}"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=f"(?s){words}"):
         strategy.run(step)
     assert weight.values[0].tolist() == [1] * 3
 
@@ -319,7 +320,7 @@ def test_replicas_that_have_not_added_alike_are_reported(strategy, others, extra
 def test_replicas_with_other_variables_are_reported(strategy, others):
     with strategy.scope():
         weight, bias, _ = model()
-        with pytest.raises(ms.errors.EpochMismatchError, match="GradientAccumulator"):
+        with pytest.raises(ms.errors.CollectiveMismatchError, match="GradientAccumulator"):
             ms.optimizers.GradientAccumulator([weight, bias] if others else [weight])
 
 

@@ -182,7 +182,7 @@ def test_a_step_allocates_nothing_large(strategy, dtype):
 
 def test_what_the_ranks_must_agree_on(strategy, others, rank):
     scale = 2.0 ** (1 + others)
-    with strategy.scope(), pytest.raises(ms.errors.EpochMismatchError):
+    with strategy.scope(), pytest.raises(ms.errors.CollectiveMismatchError):
         ms.optimizers.LossScale(initial_scale=scale)
 
 

@@ -107,5 +107,5 @@ def test_ranks_that_disagree_on_the_decay(strategy, others):
     with strategy.scope():
         weight = ms.Variable(np.zeros(3))
     average = ExponentialMovingAverage(0.9 if others else 0.8)
-    with pytest.raises(ms.errors.EpochMismatchError, match="decay="):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="decay="):
         strategy.run(lambda: average.apply([weight]))

@@ -115,7 +115,7 @@ def test_one_that_is_set_on_one_rank_alone_is_noticed(strategy, others, name, va
     if not others:
         setattr(optimizer, name, value)
     step = lambda: optimizer.apply_gradients([(np.ones(2), variable)])  # noqa: E731
-    with pytest.raises(ms.errors.EpochMismatchError, match=name):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=name):
         strategy.run(step) if in_run else step()
     assert variable.numpy().tolist() == [0, 0]
 

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.errors import EpochMismatchError
+from mpistrat.errors import CollectiveMismatchError
 
 OPTIMIZERS = {
     "sgd": lambda: ms.optimizers.SGD(0.1),
@@ -166,7 +166,7 @@ def test_optimizers_in_another_order(rank, size):
         pytest.skip("one rank agrees with itself")
     comm = MPI.COMM_WORLD.Dup()
     strategy = ms.ParameterServerStrategy(comm=comm)
-    with strategy.scope(), pytest.raises(EpochMismatchError, match="Adam"):
+    with strategy.scope(), pytest.raises(CollectiveMismatchError, match="Adam"):
         (ms.optimizers.Adam if rank else ms.optimizers.SGD)(0.1)
 
 

@@ -61,5 +61,8 @@ def test_a_schedule_is_no_state(strategy, tmp_path):
 )
 def test_ranks_with_other_schedules_are_reported(strategy, others, other):
     schedule = schedules.ExponentialDecay(0.1, 10, 0.5) if others else other
-    with strategy.scope(), pytest.raises(ms.errors.EpochMismatchError, match="decay_rate=0.5,"):
+    with (
+        strategy.scope(),
+        pytest.raises(ms.errors.CollectiveMismatchError, match="decay_rate=0.5,"),
+    ):
         ms.optimizers.SGD(schedule)

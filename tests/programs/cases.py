@@ -2,7 +2,7 @@
 
 from tests.programs.running import Case
 
-DISAGREE = "EpochMismatchError: The ranks disagree:"
+DISAGREE = "CollectiveMismatchError: The ranks disagree:"
 
 MISMATCHES = [
     Case(
@@ -210,7 +210,7 @@ if rank == 0:
     print(loss.result())  #> guilty
 """,
         (
-            "EpochError: ranks 1-3 ended",
+            "CollectiveError: ranks 1-3 ended",
             "rank 0: Mean.result of 'loss'",
             "at <guilty>",
             "is a collective call: every rank must make it, not rank 0 alone.",
@@ -233,7 +233,7 @@ def leaving(name, act, *expected, **others):
     return Case(name, LOOP.format(act), expected, **others)
 
 
-ENDED = "EpochError: rank 1 ended, so this collective can never complete"
+ENDED = "CollectiveError: rank 1 ended, so this collective can never complete"
 
 LEAVING = [
     leaving("a rank ends early", "break", ENDED, "ranks 0, 2-3: all_reduce", "at <call>"),
@@ -264,7 +264,7 @@ LEAVING = [
     leaving(
         "stopped",
         "os.kill(os.getpid(), 19)",
-        *("EpochTimeoutError: Rank 1 did not come to all_reduce at <call>", "rank 1: stopped"),
+        *("CollectiveTimeoutError: Rank 1 did not come to all_reduce at <call>", "rank 1: stopped"),
         timeout_s=2,
         waits=True,
     ),
@@ -274,7 +274,7 @@ MISSING = [
     leaving(
         "late",
         "time.sleep(60)",
-        "EpochTimeoutError: Rank 1 did not come to all_reduce at <call>",
+        "CollectiveTimeoutError: Rank 1 did not come to all_reduce at <call>",
         *("rank 1: late", "at <guilty>"),
         timeout_s=2,
         waits=True,
@@ -287,7 +287,11 @@ if rank == 2:
     MPI.COMM_WORLD.Barrier()  #> guilty
 strategy.reduce("sum", 1)  #> call
 """,
-        ("EpochTimeoutError: Rank 2 did not come to reduce at <call>", "rank 2: late", "<guilty>"),
+        (
+            "CollectiveTimeoutError: Rank 2 did not come to reduce at <call>",
+            "rank 2: late",
+            "<guilty>",
+        ),
         timeout_s=2,
         waits=True,
     ),
@@ -298,7 +302,11 @@ from mpi4py import MPI
 other = ms.MPIStrategy(MPI.COMM_WORLD.Dup())
 (strategy if rank < 2 else other).reduce("sum", 1)  #> call
 """,
-        ("EpochTimeoutError: Ranks", "did not come to reduce at <call>", "waiting here at <call>"),
+        (
+            "CollectiveTimeoutError: Ranks",
+            "did not come to reduce at <call>",
+            "waiting here at <call>",
+        ),
         timeout_s=2,
         waits=True,
     ),
@@ -418,7 +426,7 @@ except KeyError:
     pass
 try:
     strategy.reduce("sum", np.ones(rank + 1))
-except ms.errors.EpochMismatchError:
+except ms.errors.CollectiveMismatchError:
     strategy = ms.MPIStrategy()
 for _ in range(9):
     assert strategy.reduce("sum", 1) == size

@@ -66,7 +66,7 @@ def test_a_rank_is_killed(tmp_path, call, implementation):
 def test_a_rank_is_stopped(tmp_path, call, implementation):
     case = in_the_middle(
         *(19, implementation, call),
-        "EpochTimeoutError: The data awaited at <call> did not come in 2 s:",
+        "CollectiveTimeoutError: The data awaited at <call> did not come in 2 s:",
         "rank 1: stopped: process",
         timeout_s=2,
         waits=True,
@@ -123,7 +123,7 @@ CHILDREN = {
     "reduce": """
         try:
             strategy.reduce("sum", 1)
-        except ms.errors.EpochError as error:
+        except ms.errors.CollectiveError as error:
             print(error)""",
     "wait": """
         try:

@@ -36,7 +36,7 @@ def test_the_next_collective_raises(tmp_path):
     done = run(tmp_path, "True, True")
     assert done.returncode != 0
     assert done.stderr.count("Traceback") == 1
-    assert f"EpochError: {WORDS} on rank 0 of 3. Keep it" in done.stderr
+    assert f"CollectiveError: {WORDS} on rank 0 of 3. Keep it" in done.stderr
     assert "ranks 0-2 of 3 failed at program.py:13" in done.stderr
 
 
@@ -46,7 +46,7 @@ def test_one_rank_that_drops_its_handle_ends_the_job(tmp_path):
     assert time.monotonic() - began < 25
     assert done.returncode != 0
     assert done.stderr.count("Traceback") == 1
-    assert f"EpochError: {WORDS} on rank 1 of 3. Keep it" in done.stderr
+    assert f"CollectiveError: {WORDS} on rank 1 of 3. Keep it" in done.stderr
 
 
 def test_the_others_are_told_where_one_rank_catches_the_error(tmp_path):
@@ -58,7 +58,7 @@ import time
 def catch():
     try:
         step(rank == 1, True)
-    except ms.errors.EpochError as error:
+    except ms.errors.CollectiveError as error:
         print(error, flush=True)
 strategy.run(catch)
 if rank == 1:

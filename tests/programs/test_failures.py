@@ -100,7 +100,7 @@ def test_a_rank_that_leaves_before_its_first_strategy(
     text = ours(result.stderr)
     assert result.returncode != 0
     assert text.count("Traceback") == 1, text
-    assert "EpochError: rank 1 ended" in text
+    assert "CollectiveError: rank 1 ended" in text
     assert "rank 1: ended (left the program) at program.py" in text
     assert "MPIStrategy begins at program.py:10" in text
 
@@ -196,7 +196,7 @@ else:
 """,
         MPISTRAT_EXIT_GRACE_S="1",
     )
-    assert "EpochError: The wait for reduce at program.py:18 was interrupted" in text
+    assert "CollectiveError: The wait for reduce at program.py:18 was interrupted" in text
 
 
 def test_leaving_inside_run_names_the_line(tmp_path):
@@ -225,7 +225,7 @@ def drop():
         ms.get_replica_context().start_all_reduce("sum", np.ones(2_000_000))
 try:
     strategy.run(drop)
-except ms.errors.EpochError as error:
+except ms.errors.CollectiveError as error:
     assert "dropped without wait()" in str(error)
 junk = [np.full(2_000_000, 7.0) for _ in range(5)]
 time.sleep(0.5)
@@ -250,7 +250,10 @@ def test_the_limit_holds_for_the_first_strategy_too(tmp_path):
     changes = {"MPISTRAT_TIMEOUT_S": "1", "MPISTRAT_EXIT_GRACE_S": "1"}
     result = launch.run([script], 3, 20, env=changes)
     assert result.returncode != 0
-    assert "EpochTimeoutError: Some ranks did not come to MPIStrategy() within 1 s" in result.stderr
+    assert (
+        "CollectiveTimeoutError: Some ranks did not come to MPIStrategy() within 1 s"
+        in result.stderr
+    )
 
 
 def end(tmp_path, program, **variables):
@@ -273,7 +276,7 @@ if rank == 1:
     time.sleep(60)
 try:
     strategy.reduce("sum", 1)
-except ms.errors.EpochTimeoutError:
+except ms.errors.CollectiveTimeoutError:
     sys.exit(3)
 """,
         MPISTRAT_WATCH=watch,

@@ -103,5 +103,5 @@ strategy.run(step)
     caught = catch_each(cases, tmp_path, 3)
     for case in cases:
         for text in caught[case.name]:
-            assert "EpochMismatchError" in text
+            assert "CollectiveMismatchError" in text
             check_output(case, text)

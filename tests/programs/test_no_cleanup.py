@@ -24,7 +24,7 @@ IN_A_COLLECTIVE = 'strategy.reduce("sum", 1)'
 CAUGHT = """
 try:
     strategy.reduce("sum", 1)
-except ms.errors.EpochError:
+except ms.errors.CollectiveError:
     pass
 """
 BEFORE_A_COLLECTIVE = 'time.sleep(3)\nstrategy.reduce("sum", 1)'

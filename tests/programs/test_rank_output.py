@@ -242,7 +242,7 @@ strategy.run(deep, args=(30,))
     for i in range(3):
         assert f"mpistrat: {ranks_text(range(ranks))}: warning {i}" in lines
         assert text.count(f"UserWarning: strange {i}") == 1
-    assert "EpochMismatchError" in text
+    assert "CollectiveMismatchError" in text
 
 
 def test_the_numbers_are_those_of_the_largest_strategy(tmp_path):

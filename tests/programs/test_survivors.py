@@ -34,7 +34,7 @@ if rank == 2:
 try:
     while True:
         strategy.run(lambda: ms.get_replica_context().all_reduce("sum", large))
-except ms.errors.EpochError as error:
+except ms.errors.CollectiveError as error:
     assert time.monotonic() - began < 10
     print(f"rank {rank}: {error}".replace("\\n", " "), flush=True)
     time.sleep(0.5)
@@ -54,7 +54,7 @@ def after_the_death(address, *arguments):
 Address.watch = after_the_death
 try:
     ms.MPIStrategy()
-except ms.errors.EpochError as error:
+except ms.errors.CollectiveError as error:
     print("lost", str(error).splitlines()[0], flush=True)
     time.sleep(0.5)
     os._exit(0)
@@ -68,7 +68,7 @@ if MPI.COMM_WORLD.rank == 2:
     os.kill(os.getpid(), 9)
 try:
     ms.MPIStrategy()
-except ms.errors.EpochError:
+except ms.errors.CollectiveError:
     print("lost", flush=True)
     sys.exit(5)
 """
@@ -83,7 +83,7 @@ if first.rank == 0:
     sys.exit(0)
 try:
     first.barrier()
-except ms.errors.EpochError:
+except ms.errors.CollectiveError:
     MPI.COMM_WORLD.Revoke()
 if sys.argv[1] == "waits":
     MPI.COMM_WORLD.Shrink()
@@ -104,7 +104,7 @@ try:
     while True:
         first.run(lambda: ms.get_replica_context().shards.all_reduce("sum", np.ones(1000)))
         first.barrier()
-except ms.errors.EpochError:
+except ms.errors.CollectiveError:
     whole.Revoke()
 rest = whole.Shrink()
 second = ms.MPIStrategy(rest)

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.errors import ContextError, EpochMismatchError, LaunchError
+from mpistrat.errors import CollectiveMismatchError, ContextError, LaunchError
 from mpistrat.sharding import part_lengths
 from mpistrat.testing import launch
 from tests.helpers import as_bytes, result_of, triangle
@@ -128,7 +128,7 @@ def test_writes_that_are_refused(central, rank, others, size):
         with pytest.raises(ValueError, match="shape"):
             variable.assign(np.ones(4))
         assert variable.numpy().tolist() == [1, 1, 1]
-        with pytest.raises(EpochMismatchError if others else ValueError):
+        with pytest.raises(CollectiveMismatchError if others else ValueError):
             variable.assign(np.ones(3 if others else 4))
         assert variable.numpy().tolist() == [1, 1, 1]
 
@@ -467,12 +467,14 @@ def test_a_copy_has_its_own_storage(central):
 
 
 def test_ranks_that_disagree(central, rank, others):
-    with pytest.raises(EpochMismatchError, match=r"\(3,\)(.|\n)*\(4,\)"):
+    with pytest.raises(CollectiveMismatchError, match=r"\(3,\)(.|\n)*\(4,\)"):
         make(central, np.zeros(3 if others else 4), name="weight")
 
 
 def test_a_bad_mode_on_one_rank(central, others):
-    with pytest.raises(EpochMismatchError if others else ValueError, match="VariableAggregation"):
+    with pytest.raises(
+        CollectiveMismatchError if others else ValueError, match="VariableAggregation"
+    ):
         make(central, np.zeros(3), aggregation=A.SUM if others else "sum")
 
 

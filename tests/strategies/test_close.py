@@ -193,7 +193,7 @@ def test_arguments_that_differ_close_nothing(comm, size):
     strategy = ms.MPIStrategy(comm)
     other = ms.MPIStrategy(comm)
     if size > 1:
-        with pytest.raises(ms.errors.EpochMismatchError, match="close"):
+        with pytest.raises(ms.errors.CollectiveMismatchError, match="close"):
             if strategy.cluster_resolver.task_id == 0:
                 strategy.close()
             else:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.errors import ContextError, EpochMismatchError
+from mpistrat.errors import CollectiveMismatchError, ContextError
 from mpistrat.testing import launch
 from tests.helpers import result_of
 
@@ -144,12 +144,12 @@ def test_the_other_context_is_told_its_twin(strategy, size):
 
 
 def test_ranks_agree_on_the_root(strategy, rank, others):
-    with pytest.raises(EpochMismatchError, match=r"broadcast_object.*from rank 0"):
+    with pytest.raises(CollectiveMismatchError, match=r"broadcast_object.*from rank 0"):
         strategy.broadcast_object(1, 0 if others else 1)
 
 
 def test_a_barrier_is_no_other_collective(strategy, others):
-    with pytest.raises(EpochMismatchError, match=r"(?s)barrier.*gather_objects"):
+    with pytest.raises(CollectiveMismatchError, match=r"(?s)barrier.*gather_objects"):
         strategy.barrier() if others else strategy.gather_objects(1)
 
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_pickled_on_all_ranks_leaves_the_strategy_usable(strategy
 @pytest.mark.parametrize("in_run", [False, True])
 def test_what_cannot_be_pickled_on_one_rank_is_an_error_on_all(strategy, others, size, in_run):
     value = 1 if others else Unpicklable()
-    error = EpochMismatchError if others else TypeError
+    error = CollectiveMismatchError if others else TypeError
     message = rf"rank {size - 1}.*refused.*TypeError.*Unpicklable" if others else "no such state"
     with pytest.raises(error, match=rf"(?s){message}"):
         if in_run:

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.comm.messages import Messenger
-from mpistrat.errors import ContextError, EpochMismatchError, LaunchError
+from mpistrat.errors import CollectiveMismatchError, ContextError, LaunchError
 
 
 def serve_or(strategy, body):
@@ -82,7 +82,7 @@ def test_ranks_that_disagree(rank, size):
     if size < 3:
         pytest.skip("fewer ranks allow no server")
     comm = MPI.COMM_WORLD.Dup()
-    with pytest.raises(EpochMismatchError):
+    with pytest.raises(CollectiveMismatchError):
         ms.ParameterServerStrategy(rank % 2, comm=comm)
 
 
@@ -281,7 +281,7 @@ def test_a_chief_that_goes_on_with_the_setup_is_an_error(rank, size):
     if size == 1:
         pytest.skip("one rank agrees with itself")
     strategy = ms.ParameterServerStrategy(comm=MPI.COMM_WORLD.Dup())
-    with pytest.raises(EpochMismatchError, match="serve"):
+    with pytest.raises(CollectiveMismatchError, match="serve"):
         if rank:
             strategy.serve()
         else:

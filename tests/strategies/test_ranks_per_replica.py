@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.errors import ContextError, DataError, EpochError, EpochMismatchError
+from mpistrat.errors import CollectiveError, CollectiveMismatchError, ContextError, DataError
 from tests.helpers import result_of
 from tests.replica_groups import DIVISORS, NUM_RANKS, opened, shards_of
 
@@ -62,7 +62,7 @@ def test_what_is_no_integer_is_refused_everywhere(number):
 
 
 def test_numbers_that_differ_are_everyones_error(others, size):
-    with pytest.raises(EpochMismatchError, match=f"{size} ranks per replica"):
+    with pytest.raises(CollectiveMismatchError, match=f"{size} ranks per replica"):
         ms.MPIStrategy(ranks_per_replica=1 if others else size)
 
 
@@ -344,12 +344,12 @@ def test_a_rank_that_disagrees_with_its_replica_ends_all(wide, place):
         shards_of().all_reduce(op, 1.0)
         return ms.get_replica_context().all_reduce("sum", 1.0)
 
-    with pytest.raises(EpochError) as caught:
+    with pytest.raises(CollectiveError) as caught:
         wide.run(step)
         wide.barrier()
     assert "rank 1: all_reduce MAX" in str(caught.value)
     assert "test_ranks_per_replica.py" in str(caught.value)
-    with pytest.raises(EpochError):
+    with pytest.raises(CollectiveError):
         wide.reduce("sum", 1)
 
 

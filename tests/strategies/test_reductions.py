@@ -101,7 +101,7 @@ def test_an_update_that_fails_on_one_rank_alone_is_noticed(strategy, variable, o
     else:
         with pytest.raises(ZeroDivisionError):
             strategy.extended.update(variable, fn)
-    with pytest.raises(ms.errors.EpochMismatchError, match="ZeroDivisionError"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="ZeroDivisionError"):
         strategy.reduce("sum", 1)
 
 

@@ -181,7 +181,7 @@ def test_replicas_that_repeat_different_steps(replicas):
     ]
     for pairs_of in known * 3:
         replicas.run(fn, (pairs_of,))
-    with pytest.raises(ms.errors.EpochMismatchError, match="SGD.apply_gradients") as caught:
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="SGD.apply_gradients") as caught:
         replicas.run(fn, (lambda replica: known[replica == last](replica),))
     # Where it has its rank alone, the rank is named.
     size = MPI.COMM_WORLD.size

@@ -5,7 +5,7 @@ import time
 import pytest
 
 import mpistrat as ms
-from mpistrat.errors import ContextError, EpochMismatchError
+from mpistrat.errors import CollectiveMismatchError, ContextError
 from tests.helpers import result_of
 from tests.replica_groups import DIVISORS, opened, shards_of
 
@@ -67,7 +67,7 @@ def test_errors(wide):
     with pytest.raises(TypeError, match="cannot be pickled"):
         wide.run(lambda: shards_of().all_gather_object(lambda: 1))
     if count > 1:
-        with pytest.raises(EpochMismatchError, match="broadcast_object"):
+        with pytest.raises(CollectiveMismatchError, match="broadcast_object"):
             wide.run(lambda: shards_of().broadcast_object(1, shards_of().index))
     kept = result_of(wide, shards_of)
     for call in (kept.barrier, lambda: kept.all_gather_object(1)):

@@ -96,10 +96,10 @@ def test_floors_shows_every_room():
     ("name", "said"),
     {
         "architecture": "strategies collectives agreement comm MPI data checkpoint",
-        "collective": "agree reduce EpochMismatchError",
+        "collective": "agree reduce CollectiveMismatchError",
         "checkpoint": "variables/ state/ digest",
         "gpu": "NCCL CUDA-aware staging",
-        "error": "EpochMismatchError rank 0: rank 1: timeout 124",
+        "error": "CollectiveMismatchError rank 0: rank 1: timeout 124",
         "reading": "mpistrat h5py DataLoader",
         "restart": "SIGKILL --resume",
         "survivors": "SIGKILL replicas ranks undisturbed",

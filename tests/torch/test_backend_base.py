@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 import mpistrat.torch as mst
-from mpistrat.errors import EpochMismatchError, LaunchError
+from mpistrat.errors import CollectiveMismatchError, LaunchError
 from tests.helpers import triangle
 from tests.torch import test_moves, test_operations, test_reductions
 from tests.torch.conftest import world_group
@@ -81,7 +81,7 @@ def test_futures_and_errors_are_those_of_the_package(rank, size):
     for is_async in (False, True):
         group = dist.new_group()
         if size > 1:
-            with pytest.raises(EpochMismatchError, match="test_backend_base.py"):
+            with pytest.raises(CollectiveMismatchError, match="test_backend_base.py"):
                 work = dist.all_reduce(torch.ones(1 + rank), group=group, async_op=is_async)
                 work.wait()
         dist.destroy_process_group(group)
@@ -164,7 +164,7 @@ def test_ranks_agree_before_the_backend_of_the_other_device(rank, size, monkeypa
         assert calls[kind]().wait()
         if size > 1:
             words = rf"torch\.{kind}.* at test_backend_base.py(.*\n)+.*torch.barrier"
-            with pytest.raises(EpochMismatchError, match=words):
+            with pytest.raises(CollectiveMismatchError, match=words):
                 dist.barrier(group=group) if rank else calls[kind]()
         dist.destroy_process_group(group)
 

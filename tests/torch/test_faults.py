@@ -47,7 +47,7 @@ def test_ranks_that_call_other_collectives(ranks):
         f"torch.all_reduce SUM float32 (3,) in place at ddp_fault.py:{line_of(fault, 'REST')}"
         in (result.said)
     )
-    assert result.said.count("EpochMismatchError") == 1
+    assert result.said.count("CollectiveMismatchError") == 1
 
 
 @pytest.mark.parametrize("fault", ["other shape", "other shape async"])

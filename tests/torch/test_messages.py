@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpistrat.errors import EpochTimeoutError
+from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.torch import messages
 from tests.torch.tensors import equal
 
@@ -160,7 +160,7 @@ def test_a_message_that_does_not_come(rank, size):
     received = torch.zeros(2)
     request = dist.irecv(received, rank)
     match = rf"torch.recv from rank {rank} at .* on rank {rank} of {size} .* timeout of 0.1 s"
-    with pytest.raises(EpochTimeoutError, match=match):
+    with pytest.raises(CollectiveTimeoutError, match=match):
         request.wait(timedelta(seconds=0.1))
     dist.isend(torch.ones(2), rank).wait()
     assert request.wait()

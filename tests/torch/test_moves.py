@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import mpistrat.torch as mst
-from mpistrat.errors import EpochMismatchError
+from mpistrat.errors import CollectiveMismatchError
 from tests.helpers import CountingTransport, triangle
 from tests.torch.tensors import FORMS, MOVED, dtype_of, equal, numbers, of_ranks
 
@@ -206,6 +206,8 @@ def test_split_sizes_on_some_ranks_alone_are_a_disagreement(rank, size):
     group = dist.new_group(range(size))
     own, received = torch.ones(size), torch.empty(size)
     sizes = [1] * size if rank == 0 else None
-    with pytest.raises(EpochMismatchError, match=r"rank 0: torch.all_to_all_single .*split sizes"):
+    with pytest.raises(
+        CollectiveMismatchError, match=r"rank 0: torch.all_to_all_single .*split sizes"
+    ):
         dist.all_to_all_single(received, own, sizes, sizes, group=group)
     dist.destroy_process_group(group)

@@ -68,7 +68,7 @@ def test_what_all_ranks_refuse_is_refused(strategy, record):
 
 def test_ranks_that_differ_fail(strategy, record, rank, size, others):
     since = next_number(strategy)
-    with pytest.raises(ms.errors.EpochMismatchError):
+    with pytest.raises(ms.errors.CollectiveMismatchError):
         strategy.reduce("sum", np.ones(2 if others else 3))
     _, channel, entries = record(since)
     (entry,) = entries

@@ -162,7 +162,7 @@ assert_type(ms.optimizers.AdamW(0.1, weight_decay=0.01), ms.optimizers.Adam)
 try:
     strategy.reduce("SUM", 1)
 except ms.errors.CollectiveTimeoutError as timeout:
-    assert_type(timeout, ms.errors.EpochTimeoutError)
+    assert_type(timeout, ms.errors.CollectiveTimeoutError)
 layer.backward(y, y)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 checkpoint = ms.Checkpoint(weights=weights, mean=mean)

@@ -186,13 +186,13 @@ def test_what_cannot_be_compared_is_refused(strategy, size, check):
 
 def test_ranks_must_compare_the_same_variables(strategy, check, others):
     variables = [make(strategy, 0.0, name=name) for name in "ab"]
-    with pytest.raises(ms.errors.EpochMismatchError, match="assert_replicas_agree"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="assert_replicas_agree"):
         check(variables if others else variables[:1])
 
 
 def test_one_bad_argument_is_an_error_on_all(strategy, check, others):
     variable = make(strategy, 0.0)
-    with pytest.raises(ms.errors.EpochMismatchError if others else TypeError):
+    with pytest.raises(ms.errors.CollectiveMismatchError if others else TypeError):
         check(variable if others else 1.0)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.errors import EpochMismatchError
+from mpistrat.errors import CollectiveMismatchError
 from mpistrat.partitioners import FixedShardsPartitioner, MaxSizePartitioner
 from mpistrat.sharding import part_lengths
 from tests.helpers import as_bytes
@@ -202,7 +202,7 @@ def test_an_id_that_does_not_exist_on_one_rank(cutting, rank, size):
     if size == 1:
         pytest.skip("needs two ranks that can disagree")
     table = make(cutting, numbers((9, 2)))
-    ids, error = ([9], IndexError) if rank == 1 else ([0], EpochMismatchError)
+    ids, error = ([9], IndexError) if rank == 1 else ([0], CollectiveMismatchError)
     with pytest.raises(error, match="9 rows" if rank == 1 else "rank 1"):
         table.lookup(ids)
 
@@ -333,7 +333,7 @@ def test_what_a_partitioner_may_answer(strategy, size, answer):
 
 
 def test_a_partitioner_must_be_callable(strategy):
-    with pytest.raises(TypeError, match="variable_partitioner must be callable"):
+    with pytest.raises(TypeError, match='variable_partitioner must be "ranks" or callable'):
         ms.MPIStrategy(variable_partitioner=4)
 
 
@@ -341,7 +341,7 @@ def test_ranks_whose_partitioners_differ(rank, size):
     if size == 1:
         pytest.skip("needs two ranks that can disagree")
     odd = ms.MPIStrategy(variable_partitioner=FixedShardsPartitioner(1 + rank % 2))
-    with pytest.raises(EpochMismatchError, match="2 parts"):
+    with pytest.raises(CollectiveMismatchError, match="2 parts"):
         make(odd, np.zeros((4, 4)))
 
 

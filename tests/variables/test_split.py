@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.errors import EpochMismatchError
+from mpistrat.errors import CollectiveMismatchError
 from tests.replica_groups import DIVISORS, NUM_RANKS, opened, shards_of
 
 SUM = ms.VariableAggregation.SUM
@@ -179,7 +179,7 @@ def test_an_axis_out_of_range_is_refused_everywhere(wide, axis):
 
 
 def test_ranks_must_agree_on_the_axis(strategy, others):
-    with strategy.scope(), pytest.raises(EpochMismatchError, match="split along axis 1"):
+    with strategy.scope(), pytest.raises(CollectiveMismatchError, match="split along axis 1"):
         ms.Variable(WHOLE, split_axis=0 if others else 1, name="v")
 
 

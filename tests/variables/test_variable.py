@@ -44,7 +44,7 @@ def test_a_function_for_the_initial_value_that_fails_on_one_rank(strategy, other
     def fail():
         raise OSError("no such model")
 
-    expected = ms.errors.EpochMismatchError if others else OSError
+    expected = ms.errors.CollectiveMismatchError if others else OSError
     with pytest.raises(expected, match="no such model"):
         make(strategy, Aggregation.NONE, 1.0 if others else fail, name="w")
 
@@ -67,7 +67,7 @@ def test_default_names_leave_out_those_that_were_given(strategy):
 
 
 def test_ranks_must_agree_when_they_make_a_variable(strategy, others, size):
-    with pytest.raises(ms.errors.EpochMismatchError, match="Variable of 'w'"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="Variable of 'w'"):
         make(strategy, Aggregation.NONE, np.zeros(2 if others else 3), name="w")
 
 
@@ -84,12 +84,15 @@ def test_ranks_must_agree_when_they_make_a_variable(strategy, others, size):
 )
 def test_ranks_must_agree_on_all_that_a_variable_is(strategy, others, options):
     usual = {"name": "w", "dtype": np.float64, "aggregation": Aggregation.NONE, "trainable": True}
-    with strategy.scope(), pytest.raises(ms.errors.EpochMismatchError, match="Variable of 'w'"):
+    with (
+        strategy.scope(),
+        pytest.raises(ms.errors.CollectiveMismatchError, match="Variable of 'w'"),
+    ):
         ms.Variable(np.zeros(2), **usual | (options if others else {}))
 
 
 def test_a_variable_on_one_rank_alone_is_an_error_on_all(strategy, others):
-    with pytest.raises(ms.errors.EpochMismatchError, match="Variable of 'w'"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="Variable of 'w'"):
         if others:
             make(strategy, Aggregation.NONE, name="w")
         else:
@@ -97,7 +100,7 @@ def test_a_variable_on_one_rank_alone_is_an_error_on_all(strategy, others):
 
 
 def test_a_bad_initial_value_on_one_rank_is_an_error_on_all(strategy, others):
-    with pytest.raises(ms.errors.EpochMismatchError if others else ValueError, match="dtype"):
+    with pytest.raises(ms.errors.CollectiveMismatchError if others else ValueError, match="dtype"):
         make(strategy, Aggregation.NONE, 1.0 if others else "text", name="w")
 
 
@@ -110,7 +113,7 @@ def test_a_bad_value_on_one_rank_changes_nothing_on_any(strategy, others, method
     def write():
         getattr(variable, method)(value)
 
-    error = ms.errors.EpochMismatchError if others else ValueError
+    error = ms.errors.CollectiveMismatchError if others else ValueError
     with pytest.raises(error, match=f"{method}.*'w'"):
         strategy.run(write) if in_run else write()
     assert variable.values[0].tolist() == [0, 0]

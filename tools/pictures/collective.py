@@ -52,11 +52,11 @@ def _bad(d: Drawing, top: float) -> None:
     _step(d, top, 400, 96, p.red, ("agree", "digests", "differ"))
     x, y, width = 530, top + 44, 270
     d.rect(x, y, width, 176, fill=d.tint(p.red, 0.1), stroke=p.red)
-    lines = ("EpochMismatchError on every rank", "", "rank 1     gather", "  train.py:41",
+    lines = ("CollectiveMismatchError", "on every rank", "rank 1     gather", "  train.py:41",
              "ranks 0, 2 all_reduce", "  train.py:38")  # fmt: skip
     for number, line in enumerate(lines):
         d.text(x + 14, y + 26 + 21 * number, line, mono=True, size=12,
-               colour=p.red if number == 0 else None, bold=number == 0)  # fmt: skip
+               colour=p.red if number < 2 else None, bold=number < 2)  # fmt: skip
     d.text(x + 14, y + 164, "no rank waits forever", size=13, colour=p.muted)
     for lane in _LANES:
         d.line([(496, top + lane), (528, top + lane)], arrow=True, colour=p.red)

@@ -9,7 +9,7 @@ from typing import Any
 from mpistrat import nests
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.ordered import OrderedCollectives
-from mpistrat.errors import EpochError
+from mpistrat.errors import CollectiveError
 from mpistrat.failures.losses import leave_lost
 from mpistrat.options import CommunicationOptions, ValueContext
 from mpistrat.strategies.arithmetic import compare_arithmetic
@@ -69,7 +69,7 @@ class ElasticCollectives(OrderedCollectives):
         try:
             with job.alone():
                 super().close(error)
-        except EpochError as failure:
+        except CollectiveError as failure:
             if not job.is_loss(failure):
                 raise
             leave_lost(self.channel)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.errors import EpochError, LaunchError
+from mpistrat.errors import CollectiveError, LaunchError
 from mpistrat.failures.losses import outlive_losses
 from mpistrat.mpi.survival import (
     FLAG,
@@ -187,7 +187,7 @@ class ElasticJob:
         """Return whether `error` comes of a lost rank, of which another rank may know. Local."""
         from mpi4py import MPI
 
-        if not isinstance(error, EpochError | MPI.Exception):
+        if not isinstance(error, CollectiveError | MPI.Exception):
             return bool(failed_ranks(self._comm)) or is_revoked(self._comm)
         # The monitors may know before MPI does.
         channels = [each.extended._group.ranks.channel for each in self._strategies]
@@ -261,7 +261,7 @@ class ElasticJob:
                 for strategy in self._strategies:
                     strategy._reopen(self._comm)
                 of_ranks = self._comm.allgather((before.rank, self._num_units))
-            except (EpochError, MPI.Exception) as error:
+            except (CollectiveError, MPI.Exception) as error:
                 if not self.is_loss(error):
                     raise
                 is_well = False
@@ -270,7 +270,7 @@ class ElasticJob:
         for optimizer in self._optimizers:
             optimizer._prepared.clear()
         if len({number for _, number in of_ranks}) > 1:
-            raise EpochError(
+            raise CollectiveError(
                 f"The ranks that are left were not in one call when others were lost: {of_ranks}."
             )
         if self._comm.rank == 0:

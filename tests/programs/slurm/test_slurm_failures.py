@@ -67,14 +67,14 @@ strategy.run(failing_step, args=(1.0,))
 def test_a_rank_that_skips_a_collective(srun, protocol):
     program = 'if rank != 2:\n    strategy.run(step, args=(1.0,))\nstrategy.reduce("sum", 1)\n'
     text = one_traceback(fail(srun, protocol, program))
-    assert "EpochMismatchError: The ranks disagree:" in text
+    assert "CollectiveMismatchError: The ranks disagree:" in text
     assert "rank 2: reduce SUM" in text
     assert "at program.py:13" in text
 
 
 def test_a_rank_that_leaves_early(srun, protocol):
     program = "if rank == 3:\n    sys.exit(0)\nstrategy.run(step, args=(1.0,))\n"
-    assert "EpochError: rank 3 ended" in one_traceback(fail(srun, protocol, program))
+    assert "CollectiveError: rank 3 ended" in one_traceback(fail(srun, protocol, program))
 
 
 def test_a_rank_that_fails_before_its_first_strategy(srun, protocol):
