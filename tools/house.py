@@ -29,19 +29,19 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 347,
-    "lines": 69_200,
-    "longest file": 400,
+    "files": 365,
+    "lines": 74_500,
+    "longest file": 445,
     "median file": (150, 220),
-    "loose modules": 21,
-    "exported names": 1_427,
+    "loose modules": 23,
+    "exported names": 1_530,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 18,
     "step: changes of file": 40,
-    "restore: files": 35,
+    "restore: files": 37,
     "restore: agreement rounds": 6,
-    "write: files": 35,
+    "write: files": 38,
     "write: agreement rounds": 3,
     "batch: files": 20,
 }
