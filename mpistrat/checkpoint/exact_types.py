@@ -110,8 +110,8 @@ def instance_of_mark(content: dict[str, Any], items: Any) -> Any:
 def _warn(name: str, what: str) -> None:
     warnings.warn(
         f"The checkpoint has a value of the class {name.replace(':', '.')}, which this program has "
-        f"not imported, or has with different fields or values. It is restored as {what}. Import the class first "
-        "to get it back.",
+        f"not imported, or has with different fields or values. It is restored as {what}. Import "
+        "the class first to get it back.",
         UserWarning,
         stacklevel=2,
     )
