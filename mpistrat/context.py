@@ -35,10 +35,12 @@ __all__ = [
     "note_open",
     "one_of_several",
     "open_strategies",
+    "register_world",
     "require_cross_replica",
     "require_scope_of_several",
     "result_in_update_context",
     "set_base",
+    "strategy_of_world",
     "warn_of_own_write",
 ]
 
@@ -96,14 +98,33 @@ def note_open(strategy: Strategy) -> None:
 
 
 def open_strategies() -> list[Strategy]:
-    """Return the open strategies of this process that run the same code on several replicas."""
+    """Return the open strategies of this process whose replicas are several ranks, or on one."""
     return [
         each
         for each in list(_opened)
-        if each.num_replicas_in_sync > 1
+        if (each.size > 1 or each.num_replicas_in_sync > 1)
         and not each.extended._is_remote
         and not each.extended._collectives.is_closed
     ]
+
+
+_makers: list[Callable[[], Strategy]] = []
+
+
+def register_world(make: Callable[[], Strategy]) -> None:
+    """Have `strategy_of_world` return what `make` returns."""
+    _makers.append(make)
+
+
+@functools.cache
+def strategy_of_world() -> Strategy:
+    """Return a strategy over all ranks of the job that no program sees. **Collective** at first.
+
+    By it ranks compare what no strategy of the program owns.
+    """
+    strategy = _makers[0]()
+    _opened.discard(strategy)
+    return strategy
 
 
 def one_of_several() -> Frame | None:

@@ -141,10 +141,11 @@ class BackgroundSaver:
         step: int,
         created_s: float,
         then: Callable[[], object],
+        drift: str,
     ) -> None:
         """Copy the state below `root`, begin to write it, and `then` call that in the thread."""
         began_s = time.perf_counter()
-        gathering = StateCollector(root, _WHAT, path)
+        gathering = StateCollector(root, _WHAT, path, drift=drift)
         collectives = gathering.collectives
         world_ranks = tuple(collectives.channel.transport.world_ranks)
         pending = _Pending(path, step, created_s, then, world_ranks)

@@ -34,14 +34,17 @@ def save(
     step: int = -1,
     parallel: bool = False,
     created_s: float | None = None,
+    drift: str = "warn",
+    overwrite: bool | None = None,
 ) -> str:
     """Write the state below `root` to `path`, and return it as a string. **Collective**.
 
     Variables travel one at a time to rank 0. Sharded tensors do not travel: each rank writes its
-    shards. Where `parallel`, nor does what all ranks hold: each rank writes some of it.
+    shards. Where `parallel`, nor does what all ranks hold: each rank writes some of it. With
+    `overwrite` None the name is one that only a `CheckpointManager` gives.
     """
     began_s = time.perf_counter()
-    gathering = StateCollector(root, _WHAT, path, parallel, keeps_shards=True)
+    gathering = StateCollector(root, _WHAT, path, parallel, True, drift, overwrite)
     collectives, target = gathering.collectives, gathering.path
     if not gathering.writes_here:
         return target
@@ -100,11 +103,19 @@ class Checkpoint(Trackable):
                 raise ValueError(f"{name!r} cannot name an object. Use another name.")
             setattr(self, name, each)
 
-    def write(self, path: str | os.PathLike[str], *, parallel: bool = False) -> str:
+    def write(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        parallel: bool = False,
+        drift: str = "warn",
+        overwrite: bool = False,
+    ) -> str:
         """Save all objects to exactly `path`, and return it on every rank. **Collective**.
 
-        Rank 0 writes, and makes missing folders. Mirrored variables are saved from rank 0,
-        SyncOnRead variables aggregated over replicas. Generators, plain variables and other state
+        Rank 0 writes, and makes missing folders. Mirrored variables are saved from rank 0, once
+        the ranks have compared digests of them. SyncOnRead variables are saved aggregated over
+        replicas. Generators, plain variables and other state
         must be equal on all ranks; wrap what is not in `PerReplicaState`. Modules and optimizers
         of PyTorch are saved from rank 0, as replicas of one another, and their tensors are not
         compared; of sharded tensors (DTensor) each rank writes its own shards, so all ranks must
@@ -112,7 +123,9 @@ class Checkpoint(Trackable):
 
         Outside of any strategy, and of a process group of `mpistrat.torch`, it is **Local**: in a
         job of several ranks rank 0 writes, and the others return at once, before the file is
-        there: whoever needs it must wait, as by ``strategy.barrier()``.
+        there: whoever needs it must wait, as by ``strategy.barrier()``. Objects without a variable
+        are still those of the strategy if exactly one on several ranks is open; otherwise, if MPI
+        has been started, the ranks of the job compare them.
 
         A path belongs to the ranks of this job that have written it first, until their strategy
         is closed, the job ends or the file is removed.
@@ -124,22 +137,34 @@ class Checkpoint(Trackable):
             Whether all ranks that see the file write to it: each some of the large mirrored
             variables, whose values are the same on all ranks. For states of many GiB on a parallel
             file system, where one node cannot write as fast as several. The file is the same.
+        drift : str
+            What happens if the replicas of a mirrored variable differ, which they never do in a
+            right program: ``"warn"`` saves rank 0's values with a `ReplicaDriftWarning` that names
+            the variables, ``"raise"`` saves nothing, ``"ignore"`` compares nothing.
+        overwrite : bool
+            Whether to replace a file at `path` that is not a checkpoint.
 
         Raises
         ------
         CheckpointError
             On every rank, if the file cannot be written, if state differs between ranks, if other
-            ranks of this job have written `path`, or if restored values still wait for their
-            objects and `RestoreStatus.expect_partial` has not been called; what was there before
-            is unchanged.
+            ranks of this job have written `path`, if the file at `path` is not a checkpoint, if a
+            `PerReplicaState` is saved outside of its strategy's scope, or if restored values still
+            wait for their objects and `RestoreStatus.expect_partial` has not been called; what was
+            there before is unchanged.
+        ReplicaDriftError
+            On every rank, with ``drift="raise"``. It is a `CheckpointError` too.
         TypeError
-            If `parallel` is no bool.
+            If `parallel` or `overwrite` is not a bool.
         ValueError
-            If a SyncOnRead variable has the aggregation NONE, or if ranks differ in objects.
+            For another `drift`. If a SyncOnRead variable has the aggregation NONE, or if ranks differ in objects.
         ContextError
             Inside ``strategy.run``.
         """
-        return self._as_unit("Checkpoint.write", lambda: save(self, path, parallel=parallel))
+        return self._as_unit(
+            _WHAT,
+            lambda: save(self, path, parallel=parallel, drift=drift, overwrite=overwrite),
+        )
 
     def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
         """Fill all objects from the file `path`, all or none. **Collective**.

@@ -16,10 +16,11 @@ import numpy as np
 from mpistrat.arrays import Array, host_view
 from mpistrat.checkpoint.deferred import check_nothing_waits
 from mpistrat.checkpoint.digests import digest_of_array, digest_of_text
+from mpistrat.checkpoint.drift import drifted_variables, mirrored_digests
 from mpistrat.checkpoint.format import Header, is_storable
 from mpistrat.checkpoint.object_graph import Tree, split_object, walk
-from mpistrat.checkpoint.ownership import Writers, writes_here
-from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
+from mpistrat.checkpoint.ownership import Replaces, Writers, check_may_replace, writes_here
+from mpistrat.checkpoint.ranks import agree_on_path, collectives_for_save
 from mpistrat.checkpoint.replica_state import (
     PerReplicaState,
     assign_replicas,
@@ -73,31 +74,51 @@ class StateCollector:
         path: str | os.PathLike[str],
         parallel: bool = False,
         keeps_shards: bool = False,
+        drift: str = "warn",
+        overwrite: bool | None = None,
     ) -> None:
         self._tree = tree = walk(root._checkpoint_children())
-        self.collectives: Collectives = collectives_for(tree, what)
-        self.path = agree_on_path(self.collectives, what, path, parallel=parallel)
+        self.collectives: Collectives = collectives_for_save(tree, what)
+        replaces = Replaces.OWN_NAMES
+        if overwrite is not None:
+            replaces = Replaces.ANYTHING if overwrite else Replaces.CHECKPOINTS
+        self.path = agree_on_path(
+            *(self.collectives, what, path, drift),
+            parallel=parallel,
+            overwrite=False if overwrite is None else overwrite,
+        )
         self._what = what
         self._keeps_shards = keeps_shards
         """Whether sharded tensors stay where they are, and are not brought to rank 0."""
         self.writers = Writers.of(self.collectives)
-        self.writes_here = writes_here(tree)
+        self.writes_here = self.collectives.size > 1 or writes_here(tree)
         """Whether this job's part of the ranks writes the file; outside of strategies rank 0."""
         if not self.writes_here:
             _warn_of_root(what)
         self._states: dict[str, SplitState] = {}
         self._of_replicas: dict[str, list[SplitState]] = {}
         """What each `PerReplicaState` has on this rank, by path."""
-        of_ranks = self.collectives.on_all(lambda: self._check(root), what, self.path)
+        self._mirrored: dict[str, str] = {}
+        """Digests of mirrored variables, by path."""
+        self._drifted: set[str] = set()
+        of_ranks = self.collectives.on_all(
+            lambda: self._check(root, replaces, drift), what, self.path
+        )
         if any(each[0] != of_ranks[0][0] for each in of_ranks):
             _refuse_differing(self.collectives, what, self.path, tree)
         if any(each[1] != of_ranks[0][1] for each in of_ranks):
             _refuse_differing_state(self.collectives, what, self._digests)
+        if any(each[2:] != of_ranks[0][2:] for each in of_ranks):
+            self._drifted = drifted_variables(
+                self.collectives, what, tree.variables, self._mirrored, drift
+            )
         self._is_parallel = parallel
 
-    def _check(self, root: Trackable) -> tuple[str, str]:
-        """Take the states of objects, and return the digests of all paths and of all state."""
+    def _check(self, root: Trackable, replaces: Replaces, drift: str) -> tuple[str, str, str]:
+        """Take the states of objects, and return the digests of all paths, states and values."""
         _check_savable(self._tree)
+        if self.writes_here and self.collectives.rank == 0:
+            check_may_replace(self.path, replaces)
         if self._tree.stateful:
             assign_replicas(self._tree.stateful.values(), self.collectives.layout)
         if self.collectives.rank == 0:  # expect_partial() may have been called there alone
@@ -115,8 +136,11 @@ class StateCollector:
         for name, variable in self._tree.variables.items():
             if is_compared and not isinstance(variable, WrittenTogether | SyncOnReadVariable):
                 self._digests[name] = digest_of_array(host_view(variable._storage)).text
-        digests = self._digests.values()
-        return _digest_of_texts(self._tree.paths()), _digest_of_texts(digests)
+        if is_compared and drift != "ignore":
+            self._mirrored = mirrored_digests(self._tree.variables)
+        groups = self._tree.paths(), self._digests.values(), self._mirrored.values()
+        paths, states, mirrored = map(_digest_of_texts, groups)
+        return paths, states, mirrored
 
     def _check_shards(self, name: str, state: SplitState) -> None:
         rank, size = self.collectives.rank, self.collectives.size
@@ -157,7 +181,7 @@ class StateCollector:
             if isinstance(variable, SavedInPieces) and self._keeps_parts(variable):
                 yield _item_of_parts(name, variable, self._is_parallel)
             else:
-                yield _item_of(name, variable)
+                yield _item_of(name, variable, name in self._drifted)
             if isinstance(variable, ReplicatedOnRead):
                 yield replicas_item(name, variable._components_for_root())
         for name, state in self._states.items():
@@ -209,12 +233,13 @@ def _warn_of_root(what: str) -> None:
     )
 
 
-def _item_of(name: str, variable: Variable) -> Item:
+def _item_of(name: str, variable: Variable, has_drifted: bool) -> Item:
     """Bring the values of one variable to rank 0. **Collective**."""
     value = variable._save_value()
     is_kept = not variable._is_remote and value is variable._storage
     life = BufferLifetime.LONG if is_kept else BufferLifetime.BRIEF
-    if isinstance(variable, MirroredVariable) and not isinstance(variable, SavedInPieces):
+    is_whole = isinstance(variable, MirroredVariable) and not isinstance(variable, SavedInPieces)
+    if is_whole and not has_drifted:
         life = BufferLifetime.EVERYWHERE
     return replace(_described(name, variable, value), life=life)
 

@@ -15,6 +15,7 @@ from mpistrat import hdf5
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.checkpoint.async_save import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint, save
+from mpistrat.checkpoint.drift import check_drift_option
 from mpistrat.checkpoint.object_graph import Tree, walk
 from mpistrat.checkpoint.ownership import writes_here
 from mpistrat.checkpoint.ranks import checked_path, collectives_for
@@ -97,6 +98,8 @@ class CheckpointManager:
     parallel : bool
         Whether all ranks write each file, as by ``Checkpoint.write(path, parallel=True)``. Not
         together with `asynchronous`.
+    drift : str
+        As for `Checkpoint.write`: ``"warn"``, ``"raise"`` or ``"ignore"``.
 
     Raises
     ------
@@ -125,6 +128,7 @@ class CheckpointManager:
         step_counter: Variable | Callable[[], int] | None = None,
         asynchronous: bool = False,
         parallel: bool = False,
+        drift: str = "warn",
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"CheckpointManager needs a Checkpoint, not {checkpoint!r}.")
@@ -133,7 +137,8 @@ class CheckpointManager:
         self._collectives().as_unit(
             "CheckpointManager",
             lambda: self._open(
-                directory, max_to_keep, keep_every_n_hours, step_counter, asynchronous, parallel
+                *(directory, max_to_keep, keep_every_n_hours),
+                *(step_counter, asynchronous, parallel, drift),
             ),
         )
 
@@ -145,6 +150,7 @@ class CheckpointManager:
         step_counter: Variable | Callable[[], int] | None,
         asynchronous: bool,
         parallel: bool,
+        drift: str,
     ) -> None:
         """Check the arguments, and look through the folder. **Collective**."""
         collectives = self._collectives()
@@ -160,8 +166,9 @@ class CheckpointManager:
                     "A CheckpointManager saves with asynchronous=True or with parallel=True, not "
                     "with both: in the background rank 0 writes alone."
                 )
-            call.agree(self._given, max_to_keep, keep_every_n_hours, asynchronous, parallel)
-        self._parallel = parallel
+            check_drift_option(drift)
+            call.agree(self._given, max_to_keep, keep_every_n_hours, asynchronous, parallel, drift)
+        self._parallel, self._drift = parallel, drift
         self._saver = BackgroundSaver() if asynchronous else None
         self._planned: Retention | None = None
         keep_every_s = None if keep_every_n_hours is None else keep_every_n_hours * 3600.0
@@ -238,11 +245,12 @@ class CheckpointManager:
         surplus = planned.add(entry)
         if self._saver is not None:
             self._saver.begin(
-                self._checkpoint, path, number, entry.created_s, lambda: _remove_all(surplus)
+                *(self._checkpoint, path, number, entry.created_s),
+                *(lambda: _remove_all(surplus), self._drift),
             )
             self._planned = planned
             return self._as_given(path)
-        save(self._checkpoint, path, number, self._parallel, entry.created_s)
+        save(self._checkpoint, path, number, self._parallel, entry.created_s, self._drift)
         self._retention = planned
         if writes_here(tree):
             collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)

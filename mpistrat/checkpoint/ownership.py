@@ -7,6 +7,7 @@ file: it says which ranks wrote it.
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat import context, hdf5
-from mpistrat.checkpoint.format import VARIABLES, Header
+from mpistrat.checkpoint.format import FORMAT, VARIABLES, Header
 from mpistrat.checkpoint.nodes import read_attribute
 from mpistrat.checkpoint.object_graph import Tree
 from mpistrat.checkpoint.tensors import world_strategy
@@ -27,7 +28,7 @@ from mpistrat.mpi.world import is_started, started_world
 from mpistrat.system.exit_hooks import Phase, at
 from mpistrat.system.text import rank_list
 
-__all__ = ["WRITERS", "Writers", "writes_here"]
+__all__ = ["WRITERS", "Replaces", "Writers", "check_may_replace", "writes_here"]
 
 WRITERS = "writers"
 """The attribute of the group of variables, in files of jobs of several ranks."""
@@ -150,6 +151,44 @@ def _release(path: Path, created: str) -> None:
     with contextlib.suppress(OSError):
         _released(path).write_text(created)
         at(Phase.AFTER_LAST_ROUND, partial(_released(path).unlink, missing_ok=True))
+
+
+class Replaces(enum.Enum):
+    """What a save may replace."""
+
+    CHECKPOINTS = enum.auto()
+    """A file that is a checkpoint."""
+    OWN_NAMES = enum.auto()
+    """A file with a name that only a `CheckpointManager` gives; no intact data file."""
+    ANYTHING = enum.auto()
+
+
+def check_may_replace(path: str, replaces: Replaces) -> None:
+    """Raise `CheckpointError` if `path` is a file that a save must not overwrite."""
+    if replaces is Replaces.ANYTHING or not os.path.isfile(path):
+        return
+    remedy = (
+        "It is unchanged. Write to another path, remove the file first, or replace it by "
+        "Checkpoint.write(path, overwrite=True)."
+    )
+    try:
+        with hdf5.open_for_reading(path, CheckpointError) as file:
+            names = ", ".join(map(repr, list(file)[:4]))
+            is_checkpoint = file.attrs.get("format") in (FORMAT, FORMAT.encode())
+    except PermissionError:
+        return  # nobody can look into it; writing says what may not be done
+    except (OSError, RuntimeError) as reason:
+        if replaces is Replaces.OWN_NAMES:
+            return  # damaged: a job that resumes before it writes it again
+        raise CheckpointError(
+            f"The checkpoint {path} would replace a file that is not a readable HDF5 file: "
+            f"{reason} {remedy}"
+        ) from None
+    if not is_checkpoint:
+        raise CheckpointError(
+            f"The checkpoint {path} would replace an HDF5 file that is not a checkpoint, with "
+            f"{names or 'nothing'} at its top. {remedy}"
+        )
 
 
 def writes_here(tree: Tree) -> bool:

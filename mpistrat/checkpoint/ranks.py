@@ -12,10 +12,14 @@ from typing import Any
 from mpistrat import context
 from mpistrat.arguments import as_bool
 from mpistrat.arrays import Device
+from mpistrat.checkpoint.drift import check_drift_option
 from mpistrat.checkpoint.object_graph import Tree
+from mpistrat.checkpoint.replica_state import PerReplicaState
 from mpistrat.checkpoint.tensors import world_strategy
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.errors import ContextError
+from mpistrat.errors import CheckpointError, ContextError
+from mpistrat.mpi.launcher import is_one_of_several
+from mpistrat.mpi.world import is_started, started_world
 from mpistrat.system.cpu import cores_of_mask, mask_of_cores, own_cores
 
 __all__ = [
@@ -24,6 +28,7 @@ __all__ = [
     "agree_on_path",
     "checked_path",
     "collectives_for",
+    "collectives_for_save",
     "divide_work",
     "share_out",
     "this_worker",
@@ -31,14 +36,19 @@ __all__ = [
 
 
 def agree_on_path(
-    collectives: Collectives, what: str, path: str | os.PathLike[str], **switches: bool
+    collectives: Collectives,
+    what: str,
+    path: str | os.PathLike[str],
+    drift: str = "warn",
+    **switches: bool,
 ) -> str:
-    """Return `path` as a string, once all ranks pass it and the same `switches`. **Collective**."""
+    """Return `path` as a string, once all ranks pass it and the same options. **Collective**."""
     with collectives.call(what) as call:
         checked = checked_path(what, path)
+        check_drift_option(drift)
         for name, value in switches.items():
             switches[name] = as_bool(name, value)
-        call.agree(checked, switches)
+        call.agree(checked, drift, switches)
     return checked
 
 
@@ -110,7 +120,8 @@ def collectives_for(tree: Tree, what: str) -> Collectives:
     """Return the collectives of the strategy of the objects in `tree`. Local.
 
     Where they have none, those of the current strategy, then of PyTorch's process group of all
-    ranks, else those of one process without MPI.
+    ranks, then for objects other than variables those of the only strategy on several ranks that
+    is open; else those of one process without MPI.
     """
     strategy = _strategy_of(tree, what)
     if strategy is None:
@@ -123,6 +134,29 @@ def collectives_for(tree: Tree, what: str) -> Collectives:
             f"{strategy!r}. Call it outside strategy.run, or inside merge_call."
         )
     collectives: Collectives = strategy.extended._collectives
+    return collectives
+
+
+def collectives_for_save(tree: Tree, what: str) -> Collectives:
+    """Return the collectives of a save of the objects in `tree`. **Collective** in one case.
+
+    As `collectives_for`; but a tree without variables, which no strategy of the program owns, is
+    compared by all ranks of the job, if they are connected.
+    """
+    world = started_world() if is_started() else None
+    has_others = is_one_of_several() if world is None else world.size > 1
+    if tree.variables or not has_others or _strategy_of(tree, what) is not None:
+        return collectives_for(tree, what)
+    alone = [path for path, each in tree.stateful.items() if isinstance(each, PerReplicaState)]
+    if alone:
+        raise CheckpointError(
+            f"{what}: {alone} are PerReplicaState, but it is unknown to which strategy's replicas "
+            "they belong, as this is outside of every scope. Save them in the scope of their "
+            'strategy: "with strategy.scope():".'
+        )
+    if world is None:
+        return collectives_for(tree, what)
+    collectives: Collectives = context.strategy_of_world().extended._collectives
     return collectives
 
 
@@ -144,7 +178,11 @@ def _strategy_of(tree: Tree, what: str) -> Any:
     frame = context.current()
     if frame is not None and _distributes(frame.strategy):
         return frame.strategy
-    return world_strategy()
+    strategy = world_strategy()
+    if strategy is None and not tree.variables:
+        opened = context.open_strategies()
+        strategy = opened[0] if len(opened) == 1 else None
+    return strategy
 
 
 def _distributes(strategy: Any) -> bool:

@@ -361,3 +361,6 @@ def _opening_limit_s(options: object) -> float | None:
         return settings().timeout_s
     except ValueError:
         return Settings().timeout_s
+
+
+context.register_world(lambda: MPIStrategy(device="cpu"))
