@@ -157,7 +157,8 @@ class Checkpoint(Trackable):
         TypeError
             If `parallel` or `overwrite` is not a bool.
         ValueError
-            For another `drift`. If a SyncOnRead variable has the aggregation NONE, or if ranks differ in objects.
+            For another `drift`, if a SyncOnRead variable has the aggregation NONE, or if ranks
+            differ in objects.
         ContextError
             Inside ``strategy.run``.
         """

@@ -91,7 +91,7 @@ class StateCollector:
         self._keeps_shards = keeps_shards
         """Whether sharded tensors stay where they are, and are not brought to rank 0."""
         self.writers = Writers.of(self.collectives)
-        self.writes_here = self.collectives.size > 1 or writes_here(tree)
+        self.writes_here = writes_here(tree, self.collectives)
         """Whether this job's part of the ranks writes the file; outside of strategies rank 0."""
         if not self.writes_here:
             _warn_of_root(what)

@@ -23,7 +23,8 @@ _MAX_NAMES = 8
 class _DriftAtSaveError(ReplicaDriftError, CheckpointError):
     """A save with ``drift="raise"`` has found replicas that differ."""
 
-    __qualname__ = "ReplicaDriftError"
+
+_DriftAtSaveError.__name__ = _DriftAtSaveError.__qualname__ = ReplicaDriftError.__name__
 
 
 def check_drift_option(drift: object) -> None:

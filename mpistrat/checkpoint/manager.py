@@ -134,13 +134,8 @@ class CheckpointManager:
             raise TypeError(f"CheckpointManager needs a Checkpoint, not {checkpoint!r}.")
         self._checkpoint = checkpoint
         self._step_counter = step_counter
-        self._collectives().as_unit(
-            "CheckpointManager",
-            lambda: self._open(
-                *(directory, max_to_keep, keep_every_n_hours),
-                *(step_counter, asynchronous, parallel, drift),
-            ),
-        )
+        options = max_to_keep, keep_every_n_hours, step_counter, asynchronous, parallel, drift
+        self._collectives().as_unit("CheckpointManager", lambda: self._open(directory, *options))
 
     def _open(
         self,
@@ -252,7 +247,7 @@ class CheckpointManager:
             return self._as_given(path)
         save(self._checkpoint, path, number, self._parallel, entry.created_s, self._drift)
         self._retention = planned
-        if writes_here(tree):
+        if writes_here(tree, collectives):
             collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)
         return self._as_given(path)
 

@@ -191,8 +191,10 @@ def check_may_replace(path: str, replaces: Replaces) -> None:
         )
 
 
-def writes_here(tree: Tree) -> bool:
-    """Return whether this rank writes: outside of any strategy rank 0 alone does."""
+def writes_here(tree: Tree, collectives: Collectives) -> bool:
+    """Return whether this rank takes part: outside of any strategy only rank 0 writes."""
+    if collectives.size > 1:
+        return True
     frame = context.current()
     found: list[Any] = [] if frame is None else [frame.strategy]
     for group in (tree.variables, tree.stateful, tree.trackables):

@@ -179,7 +179,7 @@ def _strategy_of(tree: Tree, what: str) -> Any:
     if frame is not None and _distributes(frame.strategy):
         return frame.strategy
     strategy = world_strategy()
-    if strategy is None and not tree.variables:
+    if strategy is None and not tree.variables and (tree.stateful or tree.trackables):
         opened = context.open_strategies()
         strategy = opened[0] if len(opened) == 1 else None
     return strategy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import shlex
 import shutil
@@ -12,9 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mpistrat.cli.killed import explain_killed, killing_signal
 from mpistrat.cli.output import Command, print_error, print_note
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import find_launcher
@@ -36,7 +38,7 @@ _PREEMPTED = 75
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "-n",
+        *("-n", "-np"),
         type=_positive,
         dest="ranks",
         metavar="N",
@@ -103,6 +105,8 @@ class _Job:
     command: list[str]
     variables: dict[str, str]
     """Set on top of the environment."""
+    family: str = ""
+    """Of the MPI library whose mpiexec is used."""
 
     def __str__(self) -> str:
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
@@ -115,9 +119,11 @@ def _run(arguments: argparse.Namespace) -> int:
     except LaunchError as error:
         print_error("run", error)
         return 2
+    _warn_of_late_options(arguments)
+    began_at_s = time.time()
     for restart in range(arguments.restarts + 1):
         again = {"MPISTRAT_RESTART": str(restart)} if restart else {}
-        job = _Job(job.command, job.variables | again)
+        job = replace(job, variables=job.variables | again)
         print_note("run", job)
         began = time.monotonic()
         code, asked_to_end = _wait(job)
@@ -128,7 +134,27 @@ def _run(arguments: argparse.Namespace) -> int:
             print_note("run", f"{failed}: restart {restart + 1} of {arguments.restarts}.")
         elif restart:
             print_error("run", f"{failed}, and no restart is left.")
+        sign = killing_signal(code, job.family)
+        if sign is not None and restart == arguments.restarts:
+            folders = [".", *(text.rpartition("=")[2] for text in arguments.arguments)]
+            can_restart = not arguments.restarts
+            print_error("run", explain_killed(code, sign, folders, began_at_s, can_restart))
     return code
+
+
+def _warn_of_late_options(arguments: argparse.Namespace) -> None:
+    """Warn of a number of ranks behind the program, which only the program sees."""
+    if arguments.ranks is not None:
+        return
+    given = arguments.arguments
+    for option, number in itertools.pairwise(given):
+        if option in ("-n", "-np") and number.isdecimal():
+            print_error(
+                "run",
+                f"warning: {option} {number} comes after the program, so the program gets it. To "
+                f"start {number} ranks, write mpistrat run -n {number} {arguments.program}.",
+            )
+            return
 
 
 def _described(code: int) -> str:
@@ -170,7 +196,7 @@ def _plan(arguments: argparse.Namespace) -> _Job:
     start = mpiexec.command(ranks, arguments.oversubscribe, is_bound=threads == 1)
     if arguments.fault_tolerant:
         start[1:1] = _tolerance_of(mpiexec)
-    return _Job([*start, *arguments.mpi_args, *program], changes)
+    return _Job([*start, *arguments.mpi_args, *program], changes, mpiexec.family)
 
 
 def _tolerance_of(mpiexec: Mpiexec) -> list[str]:

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpistrat.errors import LaunchError
 from mpistrat.settings import environment
 
 __all__ = [
     "Launcher",
+    "check_torchrun",
     "find_launcher",
     "is_on_one_node",
     "is_one_of_several",
@@ -197,6 +199,22 @@ def is_one_of_several() -> bool:
     if variables.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
         return _parent_program() in _OPEN_MPI_DAEMONS
     return variables.get("PMI_SIZE", "1") != "1" and _is_connected(variables)
+
+
+def check_torchrun(size: int) -> None:
+    """Raise `LaunchError` if PyTorch's launcher started processes that MPI does not connect."""
+    variables = environment()
+    tasks, rank = variables.get("WORLD_SIZE", ""), variables.get("RANK", "")
+    if size > 1 or not tasks.isdecimal() or not rank.isdecimal() or int(tasks) <= 1:
+        return
+    error = LaunchError(
+        f"torchrun (torch.distributed.run) started {tasks} processes, but MPI sees a world of one "
+        "rank: every process would train alone. Start the program without torchrun, by "
+        f"mpistrat run -n {tasks} program.py, mpiexec or srun. If there is no torchrun, unset RANK "
+        "and WORLD_SIZE, which come from another job."
+    )
+    error._is_reported_elsewhere = int(rank) != 0
+    raise error
 
 
 def keeps_survivors() -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.errors import LaunchError
-from mpistrat.mpi.launcher import Launcher, find_launcher, is_one_of_several
+from mpistrat.mpi.launcher import Launcher, check_torchrun, find_launcher, is_one_of_several
 from mpistrat.mpi.mpiexec import mpiexec_program
 from mpistrat.mpi.survival import failed_ranks
 from mpistrat.system.cpu import cores_of_mask, mask_of_cores, own_cores
@@ -93,6 +93,7 @@ def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
         )
     _check_launch(launcher)
     if comm is None:
+        check_torchrun(MPI.COMM_WORLD.size)
         return MPI.COMM_WORLD
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(

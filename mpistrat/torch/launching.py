@@ -107,8 +107,9 @@ def _check_environment(comm: MPI.Intracomm) -> None:
         if given.isdigit() and int(given) != own:
             raise LaunchError(
                 f"{name} is {given} in the environment, but {own} in MPI. This process was started "
-                "by torchrun, or variables of another job were inherited. Start it by mpiexec or "
-                "srun, without torchrun, and do not set RANK and WORLD_SIZE."
+                "by torchrun, or variables of another job were inherited. Start it by mpistrat run "
+                "-n N program.py, mpiexec or srun, without torchrun, and do not set RANK and "
+                "WORLD_SIZE."
             )
 
 
