@@ -152,7 +152,7 @@ else:  # type checkers take a name that is missing for an error
         raise missing_name(__name__, name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted(__all__)
 
 
 def _tensor_library() -> object:

@@ -279,6 +279,10 @@ def mode_for(strategy: Strategy, what: str) -> Kind:
 
 _TWINS = {
     "gather": "all_gather",
+    "all_gather": "all_gather",
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "scatter": "scatter",
     "barrier": "barrier",
     "broadcast_object": "broadcast_object",
     "gather_objects": "all_gather_object",

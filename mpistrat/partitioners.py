@@ -87,6 +87,10 @@ class FixedShardsPartitioner(Partitioner):
         return self._num_shards
 
 
+class RanksPartitioner(FixedShardsPartitioner):
+    """One part per rank, also on one rank: what ``variable_partitioner="ranks"`` means."""
+
+
 class MinSizePartitioner(Partitioner):
     """As many parts as leave `min_shard_bytes` to each, or nearly: the last ones may have less.
 

@@ -15,7 +15,8 @@ from mpistrat.checkpoint.ranks import collectives_for
 from mpistrat.checkpoint.restore import RestoreStatus, restore
 from mpistrat.checkpoint.root_file import file_of_root
 from mpistrat.checkpoint.sharded_write import ShardedWriting
-from mpistrat.system.text import html_table
+from mpistrat.system.migration import hint_for
+from mpistrat.system.text import brief, html_table
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
@@ -82,7 +83,7 @@ class Checkpoint(Trackable):
     Raises
     ------
     TypeError
-        For objects without state, such as numbers and arrays.
+        For objects without state, such as numbers and arrays, and objects without a name.
     ValueError
         For a name that is a method of this class.
 
@@ -96,8 +97,13 @@ class Checkpoint(Trackable):
     <RestoreStatus of 'run.h5': 1 restored, 0 still waiting>
     """
 
-    def __init__(self, /, **objects: object) -> None:
+    def __init__(self, /, *unnamed: object, **objects: object) -> None:
         super().__init__()
+        if unnamed:
+            raise TypeError(
+                "Checkpoint takes objects by name, which is the first part of their paths in the "
+                f"file, but got {brief(unnamed[0])} without one. Write Checkpoint(name=object)."
+            )
         for name, each in objects.items():
             if name in _OWN_ATTRIBUTES:
                 raise ValueError(f"{name!r} cannot name an object. Use another name.")
@@ -217,6 +223,7 @@ class Checkpoint(Trackable):
             return children[name]
         raise AttributeError(
             f"The checkpoint has no object {name!r}. It has: {', '.join(children) or 'none'}."
+            + hint_for(Checkpoint, name)
         )
 
     def __delattr__(self, name: str) -> None:

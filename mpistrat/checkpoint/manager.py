@@ -32,6 +32,7 @@ from mpistrat.checkpoint.retention import (
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from mpistrat.system.files import remove_file
+from mpistrat.system.hints import Hinted
 from mpistrat.system.text import html_table
 from mpistrat.system.units import on_undo
 from mpistrat.trackable import Trackable
@@ -73,7 +74,7 @@ def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str
 _logger = logging.getLogger("mpistrat")
 
 
-class CheckpointManager:
+class CheckpointManager(Hinted):
     """Saves a checkpoint again and again, keeps some, and finds the newest one that is sound.
 
     Making it is **Collective**: rank 0 looks through the folder and removes the temporary files

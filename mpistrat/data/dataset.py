@@ -16,13 +16,14 @@ from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.sources import ArraySource, GeneratorSource, RangeSource
 from mpistrat.data.user_source import UserSource, refuse_lazy_arrays
 from mpistrat.options import AutoShardPolicy
+from mpistrat.system.hints import HintedType
 
 __all__ = ["Dataset"]
 
 _Name = str | Field
 
 
-class Dataset(ElementTransformations):
+class Dataset(ElementTransformations, metaclass=HintedType):
     """Examples, or batches of them, in a fixed order.
 
     Each transformation returns a new data set and leaves this one as it is. Nothing is read

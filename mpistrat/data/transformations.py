@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 def _refuse_buffer_size(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate `shuffle` so that the argument of tf.data raises an error that says what to do."""
+    """Decorate `shuffle` so that calls as of tf.data raise an error that says what to do."""
 
     @functools.wraps(method)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -34,6 +34,11 @@ def _refuse_buffer_size(method: Callable[_P, _T]) -> Callable[_P, _T]:
             raise TypeError(
                 "shuffle has no buffer_size: all elements are mixed, and files are read by chunks. "
                 "Write shuffle(seed=0), with window=... only to mix fewer at a time."
+            )
+        if len(args) < 2 and "seed" not in kwargs:
+            raise TypeError(
+                "shuffle needs a seed, by which all ranks find the same order. Write "
+                "shuffle(seed=0): each epoch still has its own order."
             )
         return method(*args, **kwargs)
 

@@ -27,6 +27,7 @@ from mpistrat.optimizers.gradients import (
     variables_in,
     warn_of_nan,
 )
+from mpistrat.optimizers.hints import HintedOptimizer
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.remote_step import apply_remotely, find_slots, slot_makers, take_step
 from mpistrat.optimizers.slots import (
@@ -41,6 +42,7 @@ from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.system import empty_parts
+from mpistrat.system.hints import Hinted
 from mpistrat.system.text import brief
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
@@ -50,7 +52,7 @@ from mpistrat.variables.parameter_store import ParameterStore, Request
 __all__ = ["Optimizer"]
 
 
-class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
+class Optimizer(Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
     """Base of optimizers.
 
     **Collective** in a strategy's scope, because it makes the variable `iterations`.
@@ -300,14 +302,12 @@ class Optimizer(Trackable, abc.ABC, metaclass=context.MadeInScope):
 
     def _agreed_parameters(self) -> str:
         """Return the parameters except the rate, as the ranks compare them, checked."""
-        # A program may have set them since the last step.
         values = self._parameters_of(self)
         known, formatted = self._checked
         if len(values) == len(known) and all(map(operator.is_, values, known)):
             return formatted
         self._check_parameters()
         formatted = ", ".join(self._format_parameters(self._constant_parameters))
-        # The values that cannot change behind their names need no check again.
         self._checked = (values if all(map(is_constant, values)) else ()), formatted
         return formatted
 

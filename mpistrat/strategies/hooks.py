@@ -7,6 +7,7 @@ from typing import Any
 
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.layout import Layout
+from mpistrat.values import localize
 
 __all__ = ["StrategyHooks"]
 
@@ -81,3 +82,11 @@ class StrategyHooks:
     def _each_own(self, make: Callable[[], Any]) -> list[Any]:
         """Return one item for each replica of this rank."""
         return [make()]
+
+    def _with_components(self, kind: str, value: Any, function: Callable[[Any], Any]) -> list[Any]:
+        """Return what `function` returns of the component of each replica of this rank."""
+        return [function(localize(value))]
+
+    def _joined(self, of_replicas: Sequence[Any]) -> Any:
+        """Return the results of the replicas of this rank as one value."""
+        return of_replicas[0]

@@ -30,6 +30,7 @@ from mpistrat.mpi.world import (
 )
 from mpistrat.native import HOW_TO_COMPILE, missing_libraries
 from mpistrat.options import CommunicationOptions
+from mpistrat.partitioners import RanksPartitioner
 from mpistrat.settings import Settings, settings
 from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.devices import (
@@ -68,9 +69,10 @@ class MPIStrategy(Strategy):
         means ``"gpu"``.
     communication_options : CommunicationOptions, optional
         For every collective that is given no others.
-    variable_partitioner : callable, optional
+    variable_partitioner : callable or "ranks", optional
         Called with shape and dtype of each mirrored variable that has axes, as those of
-        `mpistrat.partitioners`. Where it wants several parts, an `ms.ShardedVariable` is made.
+        `mpistrat.partitioners`. If it wants several parts, an `ms.ShardedVariable` is created.
+        ``"ranks"`` cuts the first axis into one part per rank.
     ranks_per_replica : int
         How many consecutive ranks compute one replica together: model parallelism. It divides the
         number of ranks, and rank = replica x `ranks_per_replica` + shard. See
@@ -141,7 +143,7 @@ class MPIStrategy(Strategy):
         comm: MPI.Intracomm | None = None,
         device: str = "auto",
         communication_options: CommunicationOptions | None = None,
-        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | str | None = None,
         ranks_per_replica: int = 1,
         num_replicas: int | None = None,
         elastic: bool = False,
@@ -182,7 +184,7 @@ class MPIStrategy(Strategy):
         comm: MPI.Intracomm,
         device: str,
         communication_options: CommunicationOptions | None,
-        variable_partitioner: Callable[..., Sequence[int]] | None,
+        variable_partitioner: Callable[..., Sequence[int]] | str | None,
         ranks_per_replica: int,
         num_replicas: int | None,
         elastic: bool,
@@ -197,11 +199,7 @@ class MPIStrategy(Strategy):
                 raise TypeError(
                     f"communication_options must be CommunicationOptions, not {options!r}."
                 )
-            if variable_partitioner is not None and not callable(variable_partitioner):
-                raise TypeError(
-                    "variable_partitioner must be callable, as those of mpistrat.partitioners are, "
-                    f"not {variable_partitioner!r}."
-                )
+            variable_partitioner = _as_partitioner(variable_partitioner, comm.size)
             layout = Layout.divided(
                 comm.size, comm.rank, as_integer("ranks_per_replica", ranks_per_replica)
             )
@@ -306,6 +304,22 @@ class MPIStrategy(Strategy):
             f"{self.extended.device}, {nodes}, "
             f"{self._library.partition(',')[0].replace(' Version:', '')}>"
         )
+
+
+def _as_partitioner(
+    given: Callable[..., Sequence[int]] | str | None, num_ranks: int
+) -> Callable[..., Sequence[int]] | None:
+    """Return the function that an argument ``variable_partitioner`` means, or raise."""
+    if given == "ranks":
+        return RanksPartitioner(num_ranks)
+    if isinstance(given, str):
+        raise ValueError(f'variable_partitioner is {given!r}, but the only name is "ranks".')
+    if given is not None and not callable(given):
+        raise TypeError(
+            'variable_partitioner must be "ranks" or callable, as those of mpistrat.partitioners '
+            f"are, not {given!r}."
+        )
+    return given
 
 
 def _check_is_alone(layout: Layout, variable_partitioner: object) -> None:

@@ -160,6 +160,13 @@ class ReplicatedExtended(StrategyExtended):
             call.agree("components")
         return own
 
+    def _with_components(self, kind: str, value: Any, function: Callable[[Any], Any]) -> list[Any]:
+        own = self._checked(kind, value)
+        return self._group.each(lambda: function(nests.map_nest(own, value)))
+
+    def _joined(self, of_replicas: Sequence[Any]) -> Any:
+        return merged_results(self._group, of_replicas)
+
     def _gather(self, value: Any, axis: int) -> Any:
         context.require_cross_replica(self._container, "gather")
         own = self._checked("gather", value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -18,7 +17,9 @@ from mpistrat.strategies.cluster import ClusterMember
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import InputIterator
 from mpistrat.strategies.logical_devices import LogicalDevices
+from mpistrat.strategies.plain_names import PlainNames
 from mpistrat.strategies.reductions import warn_of_empty_parts
+from mpistrat.strategies.replica_arguments import explained_call
 from mpistrat.system import empty_parts
 from mpistrat.values import DistributedValues, Number, PerReplica, T
 from mpistrat.variables import Variable
@@ -35,7 +36,7 @@ __all__ = ["Strategy"]
 ValueT = TypeVar("ValueT", bound="np.ndarray | Number")
 
 
-class Strategy(LogicalDevices, ClusterMember):
+class Strategy(PlainNames, LogicalDevices, ClusterMember):
     """State and computation distributed over replicas.
 
     Make one of its subclasses: `MPIStrategy`, or `OneDeviceStrategy` for one replica without
@@ -129,7 +130,6 @@ class Strategy(LogicalDevices, ClusterMember):
             `kwargs`, nests included. Variables arrive as themselves.
         args, kwargs : sequence, mapping
         options : RunOptions, optional
-            No-ops by nature.
 
         Returns
         -------
@@ -154,7 +154,13 @@ class Strategy(LogicalDevices, ClusterMember):
             )
         if options is not None and not isinstance(options, RunOptions):
             raise TypeError(f"run: options must be RunOptions, not {options!r}.")
-        return self._extended.call_for_each_replica(fn, args, kwargs)
+        try:
+            return self._extended.call_for_each_replica(fn, args, kwargs)
+        except TypeError as error:
+            explained = explained_call(error, fn, args, kwargs or {})
+            if explained is error:
+                raise
+            raise explained from None
 
     @overload
     def reduce(
@@ -307,24 +313,6 @@ class Strategy(LogicalDevices, ClusterMember):
         warn_deprecated("unwrap", "Use experimental_local_results.")
         return self.experimental_local_results(value)
 
-    def group(self, value: object, name: str | None = None) -> None:
-        """Do nothing: `value` is already computed. A no-op by nature. Local."""
-        return
-
-    def configure(
-        self,
-        session_config: object = None,
-        cluster_spec: object = None,
-        task_type: str | None = None,
-        task_id: int | None = None,
-    ) -> None:
-        """Do nothing: there are no sessions and no servers. A no-op by nature. Local."""
-        return
-
-    def update_config_proto(self, config_proto: T) -> T:
-        """Return a copy of `config_proto`: there are no sessions. A no-op by nature. Local."""
-        return copy.deepcopy(config_proto)
-
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> Dataset:
         """Return a data set of the examples along the first axis of a nest of arrays. Local."""
         return self.extended.experimental_make_numpy_dataset(numpy_input, session)
@@ -395,7 +383,6 @@ class Strategy(LogicalDevices, ClusterMember):
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        for name, state in vars(self).items():
-            setattr(twin, name, state)
+        vars(twin).update(vars(self))
         twin._extended = self._extended._copied_for(twin)
         return twin

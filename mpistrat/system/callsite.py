@@ -60,8 +60,11 @@ def _owner_of(filename: str) -> CodeOwner:
         return CodeOwner.PACKAGE
     if filename.startswith("<frozen") or os.path.basename(filename) == "contextlib.py":
         return CodeOwner.HELPER
+    # Cython gives the path of a source within its project, which an installed package lacks.
+    is_of_cython = filename.endswith((".pyx", ".pxd", ".pxi")) and not os.path.exists(filename)
     is_installed = (
-        "site-packages" in filename
+        is_of_cython
+        or "site-packages" in filename
         or "dist-packages" in filename
         or filename.startswith((os.path.dirname(os.__file__), "<"))
     )

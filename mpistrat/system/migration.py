@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["missing_name"]
+__all__ = ["hint_for", "missing_attribute", "missing_name"]
 
 _STRATEGY = (
     "ms.MPIStrategy(), on one rank for each GPU: mpiexec -n 4 python train.py. It is for one "
@@ -74,7 +74,7 @@ _HINTS = {
         "grouped_allreduce": _REDUCE,
         "allgather": _GATHER,
         "allgather_object": "strategy.gather_objects(obj)",
-        "broadcast": 'strategy.extended.broadcast_to(array, "cpu:0")',
+        "broadcast": "strategy.broadcast(value, root=0)",
         "broadcast_object": "strategy.broadcast_object(obj, root=0)",
         "broadcast_variables": _EQUAL,
         "broadcast_parameters": _EQUAL,
@@ -82,6 +82,12 @@ _HINTS = {
         "barrier": "strategy.barrier()",
         "DistributedOptimizer": _APPLY,
         "DistributedGradientTape": _APPLY,
+        # This package
+        "Dataset": "ms.data.Dataset",
+        "torch": "import mpistrat.torch as mst",
+        "ClusterCoordinator": "ms.coordinator.ClusterCoordinator(strategy)",
+        "Adam": "ms.optimizers.Adam",
+        "SGD": "ms.optimizers.SGD",
         "Sum": 'ms.ReduceOp.SUM, or "sum"',
         "Average": 'ms.ReduceOp.MEAN, or "mean"',
     },
@@ -101,6 +107,81 @@ _HINTS = {
         "CategoricalAccuracy": "ms.metrics.Accuracy, of the argmax of both",
     },
 }
+
+
+_MOVE = "inside strategy.run: ms.get_replica_context().{}"
+_RESTORE = "manager.restore_or_initialize(), or checkpoint.restore(path) for one file"
+_SAVE = "checkpoint.write(path), or ms.CheckpointManager(checkpoint, directory).save()"
+_STEP = "optimizer.apply_gradients([(gradient, variable), ...]) inside strategy.run"
+
+_ATTRIBUTES = {
+    "Strategy": {
+        "world_size": "strategy.size",
+        "num_ranks": "strategy.size",
+        "num_replicas": "strategy.num_replicas_in_sync",
+        "is_main_process": "strategy.is_chief",
+        "allreduce": "strategy.all_reduce(op, value)",
+        "allgather": "strategy.all_gather(value, axis)",
+        "bcast": "strategy.broadcast(value, root=0)",
+        "all_gather_object": "strategy.gather_objects(obj)",
+        "reduce_scatter": _MOVE.format("reduce_scatter(op, value)"),
+        "all_to_all": _MOVE.format("all_to_all(value)"),
+        "shift": _MOVE.format("shift(value)"),
+        "scan": _MOVE.format("scan(op, value)"),
+        "start_all_reduce": _MOVE.format("start_all_reduce(op, value)"),
+        "merge_call": _MOVE.format("merge_call(fn)"),
+        "rng": _MOVE.format("rng(*key)"),
+        "experimental_run_v2": "strategy.run(fn, args=(...))",
+    },
+    "Optimizer": {
+        "step": _STEP,
+        "minimize": _STEP,
+        "update": _STEP,
+        "zero_grad": "nothing: gradients are not kept between steps",
+        "lr": "optimizer.learning_rate",
+        "param_groups": "optimizer.learning_rate and the other parameters by their names",
+    },
+    "Checkpoint": {
+        "save": _SAVE,
+        "load": "checkpoint.restore(path)",
+        "read": "checkpoint.restore(path)",
+    },
+    "CheckpointManager": {
+        "restore": _RESTORE,
+        "load": _RESTORE,
+        "restore_latest": _RESTORE,
+        "latest": "manager.latest_checkpoint",
+        "write": "manager.save(step)",
+    },
+    "Dataset": {
+        "from_tensor_slices": "ms.data.Dataset.from_arrays(arrays)",
+        "from_tensors": "ms.data.Dataset.from_arrays(arrays)",
+        "from_numpy": "ms.data.Dataset.from_arrays(arrays)",
+        "from_array": "ms.data.Dataset.from_arrays(arrays)",
+        "from_h5": "ms.data.Dataset.from_hdf5(files)",
+        "from_h5py": "ms.data.Dataset.from_hdf5(files)",
+        "from_hdf": "ms.data.Dataset.from_hdf5(files)",
+        "from_file": "ms.data.Dataset.from_hdf5(files)",
+    },
+}
+"""What to write in place of an attribute, by the name of the class or of a base."""
+
+
+def hint_for(cls: type, name: str) -> str:
+    """Return " Write ...." for an attribute that instances of `cls` do not have, or nothing."""
+    for base in cls.__mro__:
+        hint = _ATTRIBUTES.get(base.__name__, {}).get(name)
+        if hint is not None:
+            return f" Write {hint}."
+    return ""
+
+
+def missing_attribute(obj: object, cls: type, name: str) -> AttributeError:
+    """Return the error to raise where `obj`, an instance of `cls` or `cls`, has no `name`."""
+    what = f"type object {cls.__name__!r}" if obj is cls else f"{cls.__name__!r} object"
+    message = f"{what} has no attribute {name!r}"
+    hint = "" if name.startswith("_") else hint_for(cls, name)
+    return AttributeError(f"{message}.{hint}" if hint else message, name=name, obj=obj)
 
 
 def missing_name(module: str, name: str) -> AttributeError:

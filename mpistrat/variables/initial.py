@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpistrat.arguments import as_integer
+from mpistrat.partitioners import RanksPartitioner
 from mpistrat.pytorch import is_tensor
 from mpistrat.variables.writes import numeric
 
@@ -42,6 +43,8 @@ class InitialValue:
         """What the program says, or the value."""
         self.num_parts = 1
         """What the partitioner wants."""
+        self.is_always_cut = False
+        """Whether the variable is a sharded one also where it has one part."""
         self._is_decided = False
         """Whether there is nothing to ask a partitioner."""
         self.is_zero = False
@@ -90,7 +93,7 @@ class InitialValue:
     def is_cut_by(self, partitioner: Callable[..., Any] | None) -> bool:
         """Return whether the variable is to be in parts, as `partitioner` says."""
         if self._error is not None or self._is_decided or partitioner is None or self.is_split:
-            return self.num_parts > 1
+            return self.num_parts > 1 or self.is_always_cut
         try:
             shape, dtype = self._known_shape(), self._dtype
             if dtype is None:
@@ -98,9 +101,10 @@ class InitialValue:
             if not shape:
                 return False
             self.num_parts = _checked(partitioner(shape, np.dtype(dtype)), shape)
+            self.is_always_cut = isinstance(partitioner, RanksPartitioner)
         except Exception as error:
             self._error = error
-        return self.num_parts > 1
+        return self.num_parts > 1 or self.is_always_cut
 
     def _known_shape(self) -> tuple[int, ...]:
         """Return the shape of the whole."""

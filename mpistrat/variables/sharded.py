@@ -29,6 +29,7 @@ from mpistrat.variables.routing import (
     send_rows,
 )
 from mpistrat.variables.scatter import SliceWrite
+from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
 __all__ = ["ShardedVariable", "rows_named_by"]
@@ -237,6 +238,28 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
         )
         slices = IndexedSlices(place(values, self._target.device), indices)
         return self._own(slices)
+
+    def assign_part(self, rows: npt.ArrayLike) -> None:
+        """Write this rank's rows, as `part` has them. **Local**.
+
+        Parameters
+        ----------
+        rows : array of shape ``(len(row_range), *shape[1:])``
+            On a rank without rows its length is 0.
+
+        Raises
+        ------
+        ValueError
+            For another shape.
+        TypeError
+            If `rows` cannot be cast to the variable's dtype within its kind.
+        """
+        ASSIGN.apply(self._storage, ASSIGN.checked(self._target_of_part, rows))
+
+    def _zeros(self, name: str, dtype: np.dtype) -> Variable:
+        zeros = InitialValue.zeros(self.shape, dtype, self._num_parts)
+        zeros.is_always_cut = True
+        return Variable(zeros, trainable=False, name=name)
 
     def _write_locally(self, write: Write, value: Any) -> None:
         """Write in update context: a value of this rank's rows, or of all of them."""
