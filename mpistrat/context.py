@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from mpistrat import nests
 from mpistrat.errors import ContextError
 from mpistrat.system.callsite import failure_site
-from mpistrat.system.warn_once import warn_once
 from mpistrat.tracing.spans import span
+from mpistrat.user_warnings.once import warn_once
 from mpistrat.values import PerReplica, mirror, unwrap_mirrored
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ __all__ = [
     "entered",
     "mode_for",
     "note_open",
-    "one_of_several",
     "open_strategies",
     "register_world",
     "require_cross_replica",

@@ -127,3 +127,10 @@ def counts(strategy, monkeypatch):
     counting = CountingTransport(channel.transport)
     monkeypatch.setattr(channel, "transport", counting)
     return counting.counts
+
+
+@pytest.fixture(autouse=True)
+def warnings_once_more():
+    """Give each warning once per test, as each test is a program of its own."""
+    if "mpistrat.user_warnings.once" in sys.modules:
+        sys.modules["mpistrat.user_warnings.once"]._given.clear()

@@ -32,6 +32,8 @@ SURFACE = {
         make_dataset_iterator make_input_fn_iterator num_replicas_in_sync reduce run scope unwrap
         update_config_proto
         rank size local_rank is_chief barrier broadcast_object gather_objects
+        distribute_dataset distribute_values_from_function local_results xp assert_replicas_agree
+        all_reduce all_gather broadcast scatter
     """,
     ms.MPIStrategy: "",
     ms.CentralStorageStrategy: "",
@@ -71,7 +73,7 @@ SURFACE = {
         scatter_mul scatter_sub scatter_update shape size split_axis storage strategy
         synchronization trainable value values
     """,
-    ms.ShardedVariable: "devices row_ranges",
+    ms.ShardedVariable: "assign_part devices row_ranges",
     partitioners.Partitioner: "",
     partitioners.FixedShardsPartitioner: "",
     partitioners.MinSizePartitioner: "",

@@ -1,5 +1,6 @@
 """Distributed values as arrays: operators of `Mirrored`, conversions of both."""
 
+import copy
 import operator
 
 import numpy as np
@@ -115,3 +116,64 @@ def test_collectives_of_a_scope_ask_for_strategy_run(strategy, size):
         with pytest.raises(ValueError, match=r"forgot strategy\.run\?"), strategy.scope():
             call()
     assert strategy.reduce("sum", 1) == size
+
+
+USES = {
+    "add": lambda v: v + 1,
+    "radd": lambda v: 1 + v,
+    "array add": lambda v: np.ones(3) + v,
+    "scalar add": lambda v: np.float64(1) + v,
+    "in place": lambda v: v.__iadd__(1),
+    "neg": lambda v: -v,
+    "matmul": lambda v: v @ v,
+    "divmod": lambda v: divmod(v, 2),
+    "less": lambda v: v < 2,
+    "equal": lambda v: v == 2,
+    "not equal": lambda v: v != np.ones(3),
+    "equal to another": lambda v: v == ms.PerReplica(1),
+    "getitem": lambda v: v[0],
+    "len": len,
+    "iter": list,
+    "in": lambda v: 2 in v,
+    "bool": bool,
+    "float": float,
+    "int": int,
+    "index": lambda v: range(v),
+    "round": round,
+    "sum": lambda v: sum([v, v]),
+    "format": lambda v: f"{v:.3f}",
+    "percent": lambda v: "%.3f" % v,  # noqa: UP031
+    "mean": np.mean,
+    "stack": lambda v: np.stack([v, v]),
+    "allclose": lambda v: np.allclose(v, 1),
+    "exp": np.exp,
+    "shape": np.shape,
+}
+
+
+@pytest.mark.parametrize("component", [np.arange(3.0), 2.0, np.float32(2)], ids=str)
+@pytest.mark.parametrize("use", USES)
+def test_a_per_replica_refuses_to_be_an_array_with_one_text(strategy, component, use):
+    for value in (ms.PerReplica(component), strategy.run(lambda: component)):
+        with pytest.raises(TypeError) as info:
+            USES[use](value)
+        for remedy in ("strategy.reduce", "strategy.run", "numpy.asarray(value)"):
+            assert remedy in str(info.value)
+
+
+@pytest.mark.parametrize("name", ["shape", "dtype", "mean", "sum", "T", "ndim", "item", "tolist"])
+def test_a_per_replica_has_no_attributes_of_arrays(name):
+    value = ms.PerReplica(np.arange(3.0))
+    with pytest.raises(AttributeError, match=r"strategy\.reduce.*numpy\.asarray\(value\)"):
+        getattr(value, name)
+    assert not hasattr(value, name)
+
+
+def test_a_per_replica_can_be_kept_shown_and_converted():
+    value = ms.PerReplica(np.arange(3.0))
+    assert np.asarray(value).tolist() == [0, 1, 2]
+    assert str(value) == repr(value) == f"{value}" == "PerReplica(array([0., 1., 2.]))"
+    assert {value: 1}[value] == 1
+    assert value is not None
+    assert value != "text"
+    assert copy.deepcopy(value).values[0].tolist() == [0, 1, 2]

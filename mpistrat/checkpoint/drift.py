@@ -8,7 +8,7 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ReplicaDriftError, ReplicaDriftWarning
 from mpistrat.layout import Layout
 from mpistrat.system.text import rank_list
-from mpistrat.system.warn_once import warn_once
+from mpistrat.user_warnings.once import warn_once
 from mpistrat.variables import MirroredVariable, Variable
 from mpistrat.variables.drift import digest_of
 

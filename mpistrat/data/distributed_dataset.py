@@ -20,8 +20,8 @@ from mpistrat.data.pipeline import Pipeline, Prepare
 from mpistrat.data.spec import empty_batch, open_batch
 from mpistrat.data.transfer import transfer_to
 from mpistrat.errors import CollectiveError, DataError
-from mpistrat.system.empty_parts import note_part
-from mpistrat.system.warn_once import warn_once
+from mpistrat.user_warnings.empty_parts import note_part
+from mpistrat.user_warnings.once import warn_once
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
@@ -112,7 +112,8 @@ class DistributedDataset:
                 leaf = transfer.end(leaf)
                 if not values.is_value(leaf):
                     return leaf
-            is_empty = np.shape(leaf)[:1] == (0,)
+            shape = getattr(leaf, "shape", None)  # which a Ragged lacks
+            is_empty = not len(leaf) if shape is None else shape[:1] == (0,)
             return values.PerReplica(leaf)
 
         def noted(element: Any) -> Any:

@@ -18,9 +18,9 @@ from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, host_copy, host_view, is_on_host, namespace_of
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.strategies import get_strategy
-from mpistrat.system import empty_parts
 from mpistrat.system.units import on_undo
 from mpistrat.trackable import Trackable
+from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, local_component
 from mpistrat.variables import Variable
 

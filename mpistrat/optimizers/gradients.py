@@ -21,7 +21,7 @@ from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.comm.wire import is_floating
 from mpistrat.errors import ContextError
 from mpistrat.options import ReduceOp
-from mpistrat.system import empty_parts
+from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
 from mpistrat.variables.scatter import split_into_rounds

@@ -41,10 +41,10 @@ from mpistrat.optimizers.update import Rule, Target, UpdateAll
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
-from mpistrat.system import empty_parts
 from mpistrat.system.hints import Hinted
 from mpistrat.system.text import brief
 from mpistrat.trackable import Dependent, Trackable
+from mpistrat.user_warnings import empty_parts
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.parameter_store import ParameterStore, Request

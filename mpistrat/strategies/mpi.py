@@ -114,14 +114,24 @@ class MPIStrategy(Strategy):
 
     Each rank gets its part of each batch:
 
-    >>> batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(8).batch(4))
+    >>> batches = strategy.distribute_dataset(ms.data.Dataset.range(8).batch(4))
     >>> [int(strategy.reduce("sum", batch, axis=0)) for batch in batches]
     [6, 22]
     >>> def dataset_fn(context):
     ...     return ms.data.Dataset.range(8).batch(context.get_per_replica_batch_size(8))
     >>> batches = strategy.distribute_datasets_from_function(dataset_fn)
-    >>> strategy.experimental_distribute_values_from_function(lambda context: np.ones(2))
-    PerReplica(array([1., 1.]))
+    >>> ones = strategy.distribute_values_from_function(lambda context: np.ones(2))
+    >>> ones, strategy.local_results(ones)
+    (PerReplica(array([1., 1.])), (array([1., 1.]),))
+
+    Collectives outside of `run` take this rank's value:
+
+    >>> bool((strategy.all_reduce("mean", ones) == strategy.broadcast(ones)).all())
+    True
+    >>> len(strategy.all_gather(ones, axis=0)) == 2 * strategy.size
+    True
+    >>> part = strategy.scatter(np.arange(4.0))
+    >>> strategy.assert_replicas_agree(weight)
     >>> strategy.experimental_make_numpy_dataset(np.zeros((5, 2))).cardinality()
     5
 

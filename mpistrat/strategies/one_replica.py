@@ -28,7 +28,7 @@ from mpistrat.strategies.cluster import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.reductions import parse_place
 from mpistrat.strategies.strategy import Strategy
-from mpistrat.system.warn_once import warn_once
+from mpistrat.user_warnings.once import warn_once
 from mpistrat.values import PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 

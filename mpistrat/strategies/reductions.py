@@ -17,7 +17,7 @@ from mpistrat.collectives.nested import all_reduce_nest, leaf_arrays, reduce_ove
 from mpistrat.comm.wire import result_dtype, wire_dtype
 from mpistrat.layout import Layout
 from mpistrat.options import ReduceOp, ReduceOpLike
-from mpistrat.system import empty_parts
+from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, localize, mirror
 from mpistrat.variables import MirroredVariable, ShardedVariable, Variable
 

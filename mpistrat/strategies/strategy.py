@@ -20,7 +20,7 @@ from mpistrat.strategies.logical_devices import LogicalDevices
 from mpistrat.strategies.plain_names import PlainNames
 from mpistrat.strategies.reductions import warn_of_empty_parts
 from mpistrat.strategies.replica_arguments import explained_call
-from mpistrat.system import empty_parts
+from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, Number, PerReplica, T
 from mpistrat.variables import Variable
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-__all__ = ["digest_of_values", "mixed_digest", "value_bytes", "xxh3_128", "xxh3_128_hexdigest"]
+__all__ = ["digest_of_values", "mixed_digest", "xxh3_128", "xxh3_128_hexdigest"]
 
 xxh3_128 = xxhash.xxh3_128
 xxh3_128_hexdigest = xxhash.xxh3_128_hexdigest
@@ -21,7 +21,7 @@ def digest_of_values(array: np.ndarray) -> int:
         return mixed_digest([digest_of_values(array[name]) for name in array.dtype.names])
     if not array.dtype.itemsize:
         return 0
-    return xxhash.xxh3_64_intdigest(value_bytes(array).data)
+    return xxhash.xxh3_64_intdigest(_value_bytes(array).data)
 
 
 def mixed_digest(digests: list[int]) -> int:
@@ -29,7 +29,7 @@ def mixed_digest(digests: list[int]) -> int:
     return xxhash.xxh3_64_intdigest(np.array(digests, np.uint64).data)
 
 
-def value_bytes(array: np.ndarray) -> np.ndarray:
+def _value_bytes(array: np.ndarray) -> np.ndarray:
     """Return the bytes of `array` that hold its values, in native byte order."""
     flat = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(-1)
     if flat.dtype.char not in "gG" or np.finfo(np.longdouble).nmant != 63:

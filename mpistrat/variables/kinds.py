@@ -10,7 +10,7 @@ from mpistrat import context
 from mpistrat.arrays import Array, namespace_of, pieces
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.options import ReduceOp, VariableAggregation
-from mpistrat.system import empty_parts
+from mpistrat.user_warnings import empty_parts
 from mpistrat.values import PerReplica
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write

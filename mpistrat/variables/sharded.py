@@ -58,6 +58,7 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
     True
     >>> table[1:, 0]
     array([3., 5.])
+    >>> table.assign_part(table.part.copy())
     >>> bool((table.value() == table.numpy()).all()), table.read_value().sum()
     (True, np.float64(21.0))
     >>> sharded.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.system.warn_once import warn_once
+from mpistrat.user_warnings.once import warn_once
 
 __all__ = ["note_part", "of_replicas", "warn_of_nan"]
 
@@ -38,7 +38,7 @@ def warn_of_nan(replica: int, named: Iterable[tuple[str, Any]]) -> None:
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warn_once(
-            f"{found[0]}{more} is NaN on {batch}: this replica has no example of that batch, and "
+            f"{found[0]}{more} is NaN on {batch} (from 0): this replica has no example of that batch, and "
             "the mean of nothing is NaN, which spreads to all replicas. Divide a sum by the global "
             "batch size instead of taking a mean, skip a part of length 0, or use "
             "batch(..., drop_remainder=True).",

@@ -9,7 +9,7 @@ from types import CodeType
 from mpistrat.errors import ScopeWarning
 from mpistrat.system.callsite import call_site, users_place, users_stacklevel
 
-__all__ = ["forget_given", "warn_once"]
+__all__ = ["warn_once"]
 
 _given: set[tuple[str, CodeType | None, int]] = set()
 """The messages that were given, each with the user's instruction that it is about."""
@@ -29,8 +29,3 @@ def warn_once(message: str, category: type[ScopeWarning] = ScopeWarning, key: st
     # where the program's line is on another thread.
     warnings.warn(f"{call_site()}: {message}", category, stacklevel=users_stacklevel())
     _given.add(given)  # not where the warning has become an error
-
-
-def forget_given() -> None:
-    """Give each warning again, as in a new process. For tests."""
-    _given.clear()

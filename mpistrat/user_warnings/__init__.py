@@ -1,0 +1,1 @@
+"""Warnings about slips in the program of a user, each given once per place."""

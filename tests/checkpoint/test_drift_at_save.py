@@ -1,0 +1,172 @@
+"""Saves of variables that have drifted apart, over data files, and of state without a scope."""
+
+import os
+import warnings
+
+import h5py
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.errors import CheckpointError, ReplicaDriftError, ReplicaDriftWarning
+
+LARGE = 2**18
+"""Elements of a variable that all ranks write with ``parallel=True``."""
+
+
+@pytest.fixture
+def program(strategy, rank):
+    """Return (checkpoint, drift): the second makes ranks differ in two variables and a slot."""
+    with strategy.scope():
+        small, large = ms.Variable(np.zeros(4), name="small"), ms.Variable(np.zeros(LARGE))
+        sgd = ms.optimizers.SGD(0.1, momentum=0.9)
+    strategy.run(lambda: sgd.apply_gradients([(np.zeros(4), small)]))
+
+    def drift():
+        small.storage[1] = large.storage[5] = sgd.slot(small, "momentum").storage[0] = rank + 1
+
+    return ms.Checkpoint(small=small, large=large, sgd=sgd), drift
+
+
+def values_in(path):
+    with h5py.File(path) as file:
+        variables = file["variables"]
+        return variables["small"][1], variables["large"][5], variables["sgd/momentum/small"][0]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_save_of_drifted_variables_warns_once_and_has_rank_0s(
+    strategy, program, size, mpi_tmp_path, parallel
+):
+    checkpoint, drift = program
+    path = mpi_tmp_path / "run.h5"
+    checkpoint.write(path, parallel=parallel)  # in which nothing has drifted
+    drift()
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always", ReplicaDriftWarning)
+        for _ in range(2):
+            checkpoint.write(path, parallel=parallel)
+    drifted = [each for each in given if issubclass(each.category, ms.errors.ScopeWarning)]
+    assert [each.category for each in drifted] == [ReplicaDriftWarning] * (size > 1)
+    for each in drifted:
+        for name in ("'small'", "'large'", "'sgd/momentum/small'"):
+            assert name in str(each.message)
+    assert values_in(path) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_manager_raises_instead_if_it_is_told_to(
+    strategy, program, size, mpi_tmp_path, asynchronous
+):
+    checkpoint, drift = program
+    manager = ms.CheckpointManager(
+        checkpoint, mpi_tmp_path / "run", asynchronous=asynchronous, drift="raise"
+    )
+    manager.save(1)
+    drift()
+    if size == 1:
+        manager.save(2)
+    else:
+        with pytest.raises(ReplicaDriftError, match="'small' on") as info:
+            manager.save(2)
+        assert isinstance(info.value, CheckpointError)
+    manager.wait()
+    assert len(manager.checkpoints) == (2 if size == 1 else 1)
+    strategy.barrier()  # which is still usable
+
+
+def test_a_save_may_ignore_drift(program, mpi_tmp_path):
+    checkpoint, drift = program
+    drift()
+    checkpoint.write(mpi_tmp_path / "run.h5", drift="ignore")
+    assert values_in(mpi_tmp_path / "run.h5") == (1, 1, 1)
+
+
+def test_other_words_for_drift_and_overwrite_are_refused(program, mpi_tmp_path):
+    checkpoint, _ = program
+    with pytest.raises(ValueError, match="drift must be one of 'warn', 'raise', 'ignore'"):
+        checkpoint.write(mpi_tmp_path / "run.h5", drift="no")
+    with pytest.raises(TypeError, match="overwrite must be True or False"):
+        checkpoint.write(mpi_tmp_path / "run.h5", overwrite=1)
+    with pytest.raises(ValueError, match="drift must be"):
+        ms.CheckpointManager(checkpoint, mpi_tmp_path / "run", drift=None)
+
+
+def make_data_file(path):
+    with h5py.File(path, "w") as file:
+        file["image"] = [1, 2]
+
+
+OTHER_FILES = {
+    "data": make_data_file,
+    "text": lambda path: path.write_text("precious"),
+    "empty": lambda path: path.touch(),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FILES)
+def test_a_file_that_is_no_checkpoint_is_not_replaced(strategy, rank, mpi_tmp_path, kind):
+    path = mpi_tmp_path / "data.h5"
+    if rank == 0:
+        OTHER_FILES[kind](path)
+    strategy.barrier()
+    before = path.read_bytes()
+    with strategy.scope():
+        checkpoint = ms.Checkpoint(weight=ms.Variable(np.zeros(2)))
+    with pytest.raises(CheckpointError, match=r"overwrite=True"):
+        checkpoint.write(path)
+    assert path.read_bytes() == before
+    strategy.barrier()
+    checkpoint.write(path, overwrite=True)
+    checkpoint.write(path)  # which is a checkpoint now
+    checkpoint.restore(path).assert_consumed()
+
+
+def test_a_manager_replaces_a_damaged_file_of_its_own_but_no_data(strategy, rank, mpi_tmp_path):
+    with strategy.scope():
+        checkpoint = ms.Checkpoint(weight=ms.Variable(np.zeros(2)))
+    manager = ms.CheckpointManager(checkpoint, mpi_tmp_path)
+    if rank == 0:
+        (mpi_tmp_path / "checkpoint-7.h5").write_bytes(b"\x89HDF\r\n\x1a\ncut off")
+        make_data_file(mpi_tmp_path / "checkpoint-8.h5")
+    strategy.barrier()
+    manager.save(7)
+    checkpoint.restore(mpi_tmp_path / "checkpoint-7.h5").assert_consumed()
+    with pytest.raises(CheckpointError, match="not a checkpoint, with 'image' at its top"):
+        manager.save(8)
+
+
+def save_states(rank, path):
+    """Save what is equal, what differs and what is declared, without a scope; return the errors."""
+    names = []
+    for name, each in (
+        ("equal", np.random.default_rng(1)),
+        ("differs", np.random.default_rng(rank)),
+        ("declared", ms.PerReplicaState(np.random.default_rng(rank))),
+    ):
+        try:
+            ms.Checkpoint(state=each).write(os.fspath(path / f"{name}.h5"))
+        except CheckpointError:
+            names.append(name)
+    return names
+
+
+def test_state_without_a_scope_is_of_the_one_open_strategy(strategy, rank, size, mpi_tmp_path):
+    from mpistrat import context
+
+    others = [each for each in context.open_strategies() if each is not strategy]
+    if others:
+        pytest.skip("tests before have left strategies open")
+    assert save_states(rank, mpi_tmp_path) == (["differs"] if size > 1 else [])
+    generator = np.random.default_rng(99)
+    checkpoint = ms.Checkpoint(state=ms.PerReplicaState(generator))
+    checkpoint.restore(mpi_tmp_path / "declared.h5").assert_consumed()
+    assert generator.random() == np.random.default_rng(rank).random()
+
+
+def test_state_without_a_scope_beside_several_strategies_is_compared(
+    strategy, rank, size, mpi_tmp_path
+):
+    second = ms.MPIStrategy(device="cpu")
+    assert save_states(rank, mpi_tmp_path) == (["differs", "declared"] if size > 1 else [])
+    second.close()
