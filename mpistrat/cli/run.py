@@ -143,7 +143,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _warn_of_late_options(arguments: argparse.Namespace) -> None:
-    """Warn of a number of ranks behind the program, which only the program sees."""
+    """Warn of the option -n behind the program, which only the program sees."""
     if arguments.ranks is not None:
         return
     given = arguments.arguments

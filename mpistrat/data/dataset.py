@@ -102,7 +102,7 @@ class Dataset(ElementTransformations, metaclass=HintedType):
     def from_arrays(cls, nest: Any) -> Dataset:
         """Return the rows of the arrays in `nest`, all of one length. Local.
 
-        All ranks must pass the same arrays: their contents are not compared.
+        All ranks must pass the same arrays. `Strategy.distribute_dataset` compares digests of them.
 
         Raises
         ------

@@ -22,7 +22,7 @@ and the batch, as messages call them, by replica."""
 
 
 def note_part(replica: int, batch: str | None) -> None:
-    """Note that `replica` has got its part of a batch; `batch` names the batch if it is empty."""
+    """Record that `replica` has got its part of a batch; `batch` names the batch if it is empty."""
     if batch is not None:
         of_replicas[replica] = batch
     elif of_replicas:
@@ -38,9 +38,9 @@ def warn_of_nan(replica: int, named: Iterable[tuple[str, Any]]) -> None:
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warn_once(
-            f"{found[0]}{more} is NaN on {batch} (from 0): this replica has no example of that batch, and "
-            "the mean of nothing is NaN, which spreads to all replicas. Divide a sum by the global "
-            "batch size instead of taking a mean, skip a part of length 0, or use "
+            f"{found[0]}{more} is NaN on {batch} (from 0): this replica has no example of that "
+            "batch, and the mean of nothing is NaN, which spreads to all replicas. Divide a sum by "
+            "the global batch size instead of taking a mean, skip a part of length 0, or use "
             "batch(..., drop_remainder=True).",
             key="empty part",
         )

@@ -249,3 +249,43 @@ def test_it_starts_no_ranks_inside_of_a_job(program):
     assert done.returncode != 0
     assert "has already started this one" in done.stderr
     assert done.stdout == ""
+
+
+def test_np_is_n_and_a_number_of_ranks_behind_the_program_is_named(program):
+    done = run("-np", 2, "--oversubscribe", program(SHOW))
+    assert done.stdout.count("[[]") + done.stdout.count(", []") >= 1, done.stderr
+    assert " -n 2 " in done.stderr
+    late = run(program(SHOW), "-n", "2")
+    assert late.stdout.startswith("[[['-n', '2']"), late.stderr
+    assert "-n 2 comes after the program" in late.stderr
+    assert "write mpistrat run -n 2 " in late.stderr
+
+
+DIE = """
+import os, signal, sys
+import mpistrat as ms
+strategy = ms.MPIStrategy(device="cpu")
+with strategy.scope():
+    weight = ms.Variable(0.0)
+ms.CheckpointManager(ms.Checkpoint(weight=weight), "runs/a").save(3)
+if strategy.rank == strategy.size - 1:
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+strategy.barrier()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sign", ["SIGKILL", "SIGSEGV"])
+def test_a_killed_rank_is_explained_in_the_last_line(program, tmp_path, ranks, sign):
+    done = run("-n", ranks, "--oversubscribe", program(DIE), sign, cwd=tmp_path)
+    assert done.returncode
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"mpistrat run: a rank was killed by {sign}")
+    assert ("probably because the node ran out of memory" in last) == (sign == "SIGKILL")
+    assert "The newest checkpoint is runs/a/checkpoint-3.h5." in last
+    assert "With --restarts K it is started again" in last
+
+
+def test_a_program_that_fails_by_itself_was_not_killed(program):
+    done = run("-n", 2, "--oversubscribe", program("raise SystemExit(3)"))
+    assert "killed" not in done.stderr

@@ -259,7 +259,7 @@ def test_a_bad_gradient_changes_nothing(strategy, rank, size):
     assert accumulator.grads_and_vars()[0][0].tolist() == [size] * 3
 
 
-def test_wrong_contexts(strategy):
+def test_wrong_contexts(strategy, size):
     with strategy.scope():
         weight = ms.Variable(np.zeros(2))
         accumulator = ms.optimizers.GradientAccumulator([weight])
@@ -276,7 +276,8 @@ def test_wrong_contexts(strategy):
         other.run(lambda: accumulator.add([(np.ones(2), weight)]))
     plain = ms.Variable(np.zeros(2))
     outside = ms.optimizers.GradientAccumulator([plain])
-    with pytest.raises(ms.errors.ContextError, match="GradientAccumulator belongs to"):
+    expected = ValueError if size > 1 else ms.errors.ContextError
+    with pytest.raises(expected, match="GradientAccumulator (belongs to|was created outside)"):
         strategy.run(lambda: outside.add([(np.ones(2), plain)]))
     strategy.run(lambda: accumulator.add([(np.ones(2), weight)]))
     with pytest.raises(ms.errors.ContextError, match="'iterations' belongs to"):

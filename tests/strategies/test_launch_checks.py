@@ -54,3 +54,17 @@ def test_the_world_knows_its_nodes(strategy, rank, size):
     assert world.ranks_of_node == tuple(range(size))
     assert world.local_rank == rank
     assert world.num_cores == len(os.sched_getaffinity(0))
+
+
+def test_torchrun_without_mpi_is_refused(monkeypatch, size):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "1")
+    if size > 1:  # MPI connects the ranks, whatever the variables say
+        assert ms.MPIStrategy(device="cpu").size == size
+        return
+    with pytest.raises(ms.errors.LaunchError, match=r"torchrun.*mpistrat run -n 4") as info:
+        ms.MPIStrategy()
+    assert info.value._is_reported_elsewhere
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert ms.MPIStrategy(device="cpu").size == 1

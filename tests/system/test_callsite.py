@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mpistrat.system.callsite import frames_of_threads
+from mpistrat.system.callsite import CodeOwner, _owner_of, frames_of_threads
 
 
 def collections_in(function):
@@ -59,3 +59,11 @@ def test_collections_stay_as_the_program_has_them(is_on):
         assert gc.isenabled() == is_on
     finally:
         (gc.enable if was_on else gc.disable)()
+
+
+def test_sources_of_compiled_packages_are_not_the_users(tmp_path, monkeypatch):
+    assert _owner_of("h5py/_objects.pyx") is CodeOwner.INSTALLED
+    assert _owner_of("program.py") is CodeOwner.USER
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernels.pyx").touch()
+    assert _owner_of("kernels.pyx") is CodeOwner.USER

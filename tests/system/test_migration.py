@@ -76,3 +76,83 @@ def test_an_import_does_not_load_the_hints():
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "False"
     assert not inspect.getattr_static(ms, "init", None)
+
+
+GUESSES = {
+    "strategy.world_size": "strategy.size",
+    "strategy.allreduce": "strategy.all_reduce",
+    "strategy.all_to_all": "get_replica_context().all_to_all",
+    "ms.Dataset": "ms.data.Dataset",
+    "ms.ClusterCoordinator": "ms.coordinator.ClusterCoordinator",
+    "ms.data.Dataset.from_tensor_slices": "ms.data.Dataset.from_arrays",
+    "ms.data.Dataset.from_numpy": "ms.data.Dataset.from_arrays",
+    "ms.data.Dataset.from_h5": "ms.data.Dataset.from_hdf5",
+    "optimizer.step": "optimizer.apply_gradients",
+    "checkpoint.save": "checkpoint.write(path)",
+    "manager.restore": "manager.restore_or_initialize()",
+    "manager.load": "manager.restore_or_initialize()",
+    "manager.latest": "manager.latest_checkpoint",
+}
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_a_wrong_first_guess_says_what_to_write(strategy, guess, tmp_path):
+    checkpoint = ms.Checkpoint(weight=ms.Variable(0.0))
+    names = {
+        "ms": ms,
+        "strategy": strategy,
+        "optimizer": ms.optimizers.Adam(0.1),
+        "checkpoint": checkpoint,
+        "manager": ms.CheckpointManager(checkpoint, tmp_path),
+    }
+    with pytest.raises(AttributeError) as info:
+        eval(guess, names)
+    assert f"Write {GUESSES[guess]}" in str(info.value).replace("inside strategy.run: ms.", "")
+
+
+def test_other_attributes_are_missing_without_a_hint(strategy):
+    for each in (strategy, ms.optimizers.SGD(0.1), ms.data.Dataset):
+        with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
+            each.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["lr", "betas", "eps", "params"])
+def test_pytorchs_arguments_of_optimizers_are_explained(name):
+    for kind in (ms.optimizers.SGD, ms.optimizers.Adam):
+        with pytest.raises(TypeError, match=rf"{kind.__name__} has no argument '{name}'\. Write "):
+            kind(**{name: 0.1})
+
+
+def test_a_checkpoint_takes_objects_by_name():
+    with pytest.raises(TypeError, match=r"Write Checkpoint\(name=object\)"):
+        ms.Checkpoint(ms.Variable(0.0))
+
+
+def test_a_shuffle_needs_a_seed():
+    with pytest.raises(TypeError, match=r"Write shuffle\(seed=0\)"):
+        ms.data.Dataset.range(3).shuffle()
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "remedy"),
+    [
+        (lambda image, label: 0, ((1, 2),), "Write args=batch"),
+        (lambda batch: 0, (1, 2), r"Write args=\(batch,\)"),
+        (lambda image, label: 0, ({"image": 1, "label": 2},), "Write kwargs=batch"),
+    ],
+)
+def test_arguments_of_run_that_do_not_fit_are_explained(strategy, fn, args, remedy):
+    with pytest.raises(TypeError, match=remedy):
+        strategy.run(fn, args=args)
+
+
+def test_an_error_inside_of_the_function_stays_as_it_is(strategy):
+    with pytest.raises(TypeError, match="^can only concatenate tuple"):
+        strategy.run(lambda batch: batch + "x", args=((1, 2),))
+
+
+def test_dir_shows_the_documented_names(strategy):
+    assert dir(ms) == sorted(ms.__all__)
+    shown = set(dir(strategy))
+    assert {"run", "distribute_dataset", "all_reduce", "local_results", "xp"} <= shown
+    assert not {"unwrap", "configure", "make_dataset_iterator", "update_config_proto"} & shown

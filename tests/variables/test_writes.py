@@ -140,6 +140,7 @@ def do_write(variable, method, rank, read_value):
 @pytest.mark.parametrize("context", ["replica", "cross_replica", "update", "default"])
 @pytest.mark.parametrize("aggregation", list(Aggregation), ids=lambda each: each.name)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:.*created outside of strategy.scope:UserWarning")
 def test_matrix(strategy, rank, size, kind, aggregation, context):
     is_local = context in ("replica", "update")
     writer = rank if is_local and not (kind == "plain" and context != "replica") else 0
@@ -185,6 +186,7 @@ def check_reads(strategy, context, variable, expected):
 @pytest.mark.parametrize("context", ["replica", "cross_replica", "update", "default"])
 @pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST], ids=lambda each: each.name)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:.*created outside of strategy.scope:UserWarning")
 def test_a_write_returns_the_value_that_the_context_reads(
     strategy, rank, size, kind, aggregation, context
 ):
