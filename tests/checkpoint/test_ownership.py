@@ -181,6 +181,7 @@ def test_a_file_of_an_earlier_job_may_be_replaced(path, strategy, barrier, rank,
         with h5py.File(path, "w") as file:
             file.create_group("variables").attrs["writers"] = f"ranks 1-{size - 1} of {size}"
             file.attrs["created"] = "2020-01-01T00:00:00+00:00"
+            file.attrs["format"] = "mpistrat-checkpoint"
     barrier()
     ms.Checkpoint(weight=variable(strategy, 1)).write(path)
 

@@ -262,7 +262,6 @@ def test_random_numbers_and_values_are_the_replicas(wide, place):
         ms.ReplicaContext(wide, num_replicas)
 
 
-@pytest.mark.filterwarnings("ignore:.*has no batch at all:UserWarning")
 @pytest.mark.parametrize("num_examples", [0, 7, 8])
 def test_the_ranks_of_a_replica_get_equal_arrays(wide, place, num_examples):
     _, num_replicas, replica_id, _ = place
