@@ -124,6 +124,9 @@ class MPIStrategy(Strategy):
     >>> ones, strategy.local_results(ones)
     (PerReplica(array([1., 1.])), (array([1., 1.]),))
 
+    >>> twos = strategy.experimental_distribute_values_from_function(lambda context: 2)
+    >>> batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(8).batch(4))
+
     Collectives outside of `run` take this rank's value:
 
     >>> bool((strategy.all_reduce("mean", ones) == strategy.broadcast(ones)).all())
