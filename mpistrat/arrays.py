@@ -20,7 +20,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from mpistrat import cuda
+from mpistrat import cuda_api
 from mpistrat.errors import LaunchError
 from mpistrat.native import native_library
 from mpistrat.pytorch import as_own_dtype, host_array, is_tensor
@@ -90,7 +90,7 @@ class Device:
         kind, index = cls.parse(device)
         if kind == "cpu":
             return cls("cpu")
-        num_gpus = cuda.count_gpus()
+        num_gpus = cuda_api.count_gpus()
         if kind == "auto":
             return cls("gpu", local_rank % num_gpus) if num_gpus else cls("cpu")
         index = local_rank % max(num_gpus, 1) if index is None else index
@@ -104,29 +104,29 @@ class Device:
     def namespace(self) -> Any:
         """Return the array namespace `xp` of this device, and make the device current."""
         if self.kind == "gpu":
-            cuda.cupy().cuda.Device(self.index).use()
-            return cuda.namespace_with_variables()
+            cuda_api.cupy().cuda.Device(self.index).use()
+            return cuda_api.namespace_with_variables()
         return _numpy()
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this device is the current one."""
         if self.kind != "gpu":
             return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[Any] = cuda.cupy().cuda.Device(self.index)
+        context: contextlib.AbstractContextManager[Any] = cuda_api.cupy().cuda.Device(self.index)
         return context
 
     def gpu_identity(self) -> str:
         """Return a text that identifies a GPU within the job."""
-        uuid = bytes(cuda.cupy().cuda.runtime.getDeviceProperties(self.index)["uuid"]).hex()
+        uuid = bytes(cuda_api.cupy().cuda.runtime.getDeviceProperties(self.index)["uuid"]).hex()
         return f"{self.pci_address()} {uuid}"
 
     def pci_address(self) -> str:
         """Return the address of a GPU on its bus, such as ``"0000:3B:00.0"``."""
-        return str(cuda.cupy().cuda.Device(self.index).pci_bus_id)
+        return str(cuda_api.cupy().cuda.Device(self.index).pci_bus_id)
 
     def describe_gpu(self) -> str:
         """Return model and memory of a GPU, to be printed."""
-        properties = cuda.cupy().cuda.runtime.getDeviceProperties(self.index)
+        properties = cuda_api.cupy().cuda.runtime.getDeviceProperties(self.index)
         return f"{properties['name'].decode()} {properties['totalGlobalMem'] / 2**30:.0f} GiB"
 
 
@@ -137,14 +137,14 @@ def _numpy() -> Any:
 
 def on_device(array: Any) -> Any:
     """Return `array` as CuPy's, for CuPy's functions that are given a variable."""
-    return cuda.cupy().asarray(array)
+    return cuda_api.cupy().asarray(array)
 
 
 def namespace_of(array: Any) -> Any:
     """Return the array namespace `xp` that `array`, list or number belongs to."""
     if type(array) is np.ndarray or not array_api_compat.is_cupy_array(array):
         return _numpy()
-    return cuda.array_namespace()
+    return cuda_api.array_namespace()
 
 
 def is_on_host(array: Any) -> bool:
@@ -178,7 +178,7 @@ def adopted(what: str, value: Any) -> Array:
             host: Array = np.from_dlpack(value)
             return host
         if device_type in _ON_CUDA:
-            on_gpu: Array = cuda.cupy().from_dlpack(value)
+            on_gpu: Array = cuda_api.cupy().from_dlpack(value)
             return on_gpu
         reason = f"it is on DLPack's device {int(device_type)}"
     except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
@@ -193,11 +193,11 @@ def adopted(what: str, value: Any) -> Array:
 
 def array_of_tensor(tensor: Any) -> Array:
     """Return the array of a PyTorch tensor: CuPy's for one on a GPU, if CuPy can be used."""
-    if not tensor.is_cuda or not tensor.numel() or not cuda.count_gpus():
+    if not tensor.is_cuda or not tensor.numel() or not cuda_api.count_gpus():
         return host_array(tensor)
     plain = as_own_dtype(tensor)
     try:
-        array: Array = cuda.cupy().from_dlpack(plain)
+        array: Array = cuda_api.cupy().from_dlpack(plain)
     except (BufferError, RuntimeError, TypeError, ValueError):  # a dtype that CuPy lacks
         return host_array(plain)
     return array
@@ -247,7 +247,7 @@ def host_view(array: Any) -> np.ndarray:
         return np.asarray(array)
     if not _MIN_PINNED_BYTES <= array.nbytes <= _MAX_PINNED_BYTES:
         return np.asarray(array.get())
-    target = cuda.pinned_empty(array.size, array.dtype).reshape(array.shape)
+    target = cuda_api.pinned_empty(array.size, array.dtype).reshape(array.shape)
     return np.asarray(array.get(out=target))
 
 
@@ -290,7 +290,7 @@ def synchronize(array: Any) -> None:
     # for. Host arrays are always ready.
     if not is_on_host(array):
         with array.device:
-            cuda.cupy().cuda.get_current_stream().synchronize()
+            cuda_api.cupy().cuda.get_current_stream().synchronize()
 
 
 def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:

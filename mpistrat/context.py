@@ -104,6 +104,7 @@ def open_strategies() -> list[Strategy]:
         if (each.size > 1 or each.num_replicas_in_sync > 1)
         and not each.extended._is_remote
         and not each.extended._collectives.is_closed
+        and each.extended._collectives.channel.closed is None
     ]
 
 

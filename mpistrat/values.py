@@ -23,7 +23,7 @@ from mpistrat.arrays import (
     is_number,
     on_device,
 )
-from mpistrat.cuda import ForNumPy
+from mpistrat.cuda_api import ForNumPy
 from mpistrat.pytorch import is_tensor
 from mpistrat.ragged import Ragged
 from mpistrat.system.refused_operators import RefusedOperators

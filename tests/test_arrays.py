@@ -39,7 +39,7 @@ def test_device_memory_is_waited_for_on_its_device(monkeypatch):
     log = []
     stream = types.SimpleNamespace(synchronize=lambda: log.append("synchronized"))
     cuda = types.SimpleNamespace(get_current_stream=lambda: stream)
-    monkeypatch.setattr("mpistrat.cuda.cupy", lambda: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("mpistrat.cuda_api.cupy", lambda: types.SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(
         arrays.array_api_compat, "is_cupy_array", lambda array: isinstance(array, OnDevice)
     )

@@ -15,7 +15,7 @@ FLOORS = house.floors()
 
 # Each outside world has one door: packages that are imported, and names that are used.
 PACKAGES = {
-    "cupy": {"cuda.py"},
+    "cupy": {"cuda_api.py"},
     "h5py": {"hdf5.py"},
     "ml_dtypes": {"comm/wire.py"},
     "optree": {"nests.py"},

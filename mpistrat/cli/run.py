@@ -130,6 +130,11 @@ def _run(arguments: argparse.Namespace) -> int:
         if code in (0, _USAGE, _PREEMPTED) or asked_to_end:
             return code
         failed = f"The job failed with {_described(code)} after {time.monotonic() - began:.1f} s"
+        sign = killing_signal(code, job.family)
+        if sign is not None and restart == arguments.restarts:
+            folders = [".", *(text.rpartition("=")[2] for text in arguments.arguments)]
+            can_restart = not arguments.restarts
+            print_error("run", explain_killed(code, sign, folders, began_at_s, can_restart))
         if restart < arguments.restarts:
             print_note("run", f"{failed}: restart {restart + 1} of {arguments.restarts}.")
         elif restart:
@@ -228,7 +233,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _num_gpus() -> int:
-    from mpistrat.cuda import count_gpus
+    from mpistrat.cuda_api import count_gpus
 
     return count_gpus()
 

@@ -15,7 +15,7 @@ from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
 from mpistrat.comm.transport import Reducer, Transport
-from mpistrat.cuda import Stream, pinned_empty
+from mpistrat.cuda_api import Stream, pinned_empty
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut
 

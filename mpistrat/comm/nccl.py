@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat.arrays import Array, Device, address_of, on_device_of
 from mpistrat.comm.ops import MOVES_AS, divide
 from mpistrat.comm.packing import Message
-from mpistrat.cuda import Stream, nccl_library
+from mpistrat.cuda_api import Stream, nccl_library
 from mpistrat.options import ReduceOp
 
 if TYPE_CHECKING:

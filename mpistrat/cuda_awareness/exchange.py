@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.arrays import Array, Device, host_view, place, synchronize
-from mpistrat.cuda import count_gpus
+from mpistrat.cuda_api import count_gpus
 from mpistrat.mpi.world import abort_world, communicator
 
 if TYPE_CHECKING:

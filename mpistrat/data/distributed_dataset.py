@@ -109,6 +109,9 @@ class DistributedDataset:
         layout = self._collectives.layout
         replica, has_others = layout.replica_id, layout.num_replicas > 1
         numbers = itertools.count(start)
+        place = f"rank {layout.rank} of {layout.num_ranks}"
+        if layout.num_replicas > layout.num_ranks:
+            place = f"replica {replica} of {layout.num_replicas}"
         is_empty = False
 
         def per_replica_of(leaf: Any) -> Any:
@@ -124,11 +127,12 @@ class DistributedDataset:
         def noted(element: Any) -> Any:
             number = next(numbers)
             if has_others:
-                place = self._collectives.channel.place
-                note_part(replica, f"{place()} in batch {number}" if is_empty else None)
+                note_part(replica, f"{place} in batch {number}" if is_empty else None)
             return element
 
-        with contextlib.closing(transfer_to(self._device)) as transfer:
+        with contextlib.ExitStack() as stack:
+            transfer = stack.enter_context(contextlib.closing(transfer_to(self._device)))
+            stack.callback(note_part, replica, None)  # after the pass nobody works on it
             elements = self._rank_dataset.elements(pass_number, start, transfer.begin)
             with contextlib.closing(elements):
                 while True:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arrays import Array, Device, host_view, is_array, is_number, is_on_host, place
-from mpistrat.cuda import Stream, has_device_dtype, pinned_empty
+from mpistrat.cuda_api import Stream, has_device_dtype, pinned_empty
 from mpistrat.ragged import Ragged
 
 __all__ = ["transfer_to"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrat.arrays import Device
-from mpistrat.cuda import count_gpus, nccl_library
+from mpistrat.cuda_api import count_gpus, nccl_library
 from mpistrat.mpi.launcher import Launcher
 from mpistrat.mpi.world import World
 from mpistrat.native import missing_libraries

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, address_of, namespace_of, on_device_of
-from mpistrat.cuda import launch_kernel
+from mpistrat.cuda_api import launch_kernel
 from mpistrat.optimizers.kernels import Kernel
 
 __all__ = ["sums_of_squares", "update_on_device"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mpistrat.arrays import Device
 from mpistrat.comm.device_reducers import DeviceCapabilities, DeviceCopier
 from mpistrat.comm.nccl import NcclLink
-from mpistrat.cuda import count_gpus, nccl_library
+from mpistrat.cuda_api import count_gpus, nccl_library
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.mpi.world import World, attached, is_started

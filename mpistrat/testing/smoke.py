@@ -23,7 +23,7 @@ from mpistrat import hdf5
 from mpistrat.arrays import host_copy, is_on_host
 from mpistrat.checkpoint import Checkpoint
 from mpistrat.checkpoint.reader import open_checkpoint
-from mpistrat.cuda import count_gpus
+from mpistrat.cuda_api import count_gpus
 from mpistrat.data import Dataset
 from mpistrat.errors import CollectiveMismatchError, LaunchError
 from mpistrat.mpi.world import library_version

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from time import monotonic_ns
 from typing import Any, ParamSpec, TypeVar
 
-from mpistrat.cuda import profiler_marks
+from mpistrat.cuda_api import profiler_marks
 
 __all__ = ["Recorder", "active", "mark", "record_on", "span", "spanned", "state_of_recording"]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrat.arrays import Array, host_result, on_device
-from mpistrat.cuda import ForNumPy
+from mpistrat.cuda_api import ForNumPy
 from mpistrat.system.text import html_table, readable_size, small_values
 
 __all__ = ["ArrayLike"]

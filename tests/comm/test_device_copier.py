@@ -18,7 +18,7 @@ from tests.fake_cuda import Cuda
 @pytest.fixture
 def cuda(monkeypatch):
     cuda = Cuda()
-    monkeypatch.setattr("mpistrat.cuda.cupy", lambda: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("mpistrat.cuda_api.cupy", lambda: types.SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(device_reducers, "_MIN_PART_BYTES", 64)
     monkeypatch.setattr(device_reducers, "_MAX_PART_BYTES", 64)
     return cuda

@@ -82,7 +82,7 @@ def memory(address, count, dtype):
 @pytest.fixture
 def cuda(monkeypatch, strategy):
     cuda = Cuda()
-    monkeypatch.setattr("mpistrat.cuda.cupy", lambda: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("mpistrat.cuda_api.cupy", lambda: types.SimpleNamespace(cuda=cuda))
     monkeypatch.setattr("mpistrat.comm.nccl.nccl_library", lambda: cuda.nccl)
 
     class Numbers(np.ndarray):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpistrat.arrays import Device
-from mpistrat.cuda import count_gpus
+from mpistrat.cuda_api import count_gpus
 from mpistrat.cuda_awareness import Answer, trial
 from mpistrat.cuda_awareness.evidence import Evidence, Outcome, Trial, gather_claims
 from mpistrat.cuda_awareness.exchange import OPERATIONS, wrong_operations

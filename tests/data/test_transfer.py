@@ -8,7 +8,7 @@ import pytest
 import mpistrat as ms
 from mpistrat import nests
 from mpistrat.arrays import Device, host_view
-from mpistrat.cuda import count_gpus
+from mpistrat.cuda_api import count_gpus
 from mpistrat.data import Dataset
 from mpistrat.data.distributed import distribute
 from mpistrat.data.transfer import transfer_to
@@ -27,7 +27,7 @@ def cuda(monkeypatch):
         cuda.program.work.append(lambda: array.fill(7))
         return array
 
-    monkeypatch.setattr("mpistrat.cuda.cupy", lambda: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("mpistrat.cuda_api.cupy", lambda: types.SimpleNamespace(cuda=cuda))
     namespace = types.SimpleNamespace(empty=empty, asarray=np.asarray)
     monkeypatch.setattr(Device, "namespace", lambda device: namespace)
     return cuda

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.cuda import count_gpus
+from mpistrat.cuda_api import count_gpus
 
 _ANYWHERE = ("test_real_cupy.py", "test_stopped_ranks.py")
 

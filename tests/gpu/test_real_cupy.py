@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cuda import COMPILER_OPTIONS, array_namespace
+from mpistrat.cuda_api import COMPILER_OPTIONS, array_namespace
 from mpistrat.optimizers import device_update, kernels
 
 STANDIN = Path(__file__).parents[1] / "standin"
@@ -88,7 +88,7 @@ def test_the_names_that_the_package_uses_exist(cupy):
 
 
 def test_nccl_is_found_as_a_module_or_says_why_not(cupy):
-    from mpistrat.cuda import nccl_library
+    from mpistrat.cuda_api import nccl_library
 
     try:
         library = nccl_library()

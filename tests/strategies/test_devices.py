@@ -248,7 +248,7 @@ def test_shared_gpus_are_refused_with_ranks_and_remedy():
 
 def test_an_offer_tells_what_is_near(monkeypatch):
     monkeypatch.setattr(devices, "count_gpus", lambda: 4)
-    monkeypatch.setattr("mpistrat.cuda.count_gpus", lambda: 4)
+    monkeypatch.setattr("mpistrat.cuda_api.count_gpus", lambda: 4)
     monkeypatch.setattr(Device, "gpu_identity", lambda device: f"gpu {device.index}")
     monkeypatch.setattr(Device, "pci_address", lambda device: str(device.index))
     sockets = {"0": {0, 1}, "1": {0, 1}, "2": {2, 3}, "3": set()}

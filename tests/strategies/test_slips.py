@@ -255,6 +255,16 @@ def test_a_mean_over_an_empty_part_is_named(strategy, rank, size, what):
         assert f"rank {rank} of {size} in batch 1 " in text
 
 
+@pytest.mark.filterwarnings("error::mpistrat.errors.ScopeWarning")
+def test_a_nan_after_the_pass_is_not_of_an_empty_part(strategy, size):
+    with strategy.scope():
+        variable, sgd = ms.Variable(0.0, name="w"), ms.optimizers.SGD(0.1)
+    for _ in strategy.distribute_dataset(uneven_batches(size)):
+        pass
+    strategy.run(lambda: sgd.apply_gradients([(float("nan"), variable)]))
+    assert np.isnan(variable.numpy())
+
+
 def test_a_sum_over_an_empty_part_is_fine(strategy, rank, size):
     with strategy.scope():
         variable, sgd = ms.Variable(0.0, name="w"), ms.optimizers.SGD(0.1)
