@@ -39,7 +39,8 @@ def pip_requirements():
     lines = [*PROJECT["dependencies"]]
     for extra in EXTRAS:
         lines += PROJECT["optional-dependencies"][extra]
-    requirements = map(Requirement, lines)
+    # conda's CuPy comes with NCCL.
+    requirements = [Requirement(line) for line in lines if not line.startswith("nvidia-")]
     return {CONDA_NAMES.get(r.name, r.name): str(r.specifier) for r in requirements}
 
 

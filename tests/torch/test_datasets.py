@@ -150,10 +150,16 @@ def test_what_torch_does_not_know_stays(world, value):
     assert element["other"] == value
 
 
-def addresses(nest):
-    """Return where arrays or tensors lie; tensors without elements have no address."""
+def spans_of(nest):
+    """Return where arrays or tensors begin and end; those without elements have no address."""
     filled = [each for each in nest if len(each)]
-    return [e.ctypes.data if isinstance(e, np.ndarray) else e.data_ptr() for e in filled]
+    begins = [e.ctypes.data if isinstance(e, np.ndarray) else e.data_ptr() for e in filled]
+    return [(begin, begin + e.nbytes) for begin, e in zip(begins, filled, strict=True)]
+
+
+def lie_in(spans, blocks):
+    """Return whether each span lies in one of the blocks: small batches are read together."""
+    return all(any(b <= begin and end <= e for b, e in blocks) for begin, end in spans)
 
 
 @pytest.mark.parametrize("window", [None, 1], ids=["shuffled", "in order"])
@@ -167,7 +173,7 @@ def test_no_tensor_is_copied_or_written_to(path, monkeypatch, window, is_cached)
 
     def noting_read(self, block):
         nest = read(self, block)
-        read_into.append(addresses(nest))
+        read_into.extend(spans_of(nest))
         return nest
 
     dataset = ms.data.Dataset.from_hdf5(path, ("image", "label"))
@@ -176,7 +182,7 @@ def test_no_tensor_is_copied_or_written_to(path, monkeypatch, window, is_cached)
     loader = DataLoader(batches, batch_size=None)
     monkeypatch.setattr(hdf5_reader.Hdf5Reader, "read", noting_read)
     kept = [element for _ in range(3) for element in loader]
-    assert [addresses(each) for each in kept] == read_into
+    assert all(lie_in(spans_of(each), read_into) for each in kept)
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
         for tensor in itertools.chain.from_iterable(kept)
@@ -360,18 +366,21 @@ def test_files_are_read_into_pinned_memory(path, monkeypatch, is_cached):
     """Played without an accelerator: memory counts as pinned that was asked for as such."""
     if not is_cached:
         monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
-    pinned = {}
+    pinned = []
     empty = torch.empty
 
     def noting_empty(*args, pin_memory=False, **kwargs):
         tensor = empty(*args, **kwargs)
         if pin_memory and tensor.numel():
-            pinned[tensor.data_ptr()] = tensor
+            pinned.append(tensor)
         return tensor
+
+    def is_pinned(tensor):
+        return lie_in(spans_of([tensor]), spans_of(pinned))
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", noting_empty)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in pinned)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", is_pinned)
     whole = list(mst.HDF5Dataset(batches_of(path)))
     assert not pinned
     dataset = mst.HDF5Dataset(batches_of(path), pin_memory=True)
@@ -381,7 +390,7 @@ def test_files_are_read_into_pinned_memory(path, monkeypatch, is_cached):
         assert image.tolist() == expected[0].tolist()
         assert label.tolist() == expected[1].tolist()
         assert name.tolist() == expected[2].tolist()
-    assert len(pinned) == 2 * sum(len(image) > 0 for image, _, _ in whole)  # nothing was copied
+    assert len(pinned) <= 2 * sum(len(image) > 0 for image, _, _ in whole)  # nothing was copied
     mapped = batches_of(path).map(lambda image, label, name: image + 1)
     for plus_one, expected in zip(mst.HDF5Dataset(mapped, pin_memory=True), whole, strict=True):
         assert plus_one.is_pinned() or not len(plus_one)

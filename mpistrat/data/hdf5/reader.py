@@ -55,7 +55,7 @@ class Hdf5Reader:
         mappings: dict[int, np.ndarray] | None = None,
         single_caches: dict[int, dict[int, Any]] | None = None,
     ) -> None:
-        self._catalog, self._empty = catalog, empty
+        self._catalog, self.empty = catalog, empty
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
         self._files = OpenFiles(catalog, mappings)
@@ -137,14 +137,14 @@ class Hdf5Reader:
                     leaves[placed.number] = placed.end(copies)
                 self._gather(files, rows, columns, begun_columns)
                 for reader in self._singles:
-                    leaves |= reader.columns(numbers, files, rows, self._empty)
+                    leaves |= reader.columns(numbers, files, rows, self.empty)
                 self._begin_next(len(numbers))
         for number, each in enumerate(self._catalog.outputs):
             column = None if each.column is None else columns.get(each.column)
             if column is not None and not each.leaf.members:
                 leaves[number] = column
             elif number not in leaves:
-                leaves[number] = leaf_of(each, columns, len(numbers), self._empty)
+                leaves[number] = leaf_of(each, columns, len(numbers), self.empty)
         return nests.unflatten(self._catalog.structure, [leaves[n] for n in sorted(leaves)])
 
     @property
@@ -174,7 +174,7 @@ class Hdf5Reader:
                 placed = placed_of[number]
                 output = placed.end(placed.begin(files, rows, self._num_helpers, length), True)
             else:
-                output = self._empty((len(firsts), length, *shape), found.spec.dtype)
+                output = self.empty((len(firsts), length, *shape), found.spec.dtype)
             leaves.append(output.reshape(-1, *shape))
         return nests.unflatten(self._catalog.structure, leaves)
 
@@ -193,7 +193,7 @@ class Hdf5Reader:
             if cache is None:
                 cache = RowCache(self._plans[field], self._offsets, shape, dtype)
                 cache = self._row_caches.setdefault(field, cache)
-            output = outputs[field] = self._empty((len(numbers), *shape), dtype)
+            output = outputs[field] = self.empty((len(numbers), *shape), dtype)
             cache.take(numbers, files, rows, partial(self._decode, field), output)
 
     def _ask_for(self, files: np.ndarray, rows: np.ndarray) -> None:
@@ -221,7 +221,7 @@ class Hdf5Reader:
                 copies[placed.number] = placed.begin(files, rows, self._num_helpers)
         for field in self._announced:
             shape, dtype = self._specs[field]
-            empty = partial(self._empty, (len(rows), *shape), dtype)
+            empty = partial(self.empty, (len(rows), *shape), dtype)
             chunks, within = self._plans[field].locate(files, rows)
             output = self._chunk_cache(field).begin(chunks, within, empty)
             if output is not None:
@@ -252,7 +252,7 @@ class Hdf5Reader:
             else:
                 chunks, within = self._plans[field].locate(files, rows)
                 shape, dtype = self._specs[field]
-                outputs[field] = self._empty((len(rows), *shape), dtype)
+                outputs[field] = self.empty((len(rows), *shape), dtype)
                 cache.take(chunks, within, outputs[field])
             if are_announced and field in self._announced:
                 cache.release(chunks)
@@ -268,7 +268,7 @@ class Hdf5Reader:
     def _slices(self, first: int, end: int) -> dict[int, np.ndarray]:
         """Return the rows [first, end) of the fields that are read by slices."""
         shapes = {field: self._specs[field] for field in self._sliced}
-        outputs = {f: self._empty((end - first, *s), dtype) for f, (s, dtype) in shapes.items()}
+        outputs = {f: self.empty((end - first, *s), dtype) for f, (s, dtype) in shapes.items()}
         start = first
         while start < end:
             file = bisect.bisect_right(self._starts, start) - 1
