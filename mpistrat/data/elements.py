@@ -200,7 +200,7 @@ class ElementMaker:
         # A call takes as long as copying many kibibytes.
         if any(self._mappers) or not hasattr(self._reader, "check"):
             return 0
-        if self._reader.empty is not np.empty:  # memory for each batch, which is not to be copied
+        if getattr(self._reader, "empty", np.empty) is not np.empty:  # memory for each batch
             return 0
         if type(self._batch_steps[0]) is not Batch or self._are_mapped[0] or self.needs_first:
             return 0
