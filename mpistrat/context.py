@@ -116,15 +116,21 @@ def register_world(make: Callable[[], Strategy]) -> None:
     _makers.append(make)
 
 
-@functools.cache
+_of_world: list[Strategy] = []
+
+
 def strategy_of_world() -> Strategy:
     """Return a strategy over all ranks of the job that no program sees. **Collective** at first.
 
     By it ranks compare what no strategy of the program owns.
     """
-    strategy = _makers[0]()
-    _opened.discard(strategy)
-    return strategy
+    # After a disagreement of the program's own strategies all ranks need a new one.
+    if _of_world and _of_world[0].extended._collectives.channel.closed is not None:
+        _of_world.clear()
+    if not _of_world:
+        _of_world.append(_makers[0]())
+        _opened.discard(_of_world[0])
+    return _of_world[0]
 
 
 def one_of_several() -> Frame | None:

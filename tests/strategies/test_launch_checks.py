@@ -15,7 +15,7 @@ from mpistrat.strategies.devices import Offer
 @pytest.fixture
 def strict(monkeypatch):
     """Sharing is no longer allowed, as it is in tests."""
-    monkeypatch.setenv("MPISTRAT_OVERSUBSCRIBE", "off")
+    monkeypatch.setenv("MPISTRAT_SHARE_GPUS", "off")
 
 
 def test_ranks_that_would_share_a_gpu_are_refused_everywhere(strict, monkeypatch, size):
@@ -28,7 +28,7 @@ def test_ranks_that_would_share_a_gpu_are_refused_everywhere(strict, monkeypatch
         with pytest.raises(ms.errors.LaunchError, match=f"{size} ranks and shows them 1 GPU"):
             ms.MPIStrategy()
         assert found == []
-    monkeypatch.setenv("MPISTRAT_OVERSUBSCRIBE", "on")
+    monkeypatch.setenv("MPISTRAT_SHARE_GPUS", "on")
     with pytest.raises(AttributeError):  # there is no such GPU: the ways to it are None
         ms.MPIStrategy()
     assert found == [Device("gpu", 0)]
