@@ -20,6 +20,8 @@ HINTS = [(module, name) for module, hints in migration._HINTS.items() for name i
 
 @pytest.mark.parametrize(("module", "name"), HINTS)
 def test_a_name_of_another_package_says_what_to_write(module, name):
+    if f"{module}.{name}" in sys.modules:
+        pytest.skip("another test has imported the module of that name")
     with pytest.raises(
         AttributeError, match=rf"{module}' has no attribute '{name}'. Write "
     ) as info:
