@@ -16,6 +16,7 @@ from mpistrat.strategies.devices import Offer
 def strict(monkeypatch):
     """Sharing is no longer allowed, as it is in tests."""
     monkeypatch.setenv("MPISTRAT_SHARE_GPUS", "off")
+    monkeypatch.setenv("MPISTRAT_OVERSUBSCRIBE", "off")
 
 
 def test_ranks_that_would_share_a_gpu_are_refused_everywhere(strict, monkeypatch, size):
