@@ -287,7 +287,7 @@ class ShardGroup(GroupCollectives):
         Parameters
         ----------
         obj : object
-            That of the rank whose `index` is `root` is sent, as pickle.
+            The rank whose `index` is `root` sends its object, as pickle.
         root : int
 
         Raises

@@ -103,7 +103,7 @@ def unmarked(value: Any, version: int = FORMAT_VERSION) -> Any:
         return Mark(mark, unmarked(content, version))
     if mark == KEYS and isinstance(content, list) and all(map(_is_pair, content)):
         return Mark(mark, unmarked(content, version))
-    raise ValueError(f"{json.dumps(value)} is no number and no dict")
+    raise ValueError(f"{json.dumps(value)} is neither a number nor a dict")
 
 
 def _is_mark(value: dict[str, Any], version: int) -> bool:

@@ -179,7 +179,7 @@ def _first_failure(failures: Sequence[str | None]) -> str:
 
 def _within(limit_s: float, function: Callable[[], Any]) -> Any:
     """Return what `_attempt` does, or a text where it takes longer than the limit."""
-    # NCCL waits for ever where a rank fails inside. The thread is left behind then.
+    # NCCL waits forever if another rank fails inside. The thread stays behind then.
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(_attempt(function)), daemon=True)
     thread.start()

@@ -83,7 +83,7 @@ def check_same(
     shown = _by_rank(collectives.gather_json(entry, kind))
     with collectives.common_outcome(kind):  # so that replicas of one rank raise it together
         raise DataError(
-            f"{kind}: all ranks must bring the same data set, but {shown}. Make it in the same way "
+            f"{kind}: all ranks must pass the same dataset, but {shown}. Make it in the same way "
             "on every rank, from the same seed; for data of each rank's own use "
             "distribute_datasets_from_function."
         )

@@ -45,7 +45,7 @@ class Stream(PlainSource):
 
     @property
     def streamed(self) -> tuple[Pipeline, ...]:
-        """The data sets whose elements it combines."""
+        """The datasets whose elements it combines."""
         return self._view.children
 
     @property

@@ -188,7 +188,7 @@ class View:
         return ViewReader(self, window_rows, stream)
 
     def open_child(self, pipeline: Pipeline, window_rows: int, stream: PassStream) -> Child:
-        """Return what reads the elements of `parts` of one of the data sets."""
+        """Return what reads the elements of `parts` of one of the datasets."""
         return Child(pipeline, window_rows, stream)
 
     def row_lengths(self) -> np.ndarray | None:
