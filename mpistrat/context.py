@@ -32,7 +32,9 @@ __all__ = [
     "current",
     "entered",
     "mode_for",
+    "note_closed",
     "note_open",
+    "only_open_strategy",
     "open_strategies",
     "register_world",
     "require_cross_replica",
@@ -87,25 +89,49 @@ def current() -> Frame | None:
     return _stack.frames[-1] if _stack.frames else _stack.base
 
 
-_opened: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The strategies over MPI that this process has made."""
+_opened: list[weakref.ref[Any]] = []
+"""The strategies over MPI that this process has made and not closed, dropped ones too."""
 
 
 def note_open(strategy: Strategy) -> None:
     """Have `open_strategies` return `strategy` until it is closed or dropped."""
-    _opened.add(strategy)
+    if _is_of_several(strategy):
+        _opened.append(weakref.ref(strategy))
+
+
+def note_closed(strategy: Strategy) -> None:
+    """Forget an open `strategy`."""
+    _opened[:] = [each for each in _opened if each() is not strategy]
 
 
 def open_strategies() -> list[Strategy]:
     """Return the open strategies of this process whose replicas are several ranks, or on one."""
-    return [
-        each
-        for each in list(_opened)
-        if (each.size > 1 or each.num_replicas_in_sync > 1)
-        and not each.extended._is_remote
-        and not each.extended._collectives.is_closed
-        and each.extended._collectives.channel.closed is None
-    ]
+    alive = (opened() for opened in _opened)
+    return [each for each in alive if each is not None and _is_open(each)]
+
+
+def only_open_strategy() -> Strategy | None:
+    """Return the strategy of several replicas that is open, if it is the only one.
+
+    All ranks of a program get the same answer. So one that was dropped without `close` counts as
+    open: when Python frees it differs from rank to rank.
+    """
+    opened = [opened() for opened in _opened]
+    found = [each for each in opened if each is None or _is_open(each)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_of_several(strategy: Strategy) -> bool:
+    return bool(strategy.size > 1 or strategy.num_replicas_in_sync > 1)
+
+
+def _is_open(strategy: Strategy) -> bool:
+    return bool(
+        _is_of_several(strategy)
+        and not strategy.extended._is_remote
+        and not strategy.extended._collectives.is_closed
+        and strategy.extended._collectives.channel.closed is None
+    )
 
 
 _makers: list[Callable[[], Strategy]] = []
@@ -129,7 +155,7 @@ def strategy_of_world() -> Strategy:
         _of_world.clear()
     if not _of_world:
         _of_world.append(_makers[0]())
-        _opened.discard(_of_world[0])
+        note_closed(_of_world[0])
     return _of_world[0]
 
 

@@ -180,8 +180,7 @@ def _strategy_of(tree: Tree, what: str) -> Any:
         return frame.strategy
     strategy = world_strategy()
     if strategy is None and not tree.variables and (tree.stateful or tree.trackables):
-        opened = context.open_strategies()
-        strategy = opened[0] if len(opened) == 1 else None
+        strategy = context.only_open_strategy()
     return strategy
 
 

@@ -70,6 +70,7 @@ class Strategy(PlainNames, LogicalDevices, ClusterMember):
         read. After a `CollectiveError` the end of the program frees them. A second call does
         nothing.
         """
+        context.note_closed(self)
         self._extended._close()
 
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
