@@ -12,6 +12,7 @@ from mpistrat.arguments import as_bool, as_integer
 from mpistrat.arrays import Array, host_view
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.movement import Move, axis_of, described
+from mpistrat.comm.ops import combined_pair, finish
 from mpistrat.comm.packing import placed_like
 from mpistrat.comm.wire import cast, identity, result_dtype, wire_dtype
 from mpistrat.options import ReduceOp, ReduceOpLike
@@ -66,14 +67,6 @@ class ReduceScatter(Move):
         return gathered
 
 
-_FOLDS: dict[ReduceOp, np.ufunc] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.PROD: np.multiply,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-}
-
-
 @dataclass
 class Scan(Move):
     """`ReplicaContext.scan`."""
@@ -87,7 +80,7 @@ class Scan(Move):
     def parse(cls, op: ReduceOpLike, exclusive: Any) -> Scan:
         """Return it for arguments as users give them."""
         parsed = ReduceOp.parse(op)
-        if parsed not in _FOLDS:
+        if parsed is ReduceOp.MEAN:
             raise ValueError("scan: MEAN has no meaning for a part of the ranks. Use SUM.")
         return cls(parsed, as_bool("scan: exclusive", exclusive))
 
@@ -109,6 +102,7 @@ class Scan(Move):
             for array, dtype, wire in zip(arrays, dtypes, wires, strict=True):
                 own = cast(host_view(array), wire).reshape(-1)
                 scanned = self._fold(call, own, identity(self.op, wire, dtype))
+                finish(self.op, scanned, call.channel.size)
                 result = cast(scanned, result_dtype(self.op, dtype)).reshape(array.shape)
                 results.append(placed_like(result, array))
         call.show_received(results)
@@ -131,7 +125,7 @@ class Scan(Move):
                 came = np.empty_like(folded)
                 transport.receive(came, rank - 1)
                 with np.errstate(all="ignore"):
-                    folded = _FOLDS[self.op](came, folded)
+                    folded = combined_pair(self.op, came, folded, np.empty_like(folded))
             else:
                 came = np.full_like(folded, first)
             if rank + 1 < size:
