@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.cuda_api import launch_kernel
 
-__all__ = ["THREADS", "Join", "Launch", "addresses_on_device", "grouped_source", "launches_for"]
+__all__ = ["THREADS", "Join", "addresses_on_device", "grouped_source", "launches_for"]
 
 THREADS = 256
 """Of each block."""
