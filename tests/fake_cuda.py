@@ -48,6 +48,9 @@ class Event:
 class Cuda:
     """As much of ``cupy.cuda`` as the copier uses, on the memory of the host."""
 
+    class PinnedMemoryPointer(bytearray):
+        """Page-locked memory."""
+
     def __init__(self):
         self.program = Stream()
         self.others = []
@@ -73,7 +76,7 @@ class Cuda:
         return self.program
 
     def alloc_pinned_memory(self, num_bytes):
-        return bytearray(b"\xab" * num_bytes)
+        return self.PinnedMemoryPointer(b"\xab" * num_bytes)
 
     def copy(self, target, source, num_bytes, kind, stream):
         stream.work.append(lambda: ctypes.memmove(target, source, num_bytes))

@@ -19,7 +19,13 @@ from mpistrat.arrays import Array
 from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.ops import compiled_function
 from mpistrat.comm.pack_plan import plan_reduction
-from mpistrat.comm.packing import Packing, ReusedPacking, pack
+from mpistrat.comm.packing import (
+    Packing,
+    ReusedDevicePacking,
+    ReusedPacking,
+    describe_on_device,
+    pack,
+)
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
 from mpistrat.comm.replica_reducer import ReplicaReducer
@@ -95,6 +101,8 @@ class PreparedReduction:
         # Kept, because the cache of `CollectiveCall.prepare` knows options by their identity.
         self.options = options
         self.op, self.plan, self._described = op, plan, described
+        self._device = capabilities.device
+        self._on_device = describe_on_device(arrays, self._device) if plan.stays_on_device else None
         self._library = native_library()
         self._transport = transport = call.channel.transport
         # What chooses a reducer does not change while a channel lives, and is equal on all ranks.
@@ -116,6 +124,7 @@ class PreparedReduction:
         self._is_direct = is_one and type(self._reducers[0][0]) is MpiReducer
         self._joined: np.ndarray | None = None
         self._reused: ReusedPacking | None = None
+        self._reused_on_device: ReusedDevicePacking | None = None
         if shares and transport.piggyback is not None:
             self._use_piggyback(transport.piggyback)
 
@@ -147,9 +156,12 @@ class PreparedReduction:
         return found if len(found) == len(self._reducers) else []
 
     def fits(self, arrays: list[Array]) -> bool:
-        """Return whether `arrays` are plain ones that this was prepared for."""
+        """Return whether `arrays` can travel as they lie, and this was prepared for such."""
         known = self._described
-        return known is not None and bool(self._library.describe(arrays) == known)
+        if known is not None:
+            return bool(self._library.describe(arrays) == known)
+        there = self._on_device
+        return there is not None and describe_on_device(arrays, self._device) == there
 
     def all_reduce(
         self,
@@ -300,12 +312,22 @@ class PreparedReduction:
         lends: bool,
     ) -> Packing:
         """Return `arrays` in the form in which they are reduced: see `all_reduce`."""
+        if lends and self._on_device is not None:
+            return self._packed_on_device(channel, arrays)
         if not lends or not self.plan.is_unchanged:
             return pack(self.plan, arrays, channel.pool, out=out)
         if self._reused is None:
             self._reused = ReusedPacking(self.plan, channel.pool)
         self._reused.fill(arrays)
         return self._reused
+
+    def _packed_on_device(self, channel: Channel, arrays: Sequence[Array]) -> Packing:
+        reused = self._reused_on_device
+        if reused is None or not reused.is_of_stream():
+            reused = ReusedDevicePacking(self.plan, arrays, self._device, channel.pool)
+            self._reused_on_device = reused
+        reused.fill(arrays)
+        return reused
 
     def start_all_reduce(self, call: Call, arrays: Sequence[Array]) -> Callable[[], list[Array]]:
         """Begin `all_reduce`, and return the function that ends it."""

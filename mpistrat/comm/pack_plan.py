@@ -67,6 +67,13 @@ class Plan:
             pack.is_uncast and not pack.is_reordered and not pack.on_device for pack in self.packs
         )
 
+    @functools.cached_property
+    def stays_on_device(self) -> bool:
+        """Whether all numbers lie in device memory, and travel and come back as they are."""
+        return bool(self.packs) and all(
+            pack.on_device and pack.is_uncast and not pack.is_reordered for pack in self.packs
+        )
+
 
 def plan_reduction(
     op: ReduceOp,

@@ -8,12 +8,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrat.arrays import Array, Device, host_view, namespace_of, on_device_of, place
+from mpistrat.comm.device_groups import Join
 from mpistrat.comm.pack_plan import Pack, Plan
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.wire import as_floats, as_ordered_integers, cast, cast_into
+from mpistrat.cuda_api import Stream, cupy
 from mpistrat.native import native_library
 
-__all__ = ["Message", "Packing", "ReusedPacking", "describe_function", "pack", "placed_like"]
+__all__ = [
+    "Message",
+    "Packing",
+    "ReusedDevicePacking",
+    "ReusedPacking",
+    "describe_function",
+    "describe_on_device",
+    "pack",
+    "placed_like",
+]
 
 
 class Message:
@@ -137,6 +148,51 @@ class ReusedPacking:
                 self._library.join([arrays[position] for position in each.small], joined)
                 sources.insert(0, joined)
             message.sources = sources
+
+    def unpack(self) -> list[Array]:
+        """Return the results."""
+        return self._results
+
+
+class ReusedDevicePacking:
+    """The same as `ReusedPacking`, in the memory of `device`."""
+
+    def __init__(self, plan: Plan, arrays: Sequence[Array], device: Device, pool: Pool) -> None:
+        # Of a plan that `stays_on_device`. CuPy's memory belongs to the stream that is current.
+        self._device = device
+        self.messages: list[Message] = []
+        self._results: list[Any] = [None] * len(plan.results)
+        self._packs = []
+        xp = namespace_of(arrays[0])
+        with device.current():
+            self._stream = Stream.current().pointer
+            for each in plan.packs:
+                join = None
+                if each.small:
+                    target = xp.empty(each.small_size, dtype=each.wire)
+                    join = Join([arrays[position].size for position in each.small], target)
+                else:
+                    target = xp.empty(arrays[each.large[0]].shape, dtype=each.wire)
+                    self._results[each.large[0]] = target
+                for position, (start, stop) in zip(each.small, each.spans, strict=True):
+                    part = target[start:stop]
+                    self._results[position] = part.reshape(plan.results[position][0])
+                self._packs.append((each, join))
+                self.messages.append(Message([target], [target], pool))
+
+    def is_of_stream(self) -> bool:
+        """Return whether the stream is still current whose work the memory is ordered with."""
+        with self._device.current():
+            return Stream.current().pointer == self._stream
+
+    def fill(self, arrays: Sequence[Array]) -> None:
+        """Take the numbers of `arrays`, which the plan was made for."""
+        with self._device.current():
+            for (each, join), message in zip(self._packs, self.messages, strict=True):
+                if join is None:
+                    message.sources = [arrays[each.large[0]]]
+                else:
+                    join([arrays[position] for position in each.small])
 
     def unpack(self) -> list[Array]:
         """Return the results."""
@@ -289,7 +345,12 @@ class _DevicePack:
         if not pack.small and is_plain and not (copy or pack.is_reordered):
             source = first.view(pack.wire)  # C has two names for one integer
             return source, xp.empty(first.shape, dtype=pack.wire)
-        if pack.small:
+        if pack.small and all(
+            each.dtype == pack.wire and each.flags.c_contiguous for each in arrays
+        ):
+            target = xp.empty(pack.small_size, dtype=pack.wire)
+            Join([each.size for each in arrays], target)(arrays)
+        elif pack.small:
             flat = [array.reshape(-1) for array in arrays]
             target = xp.concatenate(flat, dtype=pack.wire, casting="unsafe")
         else:
@@ -307,8 +368,9 @@ class _DevicePack:
                 results[position] = reduced.astype(self._plan.results[position][1], copy=False)
             for position, (start, stop) in zip(pack.small, pack.spans, strict=True):
                 shape, dtype = self._plan.results[position]
-                part = reduced[start:stop].astype(dtype, copy=False)
-                results[position] = part.reshape(shape)
+                part = reduced[start:stop]
+                part = part if pack.is_uncast else part.astype(dtype, copy=False)
+                results[position] = part if len(shape) == 1 else part.reshape(shape)
 
 
 def _is_plain(array: np.ndarray, dtype: np.dtype) -> bool:
@@ -326,6 +388,20 @@ def describe_function() -> Callable[[Sequence[Array]], bytes | None]:
         return lambda arrays: None
     compiled: Callable[[Sequence[Array]], bytes | None] = library.describe
     return compiled
+
+
+def describe_on_device(arrays: Sequence[Any], device: Device) -> list[object] | None:
+    """Return a list that is equal for CuPy arrays of equal dtypes and shapes, in C order.
+
+    ``None`` if not all `arrays` are such, in the memory of `device`.
+    """
+    kind, index = cupy().ndarray, device.index
+    found: list[object] = []
+    for array in arrays:
+        if type(array) is not kind or not array.flags.c_contiguous or array.data.device_id != index:
+            return None
+        found += [array.dtype, array.shape]
+    return found
 
 
 def placed_like(result: np.ndarray, array: Array) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrat import nests, sharding
 from mpistrat.arrays import Device
+from mpistrat.data.batching import Batch, WholeBatches
 from mpistrat.data.cache import Cached, share_cache
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import (
@@ -25,7 +26,10 @@ from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, describe_files
 from mpistrat.data.order import ENDLESS, UNKNOWN
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.rows import Rows, count_rows
+from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import ArraySpec
+from mpistrat.data.transfer import memory_for
+from mpistrat.data.transforms import Prefetch, Repeat, Shard, Skip, Take
 from mpistrat.errors import DataError
 from mpistrat.layout import Layout
 from mpistrat.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
@@ -54,9 +58,11 @@ def distribute(
     policy = dataset._auto_shard_policy
     _prepare(pipeline, policy, collectives, kind)
     check_same(pipeline, policy, collectives, kind)
+    target = _target(options, device)
     with collectives.all_or_none(kind):
-        rank_dataset = _rank_dataset(pipeline, policy, collectives.layout)
-    return DistributedDataset(rank_dataset, _target(options, device), collectives)
+        staged = _read_for(target, pipeline)
+        rank_dataset = _rank_dataset(staged, policy, collectives.layout)
+    return DistributedDataset(rank_dataset, target, collectives)
 
 
 def distribute_from_function(
@@ -110,8 +116,9 @@ def distribute_from_function(
                 "after a loss the ranks could not tell when all have ended. Use "
                 "experimental_distribute_dataset."
             )
+    target = _target(options, device)
     rank_dataset = RankPipeline(
-        pipeline,
+        _read_for(target, pipeline),
         size,
         _longest(lengths),
         _spec_of_any_rank(own_spec, collectives, kind),
@@ -119,7 +126,21 @@ def distribute_from_function(
         None if is_certain else _next_together(collectives),
         pipeline_again if collectives.is_elastic else None,
     )
-    return DistributedDataset(rank_dataset, _target(options, device), collectives)
+    return DistributedDataset(rank_dataset, target, collectives)
+
+
+_AS_READ = (Batch, Prefetch, Repeat, Shard, Shuffle, Skip, Take, WholeBatches)
+"""After these only, nobody else has seen the arrays that the reader has made."""
+
+
+def _read_for(target: Device | None, pipeline: Pipeline) -> Pipeline:
+    """Return `pipeline` with files read into memory from which `target` copies."""
+    # A function of the program could keep such an array, and write to it while it is copied.
+    source, empty = pipeline.source, memory_for(target)
+    is_as_read = all(type(each) in _AS_READ for each in pipeline.transformations)
+    if empty is None or not is_as_read or not isinstance(source, Hdf5Source):
+        return pipeline
+    return dataclasses.replace(pipeline, source=source.with_memory(empty))
 
 
 def _prepare(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
 from mpistrat import nests
 from mpistrat.arrays import Array, Device, host_view, is_array, is_number, is_on_host, place
-from mpistrat.cuda_api import Stream, has_device_dtype, pinned_empty
+from mpistrat.cuda_api import Stream, has_device_dtype, is_page_locked, pinned_empty
 from mpistrat.ragged import Ragged
 
-__all__ = ["transfer_to"]
+__all__ = ["memory_for", "transfer_to"]
 
 
 class _Transfer(Protocol):
@@ -52,17 +56,34 @@ class _DeviceTransfer:
     def __init__(self, device: Device) -> None:
         self._device = device
         with device.current():
+            self._namespace = device.namespace()
             self._stream, self._consumer = Stream.new(), Stream.current()
-        self._under_way: list[_Arrival] = []
+        self._under_way: deque[_Arrival] = deque()
 
     def begin(self, element: Any) -> Any:
         """Queue copies of the arrays in host memory."""
+        begun: list[_Arrival] = []
         with self._device.current():
-            return nests.map_nest(self._begin, element)
+            element = nests.map_nest(functools.partial(self._prepare, begun), element)
+            if begun:
+                # The program may have given the memory of the targets up before what it has queued
+                # is done with it.
+                self._stream.wait_event(self._consumer.record())
+                for each in begun:
+                    self._stream.copy(each.target, each.source)
+                event = self._stream.record()
+                for each in begun:
+                    each.event = event
+        # The pools of memory know no events: what is still copied may not go back to them.
+        while self._under_way and self._under_way[0].event.done:
+            self._under_way.popleft()
+        self._under_way += begun
+        return element
 
-    def _begin(self, leaf: Any) -> Any:
+    def _prepare(self, begun: list[_Arrival], leaf: Any) -> Any:
+        """Return what arrives for a leaf, and add it to `begun` if it is to be copied."""
         if isinstance(leaf, Ragged):
-            return leaf._map(self._begin)
+            return leaf._map(functools.partial(self._prepare, begun))
         if not _is_moved(leaf):
             return leaf
         if not is_on_host(leaf):
@@ -72,17 +93,14 @@ class _DeviceTransfer:
             return source
         if not source.size:
             return place(source, self._device)
-        buffer = pinned_empty(source.size, source.dtype.newbyteorder("="))
-        buffer.reshape(source.shape)[...] = source
-        target = self._device.namespace().empty(source.shape, dtype=buffer.dtype)
-        # The program may have given this memory up before what it has queued is done with it.
-        self._stream.wait_event(self._consumer.record())
-        self._stream.copy(target, buffer)
-        arrival = _Arrival(target, buffer, self._stream.record())
-        # The pools of memory know no events: what is still copied may not go back to them.
-        self._under_way = [each for each in self._under_way if not each.event.done]
-        self._under_way.append(arrival)
-        return arrival
+        if not (source.flags.c_contiguous and source.dtype.isnative and is_page_locked(source)):
+            buffer = pinned_empty(source.size, source.dtype.newbyteorder("="))
+            buffer = buffer.reshape(source.shape)
+            buffer[...] = source
+            source = buffer
+        target = self._namespace.empty(source.shape, dtype=source.dtype)
+        begun.append(_Arrival(target, source))
+        return begun[-1]
 
     def end(self, leaf: Any) -> Any:
         """Have what the program queues from now on wait for the copy."""
@@ -96,18 +114,19 @@ class _DeviceTransfer:
 
     def close(self) -> None:
         """Wait for all copies."""
-        for each in self._under_way:
-            each.event.synchronize()
-        self._under_way = []
+        while self._under_way:
+            self._under_way[0].event.synchronize()
+            self._under_way.popleft()
 
 
 class _Arrival:
-    """An array that is being copied to the device."""
+    """An array that is being copied to the device, once it has an event."""
 
-    __slots__ = ("buffer", "event", "target")
+    __slots__ = ("event", "source", "target")
 
-    def __init__(self, target: Array, buffer: np.ndarray, event: Any) -> None:
-        self.target, self.buffer, self.event = target, buffer, event
+    def __init__(self, target: Array, source: np.ndarray) -> None:
+        self.target, self.source = target, source
+        self.event: Any = None
 
 
 def _is_moved(leaf: Any) -> bool:
@@ -119,3 +138,25 @@ def transfer_to(device: Device | None) -> _Transfer:
     if device is not None and device.kind == "gpu":
         return _DeviceTransfer(device)
     return _HostTransfer()
+
+
+_MAX_STAGED_BYTES = 2**26
+"""Page-locked memory is scarce, and takes long to get."""
+
+
+def memory_for(device: Device | None) -> Callable[[tuple[int, ...], np.dtype], np.ndarray] | None:
+    """Return what makes arrays from which `transfer_to` copies without another copy on the host.
+
+    ``None`` if usual memory does. Nobody may write to such an array once it has been transferred.
+    """
+    if device is None or device.kind != "gpu":
+        return None
+
+    def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        size = math.prod(shape)
+        if dtype.hasobject or not 0 < size * dtype.itemsize <= _MAX_STAGED_BYTES:
+            return np.empty(shape, dtype)
+        with device.current():
+            return pinned_empty(size, dtype).reshape(shape)
+
+    return empty

@@ -88,7 +88,10 @@ class AgreedStep:
         rule, constants = optimizer._rule, optimizer._constants(self.rate, self.number)
         update_all = None if known is None else self._update_of_all(known, rule)
         gradients, variables, updates = self.gradients, self.variables, []
-        if update_all is None:
+        sums = None
+        if update_all is not None and known is not None:
+            sums = known.sums_of_squares(gradients)
+        else:
             updates = self._updates()
             gradients = [each.gradient for each in updates]
             variables = [each.variable for each in updates]
@@ -100,6 +103,7 @@ class AgreedStep:
                 optimizer.global_clipnorm,
                 must_be_finite=optimizer.loss_scale is not None,
                 sum_over_shards=self._sum_over_shards(variables),
+                sums=sums,
             )
         kind = type(optimizer).__name__
         # Not by extended.update, which takes the strategy's own: plain variables may be here too.

@@ -15,8 +15,9 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.joint import JointReduction
 from mpistrat.collectives.prepared import PreparedReduction
+from mpistrat.optimizers.device_update import SumsOfSquares
 from mpistrat.optimizers.gradients import prepare_sum
-from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype
+from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype, sums_of_all
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.system.units import on_undo
 from mpistrat.variables import (
@@ -151,7 +152,7 @@ def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variab
 
 @dataclass
 class PreparedStep:
-    """A step on variables in host memory, by gradients that fit them as they are."""
+    """A step on variables of the host or of one device, by gradients that fit them as they are."""
 
     channel: Channel
     """That of the step, kept so that its id is not given to another one."""
@@ -170,6 +171,13 @@ class PreparedStep:
     """Those of the optimizer that `reduction` compares."""
     updates: dict[Rule, UpdateAll | None] = field(default_factory=dict)
     """What updates all variables at once, ``None`` where nothing can."""
+    _sums: SumsOfSquares | None = None
+
+    def sums_of_squares(self, summed: list[Any]) -> SumsOfSquares | None:
+        """Return what sums the squares of gradients on a device; ``None`` for those of hosts."""
+        if self._sums is None and type(summed[0]) is not np.ndarray:
+            self._sums = sums_of_all(summed)
+        return self._sums
 
     def prepare(self, call: CollectiveCall, gradients: list[Any], parameters: str) -> None:
         """Have the reduction compare other `parameters` from now on."""
@@ -220,12 +228,12 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         parameters: str,
     ) -> None:
         """Prepare later steps like this one, where they need no check of the gradients."""
-        # Only what is compiled for the host updates all variables at once, and whole ones: the
-        # caller leaves out steps that the ranks divide.
+        # Compiled code updates all variables at once, and whole ones, on the host or on a device:
+        # the caller leaves out steps that the ranks divide.
         if not call.channel.transport.has_fast_paths:
             return
         storages = [variable._storage for variable in variables]
-        if any(type(each) is not np.ndarray for each in (*gradients, *storages)):
+        if len({type(each) for each in (*gradients, *storages)}) > 1:
             return
         reduction = prepare_sum(call, gradients, variables, parameters)
         if not reduction.fits(gradients):

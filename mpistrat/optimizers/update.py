@@ -15,7 +15,7 @@ import numpy as np
 from mpistrat.arrays import Array, address_of, addresses_function, is_on_host, span_of
 from mpistrat.comm.wire import is_narrow
 from mpistrat.native import find_library
-from mpistrat.optimizers.device_update import sums_of_squares, update_on_device
+from mpistrat.optimizers.device_update import DeviceUpdate, SumsOfSquares
 from mpistrat.optimizers.kernels import Kernel, digest
 from mpistrat.values import IndexedSlices
 
@@ -26,6 +26,7 @@ __all__ = [
     "UpdateAll",
     "gradient_factor",
     "slot_dtype",
+    "sums_of_all",
     "update_each",
 ]
 
@@ -53,8 +54,8 @@ class Rule:
     def update_on_device(self, step: Step, pairs: Sequence[tuple[Target, Array]]) -> None:
         """Write to targets on one device, in place; only read the gradients, in C order."""
         numbers = (step.keep, step.factor, *step.constants)
-        flat = [(target, _flat_real(gradient)) for target, gradient in pairs]
-        update_on_device(self.kernel, numbers, flat)
+        targets, gradients = zip(*pairs, strict=True)
+        DeviceUpdate(self.kernel, targets)(numbers, gradients)
 
     def _update_rows(self, step: Step, target: Target, gradient: IndexedSlices) -> None:
         # Other rows keep their weight and their slots: momenta do not decay there, and no weight
@@ -67,7 +68,9 @@ class Rule:
             slot[indices] = updated
 
     def update_of_all(self, targets: Sequence[Target]) -> UpdateAll | None:
-        """Return what updates all `targets` in one call, ``None`` where nothing is compiled."""
+        """Return what updates all `targets` in one call, ``None`` where nothing can."""
+        if not is_on_host(targets[0].weight):
+            return self._update_of_all_on_device(targets)
         dtype = targets[0].compute_dtype
         compiled = _compiled_kernel(self.kernel, dtype)
         if compiled is None or any(target.flat_weight.dtype != dtype for target in targets):
@@ -78,6 +81,13 @@ class Rule:
             compiled(memory, gradients, (step.keep, step.factor, *step.constants))
 
         return update_all
+
+    def _update_of_all_on_device(self, targets: Sequence[Target]) -> UpdateAll | None:
+        device = targets[0].weight.device
+        if any(is_on_host(each.weight) or each.weight.device != device for each in targets):
+            return None
+        update = DeviceUpdate(self.kernel, targets)
+        return lambda step, gradients: update((step.keep, step.factor, *step.constants), gradients)
 
 
 @dataclass(frozen=True)
@@ -283,18 +293,25 @@ def gradient_factor(
     clipnorm: float | None,
     must_be_finite: bool,
     sum_over_shards: Callable[[list[float]], float] = sum,
+    sums: Callable[[Sequence[Any]], list[float]] | None = None,
 ) -> float | None:
     """Return what to multiply gradients by, ``None`` where they must be finite and are not."""
     # The loss has been multiplied by `scale`. Without it, their norm may be `clipnorm`.
     # The summed gradients are equal on all replicas, so these need not agree on the result. The
     # ranks of one replica have different ones, whose sums of squares `sum_over_shards` adds up.
-    norm = math.sqrt(sum_over_shards(_sums_of_squares(gradients))) / scale
+    # `sums` does what `_sums_of_squares` does for gradients like these.
+    norm = math.sqrt(sum_over_shards((sums or _sums_of_squares)(gradients))) / scale
     if must_be_finite and not math.isfinite(norm):
         return None
     if clipnorm is None or norm <= clipnorm:
         return 1 / scale
     # Elements that are not finite become NaN, as 0 * inf or NaN * anything.
     return clipnorm / norm / scale
+
+
+def sums_of_all(gradients: Sequence[Array]) -> SumsOfSquares:
+    """Return what does `_sums_of_squares` for arrays like `gradients`, dense and on one device."""
+    return SumsOfSquares([_flat_real(each) for each in gradients])
 
 
 def _sums_of_squares(gradients: Sequence[Any]) -> list[float]:
@@ -307,7 +324,7 @@ def _sums_of_squares(gradients: Sequence[Any]) -> list[float]:
     on_device = [i for i, array in enumerate(arrays) if not is_on_host(array)]
     flat = [_flat_real(arrays[i]) for i in on_device]
     wide = [each.astype(_compute_dtype(each.dtype), copy=False) for each in flat]
-    found = dict(zip(on_device, sums_of_squares(wide), strict=True)) if wide else {}
+    found = dict(zip(on_device, SumsOfSquares(wide)(wide), strict=True)) if wide else {}
     return [
         found[i] if i in found else _host_sum_of_squares(array) for i, array in enumerate(arrays)
     ]

@@ -187,7 +187,8 @@ class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
         with collectives.call("Variable", self._name) as call:
             self._split_axis = initial.split_axis(self._name)
             value, whole_shape = self._begin(call, initial)
-        device = self._home(collectives)
+        # A counter is read by Python at each step, which would wait for the device.
+        device = Device("cpu") if initial.is_replicated else self._home(collectives)
         storage = place(value, device)
         note_given_name(self._strategy, self._name)
         self._target = Target(

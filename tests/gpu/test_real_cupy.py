@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.comm import device_groups
 from mpistrat.cuda_api import COMPILER_OPTIONS, array_namespace
 from mpistrat.optimizers import device_update, kernels
 
@@ -21,6 +22,7 @@ SOURCES = {
         for dtype in device_update._STORAGE
     },
     **{f"squares-{char}": (device_update.squares_source, (char,)) for char in "fd"},
+    **{f"join-{size}": (device_groups.join_source, (size,)) for size in (1, 2, 4, 8)},
 }
 
 
@@ -68,7 +70,7 @@ def test_the_options_are_what_keeps_the_bits(cupy):
 
 def test_parameters_of_a_launch_fit():
     columns = 3 + max(len(rule.slots) for rule in RULES)
-    assert device_update._table_dtype(columns).itemsize + 64 <= 4096
+    assert device_groups.table_dtype(columns).itemsize + 64 <= 4096
 
 
 def test_the_names_that_the_package_uses_exist(cupy):
@@ -78,7 +80,9 @@ def test_the_names_that_the_package_uses_exist(cupy):
         "cuda.runtime.memcpyDeviceToHost", "cuda.Device", "cuda.Stream", "cuda.Event",
         "cuda.get_current_stream", "cuda.alloc_pinned_memory", "cuda.nvtx.RangePush",
         "cuda.compiler.compile_using_nvrtc", "cuda.function.Module.load", "from_dlpack",
-        "cuda.function.Module.get_function", "asarray", "ndarray.get", "random.default_rng",
+        "cuda.function.Module.get_function", "asarray", "ndarray.get",
+        "cuda.PinnedMemoryPointer", "cuda.MemoryPointer.device_id", "cuda.MemoryPointer.ptr",
+        "random.default_rng",
     ):  # fmt: skip
         found = cupy
         for name in path.split("."):
