@@ -61,7 +61,7 @@ except ms.errors.CollectiveError as error:
 """
     case = Case("caught", program, timeout_s=3, waits=True)
     text = run_case(case, tmp_path / "job").all_text
-    assert sorted(re.findall(r"rank (\d) waited True Epoch", text)) == [*"0123"], text
+    assert sorted(re.findall(r"rank (\d) waited True Collective", text)) == [*"0123"], text
     assert re.search(rf"rank 1: elsewhere: {ELSEWHERE}, barrier at program.py:\d+", text), text
 
 
