@@ -22,7 +22,6 @@ __all__ = [
     "count_gpus",
     "cupy",
     "has_device_dtype",
-    "is_page_locked",
     "launch_kernel",
     "namespace_with_variables",
     "nccl_library",
@@ -95,15 +94,6 @@ def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(cupy().cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes).view(
         dtype
     )
-
-
-def is_page_locked(array: np.ndarray) -> bool:
-    """Return whether the memory of `array` comes from `pinned_empty`."""
-    owner: Any = array
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
-    owner = owner.obj if isinstance(owner, memoryview) else owner
-    return isinstance(owner, cupy().cuda.PinnedMemoryPointer)
 
 
 def profiler_marks() -> tuple[Callable[[str], object], Callable[[], object]] | tuple[None, None]:

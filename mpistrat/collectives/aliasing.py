@@ -13,7 +13,7 @@ __all__ = ["are_apart", "are_disjoint", "in_memory_of", "is_plain"]
 
 
 def is_plain(array: Any) -> bool:
-    """Return whether `array` is NumPy's own and can travel as it lies in memory."""
+    """Return whether `array` is a plain `numpy.ndarray` that is sent without a copy."""
     if type(array) is not np.ndarray:
         return False
     flags = array.flags

@@ -121,7 +121,7 @@ class RepeatedReduction:
             raise self._new_call().disagreement(signature)
 
     def _limit_s(self) -> float | None:
-        """Return how long to wait for missing ranks: that of the channel may have changed."""
+        """Return the time limit for missing ranks, which the channel may have changed since."""
         return self._channel.timeout_s if self._own_timeout_s is None else self._own_timeout_s
 
     def _end_round(self, known: int) -> None:

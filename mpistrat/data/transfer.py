@@ -12,10 +12,10 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arrays import Array, Device, host_view, is_array, is_number, is_on_host, place
-from mpistrat.cuda_api import Stream, has_device_dtype, is_page_locked, pinned_empty
+from mpistrat.cuda_api import Stream, has_device_dtype, pinned_empty
 from mpistrat.ragged import Ragged
 
-__all__ = ["memory_for", "transfer_to"]
+__all__ = ["is_for_transfer", "memory_for", "transfer_to"]
 
 
 class _Transfer(Protocol):
@@ -93,7 +93,7 @@ class _DeviceTransfer:
             return source
         if not source.size:
             return place(source, self._device)
-        if not (source.flags.c_contiguous and source.dtype.isnative and is_page_locked(source)):
+        if not (source.flags.c_contiguous and source.dtype.isnative and is_for_transfer(source)):
             buffer = pinned_empty(source.size, source.dtype.newbyteorder("="))
             buffer = buffer.reshape(source.shape)
             buffer[...] = source
@@ -157,6 +157,25 @@ def memory_for(device: Device | None) -> Callable[[tuple[int, ...], np.dtype], n
         if dtype.hasobject or not 0 < size * dtype.itemsize <= _MAX_STAGED_BYTES:
             return np.empty(shape, dtype)
         with device.current():
-            return pinned_empty(size, dtype).reshape(shape)
+            memory = _ReadMemory(pinned_empty(size * dtype.itemsize, np.dtype(np.uint8)))
+        return np.asarray(memory).view(dtype).reshape(shape)
 
     return empty
+
+
+class _ReadMemory:
+    """Owns page-locked memory that nobody writes to once it has been transferred."""
+
+    # A program may have page-locked arrays of its own, and write to them again at once.
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self._memory = memory
+        self.__array_interface__ = memory.__array_interface__
+
+
+def is_for_transfer(array: np.ndarray) -> bool:
+    """Return whether the memory of `array` comes from what `memory_for` returns."""
+    owner: object = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return isinstance(owner, _ReadMemory)

@@ -34,7 +34,7 @@ def _value_bytes(array: np.ndarray) -> np.ndarray:
     flat = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(-1)
     if flat.dtype.char not in "gG" or np.finfo(np.longdouble).nmant != 63:
         return flat.view(np.uint8)
-    # x86 keeps a long double in 10 of its 16 bytes. What the others hold is left to chance.
+    # x86 uses 10 of the 16 bytes of a long double. The other bytes are undefined.
     reals = flat.view(np.longdouble)
     raw = reals.view(np.uint8).reshape(reals.size, reals.itemsize)
     return np.ascontiguousarray(raw[:, :10])

@@ -75,8 +75,8 @@ class Operand:
     def give_back(self) -> None:
         """Copy what was received to the tensor, if its memory is elsewhere.
 
-        Else autograd learns of the write, which has gone by address: a backward pass that needs
-        what was there before raises.
+        Otherwise raise autograd's version counter, which does not see writes by address: a
+        backward pass that needs the overwritten values then raises an error.
         """
         target = self._target
         if target is not None and (

@@ -251,7 +251,7 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
         Raises
         ------
         ValueError
-            For another shape.
+            If the shape differs.
         TypeError
             If `rows` cannot be cast to the variable's dtype within its kind.
         """

@@ -229,7 +229,7 @@ class DenseWrite:
         return (str(value.dtype), tuple(value.shape))
 
     def host_arrays(self, value: Array) -> list[np.ndarray]:
-        """Return the value, or nothing if it lies on a device."""
+        """Return the value, or an empty list if it is in device memory."""
         return on_host([value])
 
     def merged(self, call: CollectiveCall, target: Target, value: Array) -> Array:
