@@ -15,7 +15,7 @@ from mpistrat.arrays import Array, Device, host_view, is_array, is_number, is_on
 from mpistrat.cuda_api import Stream, has_device_dtype, pinned_empty
 from mpistrat.ragged import Ragged
 
-__all__ = ["is_for_transfer", "memory_for", "transfer_to"]
+__all__ = ["memory_for", "transfer_to"]
 
 
 class _Transfer(Protocol):
@@ -93,7 +93,7 @@ class _DeviceTransfer:
             return source
         if not source.size:
             return place(source, self._device)
-        if not (source.flags.c_contiguous and source.dtype.isnative and is_for_transfer(source)):
+        if not (source.flags.c_contiguous and source.dtype.isnative and _is_for_transfer(source)):
             buffer = pinned_empty(source.size, source.dtype.newbyteorder("="))
             buffer = buffer.reshape(source.shape)
             buffer[...] = source
@@ -173,7 +173,7 @@ class _ReadMemory:
         self.__array_interface__ = memory.__array_interface__
 
 
-def is_for_transfer(array: np.ndarray) -> bool:
+def _is_for_transfer(array: np.ndarray) -> bool:
     """Return whether the memory of `array` comes from what `memory_for` returns."""
     owner: object = array
     while isinstance(owner, np.ndarray):

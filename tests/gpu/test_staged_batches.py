@@ -6,7 +6,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.cuda_api import pinned_empty
 from mpistrat.data.distributed import _read_for
-from mpistrat.data.transfer import is_for_transfer, memory_for
+from mpistrat.data.transfer import _is_for_transfer, memory_for
 from tests.helpers import result_of
 
 ROWS, WIDTH = 640, 96
@@ -55,8 +55,8 @@ def test_rows_are_read_where_they_are_copied_from(gpus, path):
     device = gpus.extended.device
     pipeline = _read_for(device, batches_of(gpus, path)._pipeline)
     batch = next(pipeline.elements(0, 0))
-    assert is_for_transfer(batch["x"])
-    assert not is_for_transfer(next(batches_of(gpus, path)._pipeline.elements(0, 0))["x"])
+    assert _is_for_transfer(batch["x"])
+    assert not _is_for_transfer(next(batches_of(gpus, path)._pipeline.elements(0, 0))["x"])
 
 
 @pytest.mark.parametrize("name", ["map", "cache"])
@@ -93,9 +93,9 @@ def test_text_and_numbers_of_foreign_byte_order(gpus, path):
 def test_views_of_memory_for_transfers_are_known_and_arrays_of_programs_are_not(gpus):
     array = memory_for(gpus.extended.device)((12,), np.dtype("f4"))
     for each in (array, array.reshape(3, 4), array.reshape(3, 4).T, array[2:], array.view("i4")):
-        assert is_for_transfer(each)
-    assert not is_for_transfer(array.copy())
-    assert not is_for_transfer(np.frombuffer(b"1234", np.uint8))
+        assert _is_for_transfer(each)
+    assert not _is_for_transfer(array.copy())
+    assert not _is_for_transfer(np.frombuffer(b"1234", np.uint8))
     with gpus.extended.device.current():
         of_program = pinned_empty(12, np.dtype("f4"))
-    assert not is_for_transfer(of_program)
+    assert not _is_for_transfer(of_program)
