@@ -1,14 +1,28 @@
-"""Atomic files: complete or absent, and removed without a wait."""
+"""Atomic files: complete or absent, removed without a wait, and their temporary names."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import re
+import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["remove_file", "replace_file", "write_atomically"]
+__all__ = [
+    "TEMPORARY_SUFFIX",
+    "beginning",
+    "hidden_beside",
+    "is_dead",
+    "remove_file",
+    "remove_leftovers",
+    "replace_file",
+    "this_writer",
+    "write_atomically",
+]
 
 
 def write_atomically(
@@ -68,3 +82,70 @@ def _freed_in_a_thread(path: str | os.PathLike[str]) -> Iterator[None]:
             thread.start()
         except RuntimeError:  # there are too many, or the interpreter ends
             os.close(handle)
+
+
+TEMPORARY_SUFFIX = ".partial"
+"""Ending of files that are being written. Never ``.h5``, so that no pattern picks them up."""
+
+_SILENCE_S = 3600.0
+"""After this many seconds without a write, the writer on another host has died."""
+
+
+def this_writer() -> str:
+    """Return what stands for this process in the names and texts of temporary files."""
+    return f"{_host()}.{os.getpid()}"
+
+
+def is_dead(writer: str, path: Path) -> bool:
+    """Return whether the process that `this_writer` named, which wrote `path`, has ended."""
+    host, _, pid = writer.rpartition(".")
+    if not host or not pid.isdecimal():
+        return False
+    if host == _host():
+        return not _is_alive(int(pid))
+    return time.time() - path.stat().st_mtime > _SILENCE_S
+
+
+def beginning(name: str) -> str:
+    """Return the beginning of a file's name: temporary names must stay below 255 bytes."""
+    return os.fsencode(name)[:80].decode(errors="ignore")
+
+
+def hidden_beside(path: Path, what: str) -> Path:
+    """Return the path of a small file beside `path`, which no pattern picks up."""
+    return path.with_name(f".{beginning(path.name)}.{what}{TEMPORARY_SUFFIX}")
+
+
+def remove_leftovers(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
+    """Remove the temporary files of writers that are dead, and return their paths."""
+    start, end = rf"\.{re.escape(prefix)}.*", re.escape(TEMPORARY_SUFFIX)
+    written = re.compile(rf"{start}\.(?P<writer>[^.]*\.\d+)\.\w+{end}")
+    claim = re.compile(rf"{start}\.commit{end}")
+    removed = []
+    for path in sorted(Path(folder).glob(f".{glob.escape(prefix)}*{TEMPORARY_SUFFIX}")):
+        match = written.fullmatch(path.name)
+        with contextlib.suppress(OSError):
+            if match is not None:
+                writer = match["writer"]
+            elif claim.fullmatch(path.name):
+                writer = path.read_text()
+            else:
+                continue
+            if is_dead(writer, path):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "_", socket.gethostname())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
