@@ -139,11 +139,6 @@ def _run(arguments: argparse.Namespace) -> int:
             print_note("run", f"{failed}: restart {restart + 1} of {arguments.restarts}.")
         elif restart:
             print_error("run", f"{failed}, and no restart is left.")
-        sign = killing_signal(code, job.family)
-        if sign is not None and restart == arguments.restarts:
-            folders = [".", *(text.rpartition("=")[2] for text in arguments.arguments)]
-            can_restart = not arguments.restarts
-            print_error("run", explain_killed(code, sign, folders, began_at_s, can_restart))
     return code
 
 

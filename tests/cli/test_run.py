@@ -281,6 +281,7 @@ def test_a_killed_rank_is_explained_in_the_last_line(program, tmp_path, ranks, s
     assert done.returncode
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"mpistrat run: a rank was killed by {sign}")
+    assert done.stderr.count("a rank was killed") == 1
     assert ("probably because the node ran out of memory" in last) == (sign == "SIGKILL")
     assert "The newest checkpoint is runs/a/checkpoint-3.h5." in last
     assert "With --restarts K it is started again" in last
