@@ -111,7 +111,7 @@ class Ledger:
         return {name: getattr(self, name) for name in names}
 
     def note_batch(self, batch: tuple[int, int]) -> None:
-        """Note that this rank works on a batch: the others must work on the same one."""
+        """Count a batch that this rank works on, as the others must at the same time."""
         # The hash of integers is the same in every process.
         self.batches = (self.batches + hash(batch)) & _MASK
         self.batch = batch
