@@ -21,6 +21,7 @@ from mpistrat.data.distributed_dataset import (
 )
 from mpistrat.data.filtering import Filtered, evaluate_filter
 from mpistrat.data.fingerprint import check_same, digest, order_digest
+from mpistrat.data.hdf5.copies import check_copies
 from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, describe_files
 from mpistrat.data.order import ENDLESS, UNKNOWN
 from mpistrat.data.pipeline import Pipeline
@@ -54,6 +55,7 @@ def distribute(
     policy = dataset._auto_shard_policy
     _prepare(pipeline, policy, collectives, kind)
     check_same(pipeline, policy, collectives, kind)
+    check_copies(pipeline, collectives, kind)
     with collectives.all_or_none(kind):
         rank_dataset = _rank_dataset(pipeline, policy, collectives.layout)
     return DistributedDataset(rank_dataset, _target(options, device), collectives)

@@ -275,7 +275,7 @@ strategy.barrier()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("sign", ["SIGKILL", "SIGSEGV"])
+@pytest.mark.parametrize("sign", ["SIGKILL", "SIGSEGV", "SIGBUS"])
 def test_a_killed_rank_is_explained_in_the_last_line(program, tmp_path, ranks, sign):
     done = run("-n", ranks, "--oversubscribe", program(DIE), sign, cwd=tmp_path)
     assert done.returncode
@@ -283,6 +283,7 @@ def test_a_killed_rank_is_explained_in_the_last_line(program, tmp_path, ranks, s
     assert last.startswith(f"mpistrat run: a rank was killed by {sign}")
     assert done.stderr.count("a rank was killed") == 1
     assert ("probably because the node ran out of memory" in last) == (sign == "SIGKILL")
+    assert ("probably because /dev/shm is full" in last) == (sign == "SIGBUS")
     assert "The newest checkpoint is runs/a/checkpoint-3.h5." in last
     assert "With --restarts K it is started again" in last
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
     from mpistrat.data.pipeline import Pipeline
 
-__all__ = ["Hdf5Source", "agree_on_files", "describe_files"]
+__all__ = ["Hdf5Source", "agree_on_files", "describe_files", "sources_of"]
 
 
 class Hdf5Source(PlainSource):
@@ -230,12 +230,12 @@ def _check_fields(fields: Any) -> None:
         as_field(name)
 
 
-def _sources(pipeline: Pipeline) -> Iterator[Hdf5Source]:
+def sources_of(pipeline: Pipeline) -> Iterator[Hdf5Source]:
     """Yield the files that a pipeline reads, also those of data sets that it combines."""
     if isinstance(pipeline.source, Hdf5Source):
         yield pipeline.source
     for child in getattr(pipeline.source, "children", ()):
-        yield from _sources(child)
+        yield from sources_of(child)
 
 
 def describe_files(pipeline: Pipeline) -> list[Any]:
@@ -243,7 +243,7 @@ def describe_files(pipeline: Pipeline) -> list[Any]:
     # Other ranks of a program may have other files or have looked at them already.
     return [
         [repr(source), source.is_live, source.may_be_shared and not source.is_read]
-        for source in _sources(pipeline)
+        for source in sources_of(pipeline)
         if source.is_live or source.may_be_shared
     ]
 
@@ -264,7 +264,7 @@ def agree_on_files(
     if isinstance(source, Hdf5Source) and source.is_live:
         # What was seen before may be less than there is now.
         pipeline = dataclasses.replace(pipeline, source=source.anew())
-    sources = [each for each in _sources(pipeline) if each.is_live or each.may_be_shared]
+    sources = [each for each in sources_of(pipeline) if each.is_live or each.may_be_shared]
     for number, each in enumerate(sources):
         is_new = each.is_live and each is pipeline.source
         lacks = [(is_new and each.has_patterns) or entries[number][2] for entries in of_ranks]
