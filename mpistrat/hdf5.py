@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpistrat.system.files import TEMPORARY_SUFFIX, beginning, replace_file, this_writer
+from mpistrat.system.files import affixes, replace_file
 
 __all__ = [
     "contiguous_offset",
@@ -297,9 +297,8 @@ def create_atomically(
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "a device or a pipe"
         raise OSError(errno.EEXIST, f"is {what}, but a file is to be written", str(path))
-    handle, temporary = tempfile.mkstemp(
-        dir=path.parent, prefix=f".{beginning(path.name)}.{this_writer()}.", suffix=TEMPORARY_SUFFIX
-    )
+    prefix, suffix = affixes(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=suffix)
     try:
         os.fchmod(handle, 0o666 & ~_umask())
         file = _create(temporary)

@@ -13,14 +13,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 __all__ = [
-    "TEMPORARY_SUFFIX",
-    "beginning",
+    "affixes",
+    "claimed",
     "hidden_beside",
-    "is_dead",
     "remove_file",
     "remove_leftovers",
     "replace_file",
-    "this_writer",
     "write_atomically",
 ]
 
@@ -84,7 +82,7 @@ def _freed_in_a_thread(path: str | os.PathLike[str]) -> Iterator[None]:
             os.close(handle)
 
 
-TEMPORARY_SUFFIX = ".partial"
+_SUFFIX = ".partial"
 """Ending of files that are being written. Never ``.h5``, so that no pattern picks them up."""
 
 _SILENCE_S = 3600.0
@@ -96,7 +94,12 @@ def this_writer() -> str:
     return f"{_host()}.{os.getpid()}"
 
 
-def is_dead(writer: str, path: Path) -> bool:
+def affixes(path: Path) -> tuple[str, str]:
+    """Return the start and the end of temporary names for a file that becomes `path`."""
+    return f".{_beginning(path.name)}.{this_writer()}.", _SUFFIX
+
+
+def _is_dead(writer: str, path: Path) -> bool:
     """Return whether the process that `this_writer` named, which wrote `path`, has ended."""
     host, _, pid = writer.rpartition(".")
     if not host or not pid.isdecimal():
@@ -106,23 +109,52 @@ def is_dead(writer: str, path: Path) -> bool:
     return time.time() - path.stat().st_mtime > _SILENCE_S
 
 
-def beginning(name: str) -> str:
+def _beginning(name: str) -> str:
     """Return the beginning of a file's name: temporary names must stay below 255 bytes."""
     return os.fsencode(name)[:80].decode(errors="ignore")
 
 
 def hidden_beside(path: Path, what: str) -> Path:
     """Return the path of a small file beside `path`, which no pattern picks up."""
-    return path.with_name(f".{beginning(path.name)}.{what}{TEMPORARY_SUFFIX}")
+    return path.with_name(f".{_beginning(path.name)}.{what}{_SUFFIX}")
+
+
+@contextlib.contextmanager
+def claimed(path: Path, limit_s: float) -> Iterator[None]:
+    """Keep other processes out that claim `path` too, which takes none of them longer."""
+    claim, end_s = hidden_beside(path, "commit"), time.monotonic() + limit_s
+    while True:
+        try:
+            handle = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            if time.monotonic() > end_s or _is_abandoned(claim):  # who had it was killed
+                claim.unlink(missing_ok=True)
+                end_s = time.monotonic() + limit_s  # another may take it before this one
+            time.sleep(0.005)
+        else:
+            break
+    try:
+        with contextlib.suppress(OSError), open(handle, "w") as file:  # the disk may be full
+            file.write(this_writer())
+        yield
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def _is_abandoned(claim: Path) -> bool:
+    try:
+        return _is_dead(claim.read_text(), claim)
+    except OSError:  # it is gone, or of another user
+        return False
 
 
 def remove_leftovers(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
     """Remove the temporary files of writers that are dead, and return their paths."""
-    start, end = rf"\.{re.escape(prefix)}.*", re.escape(TEMPORARY_SUFFIX)
+    start, end = rf"\.{re.escape(prefix)}.*", re.escape(_SUFFIX)
     written = re.compile(rf"{start}\.(?P<writer>[^.]*\.\d+)\.\w+{end}")
     claim = re.compile(rf"{start}\.commit{end}")
     removed = []
-    for path in sorted(Path(folder).glob(f".{glob.escape(prefix)}*{TEMPORARY_SUFFIX}")):
+    for path in sorted(Path(folder).glob(f".{glob.escape(prefix)}*{_SUFFIX}")):
         match = written.fullmatch(path.name)
         with contextlib.suppress(OSError):
             if match is not None:
@@ -131,7 +163,7 @@ def remove_leftovers(folder: str | os.PathLike[str], prefix: str = "") -> list[P
                 writer = path.read_text()
             else:
                 continue
-            if is_dead(writer, path):
+            if _is_dead(writer, path):
                 path.unlink()
                 removed.append(path)
     return removed
