@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -10,7 +11,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["Program", "descendants", "send_signal"]
+__all__ = [
+    "Program",
+    "adopt_orphans",
+    "command_of",
+    "descendants",
+    "end_with_parent",
+    "send_signal",
+]
 
 
 class _Capture:
@@ -95,6 +103,28 @@ def descendants(pid: int) -> list[int]:
     for each in found:
         found += [child for child, parent in parents.items() if parent == each]
     return found
+
+
+def command_of(pid: int) -> tuple[str, ...]:
+    """Return the command of a process, ``()`` if it has ended."""
+    try:
+        return tuple(Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1])
+    except OSError:
+        return ()
+
+
+_END_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
+"""PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux."""
+
+
+def end_with_parent(sign: signal.Signals) -> None:
+    """Have the system send `sign` to this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_END_WITH_PARENT, int(sign))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent has ended."""
+    ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1)
 
 
 def send_signal(sign: signal.Signals, pids: Sequence[int]) -> None:
