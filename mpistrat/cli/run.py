@@ -24,13 +24,7 @@ from mpistrat.mpi.mpiexec import Mpiexec, family_of, find_mpiexec, srun, srun_va
 from mpistrat.mpi.survival import FLAG
 from mpistrat.settings import environment
 from mpistrat.system.cpu import num_cores
-from mpistrat.system.processes import (
-    adopt_orphans,
-    command_of,
-    descendants,
-    end_with_parent,
-    send_signal,
-)
+from mpistrat.system.processes import descendants, prctl, send_signal
 
 __all__ = ["COMMAND"]
 
@@ -309,6 +303,8 @@ def _check_user(mpiexec: Mpiexec, mpi_args: list[str]) -> None:
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_END_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
+"""PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux."""
 _LEAVING_S = 2.0
 """For ranks to end after their mpiexec."""
 _FROM_TERMINAL = 0x80
@@ -318,11 +314,11 @@ _FROM_TERMINAL = 0x80
 def _wait(job: _Job) -> tuple[int, bool]:
     """Run the job to its end; return its exit code, and whether a signal asked it to end."""
     num_asked = ended_by = 0
-    adopt_orphans()
+    prctl(_ADOPT_ORPHANS, 1)
     with _blocked(*_FORWARDED, signal.SIGCHLD) as mask:
 
         def begin() -> None:
-            end_with_parent(signal.SIGTERM)
+            prctl(_END_WITH_PARENT, signal.SIGTERM)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         process = subprocess.Popen(
@@ -351,9 +347,9 @@ def _wait(job: _Job) -> tuple[int, bool]:
 
 
 def _end_orphans(job: _Job) -> None:
-    """End ranks whose mpiexec was killed: they would write beside those of a restart."""
+    """End ranks whose mpiexec was killed: a restart would write the same files."""
     end_s = time.monotonic() + _LEAVING_S
-    while orphans := [pid for pid in descendants(os.getpid()) if command_of(pid) == job.rank]:
+    while job.rank and (orphans := descendants(os.getpid(), job.rank)):
         if time.monotonic() > end_s:
             print_error("run", f"{len(orphans)} rank(s) have outlived mpiexec, and are killed.")
             send_signal(signal.SIGKILL, orphans)

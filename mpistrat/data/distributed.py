@@ -21,8 +21,7 @@ from mpistrat.data.distributed_dataset import (
 )
 from mpistrat.data.filtering import Filtered, evaluate_filter
 from mpistrat.data.fingerprint import check_same, digest, order_digest
-from mpistrat.data.hdf5.copies import check_copies
-from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, describe_files
+from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, check_copies, describe_files
 from mpistrat.data.order import ENDLESS, UNKNOWN
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.rows import Rows, count_rows

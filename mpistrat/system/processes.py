@@ -13,10 +13,8 @@ from pathlib import Path
 
 __all__ = [
     "Program",
-    "adopt_orphans",
-    "command_of",
     "descendants",
-    "end_with_parent",
+    "prctl",
     "send_signal",
 ]
 
@@ -96,35 +94,28 @@ class Program:
             capture.close()
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the ids of a process and of all its descendants, the process first."""
+def descendants(pid: int, command: Sequence[str] = ()) -> list[int]:
+    """Return the ids of a process and of all its descendants, the process first.
+
+    With a `command` only those that run it.
+    """
     found = [pid]
     parents = dict(_parents())
     for each in found:
         found += [child for child, parent in parents.items() if parent == each]
-    return found
+    return [each for each in found if not command or _command_of(each) == [*command]]
 
 
-def command_of(pid: int) -> tuple[str, ...]:
-    """Return the command of a process, ``()`` if it has ended."""
+def _command_of(pid: int) -> list[str]:
     try:
-        return tuple(Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1])
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1]
     except OSError:
-        return ()
+        return []
 
 
-_END_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
-"""PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux."""
-
-
-def end_with_parent(sign: signal.Signals) -> None:
-    """Have the system send `sign` to this process when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(_END_WITH_PARENT, int(sign))
-
-
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent has ended."""
-    ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1)
+def prctl(option: int, value: int) -> None:
+    """Set a property of this process, by the numbers of Linux."""
+    ctypes.CDLL(None).prctl(option, value)
 
 
 def send_signal(sign: signal.Signals, pids: Sequence[int]) -> None:
