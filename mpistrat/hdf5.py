@@ -6,21 +6,18 @@ import contextlib
 import ctypes
 import errno
 import functools
-import glob
 import importlib
 import mmap
 import os
 import re
 import resource
-import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpistrat.system.files import replace_file
+from mpistrat.system.files import affixes, replace_file
 
 __all__ = [
     "contiguous_offset",
@@ -34,7 +31,6 @@ __all__ = [
     "h5py",
     "has_offsets",
     "has_signature",
-    "hidden_beside",
     "is_in_file",
     "is_stored_as",
     "max_open_files",
@@ -43,15 +39,11 @@ __all__ = [
     "open_for_reading",
     "places_of_chunks",
     "plugin_libraries",
-    "remove_leftovers",
     "stored_type",
 ]
 
 _BYTES_WORTH_ALIGNING = 2**18
 """Arrays of at least this size begin at a memory page, so that no two writers share one."""
-
-TEMPORARY_SUFFIX = ".partial"
-"""Ending of files that are being written. Never ``.h5``, so that no pattern picks them up."""
 
 
 @functools.cache
@@ -305,9 +297,8 @@ def create_atomically(
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "a device or a pipe"
         raise OSError(errno.EEXIST, f"is {what}, but a file is to be written", str(path))
-    handle, temporary = tempfile.mkstemp(
-        dir=path.parent, prefix=f".{_beginning(path.name)}.{_writer()}.", suffix=TEMPORARY_SUFFIX
-    )
+    prefix, suffix = affixes(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=suffix)
     try:
         os.fchmod(handle, 0o666 & ~_umask())
         file = _create(temporary)
@@ -372,59 +363,6 @@ def _open_sink() -> int:
         return os.memfd_create("discarded")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def hidden_beside(path: Path, what: str) -> Path:
-    """Return the path of a small file beside `path`, which no pattern picks up."""
-    return path.with_name(f".{_beginning(path.name)}.{what}{TEMPORARY_SUFFIX}")
-
-
-def remove_leftovers(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
-    """Remove the temporary files of writers that are dead, and return their paths."""
-    pattern = re.compile(
-        rf"\.{re.escape(prefix)}.*\.(?P<host>[^.]*)\.(?P<pid>\d+)\.\w+{re.escape(TEMPORARY_SUFFIX)}"
-    )
-    removed = []
-    for path in sorted(Path(folder).glob(f".{glob.escape(prefix)}*{TEMPORARY_SUFFIX}")):
-        match = pattern.fullmatch(path.name)
-        if match is None:
-            continue
-        with contextlib.suppress(OSError):
-            if match["host"] == _host():
-                dead = not _is_alive(int(match["pid"]))
-            else:
-                dead = time.time() - path.stat().st_mtime > _SILENCE_S
-            if dead:
-                path.unlink()
-                removed.append(path)
-    return removed
-
-
-_SILENCE_S = 3600.0
-"""After this many seconds without a write, the writer on another host has died."""
-
-
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9_-]", "_", socket.gethostname())
-
-
-def _beginning(name: str) -> str:
-    """Return the beginning of a file's name: temporary names must stay below 255 bytes."""
-    return os.fsencode(name)[:80].decode(errors="ignore")
-
-
-def _writer() -> str:
-    return f"{_host()}.{os.getpid()}"
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _umask() -> int:

@@ -37,6 +37,7 @@ __all__ = [
     "Number",
     "PerReplica",
     "T",
+    "batches_of",
     "container_of",
     "is_value",
     "local_component",
@@ -117,8 +118,10 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
     array([2., 2.])
     """
 
-    __slots__ = ()
+    __slots__ = ("_batch",)
 
+    _batch: tuple[int, int]
+    """Of a batch of a distributed dataset the pass, and its number in that; else not set."""
     _num_here: ClassVar[ContextVar[int]] = ContextVar("_num_here", default=1)
     """How many replicas the rank has of the one that runs here."""
 
@@ -335,6 +338,18 @@ def is_value(leaf: object) -> bool:
 def local_component(leaf: Any) -> Any:
     """Return this rank's component of a distributed value, anything else as it is."""
     return leaf._own() if isinstance(leaf, DistributedValues) else leaf
+
+
+def batches_of(nest: Any) -> Sequence[tuple[int, int]]:
+    """Return of each batch of a distributed dataset in `nest` the pass, and its number in that."""
+    if isinstance(nest, PerReplica):
+        batch = getattr(nest, "_batch", None)
+        return () if batch is None else (batch,)
+    if isinstance(nest, dict):
+        nest = nest.values()
+    elif not isinstance(nest, tuple | list):
+        return ()
+    return [batch for each in nest for batch in batches_of(each)]
 
 
 def localize(nest: Any) -> Any:

@@ -352,6 +352,22 @@ class CommonOutcome:
             call.leave_channel(error)
             channel.note_end(call.owner)
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the JSON `value` of every rank, once all have succeeded. **Collective**."""
+        call, channel = self._call, self.channel
+        call.take_channel()
+        call._agreed = True
+        error: BaseException | None = None
+        try:
+            return channel.exchange(value)
+        except BaseException as raised:  # of a signal handler: the others wait for this rank
+            error = raised
+            call._leave_data(raised)
+            raise
+        finally:
+            call.leave_channel(error)
+            channel.note_end(call.owner)
+
     def _settle(self, trace: TracebackType | None, error: Exception | None) -> None:
         """Raise the error of the lowest failed rank on the ranks that succeeded."""
         call, channel = self._call, self.channel
@@ -389,9 +405,9 @@ def _raise_for_all(channel: Channel, report: dict[str, Any], own: Exception | No
 
 def _rebuilt(name: str, text: str) -> Exception:
     """Return an exception of the class that another rank raised."""
-    cls: Any = getattr(errors, name, None) or getattr(builtins, name, errors.MpistratError)
+    cls: Any = getattr(errors, name, None) or getattr(builtins, name, None)
     try:
         error = cls(text)
     except TypeError:
-        error = None  # a class whose parameters are others than one text
+        error = None  # a class that this rank does not know, or that takes more than one text
     return error if isinstance(error, Exception) else errors.MpistratError(f"{name}: {text}")

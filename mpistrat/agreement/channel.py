@@ -360,10 +360,15 @@ class Channel(ClosableChannel):
         """Return the report of every rank after a round with `Outcome.MIXED`. **Collective**."""
         # A rank that ends is in the last rounds of several channels, of different ranks each. It
         # may wait in none of them for ranks that wait for it in another.
-        poll = self.start_exchange(report)
         with self.transport.occupancy:
-            while (reports := poll()) is None:
-                time.sleep(_POLL_S)
+            try:
+                poll = self.start_exchange(report)
+                while (reports := poll()) is None:
+                    time.sleep(_POLL_S)
+            except BaseException as error:  # of a signal handler: the others wait for this rank
+                if self.closed is None:
+                    self.leave_interrupted("exchange of reports", error)
+                raise
         return reports
 
     def report(

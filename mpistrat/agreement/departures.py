@@ -62,6 +62,9 @@ class Peers(Protocol):
     def deliver(self, texts: Sequence[str]) -> bool:
         """Send lines to rank 0 to print, and return whether it accepted them."""
 
+    def is_first_to_end(self) -> bool:
+        """Return whether no lower rank has come to the end of the program."""
+
     def is_root_at_work(self) -> bool:
         """Return whether rank 0 is still finishing a file for all."""
 

@@ -50,6 +50,16 @@ class _GroupLedger(Ledger):
         self._mixed = ((), 0)
 
     @property
+    def batches(self) -> int:  # type: ignore[override]
+        """64 bits that stand for the batches passed to `Strategy.run`."""
+        return self._parent.batches
+
+    @property
+    def batch(self) -> tuple[int, int] | None:  # type: ignore[override]
+        """The last of them: the pass, and its number in that."""
+        return self._parent.batch
+
+    @property
     def runs(self) -> int:  # type: ignore[override]
         """Calls of `Strategy.run` begun."""
         return self._parent.runs

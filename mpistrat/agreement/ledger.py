@@ -36,6 +36,7 @@ SPREAD = (
     0x165667B19E3779F9,
     0xD6E8FEB86659FD93,
     0xFF51AFD7ED558CCD,
+    0xC4CEB9FE1A85EC53,
 )
 
 
@@ -97,20 +98,30 @@ class Ledger:
     """Functions passed to those three that raised."""
     last_failure: str = ""
     """The error of the last of them, and where."""
+    batches: int = 0
+    """64 bits that stand for the batches passed to `Strategy.run`."""
+    batch: tuple[int, int] | None = None
+    """The last of them: the pass, and its number in that."""
     _mixed: tuple[tuple[int, ...], int] = ((), 0)
     """The counters but `sequence` at the last digest, and the number that they add to it."""
 
     def as_json(self) -> dict[str, Any]:
         """Return all but `sequence` in JSON values."""
-        names = "runs", "merge_calls", "updates", "failures", "last_failure"
+        names = "runs", "merge_calls", "updates", "failures", "last_failure", "batches", "batch"
         return {name: getattr(self, name) for name in names}
+
+    def note_batch(self, batch: tuple[int, int]) -> None:
+        """Count a batch that this rank works on, as the others must at the same time."""
+        # The hash of integers is the same in every process.
+        self.batches = (self.batches + hash(batch)) & _MASK
+        self.batch = batch
 
     def digest(self, signature: Any) -> int:
         """Return 64 bits of the next collective's `signature` and the counters."""
         base = signature.digest if type(signature) is Signature else None
         if base is None:
             base = digest_of(signature)
-        counters = self.runs, self.merge_calls, self.failures, self.updates
+        counters = self.runs, self.merge_calls, self.failures, self.updates, self.batches
         if counters != self._mixed[0]:
             mixed = sum(map(operator.mul, counters, SPREAD[1:]))
             self._mixed = (counters, mixed)
@@ -129,7 +140,7 @@ def compared_values(arrays: Iterable[np.ndarray]) -> tuple[int, str]:
 
 
 _VALUES = re.compile(r"with (the value \S+|values of digest [0-9a-f]{16})")
-_COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures")
+_COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures", "batches")
 _CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
 
 
@@ -162,10 +173,15 @@ def disagreement_error(
 def _describe_disagreement(reports: Mapping[int, dict[str, Any]]) -> str:
     """Return the table of which ranks are where, for the `Channel.report` of each, and a remedy."""
     counters_differ = len({_counters(report) for report in reports.values()}) > 1
-    has_runs = any(any(_counters(report)[1:]) for report in reports.values())  # torch has none
+    has_runs = any(any(_counters(report)[1:-1]) for report in reports.values())  # torch has none
+    # Ranks may have passed over different batches, and work on the same one now.
+    num_before, num_now = (
+        len({str(report[name]) for report in reports.values()}) for name in ("batches", "batch")
+    )
     groups: dict[str, list[int]] = {}
     for rank, report in reports.items():
-        groups.setdefault(_line(report, counters_differ, has_runs), []).append(rank)
+        line = _line(report, counters_differ, has_runs, num_before > num_now == 1)
+        groups.setdefault(line, []).append(rank)
     lines = [f"  {rank_list(ranks)}: {line}" for line, ranks in groups.items()]
     return "\n".join(lines + _remedy(reports))
 
@@ -178,6 +194,11 @@ def _remedy(reports: Mapping[int, dict[str, Any]]) -> list[str]:
             "The values differ from rank to rank, but outside of strategy.run all ranks pass one "
             "value for all replicas: forgot strategy.run? Or combine the values first: "
             'strategy.reduce("mean", value), strategy.broadcast(value).'
+        ]
+    if len(calls_without_values) == 1 < len({report["batches"] for report in reports.values()}):
+        return [
+            "The ranks work on different batches: did a loop over the dataset end early on some of "
+            "them (break, close, an exception)? All ranks must leave it after the same batch."
         ]
     places: dict[str, list[int]] = {}
     calls: dict[str, list[int]] = {}
@@ -206,7 +227,7 @@ def _counters(report: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(report[name] for name in _COUNTERS)
 
 
-def _line(report: dict[str, Any], counters_differ: bool, has_runs: bool) -> str:
+def _line(report: dict[str, Any], counters_differ: bool, has_runs: bool, has_skipped: bool) -> str:
     line = f"{report['what']} at {report['site']}"
     if report["ended"]:
         return line + (f", after {report['last_failure']}" if report["last_failure"] else "")
@@ -216,6 +237,9 @@ def _line(report: dict[str, Any], counters_differ: bool, has_runs: bool) -> str:
             line += f" after {report['runs']} runs and {report['merge_calls']} merge_calls"
         if report["updates"]:
             line += f" and {report['updates']} updates"
+        if report["batch"]:
+            line += f", with batch {report['batch'][1]} of pass {report['batch'][0]}"
+            line += " after different ones" if has_skipped else ""
         if report["last_failure"]:
             line += f"; before that {report['last_failure']}"
     return line

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mpistrat import hdf5
 from mpistrat.arrays import Array
 from mpistrat.checkpoint.collect import StateCollector
 from mpistrat.checkpoint.format import VARIABLES, Header
@@ -26,6 +25,7 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.mpi.world import failed_world_ranks, started_world
 from mpistrat.system.exit_hooks import Phase, at, hold_while
+from mpistrat.system.files import hidden_beside, remove_leftovers
 from mpistrat.system.threads import Background
 from mpistrat.system.units import on_undo
 from mpistrat.tracing.spans import spanned
@@ -100,13 +100,13 @@ class _Pending:
 
     def settle(self) -> bool:
         """Return whether the file is there, after the loss of the rank that was to write it."""
-        hdf5.hidden_beside(Path(self.path), "commit").unlink(missing_ok=True)
+        hidden_beside(Path(self.path), "commit").unlink(missing_ok=True)
         with contextlib.suppress(CheckpointError), open_checkpoint(self.path) as reader:
             if reader.header.created == Header.timestamp(self.created_s):
                 self.then()
                 return True
         folder, name = os.path.split(self.path)
-        hdf5.remove_leftovers(folder, name)
+        remove_leftovers(folder, name)
         return False
 
     def warn(self) -> None:

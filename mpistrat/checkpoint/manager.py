@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpistrat import hdf5
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.checkpoint.async_save import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint, save
@@ -31,7 +30,7 @@ from mpistrat.checkpoint.retention import (
 )
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-from mpistrat.system.files import remove_file
+from mpistrat.system.files import remove_file, remove_leftovers
 from mpistrat.system.hints import Hinted
 from mpistrat.system.text import html_table
 from mpistrat.system.units import on_undo
@@ -346,7 +345,7 @@ class CheckpointManager(Hinted):
         directory = os.path.abspath(self._directory)
         # First, as it names a folder that may not be read.
         found, now_s = list_folder(directory), time.time()
-        for path in hdf5.remove_leftovers(directory, PREFIX):
+        for path in remove_leftovers(directory, PREFIX):
             _logger.info("Removed %s, which a writer left behind when it died.", path)
         warn_of_future(found, now_s)
         return directory, now_s, [(each.created_s, each.step, each.path) for each in found]

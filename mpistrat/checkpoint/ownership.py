@@ -26,6 +26,7 @@ from mpistrat.errors import CheckpointError
 from mpistrat.mpi.launcher import find_launcher, is_one_of_several
 from mpistrat.mpi.world import is_started, started_world
 from mpistrat.system.exit_hooks import Phase, at
+from mpistrat.system.files import claimed, hidden_beside
 from mpistrat.system.text import rank_list
 
 __all__ = ["WRITERS", "Replaces", "Writers", "check_may_replace", "writes_here"]
@@ -88,29 +89,11 @@ class Writers:
     def commit(self, path: Path, created: str) -> Iterator[None]:
         """Check `path` while no other writer gives a file this name, which is the body's work."""
         # `created` is that attribute of the file.
-        claim = hdf5.hidden_beside(path, "commit")
-        _acquire(claim)
-        try:
+        with claimed(path, _LONGEST_COMMIT_S):
             self.check(path)
             yield
             if self.collectives is not None:
                 _release_at_close(self.collectives, path, created)
-        finally:
-            claim.unlink(missing_ok=True)
-
-
-def _acquire(claim: Path) -> None:
-    """Make the file `claim`, once nobody else has it."""
-    end_s = time.monotonic() + _LONGEST_COMMIT_S
-    while True:
-        try:
-            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            return
-        except FileExistsError:
-            if time.monotonic() > end_s:  # who had it was killed
-                claim.unlink(missing_ok=True)
-                end_s = time.monotonic() + _LONGEST_COMMIT_S  # another may take it before this one
-            time.sleep(0.005)
 
 
 def _writers_of(path: Path) -> str | None:
@@ -142,7 +125,7 @@ def _release_at_close(collectives: Collectives, path: Path, created: str) -> Non
 
 def _released(path: Path) -> Path:
     """Return the path of the mark that the file `path` belongs to nobody any more."""
-    return hdf5.hidden_beside(path, "released")
+    return hidden_beside(path, "released")
 
 
 def _release(path: Path, created: str) -> None:

@@ -17,6 +17,10 @@ _OF_CRASHES = (
     *(signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE),
     *(signal.SIGILL, signal.SIGTERM),
 )
+_CAUSES = {
+    signal.SIGKILL: "the node ran out of memory",
+    signal.SIGBUS: "/dev/shm is full, or the disk of a file that is mapped",
+}
 
 
 def killing_signal(code: int, family: str) -> signal.Signals | None:
@@ -35,7 +39,7 @@ def explain_killed(
 ) -> str:
     """Return one line: the signal, its probable cause, the newest checkpoint, and the remedy."""
     own = "" if code > 128 else f", unless exit code {code} is the program's own"
-    cause = ", probably because the node ran out of memory" if sign == signal.SIGKILL else ""
+    cause = f", probably because {_CAUSES[sign]}" if sign in _CAUSES else ""
     newest = _newest_checkpoint(folders, began_s)
     resumes = f"The newest checkpoint is {newest}." if newest else "No new checkpoint was found."
     remedy = (

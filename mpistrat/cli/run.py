@@ -24,7 +24,7 @@ from mpistrat.mpi.mpiexec import Mpiexec, family_of, find_mpiexec, srun, srun_va
 from mpistrat.mpi.survival import FLAG
 from mpistrat.settings import environment
 from mpistrat.system.cpu import num_cores
-from mpistrat.system.processes import descendants, send_signal
+from mpistrat.system.processes import descendants, prctl, send_signal
 
 __all__ = ["COMMAND"]
 
@@ -107,6 +107,8 @@ class _Job:
     """Set on top of the environment."""
     family: str = ""
     """Of the MPI library whose mpiexec is used."""
+    rank: tuple[str, ...] = ()
+    """The command of each rank that mpiexec starts."""
 
     def __str__(self) -> str:
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
@@ -196,7 +198,8 @@ def _plan(arguments: argparse.Namespace) -> _Job:
     start = mpiexec.command(ranks, arguments.oversubscribe, is_bound=threads == 1)
     if arguments.fault_tolerant:
         start[1:1] = _tolerance_of(mpiexec)
-    return _Job([*start, *arguments.mpi_args, *program], changes, mpiexec.family)
+    command = [*start, *arguments.mpi_args, *program]
+    return _Job(command, changes, mpiexec.family, tuple(program))
 
 
 def _tolerance_of(mpiexec: Mpiexec) -> list[str]:
@@ -300,6 +303,10 @@ def _check_user(mpiexec: Mpiexec, mpi_args: list[str]) -> None:
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_END_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
+"""PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux."""
+_LEAVING_S = 2.0
+"""For ranks to end after their mpiexec."""
 _FROM_TERMINAL = 0x80
 """SI_KERNEL of Linux: all processes in the foreground get the signal."""
 
@@ -307,11 +314,17 @@ _FROM_TERMINAL = 0x80
 def _wait(job: _Job) -> tuple[int, bool]:
     """Run the job to its end; return its exit code, and whether a signal asked it to end."""
     num_asked = ended_by = 0
+    prctl(_ADOPT_ORPHANS, 1)
     with _blocked(*_FORWARDED, signal.SIGCHLD) as mask:
+
+        def begin() -> None:
+            prctl(_END_WITH_PARENT, signal.SIGTERM)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
         process = subprocess.Popen(
             job.command,
             env=dict(environment()) | job.variables,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+            preexec_fn=begin,
         )
         while process.poll() is None:
             came = signal.sigtimedwait((*_FORWARDED, signal.SIGCHLD), 1)
@@ -323,10 +336,25 @@ def _wait(job: _Job) -> tuple[int, bool]:
             if num_asked > 1:  # the first one did not help
                 send_signal(signal.SIGKILL, descendants(process.pid))
             elif sign != signal.SIGINT or came.si_code != _FROM_TERMINAL:
-                send_signal(sign, [process.pid])
+                # SIGHUP would end an mpiexec, and its ranks would continue.
+                is_for_mpiexec = job.rank and sign == signal.SIGHUP
+                send_signal(signal.SIGTERM if is_for_mpiexec else sign, [process.pid])
+        if process.returncode:
+            _end_orphans(job)
     # An mpiexec that is interrupted while its ranks end may say 0.
     code = process.returncode or (128 + ended_by if ended_by else 0)
     return (128 - code if code < 0 else code), num_asked > 0
+
+
+def _end_orphans(job: _Job) -> None:
+    """End ranks whose mpiexec was killed: a restart would write the same files."""
+    end_s = time.monotonic() + _LEAVING_S
+    while job.rank and (orphans := descendants(os.getpid(), job.rank)):
+        if time.monotonic() > end_s:
+            print_error("run", f"{len(orphans)} rank(s) have outlived mpiexec, and are killed.")
+            send_signal(signal.SIGKILL, orphans)
+            break
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

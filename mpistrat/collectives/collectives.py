@@ -357,9 +357,10 @@ class Collectives(RunsUnits):
         Where it fails on any rank, it fails on all. The ranks must be known to be in step, and
         `work` may do no collective.
         """
-        with self.common_outcome(kind, name):
+        outcome = self.common_outcome(kind, name)
+        with outcome:
             own = work()
-        return self.channel.exchange(own)
+        return outcome.exchange(own)
 
     def on_root(self, work: Callable[[], Any], kind: str, name: str | None = None) -> Any:
         """Return on every rank what `work` returns on rank 0. **Collective**, as `on_all`."""

@@ -29,7 +29,7 @@ __all__ = ["RepeatedReduction", "is_as_usual"]
 
 _logger = logging.getLogger("mpistrat")
 
-_WAY = struct.Struct("=12q6Q")
+_WAY = struct.Struct("=12q7Q")
 """How the numbers travel, as ``native/repeated.c`` takes it."""
 
 _PROGRESS, _ENTRY = -2, -1

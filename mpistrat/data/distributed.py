@@ -22,7 +22,7 @@ from mpistrat.data.distributed_dataset import (
 )
 from mpistrat.data.filtering import Filtered, evaluate_filter
 from mpistrat.data.fingerprint import check_same, digest, order_digest
-from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, describe_files
+from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, check_copies, describe_files
 from mpistrat.data.order import ENDLESS, UNKNOWN
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.rows import Rows, count_rows
@@ -58,6 +58,7 @@ def distribute(
     policy = dataset._auto_shard_policy
     _prepare(pipeline, policy, collectives, kind)
     check_same(pipeline, policy, collectives, kind)
+    check_copies(pipeline, collectives, kind)
     target = _target(options, device)
     with collectives.all_or_none(kind):
         staged = _read_for(target, pipeline)

@@ -90,7 +90,8 @@ class DistributedDataset:
     def __iter__(self) -> ElementIterator:
         pass_number, start, on_step = self._position.begin(self._warn_of_nothing)
         elements = self._elements(pass_number, start)
-        return ElementIterator(elements, on_step, self._check_context, of=self)
+        first = (pass_number, start)
+        return ElementIterator(elements, on_step, self._check_context, of=self, first=first)
 
     def __repr__(self) -> str:
         return f"<DistributedDataset {self._rank_dataset}{self._position}>"

@@ -166,6 +166,11 @@ class MonitorClient(Peers):
                 return rank
         return self._channel.rank
 
+    def is_first_to_end(self) -> bool:
+        """Return whether no lower rank has come to the end of the program."""
+        lower = range(self._channel.rank)
+        return all(self.ask(rank)["state"] != RankState.FINISHED for rank in lower)
+
     def is_root_at_work(self) -> bool:
         """Return whether rank 0 is still finishing a file for all."""
         if self._channel.rank == 0:

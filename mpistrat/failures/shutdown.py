@@ -8,6 +8,7 @@ busy ends the job after a grace period.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -28,6 +29,8 @@ from mpistrat.system.callsite import failure_site
 from mpistrat.system.text import rank_list, text_of
 
 __all__ = ["install", "register_channel"]
+
+_logger = logging.getLogger("mpistrat")
 
 _POLL_S = 0.0005
 _TURN_S = 1.0
@@ -158,7 +161,7 @@ def _end_on_channels(
             time.sleep(_REPORT_S)
         else:
             _print_failures(last_rounds[0], text, among)
-            if text is None:
+            if text is None and not last_rounds[0].has_explained:
                 _explain_abort(channels)
             _report_abort(channels)
             time.sleep(_PRINT_S)
@@ -184,6 +187,7 @@ def _others_end(
     # Only a rank that has failed, is stuck or interrupted has a limit, or one that others would
     # wait for where they make a new communicator; and not while rank 0 is finishing a file.
     since = time.monotonic()
+    look_at_s = since + _look_s()
     is_hurried = is_idle = False
     # A list, because every last round has to be polled, not only the first that is not done.
     while [each for each in last_rounds if not each.is_done()]:
@@ -201,6 +205,10 @@ def _others_end(
                 since = time.monotonic() - limit_s + _TURN_S
         if is_idle and time.monotonic() - since > limit_s:
             return False
+        if time.monotonic() > look_at_s:
+            look_at_s = time.monotonic() + _look_s()
+            if last_rounds[0].waits_in_vain():
+                return False
         time.sleep(_POLL_S)
     return True
 
@@ -225,6 +233,10 @@ class _LastRound:
         """Whether a rank has ended before this one knew that it has come to the last round."""
         self._exchange: Callable[[], list[Any] | None] | None = None
         """Polls for the reports of all ranks, after a round in which they differ."""
+        self._since_s = time.monotonic()
+        self._has_warned = False
+        self.has_explained = False
+        """Whether this rank has said why it ends the job."""
 
     def is_done(self) -> bool:
         """Return whether every rank of the channel is known to have ended."""
@@ -263,6 +275,25 @@ class _LastRound:
         if not self._is_done:
             self._start()
         return self._is_done
+
+    def waits_in_vain(self) -> bool:
+        """Return whether ranks that are stopped or silent have not ended within the time limit."""
+        # Others may work for as long as they like.
+        channel, waited_s = self.channel, time.monotonic() - self._since_s
+        table = "" if channel.peers is None else channel.peers.describe_lost()
+        if channel.peers is None or not table or not channel.peers.is_first_to_end():
+            return False
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning("The end of the program waits for stopped or silent ranks:\n%s", table)
+        if channel.timeout_s is None or waited_s < channel.timeout_s:
+            return False
+        self.has_explained = True
+        print_line(
+            f"{rank_list(channel.names([channel.rank]))} left the program and ends the job, as "
+            f"others have not ended within the timeout of {channel.timeout_s:g} s:\n{table}"
+        )
+        return True
 
     def _round_is_done(self) -> bool:
         """Return whether all have come. Where ranks are lost, others that have may be gone."""
@@ -345,6 +376,11 @@ def _extra_s(largest: Channel, stuck: Channel | None) -> float:
     # Other groups may be stuck at the same time, each with its lowest rank.
     soon_s = _SOON_S + _SHORT_TURN_S * min(largest.rank, _MAX_TURNS)
     return min(0.0, soon_s - _grace_s())
+
+
+def _look_s() -> float:
+    """Return after how many seconds, again and again, a rank looks why others do not end."""
+    return max(settings_at_the_end().wait_notice_s, _TURN_S)
 
 
 def _grace_s() -> float:

@@ -36,13 +36,13 @@ struct way {
     int64_t turns;
     struct sequence *reductions;
     int64_t function, divisor, itemsize, block, small, owners;
-    uint64_t digest, spread[5]; /* of the signature, and what each counter is multiplied by */
+    uint64_t digest, spread[6]; /* of the signature, and what each counter is multiplied by */
 };
 
-enum { NUM_COUNTERS = 5, ALL_EQUAL = 2 };
+enum { NUM_COUNTERS = 6, ALL_EQUAL = 2 };
 static const char *const texts[] = {
-    "sequence", "runs", "merge_calls", "failures", "updates", "inside", "closed", "on_collective",
-    "on_received", "checks", "pending", "shape", "dtype", "agreed_ns", "ended_ns", "state",
+    "sequence", "runs", "merge_calls", "failures", "updates", "batches", "inside", "closed",
+    "on_collective", "on_received", "checks", "pending", "shape", "dtype", "agreed_ns", "ended_ns", "state",
     "recorder", "isEnabledFor", "co_filename", "f_lasti", "f_back", "began_ns", "number",
     "counters", "signature", "extra", "place", "entries", "append"};
 enum { SEQUENCE, INSIDE_NAME = NUM_COUNTERS, CLOSED, ON_COLLECTIVE, ON_RECEIVED, CHECKS, PENDING,

@@ -38,7 +38,7 @@ from mpistrat.strategies.reductions import (
 )
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import container_of, localize, per_replica
+from mpistrat.values import batches_of, container_of, localize, per_replica
 from mpistrat.variables import Variable, check_replicas_agree, variables_to_compare
 
 __all__ = ["StrategyExtended"]
@@ -136,7 +136,11 @@ class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
         **Collective**: every rank makes the call, but nothing is exchanged by it.
         """
         context.require_cross_replica(self._container, "run")
-        self._collectives.channel.ledger.runs += 1
+        ledger = self._collectives.channel.ledger
+        ledger.runs += 1
+        for each in (*args, *kwargs.values()) if kwargs else args:
+            for batch in batches_of(each):
+                ledger.note_batch(batch)
         return self._run(fn, args, kwargs or {})
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

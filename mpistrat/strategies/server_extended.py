@@ -265,6 +265,9 @@ class ServerExtended(VariablePlacement):
     def _check_peers(self) -> None:
         """Leave where the chief is lost, or anyone in a job that cannot go on without."""
         lost = self._group.channel.departures.lost()
+        if self._is_tolerant and self._group.channel.is_reported:
+            # MPI_Abort of Open MPI ends no other rank of a job that outlives losses.
+            losses.leave_without(min(lost, default=0), "", is_first=False)
         if not lost:
             return
         if self._is_tolerant:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -10,7 +11,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["Program", "descendants", "send_signal"]
+__all__ = [
+    "Program",
+    "descendants",
+    "prctl",
+    "send_signal",
+]
 
 
 class _Capture:
@@ -88,13 +94,28 @@ class Program:
             capture.close()
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the ids of a process and of all its descendants, the process first."""
+def descendants(pid: int, command: Sequence[str] = ()) -> list[int]:
+    """Return the ids of a process and of all its descendants, the process first.
+
+    With a `command` only those that run it.
+    """
     found = [pid]
     parents = dict(_parents())
     for each in found:
         found += [child for child, parent in parents.items() if parent == each]
-    return found
+    return [each for each in found if not command or _command_of(each) == [*command]]
+
+
+def _command_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def prctl(option: int, value: int) -> None:
+    """Set a property of this process, by the numbers of Linux."""
+    ctypes.CDLL(None).prctl(option, value)
 
 
 def send_signal(sign: signal.Signals, pids: Sequence[int]) -> None:

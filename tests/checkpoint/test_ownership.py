@@ -1,6 +1,8 @@
 """One path, one writer: groups of ranks of a job that write the same file."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -9,10 +11,13 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat import hdf5
 from mpistrat.checkpoint import ownership
+from mpistrat.system.files import hidden_beside
 
 pytestmark = pytest.mark.mpi
+
+
+WRITER = "from mpistrat.system.files import this_writer as name; print(name())"
 
 
 def variable(strategy, value):
@@ -186,13 +191,16 @@ def test_a_file_of_an_earlier_job_may_be_replaced(path, strategy, barrier, rank,
     ms.Checkpoint(weight=variable(strategy, 1)).write(path)
 
 
+@pytest.mark.parametrize("is_named", [False, True])
 def test_what_a_killed_writer_leaves_is_taken_over(
-    path, strategy, barrier, monkeypatch, rank, size
+    path, strategy, barrier, monkeypatch, rank, size, is_named
 ):
-    monkeypatch.setattr(ownership, "_LONGEST_COMMIT_S", 0.2)
-    claim = hdf5.hidden_beside(Path(path), "commit")
+    ended = subprocess.run([sys.executable, "-c", WRITER], stdout=subprocess.PIPE, text=True)
+    # A name tells at once that its writer is dead; of an empty file that is assumed after a while.
+    monkeypatch.setattr(ownership, "_LONGEST_COMMIT_S", 100 if is_named else 0.2)
+    claim = hidden_beside(Path(path), "commit")
     if rank == 0:
-        claim.touch()
+        claim.write_text(ended.stdout.strip() if is_named else "")
     barrier()
     ms.Checkpoint(weight=variable(strategy, 1)).write(path)
     barrier()

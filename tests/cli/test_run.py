@@ -11,6 +11,7 @@ import time
 import pytest
 
 from mpistrat.mpi.mpiexec import mpiexec_program
+from mpistrat.system import processes
 from mpistrat.testing import launch
 from tests import ROOT
 
@@ -275,13 +276,15 @@ strategy.barrier()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("sign", ["SIGKILL", "SIGSEGV"])
+@pytest.mark.parametrize("sign", ["SIGKILL", "SIGSEGV", "SIGBUS"])
 def test_a_killed_rank_is_explained_in_the_last_line(program, tmp_path, ranks, sign):
     done = run("-n", ranks, "--oversubscribe", program(DIE), sign, cwd=tmp_path)
     assert done.returncode
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"mpistrat run: a rank was killed by {sign}")
+    assert done.stderr.count("a rank was killed") == 1
     assert ("probably because the node ran out of memory" in last) == (sign == "SIGKILL")
+    assert ("probably because /dev/shm is full" in last) == (sign == "SIGBUS")
     assert "The newest checkpoint is runs/a/checkpoint-3.h5." in last
     assert "With --restarts K it is started again" in last
 
@@ -289,3 +292,57 @@ def test_a_killed_rank_is_explained_in_the_last_line(program, tmp_path, ranks, s
 def test_a_program_that_fails_by_itself_was_not_killed(program):
     done = run("-n", 2, "--oversubscribe", program("raise SystemExit(3)"))
     assert "killed" not in done.stderr
+
+
+STEPS = """
+import time
+import mpistrat as ms
+strategy = ms.MPIStrategy(device="cpu")
+if strategy.rank == 0:
+    print("ready", flush=True)
+while True:
+    strategy.barrier()
+    time.sleep(0.01)
+"""
+
+
+def ended(file, limit_s=15):
+    """Return whether no process runs the program `file` any more, after a while."""
+    end = time.monotonic() + limit_s
+    while running(str(file)) and time.monotonic() < end:
+        time.sleep(0.1)
+    left = running(str(file))
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return not left
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize("whom", ["mpistrat run", "mpiexec"])
+def test_no_rank_outlives_what_has_started_it(program, sign, whom):
+    file = program(STEPS)
+    command = [sys.executable, "-m", "mpistrat", "run", "-n", "2", "--oversubscribe"]
+    process = subprocess.Popen(
+        [*command, str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=environment(PYTHONPATH=str(ROOT)),
+    )
+    try:
+        while not process.stdout.readline().startswith("ready"):
+            assert process.poll() is None
+        pid = process.pid if whom == "mpistrat run" else children(process.pid)[0]
+        os.kill(pid, sign)
+        _, error = process.communicate(timeout=30)
+    finally:
+        is_over = ended(file)
+    assert is_over
+    assert process.returncode != 0
+    assert ("have outlived mpiexec, and are killed" in error) <= (whom == "mpiexec")
+
+
+def children(pid):
+    return [child for child, parent in processes._parents() if parent == pid]
