@@ -149,8 +149,10 @@ class ElementIterator:
         on_step: Callable[[bool], None],
         check_context: Callable[[], None] | None = None,
         of: object = None,
+        on_element: Callable[[Any], None] | None = None,
     ) -> None:
         self._of = of
+        self._on_element = on_element
         self._elements = elements
         self._on_step = on_step
         self._check_context = check_context
@@ -170,6 +172,8 @@ class ElementIterator:
             self._on_step(False)
             raise
         self._on_step(True)
+        if self._on_element is not None:
+            self._on_element(element)
         return element
 
     def close(self) -> None:
