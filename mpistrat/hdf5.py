@@ -120,8 +120,11 @@ def fills_unwritten(dataset: Any) -> bool:
 
 def is_stored_as(dataset: Any, dtype: Any) -> bool:
     """Return whether the bytes of a low-level `dataset` are those of arrays of `dtype`."""
-    # Objects, such as text of any length, are pointers in memory and longer in files.
-    return not dtype.hasobject and bool(dataset.get_type().equal(stored_type(dtype)))
+    # Objects, such as text of any length, are pointers in memory and longer in files. NumPy makes
+    # elements of an array type further axes, and does not say that they are in foreign byte order.
+    if dtype.hasobject or dtype.subdtype is not None:
+        return False
+    return bool(dataset.get_type().equal(stored_type(dtype)))
 
 
 def memory_type(dtype: Any) -> Any:

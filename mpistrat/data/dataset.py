@@ -17,6 +17,7 @@ from mpistrat.data.sources import ArraySource, GeneratorSource, RangeSource
 from mpistrat.data.user_source import UserSource, refuse_lazy_arrays
 from mpistrat.options import AutoShardPolicy
 from mpistrat.system.hints import HintedType
+from mpistrat.user_warnings.whole_batches import note_batch
 
 __all__ = ["Dataset"]
 
@@ -202,7 +203,8 @@ class Dataset(ElementTransformations, metaclass=HintedType):
     def __iter__(self) -> ElementIterator:
         pass_number, start, on_step = self._position.begin()
         elements = self._pipeline.elements(pass_number, start)
-        return ElementIterator(elements, on_step, of=self)
+        on_batch = None if self._pipeline.batch is None else note_batch
+        return ElementIterator(elements, on_step, of=self, on_element=on_batch)
 
     def __repr__(self) -> str:
         return f"<Dataset {self._pipeline}{self._position}>"

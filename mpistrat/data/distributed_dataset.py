@@ -17,9 +17,11 @@ from mpistrat.arrays import Device
 from mpistrat.data.fingerprint import position_layout
 from mpistrat.data.iterators import ElementIterator, Position
 from mpistrat.data.pipeline import Pipeline, Prepare
+from mpistrat.data.sources import GeneratorSource, generators_of
 from mpistrat.data.spec import empty_batch, open_batch
 from mpistrat.data.transfer import transfer_to
 from mpistrat.errors import CollectiveError, DataError
+from mpistrat.system.text import rank_list, ranks_by_value
 from mpistrat.user_warnings.empty_parts import note_part
 from mpistrat.user_warnings.once import warn_once
 
@@ -77,6 +79,10 @@ class DistributedDataset:
         self._device = device
         self._collectives = collectives
         self._position = Position()
+        self._generators: list[GeneratorSource] = []
+        """Of which every rank must see the same elements."""
+        if isinstance(rank_dataset, BatchSlices) and collectives.layout.num_replicas > 1:
+            self._generators = generators_of(rank_dataset.pipeline.source)
 
     @property
     def element_spec(self) -> Any:
@@ -90,8 +96,8 @@ class DistributedDataset:
     def __iter__(self) -> ElementIterator:
         pass_number, start, on_step = self._position.begin(self._warn_of_nothing)
         elements = self._elements(pass_number, start)
-        first = (pass_number, start)
-        return ElementIterator(elements, on_step, self._check_context, of=self, first=first)
+        on_element = _numbering(pass_number, start)
+        return ElementIterator(elements, on_step, self._check_context, self, on_element)
 
     def __repr__(self) -> str:
         return f"<DistributedDataset {self._rank_dataset}{self._position}>"
@@ -152,6 +158,26 @@ class DistributedDataset:
         # A rank without rows of a batch has met none of the errors that others report in it.
         with self._collectives.call(_NEXT_BATCH) as call:
             call.agree("the end of the pass")
+        if self._generators:
+            self._compare_generators()
+
+    def _compare_generators(self) -> None:
+        """Warn of generators that have given other elements on other ranks. **Collective**."""
+        seen_here = [each.seen for each in self._generators]
+        of_ranks = self._collectives.gather_json(seen_here, _NEXT_BATCH)
+        for number, generator in enumerate(self._generators):
+            seen = [of_rank[number] for of_rank in of_ranks]
+            # A rank that stopped earlier proves nothing.
+            if len({count for count, _ in seen}) == 1 and len({digest for _, digest in seen}) > 1:
+                groups = ranks_by_value((rank, digest) for rank, (_, digest) in enumerate(seen))
+                warn_once(
+                    f"{generator!r} has given different elements on "
+                    f"{' and '.join(map(rank_list, groups.values()))}, but every rank keeps its "
+                    "slice of the same sequence, so examples are missing and others come twice. "
+                    "Give random generators the same seed on every rank, and sort sets and lists "
+                    "of files; for data of each rank's own use distribute_datasets_from_function.",
+                    key=f"generator {number}",
+                )
 
     def _report(self, error: Exception) -> None:
         """Report an error to the other ranks, which would wait for this one. **Collective**."""
@@ -187,6 +213,19 @@ class DistributedDataset:
 NextElement = Callable[[Iterator[Any]], tuple[Any, bool]]
 """Takes the next element of this rank's iterator: the element, or ``None`` past the end, and
 whether any rank has one. May be collective."""
+
+
+def _numbering(pass_number: int, start: int) -> Callable[[Any], None]:
+    """Return what writes on each batch of a pass its number, which the ranks compare in `run`."""
+    numbers = itertools.count(start)
+
+    def number(element: Any) -> None:
+        batch = pass_number, next(numbers)
+        for leaf in nests.flatten(element)[0]:
+            if isinstance(leaf, values.PerReplica):
+                leaf._batch = batch
+
+    return number
 
 
 class RankDataset(Protocol):

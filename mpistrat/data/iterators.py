@@ -149,11 +149,10 @@ class ElementIterator:
         on_step: Callable[[bool], None],
         check_context: Callable[[], None] | None = None,
         of: object = None,
-        first: tuple[int, int] | None = None,
+        on_element: Callable[[Any], None] | None = None,
     ) -> None:
-        # `first` is the pass, and the number in it of the first element of a distributed dataset.
         self._of = of
-        self._next = first
+        self._on_element = on_element
         self._elements = elements
         self._on_step = on_step
         self._check_context = check_context
@@ -173,12 +172,8 @@ class ElementIterator:
             self._on_step(False)
             raise
         self._on_step(True)
-        if self._next is not None:
-            for leaf in nests.flatten(element)[0]:
-                if isinstance(leaf, values.PerReplica):
-                    leaf._batch = self._next
-            pass_number, number = self._next
-            self._next = pass_number, number + 1
+        if self._on_element is not None:
+            self._on_element(element)
         return element
 
     def close(self) -> None:

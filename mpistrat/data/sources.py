@@ -29,7 +29,7 @@ from mpistrat.errors import DataError
 from mpistrat.system.digests import digest_of_values, mixed_digest
 from mpistrat.system.text import array_type
 
-__all__ = ["ArraySource", "CountSource", "GeneratorSource", "RangeSource"]
+__all__ = ["ArraySource", "CountSource", "GeneratorSource", "RangeSource", "generators_of"]
 
 
 class _InMemory(PlainSource):
@@ -171,6 +171,17 @@ class ArraySource(_InMemory):
         )
 
 
+_NUM_COMPARED = 1024
+"""Elements of a generator that ranks compare; an order that is not the same differs early."""
+
+
+def generators_of(source: Any) -> list[GeneratorSource]:
+    """Return the generators that a source reads, in an order that is the same on all ranks."""
+    own = [source] if isinstance(source, GeneratorSource) else []
+    below = getattr(source, "children", getattr(source, "streamed", ()))
+    return own + [found for child in below for found in generators_of(child.source)]
+
+
 class GeneratorSource(PlainSource):
     """The elements of ``fn()``, which is called again for each pass."""
 
@@ -191,6 +202,8 @@ class GeneratorSource(PlainSource):
                 raise TypeError(f"element_spec must have fixed dtypes, not object: {spec!r}.")
         self._fn = fn
         self._last: weakref.ref[Any] | None = None
+        self.seen = 0, ""
+        """Of the last pass how many of the first elements were compared, and their digest."""
         self.element_spec = element_spec
 
     def __repr__(self) -> str:
@@ -208,10 +221,17 @@ class GeneratorSource(PlainSource):
         return skip_items(self._stream(), start)
 
     def _stream(self) -> Iterator[Block]:
-        for number, element in enumerate(self._new_iterator()):
-            item = np.empty(1, object)
-            item[0] = self.example(element, number)
-            yield item
+        count, digest = 0, 0
+        try:
+            for number, element in enumerate(self._new_iterator()):
+                item = np.empty(1, object)
+                item[0] = example = self.example(element, number)
+                if number < _NUM_COMPARED:
+                    count = number + 1
+                    digest = mixed_digest([digest, *map(digest_of_values, example)])
+                yield item
+        finally:
+            self.seen = count, f"{digest:016x}"
 
     def example(self, element: Any, number: int) -> Example:
         """Return `element` as an item, if it fits the spec."""

@@ -33,7 +33,7 @@ from mpistrat.optimizers.gradients import (
     variables_in,
     warn_of_nan,
 )
-from mpistrat.optimizers.hints import HintedOptimizer
+from mpistrat.optimizers.hints import HintedOptimizer, RefusesOtherNames
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.remote_step import apply_remotely, find_slots, slot_makers, take_step
 from mpistrat.optimizers.slots import (
@@ -58,7 +58,7 @@ from mpistrat.variables.parameter_store import ParameterStore, Request
 __all__ = ["Optimizer"]
 
 
-class Optimizer(Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
+class Optimizer(RefusesOtherNames, Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
     """Base of optimizers.
 
     **Collective** in a strategy's scope, because it makes the variable `iterations`.

@@ -20,7 +20,7 @@ from mpistrat.strategies.logical_devices import LogicalDevices
 from mpistrat.strategies.plain_names import PlainNames
 from mpistrat.strategies.reductions import warn_of_empty_parts
 from mpistrat.strategies.replica_arguments import explained_call
-from mpistrat.user_warnings import empty_parts
+from mpistrat.user_warnings import empty_parts, whole_batches
 from mpistrat.values import DistributedValues, Number, PerReplica, T
 from mpistrat.variables import Variable
 
@@ -155,6 +155,8 @@ class Strategy(PlainNames, LogicalDevices, ClusterMember):
             )
         if options is not None and not isinstance(options, RunOptions):
             raise TypeError(f"run: options must be RunOptions, not {options!r}.")
+        if whole_batches.latest and self.num_replicas_in_sync > 1:
+            whole_batches.warn_if_whole((args, kwargs))
         try:
             return self._extended.call_for_each_replica(fn, args, kwargs)
         except TypeError as error:

@@ -76,7 +76,8 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
 
     @ForNumPy
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(isinstance(out, ArrayLike) for out in kwargs.get("out", ())):
+        outputs = inputs[:1] if method == "at" else kwargs.get("out", ())
+        if any(isinstance(out, ArrayLike) for out in outputs):
             raise TypeError(
                 "A variable cannot be the output of a NumPy function or an operator such as +=. "
                 "Write to it with assign, assign_add or assign_sub."

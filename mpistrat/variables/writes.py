@@ -58,6 +58,12 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
                 f"The variable {name!r} of dtype {dtype} cannot hold the initial value {value!r} "
                 "exactly. Give it another dtype, or a NumPy array, which is cast."
             )
+        if wraps_around(array, dtype):
+            raise ValueError(
+                f"The variable {name!r} of dtype {dtype} cannot hold the initial value: its "
+                f"integers from {int(array.min())} to {int(array.max())} would wrap around. Create "
+                "the variable with a wider dtype."
+            )
         array = array.astype(dtype)
     if array.dtype.kind not in "biuc" and not is_floating(array.dtype):
         raise ValueError(
@@ -107,6 +113,12 @@ def cast_to(what: str, array: Array, is_plain: bool, dtype: np.dtype, device: De
         raise TypeError(
             f"{what}: a value of dtype {array.dtype} does not fit into {dtype}. Cast it first."
         )
+    if wraps_around(array, dtype):
+        raise TypeError(
+            f"{what}: the value of dtype {array.dtype} has integers from {int(array.min())} to "
+            f"{int(array.max())}, which do not fit into {dtype} and would wrap around. Create the "
+            "variable with a wider dtype."
+        )
     return place(array, device).astype(dtype, copy=False)
 
 
@@ -118,6 +130,15 @@ def can_cast(source: np.dtype, target: np.dtype) -> bool:
     if source.name == "bfloat16":
         return target.kind in "fc"
     return np.can_cast(source, target, "same_kind")
+
+
+def wraps_around(array: Array, dtype: np.dtype) -> bool:
+    """Return whether an integer of `array` is outside of the integer type `dtype`."""
+    are_integers = array.dtype.kind in "iu" and dtype.kind in "iu"
+    if not are_integers or np.can_cast(array.dtype, dtype) or 0 in array.shape:
+        return False
+    info = np.iinfo(dtype)
+    return int(array.min()) < info.min or int(array.max()) > info.max
 
 
 def _holds(dtype: np.dtype, numbers: np.ndarray) -> bool:

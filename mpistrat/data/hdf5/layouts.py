@@ -59,8 +59,9 @@ class ColumnLayout:
 
 def layout_of(dataset: Any, path: str, axis: int, dtype: np.dtype, is_live: bool) -> ColumnLayout:
     """Return the layout of a data set of the file `path`, read as `dtype` along `axis`."""
-    spec = ArraySpec(dataset.shape[:axis] + dataset.shape[axis + 1 :], dtype)
-    row_bytes = max(dtype.itemsize * math.prod(spec._known_shape), 1)
+    others = dataset.shape[:axis] + dataset.shape[axis + 1 :]
+    spec = ArraySpec(others + dtype.shape, dtype.base)
+    row_bytes = max(dtype.itemsize * math.prod(others), 1)
     # The places of what is being written may change.
     has_places = not axis and not is_live
     if dataset.chunks:
